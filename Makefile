@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make help` lists the targets.
+
+# The first of these that runs and is Python 3.11 or newer, unless PYTHON is given.
+PYTHON ?= $(shell for p in python3.11 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' </dev/null >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+PYTEST_ARGS ?=
+
+# More threads than cores slow every test down. The suite must not reach for a hub.
+TEST_ENV := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0 HF_HUB_OFFLINE=1
+PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
+PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-newest test-oldest demo lint clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
+
+setup: .venv/.setup-done ## create .venv with the pinned versions (again only when the pins or pyproject.toml change)
+
+test: setup ## run the tests
+	$(TEST_ENV) .venv/bin/python $(PYTEST)
+
+test-newest: .venv-newest/.setup-done ## run the tests with the newest transformers tested (constraints-newest.txt)
+	$(TEST_ENV) .venv-newest/bin/python $(PYTEST)
+
+test-oldest: .venv-oldest/.setup-done ## run the tests with the oldest transformers supported (constraints-oldest.txt)
+	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST)
+
+demo: setup ## prune the demo model, then run the benchmark on it
+	HF_HUB_OFFLINE=1 .venv/bin/tokenprune demo
+	HF_HUB_OFFLINE=1 .venv/bin/tokenprune bench
+
+lint: setup ## check the code with ruff
+	.venv/bin/python -m ruff check .
+
+clean: ## remove builds and caches
+	rm -rf build dist .pytest_cache .ruff_cache
+	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## remove the environments too
+	rm -rf .venv .venv-newest .venv-oldest
+
+.venv/.setup-done: constraints.txt
+.venv-newest/.setup-done: constraints.txt constraints-newest.txt
+.venv-oldest/.setup-done: constraints.txt constraints-oldest.txt
+
+# The last constraints file named wins: it replaces the pins of the packages it names. torch comes first, so that no other
+# package can bring another build of it; torchvision comes without its dependencies for the same reason.
+%/.setup-done: pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		echo "Python 3.11 or newer is needed; found none. Name one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	@$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }
+	awk -F== 'NR == FNR { if (NF > 1) seen[$$1] = 1; else next; print; next } !($$1 in seen)' \
+		$(lastword $(filter constraints%,$^)) constraints.txt > $(@D)/constraints.txt
+	$(PIP) install --quiet -c $(@D)/constraints.txt torch
+	$(PIP) install --quiet -c $(@D)/constraints.txt --no-deps torchvision
+	$(PIP) install --quiet -c $(@D)/constraints.txt hatchling editables
+	$(PIP) install --quiet -c $(@D)/constraints.txt --no-build-isolation -e '.[dev]'
+	$(@D)/bin/python dev/setup_torchvision.py
+	@touch $@

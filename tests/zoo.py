@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random vision-language models, one a family, and inputs as the families' processors would hand them over.
+
+A test takes ``FAMILIES["llava"]``, calls ``build()`` for a model and ``make_inputs(...)`` for a batch. The models have
+random weights but are not shy: attention is far from uniform, so masking a visual token visibly moves the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+
+PAD, BOS, EOS, IMAGE, VIDEO, START, END, BREAK, FAKE, GLOBAL, TILE = range(11)
+FIRST_TEXT_ID, VOCAB = 16, 160
+HIDDEN, HEAD_DIM, VISION = 64, 16, 32
+
+TEXT = dict(
+    vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+)  # fmt: skip
+# Qwen's decoders share three axes of positions over the HEAD_DIM / 2 frequencies.
+MROPE = dict(rope_type="default", rope_theta=10_000.0)
+
+
+def tower(model_type: str, image_size: int, **extra: Any) -> dict[str, Any]:
+    return dict(
+        model_type=model_type, hidden_size=VISION, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+        image_size=image_size, patch_size=4, **extra,
+    )  # fmt: skip
+
+
+@dataclass
+class Picture:
+    """One picture (or video): the ids that stand for it in the prompt, and what the tower is fed for it."""
+
+    ids: list[int]
+    pixels: dict[str, torch.Tensor]
+
+    @property
+    def count(self) -> int:
+        return sum(token in (IMAGE, VIDEO) for token in self.ids)
+
+
+class Inputs(dict):
+    """Keyword arguments of the model; ``counts`` remembers, per row and picture, how many placeholders were written.
+
+    A plain ``dict`` made from it has lost ``counts``.
+    """
+
+    counts: list[list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """A model type. Pictures of ``sizes`` take turns through the batch, so visual counts differ where they can."""
+
+    name: str
+    config: dict[str, Any] = field(repr=False)
+    picture: Callable[[Any, torch.Generator, int], Picture]  # (size, generator, pictures in this row)
+    sizes: tuple[Any, ...]
+    decoder: str = "model.language_model"
+    video: Callable[[torch.Generator], Picture] | None = None
+    collate: Callable[[list[list[Picture]]], dict[str, torch.Tensor]] = field(default=lambda rows: join(rows))
+    types: str | None = None  # name under which the processor hands over token types (0 text, 1 image, 2 video)
+
+    def build(self, attn: str = "sdpa") -> PreTrainedModel:
+        config = {key: dict(value) if isinstance(value, dict) else value for key, value in self.config.items()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForImageTextToText.from_config(
+                CONFIG_MAPPING[self.name](**config, image_token_id=IMAGE, tie_word_embeddings=False),
+                attn_implementation=attn,
+            )
+            wake(model)
+        # Nothing ends a generation early, so that every row gets all its new tokens.
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = PAD
+        model.generation_config.do_sample = False
+        return model.float().eval()
+
+    def make_inputs(
+        self,
+        rows: int | None = None,
+        padding: str | None = "left",
+        images: int | Sequence[int] = 1,
+        seed: int = 0,
+        sizes: Sequence[Any] | None = None,
+        video: bool = False,
+        only: int | None = None,
+    ) -> Inputs:
+        """A batch ready for ``model(**inputs)``: two rows with one picture each unless told otherwise.
+
+        ``images`` counts pictures (of each row, if a sequence); ``video`` adds one to row 0, before its pictures.
+        ``padding=None`` writes more text at the end of the shorter rows instead of padding them. ``only=i`` gives row i
+        alone, without padding. Other ``sizes`` are in the unit of the family's own (see its ``picture``).
+        """
+        images = [images] * (2 if rows is None else rows) if isinstance(images, int) else list(images)
+        if rows is not None and len(images) != rows:
+            raise ValueError(f"images={images} does not fit rows={rows}")
+        if padding not in ("left", "right", None):
+            raise ValueError(f"padding={padding!r}")
+        sizes = self.sizes if sizes is None else sizes
+        ids, pictures, used = [], [], 0
+        for row, number in enumerate(images):
+            # Each row draws from its own generator: it is the same row in whatever batch it stands.
+            g = torch.Generator().manual_seed(1000 * seed + row)
+            shown = [self.picture(sizes[(used + i) % len(sizes)], g, number) for i in range(number)]
+            used += number
+            if video and row == 0:
+                if self.video is None:
+                    raise ValueError(f"{self.name} takes no video here")
+                shown.insert(0, self.video(g))
+            prompt = [BOS, *words(3 + row, g)]
+            for i, picture in enumerate(shown):
+                prompt += [*(words(3, g) if i else []), *picture.ids]
+            ids.append(prompt + words(5 + 6 * row, g))
+            pictures.append(shown)
+        if padding is None:
+            g = torch.Generator().manual_seed(1000 * seed + 999)
+            ids = [row + words(max(map(len, ids)) - len(row), g) for row in ids]
+        if only is not None:
+            ids, pictures = [ids[only]], [pictures[only]]
+
+        side = "right" if padding is None else padding
+        input_ids = pad_sequence([torch.tensor(row) for row in ids], True, PAD, side)
+        mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in ids], True, 0, side)
+        inputs = Inputs(input_ids=input_ids, attention_mask=mask)
+        inputs.counts = [[picture.count for picture in row] for row in pictures]
+        if self.types:
+            inputs[self.types] = (input_ids == IMAGE).long() + 2 * (input_ids == VIDEO).long()
+        if any(pictures):
+            inputs.update(self.collate(pictures))
+        return inputs
+
+    def visual_mask(self, model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
+        """[B, L], true at the placeholders."""
+        ids = inputs["input_ids"]
+        return (ids == model.config.image_token_id) | (ids == getattr(model.config, "video_token_id", -1))
+
+    def visual_counts(self, model: PreTrainedModel, inputs: Inputs) -> list[list[int]]:
+        """Placeholders of each picture of each row, in the order of the prompt, known from writing the prompt."""
+        return inputs.counts
+
+
+def words(n: int, g: torch.Generator) -> list[int]:
+    return torch.randint(FIRST_TEXT_ID, VOCAB, (n,), generator=g).tolist()
+
+
+@torch.no_grad()
+def wake(model: PreTrainedModel) -> None:
+    """Weights large enough that attention is uneven and every input is felt in the logits."""
+    for name, p in model.named_parameters():
+        if p.dim() < 2:  # norms (around one, or zero where the layer adds one), biases, newline and class embeddings
+            p.add_(torch.randn_like(p), alpha=0.1)
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                p.add_(0.5)  # normed queries and keys would otherwise give scores of unit spread
+        elif "embed_tokens" in name:
+            # Gemma multiplies its embeddings by sqrt(width), but not the visual features beside them.
+            p.normal_(std=HIDDEN**-0.5 if model.config.model_type == "gemma3" else 1.0)
+        else:
+            p.normal_(std=1.5 / math.sqrt(p[0].numel()))
+    # Special ids get logit zero: a random model that generates a placeholder would confuse what is visual.
+    model.get_output_embeddings().weight[:FIRST_TEXT_ID] = 0
+
+
+def join(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
+    """Pictures of the batch one after the other, whichever row they stand in."""
+    flat = [picture.pixels for row in rows for picture in row]
+    keys = dict.fromkeys(key for pixels in flat for key in pixels)
+    return {key: torch.cat([pixels[key] for pixels in flat if key in pixels]) for key in keys}
+
+
+def noise(*shape: int, g: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=g)
+
+
+# LLaVA-1.5: one square picture, always 36 tokens.
+
+
+def llava_picture(size: int, g: torch.Generator, _: int) -> Picture:
+    return Picture([IMAGE] * (size // 4) ** 2, {"pixel_values": noise(1, 3, size, size, g=g)})
+
+
+# LLaVA-NeXT and OneVision: a base view of 4 x 4 patches, then the tiles of the best of these resolutions, cut back to
+# the picture's own shape, with a newline feature after each row of patches.
+
+PINPOINTS = [[16, 32], [32, 16]]
+ANYRES = {(16, 32): 16 + 4 * (8 + 1), (8, 32): 16 + 2 * (8 + 1), (32, 16): 16 + 8 * (4 + 1), (32, 8): 16 + 8 * (2 + 1)}
+
+
+def anyres_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    pixels = {"pixel_values": noise(3, 3, 16, 16, g=g), "image_sizes": torch.tensor([size])}
+    return Picture([IMAGE] * ANYRES[size], pixels)
+
+
+def onevision_picture(size: tuple[int, int], g: torch.Generator, in_row: int) -> Picture:
+    if in_row == 1:
+        return anyres_picture(size, g, in_row)
+    # Several pictures in one prompt are not cut into tiles: base view and one newline.
+    return Picture([IMAGE] * 17, {"pixel_values": noise(1, 3, 16, 16, g=g), "image_sizes": torch.tensor([size])})
+
+
+def onevision_video(g: torch.Generator) -> Picture:
+    return Picture([VIDEO] * (5 * 4 + 1), {"pixel_values_videos": noise(1, 5, 3, 16, 16, g=g)})
+
+
+def anyres_collate(rows: list[list[Picture]], count_rows: bool = False) -> dict[str, torch.Tensor]:
+    pixels = [picture.pixels for row in rows for picture in row]
+    tiles = [p.pop("pixel_values") for p in pixels if "pixel_values" in p]
+    out = join(rows)
+    if tiles:
+        out["pixel_values"] = pad_sequence(tiles, batch_first=True)
+        if count_rows:
+            out["batch_num_images"] = torch.tensor([sum(IMAGE in picture.ids for picture in row) for row in rows])
+    return out
+
+
+# Qwen-VL: patches of all pictures on one axis, the grid tells their shape; 2 x 2 patches make a token.
+
+
+def qwen_picture(size: tuple[int, int], g: torch.Generator, _: int, patch: int = 4) -> Picture:
+    h, w = size
+    pixels = {"pixel_values": noise(h * w, 3 * 2 * patch**2, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
+    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+def qwen_video(g: torch.Generator, seconds: float | None = None, stamped: bool = False) -> Picture:
+    t, h, w = 3, 6, 8
+    pixels = {"pixel_values_videos": noise(t * h * w, 3 * 2 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
+    if seconds is not None:
+        pixels["second_per_grid_ts"] = torch.tensor([seconds])
+    frame = [VIDEO] * (h * w // 4)
+    if stamped:  # Qwen3-VL writes the time in words before each frame and wraps each frame
+        return Picture([token for _ in range(t) for token in [*words(2, g), START, *frame, END]], pixels)
+    return Picture([START, *frame * t, END], pixels)
+
+
+def qwen_config(section: list[int], vision: dict[str, Any], **text: Any) -> dict[str, Any]:
+    return dict(
+        text_config={**TEXT, **text, "rope_parameters": {**MROPE, "mrope_section": section}},
+        vision_config=dict(depth=4, num_heads=2, patch_size=4, **vision),
+        video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+    )  # fmt: skip
+
+
+# InternVL: tiles and a thumbnail in one run of 16 tokens a tile.
+
+
+def internvl_picture(tiles: int, g: torch.Generator, _: int) -> Picture:
+    return Picture([START, *[IMAGE] * (16 * tiles), END], {"pixel_values": noise(tiles, 3, 32, 32, g=g)})
+
+
+# Idefics3 and SmolVLM: tiles in rows and columns, each with a token telling its place, then the whole picture.
+
+
+def idefics_picture(grid: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    r, c = grid
+    tile = [FAKE, TILE, *[IMAGE] * 16]
+    ids = ([*tile * c, BREAK] * r + [BREAK] if r else []) + [FAKE, GLOBAL, *[IMAGE] * 16, FAKE]
+    return Picture(ids, {"pixel_values": noise(r * c + 1, 3, 32, 32, g=g)})
+
+
+def idefics_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
+    # Tiles are padded with zeros row by row; the tower drops the zero tiles again.
+    tiles = [torch.cat([torch.zeros(0, 3, 32, 32), *(p.pixels["pixel_values"] for p in row)]) for row in rows]
+    pixels = pad_sequence(tiles, batch_first=True)
+    return {"pixel_values": pixels, "pixel_attention_mask": (pixels != 0).any(2).long()}
+
+
+# Gemma 3: always 16 tokens after pooling; begin and end tokens and blank lines around.
+
+
+def gemma_picture(size: int, g: torch.Generator, _: int) -> Picture:
+    return Picture([BREAK, START, *[IMAGE] * 16, END, BREAK], {"pixel_values": noise(1, 3, size, size, g=g)})
+
+
+def _families() -> list[Family]:
+    clip = tower("clip_vision_model", 24, projection_dim=VISION)
+    siglip = tower("siglip_vision_model", 16, vision_use_head=False)
+    grids = ((8, 12), (6, 10), (10, 12), (8, 8))
+    shapes = ((16, 32), (32, 8), (8, 32), (32, 16))
+    qwen2_vision = dict(embed_dim=VISION, hidden_size=HIDDEN, mlp_ratio=2)
+    qwen25_vision = dict(
+        hidden_size=VISION, intermediate_size=64, out_hidden_size=HIDDEN, window_size=16, fullatt_block_indexes=[1, 3]
+    )
+    qwen3_vision = dict(
+        hidden_size=VISION, intermediate_size=64, out_hidden_size=HIDDEN, num_position_embeddings=64,
+        deepstack_visual_indexes=[0, 1, 2],
+    )  # fmt: skip
+    idefics = dict(text_config={**TEXT, "model_type": "llama"}, scale_factor=2, pad_token_id=PAD)
+    idefics_kwargs = dict(
+        picture=idefics_picture, sizes=((1, 2), (0, 0), (2, 1)), decoder="model.text_model", collate=idefics_collate
+    )
+    gemma_layers = ["sliding_attention", "full_attention"] * 2
+    return [
+        Family("llava", dict(text_config={**TEXT, "model_type": "llama"}, vision_config=clip, image_seq_length=36),
+               llava_picture, (24,)),
+        Family("llava_next", dict(text_config={**TEXT, "model_type": "llama"}, vision_config={**clip, "image_size": 16},
+                                  image_grid_pinpoints=PINPOINTS, image_seq_length=16),
+               anyres_picture, shapes, collate=anyres_collate),
+        Family("llava_onevision", dict(text_config={**TEXT, "model_type": "qwen2"}, vision_config=siglip,
+                                       image_grid_pinpoints=PINPOINTS, video_token_id=VIDEO),
+               onevision_picture, shapes, video=onevision_video,
+               collate=lambda rows: anyres_collate(rows, count_rows=True)),
+        Family("qwen2_vl", qwen_config([2, 3, 3], qwen2_vision), qwen_picture, grids,
+               video=qwen_video, types="mm_token_type_ids"),
+        Family("qwen2_5_vl", qwen_config([2, 3, 3], qwen25_vision), qwen_picture, grids,
+               video=lambda g: qwen_video(g, seconds=0.5), types="mm_token_type_ids"),
+        Family("qwen3_vl", qwen_config([4, 2, 2], qwen3_vision, head_dim=HEAD_DIM), qwen_picture, grids,
+               video=lambda g: qwen_video(g, stamped=True), types="mm_token_type_ids"),
+        Family("internvl", dict(text_config={**TEXT, "model_type": "qwen2"}, image_seq_length=16,
+                                vision_config={**tower("internvl_vision", 32), "layer_scale_init_value": 1.0}),
+               internvl_picture, (2, 1, 3)),
+        Family("smolvlm", {**idefics, "vision_config": tower("smolvlm_vision", 32)}, **idefics_kwargs),
+        Family("idefics3", {**idefics, "vision_config": tower("idefics3_vision", 32)}, **idefics_kwargs),
+        # A window shorter than the prompt, and both kinds of layer on either side of a cut at layer 2.
+        Family("gemma3", dict(text_config={**TEXT, "head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM,
+                                           "sliding_window": 16, "layer_types": gemma_layers},
+                              vision_config={**siglip, "image_size": 32}, mm_tokens_per_image=16,
+                              boi_token_id=START, eoi_token_id=END),
+               gemma_picture, (32,), types="token_type_ids"),
+    ]  # fmt: skip
+
+
+FAMILIES: dict[str, Family] = {family.name: family for family in _families()}

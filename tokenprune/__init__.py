@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make vision-language models see fewer visual tokens, in one line: `tokenprune.patch(model, method="dart", keep=0.25)`.
+
+Importing this package changes nothing in torch or transformers, and loads neither: names are resolved on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+# Where each public name lives.
+_HOMES = {
+    "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "method"),
+    "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
+    "tokenprune.budget": ("Budget",),
+    "tokenprune.statistics": ("Stats", "Cut"),
+    "tokenprune.base": ("Method", "Selection", "Site"),
+    "tokenprune.tokens": ("VisualTokens",),
+    "tokenprune.errors": (
+        "TokenPruneError",
+        "UnknownMethodError",
+        "UnsupportedModelError",
+        "UnsupportedSetupError",
+        "BudgetError",
+        "OptionError",
+        "RegistrationError",
+        "AlreadyPatchedError",
+        "NotPatchedError",
+        "PlaceholderMismatchError",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+if TYPE_CHECKING:
+    from tokenprune.api import is_patched, method, patch, patched, stats, unpatch
+    from tokenprune.base import Method, Selection, Site
+    from tokenprune.budget import Budget
+    from tokenprune.errors import *  # noqa: F403
+    from tokenprune.registry import MethodInfo, available_methods, method_info, register
+    from tokenprune.statistics import Cut, Stats
+    from tokenprune.tokens import VisualTokens
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'tokenprune' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])
+
+
+__all__ = ["__version__", *_HOME_OF]

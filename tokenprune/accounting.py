@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closed-form prefill FLOPs and KV bytes of a decoder, from its config and the tokens that each layer sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes that the closed forms need; `from_config` reads them from a Hugging Face text config."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_config(cls, config: Any) -> DecoderShape:
+        heads = config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
+
+    def layer_flops(self, tokens: float) -> float:
+        """Multiply-adds x 2 of one layer in prefill: projections, gated MLP, and attention over the full square (as papers
+        count it, causal masking not deducted). Norms, rotary embedding and softmax are left out."""
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        linear = 2 * tokens * self.hidden * (2 * query + 2 * kv + 3 * self.intermediate)
+        return linear + 4 * tokens * tokens * query
+
+    def prefill_flops(self, tokens_per_layer: list[float]) -> float:
+        """Sum of `layer_flops` over the layers; the vision tower and the output head are not in it."""
+        return sum(self.layer_flops(tokens) for tokens in tokens_per_layer)
+
+    def kv_bytes(self, tokens_per_layer: list[int], bytes_per_number: int) -> int:
+        """Bytes of keys and values over all layers."""
+        return 2 * self.kv_heads * self.head_dim * bytes_per_number * sum(tokens_per_layer)

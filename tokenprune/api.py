@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""patch, unpatch, patched, stats: the library's front door. All checks come before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from tokenprune.base import Method, Site
+from tokenprune.budget import Budget
+from tokenprune.errors import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
+from tokenprune.registry import build
+from tokenprune.statistics import Stats
+
+_ATTRIBUTE = "_tokenprune_patch"
+ModelT = TypeVar("ModelT")
+
+
+def patch(
+    model: ModelT,
+    method: str | Method | Sequence[str | Method] = "dart",
+    *,
+    keep: float | int | Budget | Sequence[float | int | Budget] = 0.25,
+    record: bool = False,
+    replace: bool = False,
+    processor: Any = None,
+    **options: Any,
+) -> ModelT:
+    """Make `model` see fewer visual tokens, in place, and return it.
+
+    method:    a registered name (`available_methods()`), a configured `Method`, or a list of them that act at different places.
+    keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 1: tokens per image (more than an image
+               has keeps all of it); a `Budget`; or, for a list of methods, a list with one of these each. With a list of methods
+               and a single `keep`, every method keeps that share of what reaches it.
+    record:    keep the positions that survive each cut in `stats(model).cuts`.
+    replace:   replace a patch that is there already, instead of raising.
+    processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes.
+    options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s instead.
+
+    Raises UnknownMethodError, OptionError, BudgetError, UnsupportedModelError or AlreadyPatchedError; the model is then as it
+    was before.
+    """
+    methods = _methods(method, options)
+    budgets = _budgets(keep, len(methods))
+    present = getattr(model, _ATTRIBUTE, None)
+    if present is not None and not replace:
+        raise AlreadyPatchedError(
+            f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, or pass replace=True"
+        )
+    made = _attachment(model, methods, budgets, record, processor)
+    if present is not None:
+        unpatch(model)
+    try:
+        made.attach()
+    except BaseException:
+        if present is not None:
+            present.attach()
+            setattr(model, _ATTRIBUTE, present)
+        raise
+    setattr(model, _ATTRIBUTE, made)
+    return model
+
+
+def _methods(method: str | Method | Sequence[str | Method], options: dict[str, Any]) -> list[Method]:
+    many = isinstance(method, (list, tuple))
+    given = list(method) if many else [method]
+    if not given:
+        raise OptionError("method is an empty list: name at least one method")
+    if many and len(given) > 1 and options:
+        raise OptionError(
+            f"options {', '.join(options)} are ambiguous for several methods: pass configured methods, "
+            'for example method=[tokenprune.method("fastv", layer=3), "divprune"]'
+        )
+    if options and isinstance(given[0], Method):
+        raise OptionError(f"options {', '.join(options)} are ignored by a configured method: set them when you make it")
+    methods = [one if isinstance(one, Method) else build(one, options) for one in given]
+    places = [(one.site, one.cut_layer) for one in methods]
+    for index, place in enumerate(places):
+        if place in places[:index]:
+            first = methods[places.index(place)]
+            raise OptionError(
+                f"{first.name} and {methods[index].name} act at the same place ({place[0].name}, layer {place[1]}): composed "
+                "methods must act at different sites or layers"
+            )
+    return sorted(methods, key=lambda one: (one.site, one.cut_layer))
+
+
+def _budgets(keep: Any, count: int) -> list[Budget]:
+    if isinstance(keep, (list, tuple)):
+        if len(keep) != count:
+            raise BudgetError(f"keep has {len(keep)} entries for {count} methods: give one number, or one for each method")
+        return [Budget.of(one) for one in keep]
+    return [Budget.of(keep)] * count
+
+
+def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record: bool, processor: Any) -> Attachment:
+    from tokenprune.integrations.hf.adapters import adapter_for
+    from tokenprune.integrations.hf.engine import Engine, Step
+    from tokenprune.integrations.hf.pixels import PixelPatch
+
+    adapter = adapter_for(model)
+    parts: list[Any] = []
+    for method, budget in zip(methods, budgets, strict=True):
+        if method.site is Site.PRE_ENCODER:
+            parts.append(PixelPatch(adapter, method, budget, processor))
+    if processor is not None and not parts:
+        raise OptionError(f"{', '.join(one.name for one in methods)} does not act on pixels: leave out processor=")
+    steps = [
+        Step(method, budget)
+        for method, budget in zip(methods, budgets, strict=True)
+        if method.site in (Site.PRE_LLM, Site.IN_LLM)
+    ]
+    engine = Engine(adapter, steps, record)
+    return Attachment(methods, budgets, [*parts, engine], engine)
+
+
+class Attachment:
+    """What `patch` leaves on a model: the parts that were attached to it, and where its statistics are."""
+
+    def __init__(self, methods: list[Method], budgets: list[Budget], parts: list[Any], engine: Any) -> None:
+        self.methods, self.budgets, self.parts, self.engine = methods, budgets, parts, engine
+
+    def attach(self) -> None:
+        done = []
+        try:
+            for part in self.parts:
+                part.attach()
+                done.append(part)
+        except BaseException:
+            for part in reversed(done):
+                part.detach()
+            raise
+
+    def detach(self) -> None:
+        for part in reversed(self.parts):
+            part.detach()
+
+    def describe(self) -> str:
+        return " + ".join(f"{method.name} ({budget})" for method, budget in zip(self.methods, self.budgets, strict=True))
+
+
+def _attached(model: Any) -> Attachment:
+    attachment = getattr(model, _ATTRIBUTE, None)
+    if attachment is None:
+        raise NotPatchedError(f"this {type(model).__name__} is not patched: call tokenprune.patch(model, ...) first")
+    return attachment
+
+
+def unpatch(model: ModelT) -> ModelT:
+    """Give the model back as it was: hooks, attention functions and processor; raises NotPatchedError if there is no patch."""
+    _attached(model).detach()
+    delattr(model, _ATTRIBUTE)
+    return model
+
+
+@contextmanager
+def patched(model: ModelT, method: Any = "dart", *, keep: Any = 0.25, **options: Any) -> Iterator[ModelT]:
+    """Patch for the length of a `with` block; takes what `patch` takes.
+
+    A patch that the model had before (with `replace=True`) is put back at the end.
+    """
+    before = getattr(model, _ATTRIBUTE, None)
+    patch(model, method, keep=keep, **options)
+    try:
+        yield model
+    finally:
+        if is_patched(model):
+            unpatch(model)
+        if before is not None:
+            before.attach()
+            setattr(model, _ATTRIBUTE, before)
+
+
+def is_patched(model: Any) -> bool:
+    """Return whether the model carries a patch."""
+    return getattr(model, _ATTRIBUTE, None) is not None
+
+
+def stats(model: Any) -> Stats:
+    """Return the `Stats` of the model's last forward or generate; raises NotPatchedError."""
+    return _attached(model).engine.report.stats
+
+
+def method(name: str, **options: Any) -> Method:
+    """Return a configured method, to be composed with others; raises UnknownMethodError or OptionError."""
+    return build(name, options)
+
+
+__all__ = ["TokenPruneError", "is_patched", "method", "patch", "patched", "stats", "unpatch"]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method is: where it acts, what it needs to see, and which visual tokens it keeps."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from tokenprune.errors import OptionError
+
+if TYPE_CHECKING:
+    from tokenprune.tokens import VisualTokens
+
+
+class Site(enum.IntEnum):
+    """Where a method acts, in the order in which data flows."""
+
+    PRE_ENCODER = 0
+    IN_ENCODER = 1
+    PRE_LLM = 2
+    IN_LLM = 3
+    DECODE = 4
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which visual tokens stay, and into which of them the others are merged.
+
+    keep:    bool `[S, N]`, True = stays (padding of short segments is False).
+    assign:  long `[S, N]` or None (plain dropping): for each token the index in its segment of the kept token that absorbs
+             it. A kept token is assigned to itself; -1 = dropped without a trace.
+    weight:  float `[S, N]` or None (equal): weight of each token in the mean that its kept token becomes.
+    """
+
+    keep: Tensor
+    assign: Tensor | None = None
+    weight: Tensor | None = None
+
+    @staticmethod
+    def top(score: Tensor, tokens: VisualTokens) -> Selection:
+        """Keep the highest scores of each segment; ties go to the lower index, NaN counts as lowest.
+
+        score: float `[S, N]`, higher is kept; padding is ignored.
+        """
+        score = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
+        # Two stable sorts instead of one: -inf is a legal score, so padding cannot be marked by a value.
+        order = score.argsort(dim=1, descending=True, stable=True)
+        order = order.gather(1, (~tokens.mask).gather(1, order).to(torch.uint8).argsort(dim=1, stable=True))
+        wanted = torch.arange(score.shape[1], device=score.device) < tokens.budget[:, None]
+        keep = torch.zeros_like(tokens.mask).scatter_(1, order, wanted)
+        return Selection(keep & tokens.mask)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods: a frozen dataclass whose fields are the method's options.
+
+    A subclass implements `score` (higher is kept), or overrides `select` when its choice is not a plain top-k. It sees a
+    read-only `VisualTokens` and never a model, a cache, a mask or position ids.
+    """
+
+    name: ClassVar[str] = ""
+    site: ClassVar[Site] = Site.PRE_LLM
+    needs: ClassVar[frozenset[str]] = frozenset()
+    paper: ClassVar[str] = ""
+    merges: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+
+    @property
+    def query_aware(self) -> bool:
+        """Whether the kept set of an image may change with the question."""
+        return False
+
+    @property
+    def prefix_cache_safe(self) -> bool:
+        """Whether the kept set depends only on what comes before the end of the image."""
+        return not self.query_aware
+
+    @property
+    def cut_layer(self) -> int:
+        """The decoder layer at whose input the cut is made (0 for PRE_LLM)."""
+        return int(getattr(self, "layer", 0)) if self.site is Site.IN_LLM else 0
+
+    def score(self, tokens: VisualTokens) -> Tensor:
+        """Return how good each visual token is, float `[S, N]`; higher is kept."""
+        raise NotImplementedError(f"{type(self).__name__} implements neither score() nor select()")
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        """Return which visual tokens stay; the default keeps the highest scores."""
+        return Selection.top(self.score(tokens), tokens)
+
+    def budget(self, count: int, keep: int) -> int:
+        """Return how many of `count` tokens to keep when the user asked for `keep`; most methods keep exactly that."""
+        return keep
+
+    def _check(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise OptionError(f"{self.name}: {message}")

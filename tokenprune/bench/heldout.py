@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fixed held-out set: drawn pictures that ship with the package, with one question of each kind per picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from PIL import Image
+
+FOLDER = Path(__file__).resolve().parent.parent / "assets" / "heldout"
+
+Box = tuple[int, int, int, int]
+
+
+@lru_cache(maxsize=256)
+def _open(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question about one held-out picture; ``boxes`` are the pixels (left, top, right, bottom) of the evidence."""
+
+    picture: int
+    path: Path
+    background: str
+    kind: str
+    question: str
+    answer: str
+    boxes: tuple[Box, ...]
+
+    @property
+    def image(self) -> Image.Image:
+        return _open(self.path)
+
+    def is_right(self, generated: str) -> bool:
+        """Whether generated text (special tokens removed) is the answer and nothing else."""
+        return generated.strip().lower() == self.answer
+
+
+def load_heldout(
+    kinds: Collection[str] | None = None, limit: int | None = None, folder: str | Path = FOLDER
+) -> list[Example]:
+    """The examples of the given kinds (default: all) on the first ``limit`` pictures, picture by picture."""
+    folder, examples = Path(folder), []
+    lines = (folder / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines[:limit]):
+        row = json.loads(line)
+        for asked in row["questions"]:
+            if kinds is None or asked["kind"] in kinds:
+                boxes = tuple(tuple(box) for box in asked["boxes"])
+                examples.append(
+                    Example(
+                        number,
+                        folder / row["picture"],
+                        row["background"],
+                        asked["kind"],
+                        asked["question"],
+                        asked["answer"],
+                        boxes,
+                    )  # fmt: skip
+                )
+    return examples

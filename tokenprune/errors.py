@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that tokenprune raises on purpose; the text always says what to do instead."""
+
+from __future__ import annotations
+
+
+class TokenPruneError(Exception):
+    """Base class of all errors of this library."""
+
+
+class UnknownMethodError(TokenPruneError, ValueError):
+    """No method is registered under the given name."""
+
+
+class RegistrationError(TokenPruneError, ValueError):
+    """A method or adapter cannot be registered as asked."""
+
+
+class OptionError(TokenPruneError, ValueError):
+    """A method got an option it does not have, or a value it cannot use."""
+
+
+class BudgetError(TokenPruneError, ValueError):
+    """`keep` (or a `Budget`) does not describe a number of tokens."""
+
+
+class UnsupportedModelError(TokenPruneError, TypeError):
+    """The model does not follow the contract that the engine needs."""
+
+
+class UnsupportedSetupError(TokenPruneError, RuntimeError):
+    """The model is supported, but not in this mode (static cache, gradient checkpointing, flex attention ...)."""
+
+
+class AlreadyPatchedError(TokenPruneError, RuntimeError):
+    """The model carries a patch already."""
+
+
+class NotPatchedError(TokenPruneError, RuntimeError):
+    """The model carries no patch."""
+
+
+class PlaceholderMismatchError(TokenPruneError, ValueError):
+    """The prompt holds another number of image placeholders than the encoder returned features."""

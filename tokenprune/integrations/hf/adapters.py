@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How model families hand pictures to their decoder. One adapter covers the common contract; a quirk is an override here.
+
+The common contract of transformers (>= 5.16): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter` into
+`inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., past_key_values=...)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf.layout import Layout
+
+
+class Adapter:
+    """The common contract. `families` are the model types that the test suite covers."""
+
+    families: tuple[str, ...] = ("llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl")
+    decoder_names: tuple[str, ...] = ("language_model",)
+    extra_arguments: frozenset[str] = frozenset()  # per-token arguments of the decoder that take_extras deals with
+
+    # How methods that act on pixels can make fewer tokens: "input" (the processor follows the picture's size), "target" (it
+    # makes every picture one size, which can shrink) or None (as many tokens of any picture).
+    resizing: str | None = "input"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.config = model.config
+        self.base, self.decoder = self._find(model)
+        self.text_config = self.decoder.config
+        self.placeholders = self._placeholder_ids()
+
+    # -- finding the parts -------------------------------------------------------------------------------------------
+
+    def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        """Return the module that merges pictures into text, and the decoder inside it."""
+        for base in (model, getattr(model, "model", None)):
+            for name in self.decoder_names:
+                decoder = getattr(base, name, None)
+                if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, "norm"):
+                    return base, decoder
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no {' or '.join(self.decoder_names)} with layers and norm where it is expected. "
+            + how_to_add()
+        )
+
+    def _placeholder_ids(self) -> dict[str, int]:
+        ids = {}
+        for modality in ("image", "video"):
+            for name in (f"{modality}_token_id", f"{modality}_token_index"):
+                if isinstance(getattr(self.config, name, None), int):
+                    ids.setdefault(modality, getattr(self.config, name))
+        if not ids:
+            raise UnsupportedModelError(
+                f"the config of {self.config.model_type!r} names no image_token_id, image_token_index or video_token_id. "
+                + how_to_add()
+            )
+        return ids
+
+    def attention_of(self, layer: int) -> nn.Module:
+        """Return the self-attention module of a decoder layer."""
+        for name in ("self_attn", "attention", "attn", "self_attention"):
+            if isinstance(module := getattr(self.decoder.layers[layer], name, None), nn.Module):
+                return module
+        raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
+
+    # -- reading a call ----------------------------------------------------------------------------------------------
+
+    def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
+        """Return a bool `[B, L]` mask of placeholders for each modality. `call`: arguments of the base model's forward."""
+        ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
+        if ids is not None:
+            return {modality: ids == token for modality, token in self.placeholders.items()}
+        table = self.base.get_input_embeddings()
+        tokens = {m: torch.tensor(token, device=embeds.device) for m, token in self.placeholders.items()}
+        return {m: (embeds == table(token)).all(-1) for m, token in tokens.items()}
+
+    def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+        """Return (frames, height, width) in tokens of each picture, from the arguments of `get_image_features` or
+        `get_video_features`; None where they do not tell."""
+        sizes = arguments.get(f"{modality}_grid_thw")
+        if sizes is None:
+            return None
+        merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
+        return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
+
+    # -- per-token arguments of the decoder beyond the common ones -------------------------------------------------------
+
+    def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
+        """Take per-token arguments that the engine must not pass on unchanged out of the decoder's `kwargs`; what is
+        returned is handed to `cut_extras` and `after_layer`. Called once per forward, before any cut."""
+        return None
+
+    def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
+        """Return `extras` after a cut. slots: long `[B, W']` of the layout before the cut; layout: the one after it;
+        merge: a function that merges `[B, W, D]` features like the hidden states were, or None."""
+        return extras
+
+    def after_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
+        """Return the output of a decoder layer, with whatever the family adds to it."""
+        return hidden
+
+
+class LlavaAdapter(Adapter):
+    """LLaVA-1.5: every picture is made one size."""
+
+    families = ("llava",)
+    resizing = "target"
+
+
+class FixedSizeAdapter(Adapter):
+    """InternVL and Gemma 3: every tile, and every picture, becomes the same number of tokens."""
+
+    families = ("internvl", "gemma3")
+    resizing = None
+
+
+class Idefics3Adapter(FixedSizeAdapter):
+    """Idefics3 and SmolVLM call their decoder `text_model`. Their tiles are separate runs of placeholders, and nothing that
+    reaches the model says which tiles make up a picture: each tile counts as an image."""
+
+    families = ("idefics3", "smolvlm")
+    decoder_names = ("text_model",)
+
+
+class DeepstackAdapter(Adapter):
+    """Qwen3-VL adds features of several tower layers to the visual tokens after the first decoder layers.
+
+    The decoder would add them by a mask of the full length; with tokens gone, this adapter does it instead, by the same
+    function of the model, after each layer.
+    """
+
+    families = ("qwen3_vl",)
+    extra_arguments = frozenset({"visual_pos_masks"})
+
+    def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
+        mask, features = kwargs.pop("visual_pos_masks", None), kwargs.pop("deepstack_visual_embeds", None)
+        if mask is None or not features:
+            return None
+        # One dense [B, W, D] tensor a layer, zeros at text: it can be cut and merged like the hidden states.
+        dense = []
+        for feature in features:
+            full = feature.new_zeros(*mask.shape, feature.shape[-1])
+            dense.append(full.masked_scatter(mask.unsqueeze(-1).to(full.device), feature))
+        return mask, dense
+
+    def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
+        if extras is None:
+            return None
+        mask, dense = extras
+        mask = mask.gather(1, slots)
+        if layout.valid is not None:
+            mask = mask & layout.valid
+        if merge is not None:
+            dense = [merge(feature) for feature in dense]
+        index = slots.unsqueeze(-1)
+        return mask, [feature.gather(1, index.expand(-1, -1, feature.shape[-1])) for feature in dense]
+
+    def after_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
+        if extras is None or layer >= len(extras[1]):
+            return hidden
+        mask, dense = extras
+        return self.decoder._deepstack_process(hidden, mask, dense[layer][mask])
+
+
+_ADAPTERS: list[type[Adapter]] = [Adapter, LlavaAdapter, FixedSizeAdapter, Idefics3Adapter, DeepstackAdapter]
+
+# Families that break the contract in ways that no adapter covers yet: cutting their tokens would be silently wrong.
+_UNSUPPORTED = {
+    **dict.fromkeys(("mllama", "idefics"), "its pictures enter through cross-attention, not through the sequence"),
+    **dict.fromkeys(("florence2", "t5gemma2", "git"), "its pictures are not in the sequence of a decoder"),
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo", "kosmos-2"), "it does not pass through the outer forward"),
+    **dict.fromkeys(("chameleon", "emu3", "fuyu"), "it has no picture features to choose from at the decoder's entry"),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "minicpmv4_7", "lfm2_vl", "nemotron_h_omni", "qwen4_exp", "glm5_next"),
+        "some of its decoder layers carry a state instead of a key and value per token",
+    ),
+    **dict.fromkeys(
+        ("gemma3n", "gemma4", "gemma4_unified", "ernie4_5_vl_moe", "granite4_vision", "kimi_k25", "llama4", "minimax_m3_vl",
+         "muse_glimmer", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "cosmos3_omni", "cosmos3_edge", "cohere_compass",
+         "exaone4_5", "hyperclovax_vision_v2"),
+        "it hands its decoder more than the common contract, and no adapter for that is written yet",
+    ),
+}  # fmt: skip
+
+
+def register_adapter(cls: type[Adapter]) -> type[Adapter]:
+    """Register an adapter for the model types in its `families`; it is preferred over those registered before."""
+    _ADAPTERS.append(cls)
+    return cls
+
+
+def supported_families() -> list[str]:
+    """Return the model types that the test suite covers, sorted."""
+    return sorted({family for adapter in _ADAPTERS for family in adapter.families})
+
+
+def how_to_add() -> str:
+    return (
+        f"Supported and tested: {', '.join(supported_families())}; other models that follow the same contract work too. "
+        "To add a family, derive from tokenprune.integrations.hf.adapters.Adapter and decorate it with @register_adapter"
+    )
+
+
+def adapter_for(model: nn.Module) -> Adapter:
+    """Return an adapter for `model`; raises UnsupportedModelError with what is supported and how to add a family."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind is None:
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model (it has no config.model_type). " + how_to_add())
+    for adapter in reversed(_ADAPTERS):
+        if kind in adapter.families:
+            return adapter(model)
+    if kind in _UNSUPPORTED:
+        raise UnsupportedModelError(f"model type {kind!r} is not supported: {_UNSUPPORTED[kind]}. " + how_to_add())
+    return Adapter(model)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one forward pass of a patched model, and what a method may see of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from tokenprune.integrations.hf import masks
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.cache import Reduction, cached_tokens, new_positions
+from tokenprune.integrations.hf.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.observe import Observation
+from tokenprune.tokens import Segments, require
+
+
+@dataclass
+class Call:
+    """One forward of the base model. Lives on a stack of its thread, never on the model.
+
+    arguments: what the base model's forward got. outputs: the encoder's output for each modality.
+    The rest is set when the decoder is entered and there is something to do (`active`): `past` is the logical length of the
+    cache, `arrival` the layout of the tensors that the decoder hands to its layers, `layout` the one at the current layer.
+    """
+
+    arguments: dict[str, Any]
+    outputs: dict[str, Any] = field(default_factory=dict)
+    visual: dict[str, Tensor] = field(default_factory=dict)
+
+    active: bool = False
+    cache: Cache | None = None
+    reduction: Reduction | None = None
+    past: int = 0
+    segments: Segments | None = None
+    layout: Layout | None = None
+    arrival: Layout | None = None
+    group: int = 0
+    columns: list[tuple[int, Tensor]] = field(default_factory=list)
+    ragged: bool = False
+    extras: Any = None
+    observation: Observation | None = None
+    budgets: dict[int, list[int]] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    # -- which keys a layer holds ----------------------------------------------------------------------------------
+
+    def starts_group(self, layer: int) -> bool:
+        """Whether the layers from `layer` on hold other tokens than those before it."""
+        return layer in self.budgets or (self.reduction is not None and any(first == layer for first, _ in self.reduction.slots))
+
+    def open_group(self, layer: int) -> None:
+        """The layers from `layer` on hold the past of their group and the tokens of the current layout."""
+        current = self.layout.positions()
+        if self.past:
+            current = torch.where(current < 0, current, current + self.past)
+            if self.reduction is not None:
+                before = self.reduction.of_layer(layer)
+            else:
+                before = new_positions(0, self.past, current.shape[0], current.device)
+            current = torch.cat([before, current], dim=1)
+        self.columns.append((layer, current))
+        self.group = layer
+        self.ragged = self.ragged or self.layout.valid is not None
+
+    def columns_of(self, layer: int) -> Tensor:
+        """long `[B, K]`: logical positions of the keys that `layer` will attend to in this call, -1 = empty slot."""
+        columns = next(columns for first, columns in reversed(self.columns) if first <= layer)
+        held = cached_tokens(self.cache, layer)
+        if held is None:  # no cache, or a layer that has not run yet: it will see this call's tokens only
+            held = 0
+        # A sliding layer has thrown its oldest slots away.
+        return columns[:, -(held + self.layout.width) :]
+
+    def arrival_columns(self, columns: Tensor) -> Tensor:
+        """Translate logical positions into columns of the masks that the decoder made."""
+        if self.arrival.width == self.arrival.length and self.arrival.valid is None:
+            return columns
+        if "arrival" not in self.memo:
+            first = self.columns[0][1]
+            target = torch.where(first < 0, self.past + self.arrival.length, first)
+            inverse = first.new_full((first.shape[0], self.past + self.arrival.length + 1), -1)
+            slots = torch.arange(first.shape[1], device=first.device).expand_as(first)
+            self.memo["arrival"] = inverse.scatter_(1, target, slots)[:, :-1]
+        found = self.memo["arrival"].gather(1, columns.clamp(min=0))
+        return found.masked_fill(columns < 0, -1)
+
+    # -- what a layer gets -----------------------------------------------------------------------------------------
+
+    def rows(self) -> Tensor | None:
+        """long `[B, W]`: slots of the arrival layout that the current layout consists of; None if they are the same."""
+        if self.layout is self.arrival:
+            return None
+        key = ("rows", self.group)
+        if key not in self.memo:
+            self.memo[key] = self.arrival.slot_of.gather(1, self.layout.index)
+        return self.memo[key]
+
+    def gathered(self, value: Any, dim: int) -> Any:
+        """Gather a per-token tensor, or a tuple of them, for the current layout; the same object is gathered once."""
+        rows = self.rows()
+        if rows is None or value is None:
+            return value
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.gathered(item, dim) for item in value)
+        key = (self.group, id(value), dim)
+        if key not in self.memo:
+            # The value is kept beside the result: an id is only unique while its object lives.
+            self.memo[key] = (value, gather_tokens(value, rows, dim))
+        return self.memo[key][1]
+
+    def layer_mask(self, mask: Any, layer: int, attention: str, dtype: torch.dtype) -> Any:
+        """Return the attention mask of a layer. mask: what the decoder made for the arrival layout."""
+        if mask is None and not self.ragged:
+            return None
+        columns = self.columns_of(layer)
+        key = ("mask", self.group, id(mask), columns.shape[1])
+        if key not in self.memo:
+            if mask is None:
+                made = masks.causal_mask(columns >= 0, self.layout.width, attention, dtype)
+            else:
+                made = masks.gather_mask(mask, self.rows(), self.arrival_columns(columns))
+            self.memo[key] = (mask, made)
+        return self.memo[key][1]
+
+
+@dataclass
+class Sources:
+    """Backs a `VisualTokens`: everything a method may read, computed when it asks."""
+
+    call: Call
+    hidden: Tensor
+    adapter: Adapter
+
+    def slots(self, position: Tensor, segments: Segments) -> Tensor:
+        """long `[S, N]`: the slots of the current layout where the tokens at `position` are."""
+        return self.call.layout.inverse[segments.row_index, position]
+
+    def gather(self, what: str, position: Tensor, segments: Segments) -> Tensor:
+        values = self.hidden if what == "hidden" else self.observation(what).keys(self.call.layout.width)
+        return values[segments.row_index, self.slots(position, segments)]
+
+    def observation(self, what: str) -> Observation:
+        return require(self.call.observation, what)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.adapter.decoder.norm(hidden)
+
+    def attention(self, kind: str) -> Tensor:
+        """float32 `[B, H, W]`: attention over the slots of the current layout."""
+        seen = self.observation(f"{kind}_attention" if kind == "last_row" else "received_attention")
+        width = self.call.layout.width
+        if kind == "last_row":
+            return seen.rows(self._last_slot())[:, :, 0, -width:]
+        padding = self._padding()
+        valid = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
+        if padding is not None:
+            valid = ~padding.gather(1, self.call.layout.index)
+        return seen.received(valid if self.call.layout.valid is None else valid & self.call.layout.valid)
+
+    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        """Positions (long `[S, M]`) and mask of the text tokens behind each segment."""
+        text = ~torch.stack(list(self.call.visual.values())).any(0)
+        padding = self._padding()
+        if padding is not None:
+            text = text & ~padding
+        text = text[segments.row_index.squeeze(1)]
+        last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
+        behind = text & (torch.arange(text.shape[1], device=text.device) > last)
+        width = max(1, int(behind.sum(1).max()))
+        order = (~behind).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+        mask = behind.gather(1, order)
+        # Removed visual tokens have no slot; point the padding at a token that is certainly there.
+        return torch.where(mask, order, segments.position[:, :1]), mask
+
+    def _padding(self) -> Tensor | None:
+        """bool `[B, L]`, True at padding, or None if the caller told of none."""
+        mask = self.call.arguments.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return None
+        return ~mask[:, -self.call.layout.length :].bool()
+
+    def _last_slot(self) -> Tensor:
+        """long `[B, 1]`: the slot of each row's last token that is not padding."""
+        layout, padding = self.call.layout, self._padding()
+        if padding is None:
+            return layout.index.new_full((layout.index.shape[0], 1), layout.width - 1)
+        last = (~padding).long().cumsum(1).argmax(1, keepdim=True)
+        return layout.inverse.gather(1, last)

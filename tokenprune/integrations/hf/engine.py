@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hugging Face engine: hooks that remove visual tokens on their way through the decoder.
+
+The caller's tensors keep their length. Tokens leave at the decoder's entry (PRE_LLM) or at the input of a decoder layer
+(IN_LLM); what is left is compacted to the right end of each row, and the decoder's output is scattered back to the full
+length, with zeros where tokens are gone. Positions are those of the full prompt throughout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_masks_for_generate
+
+from tokenprune.accounting import DecoderShape
+from tokenprune.base import Method, Selection, Site
+from tokenprune.budget import Budget
+from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
+from tokenprune.integrations.hf import cache as caches
+from tokenprune.integrations.hf import masks
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.call import Call, Sources
+from tokenprune.integrations.hf.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.observe import Observer
+from tokenprune.integrations.hf.report import Report
+from tokenprune.integrations.hf.segments import check_placeholders, find_segments, keep_segments
+from tokenprune.tokens import Segments, VisualTokens
+
+_MODALITIES = ("image", "video")
+# Arguments of a decoder that hold one entry per token and are known to the engine.
+_PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One cut of the plan: a method with its budget, at the input of a decoder layer (0: at the decoder's entry)."""
+
+    method: Method
+    budget: Budget
+
+    @property
+    def layer(self) -> int:
+        return self.method.cut_layer
+
+
+class Engine:
+    """Holds the hooks of one patched model. The state of a forward lives in a `Call`, that of a cache on the cache."""
+
+    def __init__(self, adapter: Adapter, steps: list[Step], record: bool) -> None:
+        self.adapter, self.decoder = adapter, adapter.decoder
+        self.shape = DecoderShape.from_config(adapter.text_config)
+        self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
+        self.per = steps[0].budget.per if steps else "image"
+        self.report = Report(self.shape, record)
+        self._undo: list[Callable[[], None]] = []
+        self._parameters = list(inspect.signature(adapter.base.forward).parameters)
+        self._check(steps)
+
+    def _check(self, steps: list[Step]) -> None:
+        layers = self.shape.layers
+        for step in steps:
+            if step.method.site is Site.IN_LLM and not 1 <= step.layer < layers:
+                raise OptionError(
+                    f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a cut inside "
+                    f"it is made at the input of layer 1 to {layers - 1} (the layer before it gives the scores)"
+                )
+            if step.method.site is Site.PRE_LLM and step.method.needs:
+                raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {sorted(step.method.needs)}: no layer ran yet")
+        if len({step.budget.per for step in steps}) > 1:
+            raise OptionError("composed methods must share their Budget's per=")
+
+    # -- attaching -------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Install all hooks; on any error those already installed are removed again."""
+        try:
+            self._attach()
+        except BaseException:
+            self.detach()
+            raise
+
+    def _attach(self) -> None:
+        base, decoder = self.adapter.base, self.decoder
+        for step in self.steps.values():
+            if step.method.needs:
+                observer = Observer(self.adapter.attention_of(step.layer - 1), partial(self._observe, step.layer))
+                observer.attach()
+                self._undo.append(observer.detach)
+        for modality in _MODALITIES:
+            self._record_features(modality)
+        self._hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
+        self._hook(base.register_forward_hook(self._leave_base, always_call=True))
+        self._hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
+        self._hook(decoder.register_forward_hook(self._leave_decoder))
+        extras = type(self.adapter).after_layer is not Adapter.after_layer
+        for index, layer in enumerate(decoder.layers):
+            self._hook(layer.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True))
+            if extras:
+                self._hook(layer.register_forward_hook(partial(self._leave_layer, index)))
+
+    def _hook(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    def detach(self) -> None:
+        """Remove everything that `attach` installed."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _record_features(self, modality: str) -> None:
+        """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any forward."""
+        base, name = self.adapter.base, f"get_{modality}_features"
+        original = getattr(base, name, None)
+        if original is None or modality not in self.adapter.placeholders:
+            return
+
+        @wraps(original)
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            bound = inspect.signature(original).bind(*args, **kwargs).arguments
+            grids = self.adapter.grids(modality, bound | bound.get("kwargs", {}))
+            if grids is not None and hasattr(output, "pooler_output"):
+                output.tokenprune_grids = grids
+            call = self._call()
+            if call is not None:
+                self._note_features(call, modality, output)
+            return output
+
+        setattr(base, name, recording)
+        self._undo.append(lambda: delattr(base, name))
+
+    # -- the stack of calls of this thread ----------------------------------------------------------------------------
+
+    def _stack(self) -> list[Call]:
+        calls = _calls.__dict__.setdefault("stacks", {})
+        return calls.setdefault(id(self), [])
+
+    def _call(self) -> Call | None:
+        stack = self._stack()
+        return stack[-1] if stack else None
+
+    def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        call = Call(arguments=dict(zip(self._parameters, args, strict=False)) | kwargs)
+        self._stack().append(call)
+        encoded = call.arguments.get("mm_encoder_outputs") or {}
+        for modality in _MODALITIES:
+            if encoded.get(modality) is not None:
+                self._note_features(call, modality, encoded[modality])
+
+    def _leave_base(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._stack().pop()
+
+    def _note_features(self, call: Call, modality: str, output: Any) -> None:
+        call.outputs[modality] = output
+        if not call.visual:
+            call.visual = self.adapter.visual_mask(call.arguments)
+        if modality in call.visual:
+            check_placeholders(modality, call.visual[modality], output)
+
+    # -- the decoder ---------------------------------------------------------------------------------------------------
+
+    def _enter_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        call, embeds = self._call(), kwargs.get("inputs_embeds")
+        if call is None or embeds is None:
+            return None
+        start = time.perf_counter()
+        call.cache = kwargs.get("past_key_values")
+        call.reduction = caches.reduction_of(call.cache)
+        call.past = int(call.cache.get_seq_length()) if call.cache is not None else 0
+        batch, length = embeds.shape[:2]
+        if call.past == 0:
+            self.report.start()
+        if call.outputs and length > 1:
+            call.segments = find_segments(call.visual, call.outputs, self.per)
+        if call.segments is None and call.reduction is None:
+            return None
+        cutting = call.segments is not None and self._resolve(call, length)
+        if call.segments is not None:
+            self.report.enter(call.segments, batch, length)
+        if not cutting and call.reduction is None:
+            return None
+
+        call.active = True
+        call.layout = call.arrival = Layout.full(batch, length, embeds.device)
+        if cutting:
+            self._check_setup(kwargs, batch, length)
+            if call.cache is None and self._uses_cache(kwargs):
+                kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
+        call.extras = self.adapter.take_extras(kwargs, call.layout) if call.segments is not None else None
+        if cutting and 0 in call.budgets:
+            self._cut_entry(call, kwargs)
+        call.arrival = call.layout
+        call.open_group(0)
+        self.report.add_time(time.perf_counter() - start)
+        return args, kwargs
+
+    def _resolve(self, call: Call, length: int) -> bool:
+        """Work out how many tokens each cut keeps; returns whether any cut removes something."""
+        counts, changed = call.segments.counts, False
+        per_row = [0] * (max(call.segments.row) + 1)
+        for row, count in zip(call.segments.row, counts, strict=True):
+            per_row[row] += count
+        for layer, step in self.steps.items():
+            keep = step.budget.resolve(counts, layer=layer, shape=self.shape, text_tokens=length - max(per_row))
+            if not step.budget.is_identity():
+                keep = [min(n, max(1, step.method.budget(n, k))) for n, k in zip(counts, keep, strict=True)]
+            if keep != counts:
+                call.budgets[layer] = keep
+                changed = True
+            counts = keep
+        return changed
+
+    def _check_setup(self, kwargs: dict[str, Any], batch: int, length: int) -> None:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, Cache):
+            caches.check(cache)
+        if self.decoder.training and getattr(self.decoder, "gradient_checkpointing", False) and any(self.steps):
+            raise UnsupportedSetupError(
+                "gradient checkpointing runs decoder layers a second time, without the state of the cut between them; call "
+                "model.gradient_checkpointing_disable(), or use a PRE_LLM method (its cut is made before the layers)"
+            )
+        for name, value in kwargs.items():
+            per_token = isinstance(value, Tensor) and value.ndim >= 2 and tuple(value.shape[:2]) == (batch, length)
+            if per_token and name not in _PER_TOKEN and name not in self.adapter.extra_arguments:
+                raise UnsupportedSetupError(
+                    f"the decoder of {self.adapter.config.model_type!r} got the per-token argument {name!r}, which this adapter "
+                    "does not know how to cut; override take_extras in an adapter of its own"
+                )
+
+    def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
+        use_cache = kwargs.get("use_cache")
+        return bool(self.adapter.text_config.use_cache if use_cache is None else use_cache)
+
+    def _cut_entry(self, call: Call, kwargs: dict[str, Any]) -> None:
+        """PRE_LLM: cut the decoder's arguments."""
+        embeds, mask, positions = kwargs["inputs_embeds"], kwargs.get("attention_mask"), kwargs.get("position_ids")
+        length = embeds.shape[1]
+        if positions is None:
+            # The decoder would count the remaining tokens; they keep the positions of the full prompt.
+            positions = torch.arange(call.past, call.past + length, device=embeds.device)[None]
+        sliding = any("sliding" in kind for kind in getattr(self.adapter.text_config, "layer_types", None) or ())
+        sliding = sliding or getattr(self.adapter.text_config, "sliding_window", None) is not None
+        prepared = isinstance(mask, dict) or (mask is not None and mask.ndim == 4)
+        if not prepared and (call.past or sliding):
+            mask = create_masks_for_generate(self.adapter.text_config, embeds, mask, call.cache, None)
+            prepared = True
+
+        kwargs["inputs_embeds"] = self._cut(call, self.steps[0], embeds)
+        layout = call.layout
+        kwargs["position_ids"] = gather_tokens(positions, layout.index, -1)
+        if prepared:
+            call.columns.clear()
+            call.open_group(0)
+            columns = call.columns.pop()[1]
+            kinds = mask if isinstance(mask, dict) else {"": mask}
+            made = {kind: self._prepared_mask(call, one, columns, embeds.dtype) for kind, one in kinds.items()}
+            kwargs["attention_mask"] = made if isinstance(mask, dict) else made[""]
+        elif mask is not None:
+            mask = mask[:, -length:].gather(1, layout.index)
+            kwargs["attention_mask"] = mask if layout.valid is None else mask.masked_fill(~layout.valid, 0)
+        elif layout.valid is not None:
+            kwargs["attention_mask"] = layout.valid.long()
+        elif call.cache is None:
+            # Without mask and cache transformers takes gaps in position_ids for borders of packed sequences.
+            kwargs["attention_mask"] = torch.ones_like(layout.index)
+
+    def _prepared_mask(self, call: Call, mask: Any, columns: Tensor, dtype: torch.dtype) -> Any:
+        if mask is not None:
+            return masks.gather_mask(mask, call.layout.index, columns)
+        if call.layout.valid is None:
+            return None
+        return masks.causal_mask(columns >= 0, call.layout.width, self._attention(), dtype)
+
+    def _attention(self) -> str:
+        return self.adapter.text_config._attn_implementation
+
+    def _leave_decoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        call = self._call()
+        if call is None:
+            return None
+        if not call.active:
+            if call.segments is not None:
+                self.report.leave(call, call.cache or getattr(output, "past_key_values", None))
+            return None
+        if call.cache is not None:
+            length = call.past + call.layout.length
+            ragged = call.ragged or (call.reduction is not None and call.reduction.ragged)
+            caches.attach(call.cache, caches.Reduction(length, call.columns, ragged))
+        if call.segments is not None:
+            self.report.leave(call, call.cache)
+        if call.layout.width == call.layout.length and call.layout.valid is None:
+            return None
+        if isinstance(output, tuple):
+            return (call.layout.scatter_back(output[0]), *output[1:])
+        output.last_hidden_state = call.layout.scatter_back(output.last_hidden_state)
+        return output
+
+    # -- decoder layers --------------------------------------------------------------------------------------------------
+
+    def _enter_layer(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        call = self._call()
+        if call is None or not call.active:
+            return None
+        if index and call.starts_group(index):
+            if index in call.budgets:
+                args, kwargs = self._cut_layer(call, index, args, kwargs)
+            call.open_group(index)
+        if "attention_mask" in kwargs:
+            dtype = (args[0] if args else kwargs["hidden_states"]).dtype
+            kwargs["attention_mask"] = self._layer_mask(call, index, kwargs["attention_mask"], dtype)
+        elif call.ragged:
+            kwargs["attention_mask"] = self._layer_mask(call, index, None, args[0].dtype)
+        if call.layout is not call.arrival:
+            for name, dim in (("position_embeddings", -2), ("position_ids", -1)):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = call.gathered(kwargs[name], dim)
+        return args, kwargs
+
+    def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        """IN_LLM: cut the hidden states that arrive at a layer."""
+        start = time.perf_counter()
+        hidden = self._cut(call, self.steps[index], args[0] if args else kwargs["hidden_states"])
+        self.report.add_time(time.perf_counter() - start)
+        return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+    def _layer_mask(self, call: Call, index: int, mask: Any, dtype: torch.dtype) -> Any:
+        if call.layout is call.arrival and call.reduction is None:
+            return mask  # the decoder made it for exactly these tokens
+        return call.layer_mask(mask, index, self._attention(), dtype)
+
+    def _leave_layer(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
+        call = self._call()
+        if call is None or not call.active or call.extras is None:
+            return None
+        if isinstance(output, tuple):
+            return (self.adapter.after_layer(call.extras, index, output[0]), *output[1:])
+        return self.adapter.after_layer(call.extras, index, output)
+
+    def _observe(self, layer: int, observation: Any) -> None:
+        call = self._call()
+        if call is not None and call.active and layer in call.budgets:
+            call.observation = observation
+
+    # -- cutting ---------------------------------------------------------------------------------------------------------
+
+    def _cut(self, call: Call, step: Step, hidden: Tensor) -> Tensor:
+        """Let the method choose, and remove the rest. hidden: `[B, W, D]`; returns `[B, W', D]`."""
+        segments, before = call.segments, call.layout
+        tokens = VisualTokens(segments, call.budgets[step.layer], Sources(call, hidden, self.adapter))
+        with torch.no_grad():
+            selection = step.method.select(tokens)
+        call.observation = None
+        keep = _checked(selection, segments, step.method)
+        counts = keep.sum(1).tolist()
+
+        dropped_per_row = [0] * hidden.shape[0]
+        for row, count, kept in zip(segments.row, segments.counts, counts, strict=True):
+            dropped_per_row[row] += count - kept
+        slots = before.inverse[segments.row_index, segments.position]
+        flat = slots + segments.row_index * before.width
+        # Everything that stays is written to a scratch entry at the end, which spares a device sync.
+        gone = torch.zeros(hidden.shape[0] * before.width + 1, dtype=torch.bool, device=hidden.device)
+        gone.scatter_(0, torch.where(segments.mask & ~keep, flat, gone.numel() - 1).flatten(), True)
+        stays = ~gone[:-1].view(hidden.shape[0], before.width)
+        if before.valid is not None:
+            stays &= before.valid
+        widths = [before.width] * hidden.shape[0] if before.valid is None else before.valid.sum(1).tolist()
+        kept_per_row = [width - dropped for width, dropped in zip(widths, dropped_per_row, strict=True)]
+
+        merge = partial(_merge, selection=selection, segments=segments, slots=flat) if selection.assign is not None else None
+        if merge is not None:
+            hidden = merge(hidden)
+        call.layout, taken = before.cut(stays, kept_per_row)
+        call.extras = self.adapter.cut_extras(call.extras, taken, call.layout, merge)
+        call.segments = keep_segments(segments, keep, counts)
+        self.report.cut(call, step, selection, segments)
+        return gather_tokens(hidden, taken, 1)
+
+
+_calls = threading.local()
+
+
+def _checked(selection: Selection, segments: Segments, method: Method) -> Tensor:
+    """Return the selection's `keep`; a third party's method may get it wrong."""
+    keep = selection.keep if isinstance(selection, Selection) else None
+    if keep is None or keep.dtype != torch.bool or keep.shape != segments.mask.shape:
+        raise TokenPruneError(
+            f"{method.name}.select() must return a Selection whose keep is bool {tuple(segments.mask.shape)}, "
+            f"not {type(selection).__name__ if keep is None else f'{keep.dtype} {tuple(keep.shape)}'}"
+        )
+    return keep & segments.mask
+
+
+def _merge(features: Tensor, selection: Selection, segments: Segments, slots: Tensor) -> Tensor:
+    """Return `[B, W, D]` features in which each kept token is the weighted mean of the tokens assigned to it.
+
+    slots: long `[S, N]`, places of the segments' tokens in the flattened `[B * W]`.
+    """
+    flat = features.reshape(-1, features.shape[-1])
+    members = flat[slots].float()
+    weight = segments.mask.float() if selection.weight is None else selection.weight.float() * segments.mask
+    weight = weight.masked_fill(selection.assign < 0, 0)
+    target = selection.assign.clamp(min=0)
+    total = torch.zeros_like(weight).scatter_add(1, target, weight)
+    index = target.unsqueeze(-1).expand_as(members)
+    mean = torch.zeros_like(members).scatter_add(1, index, members * weight.unsqueeze(-1)) / total.clamp(min=1e-12).unsqueeze(-1)
+    write = selection.keep & segments.mask & (total > 0)
+    scratch = torch.cat([flat, flat.new_zeros(1, flat.shape[1])])
+    where = torch.where(write, slots, flat.shape[0]).flatten()
+    scratch = scratch.index_copy(0, where, mean.to(flat.dtype).flatten(0, 1))
+    return scratch[:-1].view_as(features)

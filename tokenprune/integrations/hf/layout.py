@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of a call's tokens are still in the sequence, and in which slot: gather, scatter back, compose cuts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Gather tokens along `dim`, row by row.
+
+    x: any shape with the batch (size B or 1) somewhere before `dim`; which axis that is follows from `dim`: the axis right
+    before it. index: long `[B, W]`. Returns x with `dim` of size W, and the batch expanded to B.
+    """
+    dim = dim % x.ndim
+    batch = dim - 1
+    if x.shape[batch] == 1 and index.shape[0] > 1:
+        x = x.expand(*x.shape[:batch], index.shape[0], *x.shape[batch + 1 :])
+    shape = [1] * x.ndim
+    shape[batch], shape[dim] = index.shape
+    target = list(x.shape)
+    target[dim] = index.shape[1]
+    return x.gather(dim, index.view(shape).expand(target))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """W slots per row, filled with the tokens of this call that remain, at the right end, in their order.
+
+    index: long `[B, W]`, position of each slot's token in the call's full sequence. Rows that keep fewer tokens than the
+           widest row are filled on the left with (distinct) removed tokens, which `valid` marks.
+    valid: bool `[B, W]`, or None when all slots are valid (known without asking the device).
+    length: tokens of the call's full sequence.
+    """
+
+    index: Tensor
+    valid: Tensor | None
+    length: int
+
+    @staticmethod
+    def full(batch: int, length: int, device: torch.device) -> Layout:
+        return Layout(torch.arange(length, device=device).expand(batch, length), None, length)
+
+    @property
+    def width(self) -> int:
+        return self.index.shape[1]
+
+    @cached_property
+    def slot_of(self) -> Tensor:
+        """long `[B, length]`: the slot that holds each position, filler included; -1 if there is none."""
+        slots = torch.arange(self.width, device=self.index.device).expand_as(self.index)
+        return torch.full((self.index.shape[0], self.length), -1, device=self.index.device).scatter_(1, self.index, slots)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """long `[B, length]`: the slot of each position, -1 if it is gone."""
+        if self.valid is None:
+            return self.slot_of
+        slots = self.slot_of
+        return slots.masked_fill((slots >= 0) & ~self.valid.gather(1, slots.clamp(min=0)), -1)
+
+    def cut(self, keep: Tensor, kept_per_row: list[int]) -> tuple[Layout, Tensor]:
+        """Return the layout after a cut, and the slots (long `[B, W']`) of this layout that make it up.
+
+        keep: bool `[B, W]`; kept_per_row: its row sums, known on the host.
+        """
+        width = max(kept_per_row)
+        # A stable sort of (kept, position) puts the kept tokens at the right end in their old order.
+        slots = keep.to(torch.uint8).argsort(dim=1, stable=True)[:, -width:]
+        ragged = any(kept != width for kept in kept_per_row)
+        valid = keep.gather(1, slots) if ragged else None
+        return Layout(self.index.gather(1, slots), valid, self.length), slots
+
+    def scatter_back(self, x: Tensor) -> Tensor:
+        """`[B, W, D]` -> `[B, length, D]`, zeros where tokens are gone."""
+        if self.valid is not None:
+            x = x.masked_fill(~self.valid.unsqueeze(-1), 0)
+        return x.new_zeros(x.shape[0], self.length, x.shape[2]).scatter(1, self.index.unsqueeze(-1).expand_as(x), x)
+
+    def positions(self) -> Tensor:
+        """long `[B, W]`: like `index`, but -1 for slots that are not valid."""
+        return self.index if self.valid is None else self.index.masked_fill(~self.valid, -1)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the visual tokens of a call and group them into images, videos or tiles."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.errors import PlaceholderMismatchError
+from tokenprune.tokens import Segments
+
+
+def feature_counts(output: Any) -> list[int] | None:
+    """Return the number of features of each picture in an encoder's output, or None if it keeps no picture apart."""
+    features = getattr(output, "pooler_output", None)
+    if isinstance(features, (list, tuple)):
+        return [math.prod(feature.shape[:-1]) for feature in features]
+    return None
+
+
+def feature_total(output: Any) -> int | None:
+    """Return how many features an encoder's output holds in all, or None if it cannot be told."""
+    counts = feature_counts(output)
+    if counts is not None:
+        return sum(counts)
+    features = getattr(output, "pooler_output", None)
+    return math.prod(features.shape[:-1]) if isinstance(features, Tensor) else None
+
+
+def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
+    """Raise PlaceholderMismatchError where a prompt holds fewer or more placeholders than there are features."""
+    features = feature_total(output)
+    placeholders = int(mask.sum())
+    if features is not None and features != placeholders:
+        raise PlaceholderMismatchError(
+            f"the prompt holds {placeholders} {modality} placeholders, but the encoder returned {features} features. "
+            "A prompt cut by the tokenizer does this: leave out truncation and max_length for prompts with pictures, or raise "
+            "them; and pass as many pictures as the prompt names"
+        )
+
+
+def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str) -> Segments | None:
+    """Group placeholders into segments; None if there are none.
+
+    masks: bool `[B, L]` for each modality. outputs: the encoder's output for each modality, where known: it tells pictures
+    apart that stand side by side, and carries their grids; without it every unbroken run of placeholders is a segment.
+    per: "image", or "prompt" for one segment a row.
+    """
+    pieces = []  # (row, positions, grid, modality)
+    for modality, mask in masks.items():
+        rows, columns = mask.cpu().nonzero(as_tuple=True)
+        if len(rows):
+            pieces += _pieces(modality, rows, columns, outputs.get(modality))
+    if not pieces:
+        return None
+    pieces.sort(key=lambda piece: (piece[0], int(piece[1][0])))
+    if per == "prompt":
+        pieces = _by_row(pieces)
+
+    device = next(iter(masks.values())).device
+    counts = [len(piece[1]) for piece in pieces]
+    position = torch.nn.utils.rnn.pad_sequence([piece[1] for piece in pieces], batch_first=True)
+    mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    ordinals: list[int] = []
+    for index, piece in enumerate(pieces):
+        same_row = index > 0 and pieces[index - 1][0] == piece[0]
+        ordinals.append(ordinals[-1] + 1 if same_row else 0)
+    return Segments(
+        row=[piece[0] for piece in pieces],
+        ordinal=ordinals,
+        counts=counts,
+        position=position.to(device),
+        mask=mask.to(device),
+        grids=[piece[2] for piece in pieces],
+        modality=[piece[3] for piece in pieces],
+    )
+
+
+def _pieces(modality: str, rows: Tensor, columns: Tensor, output: Any) -> list[tuple]:
+    counts = feature_counts(output)
+    grids = getattr(output, "tokenprune_grids", None)
+    if counts is None or sum(counts) != len(rows):
+        breaks = (rows.diff() != 0) | (columns.diff() != 1)
+        ends = (breaks.nonzero().flatten() + 1).tolist()
+        counts, grids = [b - a for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)], None
+    if grids is None or len(grids) != len(counts):
+        grids = [None] * len(counts)
+    pieces, start = [], 0
+    for count, grid in zip(counts, grids, strict=True):
+        if count:
+            grid = grid if grid is not None and math.prod(grid) == count else _square(count)
+            pieces.append((int(rows[start]), columns[start : start + count], grid, modality))
+        start += count
+    return pieces
+
+
+def _by_row(pieces: list[tuple]) -> list[tuple]:
+    merged: dict[int, tuple] = {}
+    for row, columns, grid, modality in pieces:
+        if row in merged:
+            merged[row] = (row, torch.cat([merged[row][1], columns]), None, merged[row][3])
+        else:
+            merged[row] = (row, columns, grid, modality)
+    return list(merged.values())
+
+
+def _square(count: int) -> tuple[int, int, int] | None:
+    """The grid of a square picture, the shape of every family that does not tell: None if `count` is no square."""
+    side = math.isqrt(count)
+    return (1, side, side) if side * side == count else None
+
+
+def keep_segments(segments: Segments, keep: Tensor, counts: list[int]) -> Segments:
+    """Return the segments after a cut. keep: bool `[S, N]`; counts: its row sums."""
+    order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(counts)]
+    limit = torch.tensor(counts, device=keep.device)[:, None]
+    mask = torch.arange(order.shape[1], device=keep.device) < limit
+    return Segments(
+        row=segments.row,
+        ordinal=segments.ordinal,
+        counts=counts,
+        position=segments.position.gather(1, order),
+        mask=mask,
+        grids=[g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)],
+        modality=segments.modality,
+    )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from tokenprune.base import Method, Selection, Site
+from tokenprune.registry import register
+from tokenprune.tokens import VisualTokens
+
+
+@register("dart", site=Site.IN_LLM, needs=("keys",), paper="arXiv 2502.11494, EMNLP 2025")
+@dataclass(frozen=True)
+class Dart(Method):
+    """Keep the visual tokens that least duplicate a few pivot tokens, after the first decoder layers.
+
+    Pivots are the visual tokens, and the text tokens behind the image, whose keys have the largest L1 norm. In turn each pivot
+    takes its share of the remaining visual tokens: those least similar to it by cosine of the final-normed hidden states.
+    Needs no attention weights.
+
+    layer: int >= 1, the decoder layer at whose input the cut is made; keys come from the layer before it.
+    pivot_image, pivot_text: how many pivots of either kind. With pivot_text=0 the choice knows nothing of the question, since
+    no visual token sees later text in a causal decoder: it is then safe with a prefix cache.
+    exact: True keeps exactly what `keep` asks for: the image pivots count, and what is left is shared evenly, earlier pivots
+    getting one more. False keeps the authors' count, pivot_image + P * (keep // P) with P pivots, which is up to pivot_image more.
+
+    Source: Wen et al., "Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters More", section 3,
+    and the authors' code where the two differ (fixed shares instead of a threshold; text pivots; the final norm).
+
+    Differs from the paper: exact counts by default; pivots go in order of descending norm, image pivots first (the authors
+    iterate over a Python set, an arbitrary order); norms and cosines in float32; shares are clamped to what is left (the
+    authors' code fails); every image has pivots of its own, and text pivots come from the text behind it.
+    """
+
+    layer: int = 2
+    pivot_image: int = 4
+    pivot_text: int = 4
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        self._check(isinstance(self.layer, int) and self.layer >= 1, f"layer={self.layer!r} must be an int >= 1")
+        for name, low in (("pivot_image", 1), ("pivot_text", 0)):
+            value = getattr(self, name)
+            self._check(isinstance(value, int) and value >= low, f"{name}={value!r} must be an int >= {low}")
+
+    @property
+    def query_aware(self) -> bool:
+        return self.pivot_text > 0
+
+    def budget(self, count: int, keep: int) -> int:
+        pivots = self.pivot_image + self.pivot_text
+        return keep if self.exact else self.pivot_image + pivots * (keep // pivots)
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        kept, pivots, exists = self._pivots(tokens)
+        unit = normalize(tokens.normed.float(), dim=-1)
+        # How many tokens each pivot adds: an even share of what the image pivots leave, the remainder to the first ones.
+        left = tokens.budget - kept.sum(1)
+        number = exists.sum(1).clamp(min=1)
+        share = left.div(number, rounding_mode="floor")[:, None] + (exists.cumsum(1) <= (left % number)[:, None])
+        similarity = unit @ normalize(pivots.float(), dim=-1).transpose(1, 2)  # [S, N, P]
+        for pivot in range(pivots.shape[1]):
+            pool = tokens.mask & ~kept
+            wanted = torch.where(exists[:, pivot], share[:, pivot], 0)
+            order = similarity[..., pivot].masked_fill(~pool, torch.inf).argsort(dim=1, stable=True)
+            added = torch.arange(order.shape[1], device=order.device) < wanted[:, None]
+            kept = kept | (torch.zeros_like(kept).scatter(1, order, added) & pool)
+        return Selection(kept)
+
+    def _pivots(self, tokens: VisualTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the image pivots (bool `[S, N]`), and all pivots' states `[S, P, D]` with which of them exist (`[S, P]`)."""
+        image_norm = tokens.keys.float().abs().sum(-1).masked_fill(~tokens.mask, -1)
+        order = image_norm.argsort(dim=1, descending=True, stable=True)[:, : self.pivot_image]
+        place = torch.arange(order.shape[1], device=order.device)
+        exists = (place < tokens.budget[:, None]) & tokens.mask.gather(1, order)
+        kept = torch.zeros_like(tokens.mask).scatter(1, order, exists)
+        states = tokens.normed.gather(1, order.unsqueeze(-1).expand(-1, -1, tokens.normed.shape[-1]))
+        if self.pivot_text == 0:
+            return kept, states, exists
+        text = tokens.text
+        text_norm = text.keys.float().abs().sum(-1).masked_fill(~text.mask, -1)
+        order = text_norm.argsort(dim=1, descending=True, stable=True)[:, : self.pivot_text]
+        text_states = tokens.final_norm(text.hidden)
+        text_states = text_states.gather(1, order.unsqueeze(-1).expand(-1, -1, text_states.shape[-1]))
+        exists = torch.cat([exists, text.mask.gather(1, order)], dim=1)
+        return kept, torch.cat([states, text_states], dim=1), exists

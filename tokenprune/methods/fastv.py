@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tokenprune.base import Method, Site
+from tokenprune.registry import register
+from tokenprune.tokens import VisualTokens
+
+
+@register(
+    "fastv", site=Site.IN_LLM, needs=("last_row_attention", "received_attention"), paper="arXiv 2403.06764, ECCV 2024"
+)
+@dataclass(frozen=True)
+class FastV(Method):
+    """Keep the visual tokens that the prompt's last token attends to most, after the first decoder layers.
+
+    layer: int >= 1, K of the paper: layers 0 .. K-1 see all tokens, and the attention of layer K-1 ranks them.
+    query: "last" ranks by the attention row of the last prompt token (mean over heads), as the authors' code does; "all" by
+    the mean attention received from all tokens that come after, as the paper's text says.
+
+    Source: Chen et al., "An Image is Worth 1/2 Tokens After Layer 2", section 4.
+
+    Differs from the paper: the ranking is made once, in prefill, and kept while decoding (the authors' variant with a KV cache
+    does the same; their first one ranks anew at every token). Several images have a budget each; the authors' code knows one
+    span. Batches, padding and any attention back end work: only the rows that are needed are recomputed from queries and keys.
+    """
+
+    layer: int = 2
+    query: str = "last"
+
+    def __post_init__(self) -> None:
+        self._check(isinstance(self.layer, int) and self.layer >= 1, f"layer={self.layer!r} must be an int >= 1")
+        self._check(self.query in ("last", "all"), f"query={self.query!r} must be 'last' or 'all'")
+
+    @property
+    def query_aware(self) -> bool:
+        return True
+
+    def score(self, tokens: VisualTokens) -> Tensor:
+        attention = tokens.last_row_attention if self.query == "last" else tokens.received_attention
+        return attention.mean(dim=1)

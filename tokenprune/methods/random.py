@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import Method, Site
+from tokenprune.registry import register
+from tokenprune.tokens import VisualTokens
+
+
+@register("random", site=Site.PRE_LLM, paper="none (baseline)")
+@dataclass(frozen=True)
+class Random(Method):
+    """Keep visual tokens drawn at random: the baseline that every method must beat.
+
+    seed: int. The draw depends on the seed, the number of tokens and the image's place in its prompt, so that a batch gives
+    what its rows give alone, and a second run gives the same tokens.
+    """
+
+    seed: int = 0
+
+    def score(self, tokens: VisualTokens) -> Tensor:
+        scores = torch.zeros(tokens.mask.shape)
+        for segment, count in enumerate(tokens.counts):
+            scores[segment, :count] = torch.rand(count, generator=tokens.generator(segment, self.seed))
+        return scores.to(tokens.mask.device)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registry of methods: one decorator, lookup with close matches, entry points of third parties."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from tokenprune.base import Method, Site
+from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "tokenprune.methods"
+NEEDS = frozenset({"keys", "last_row_attention", "received_attention"})
+
+_METHODS: dict[str, type[Method]] = {}
+_loaded = False
+
+M = TypeVar("M", bound=type[Method])
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """What is known of a method without running it; `query_aware` and `prefix_cache_safe` hold for its default options."""
+
+    name: str
+    site: Site
+    summary: str
+    paper: str
+    needs: frozenset[str]
+    query_aware: bool
+    prefix_cache_safe: bool
+    merges: bool
+    options: dict[str, Any]
+    cls: type[Method]
+
+
+def register(name: str, *, site: Site, paper: str, needs: Iterable[str] = (), merges: bool = False) -> Callable[[M], M]:
+    """Register a frozen dataclass derived from `Method` under `name`.
+
+    site: where it acts. paper: where it comes from ("arXiv 2403.06764, ECCV 2024", or "none" for a baseline).
+    needs: what the engine must observe for it, out of "keys", "last_row_attention", "received_attention".
+    merges: whether kept tokens absorb others.
+    Raises RegistrationError for a taken name, a class that is no frozen dataclass or no Method, an unknown need, or a
+    missing docstring.
+    """
+    needs = frozenset(needs)
+
+    def decorate(cls: M) -> M:
+        problem = _problem(name, cls, needs)
+        if problem:
+            raise RegistrationError(f"cannot register {name!r}: {problem}")
+        cls.name, cls.site, cls.paper, cls.needs, cls.merges = name, Site(site), paper, needs, merges
+        _METHODS[name] = cls
+        return cls
+
+    return decorate
+
+
+def _problem(name: str, cls: type, needs: frozenset[str]) -> str | None:
+    if not name.isidentifier() or name != name.lower():
+        return "a name is a lower-case identifier, like its module"
+    if not (inspect.isclass(cls) and issubclass(cls, Method)):
+        return "the class must derive from tokenprune.Method"
+    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:
+        return "decorate the class with @dataclass(frozen=True) below @register(...)"
+    if not (cls.__dict__.get("__doc__") or "").strip() or cls.__doc__.startswith(f"{cls.__name__}("):
+        return "the class needs a docstring; its first sentence is what `tokenprune methods` prints"
+    if unknown := needs - NEEDS:
+        return f"unknown needs {sorted(unknown)}; known are {sorted(NEEDS)}"
+    present = _METHODS.get(name)
+    if present is not None and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
+        return f"the name is taken by {present.__module__}.{present.__qualname__}"
+    return None
+
+
+def _load() -> None:
+    """Import our own methods and those that installed packages offer, once."""
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    import tokenprune.methods as ours
+
+    for module in pkgutil.iter_modules(ours.__path__):
+        importlib.import_module(f"{ours.__name__}.{module.name}")
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            entry.load()
+        except Exception:
+            # A broken third-party plugin must not take the library down; its own name then simply stays unknown.
+            logger.exception("the entry point %r of %r could not be loaded", entry.name, entry.value)
+
+
+def available_methods() -> list[str]:
+    """Return the names of all registered methods, sorted."""
+    _load()
+    return sorted(_METHODS)
+
+
+def method_class(name: str) -> type[Method]:
+    """Return the class registered under `name`; raises UnknownMethodError naming close matches."""
+    _load()
+    if not isinstance(name, str) or name not in _METHODS:
+        close = difflib.get_close_matches(str(name).lower(), _METHODS, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        raise UnknownMethodError(f"unknown method {name!r}: {hint}available are {', '.join(sorted(_METHODS))}")
+    return _METHODS[name]
+
+
+def method_info(name: str) -> MethodInfo:
+    """Return the `MethodInfo` of a registered method; raises UnknownMethodError."""
+    cls = method_class(name)
+    default = cls()
+    return MethodInfo(
+        name=name,
+        site=cls.site,
+        summary=inspect.cleandoc(cls.__doc__).split("\n\n")[0].replace("\n", " "),
+        paper=cls.paper,
+        needs=cls.needs,
+        query_aware=default.query_aware,
+        prefix_cache_safe=default.prefix_cache_safe,
+        merges=cls.merges,
+        options={f.name: getattr(default, f.name) for f in dataclasses.fields(cls)},
+        cls=cls,
+    )
+
+
+def build(name: str, options: dict[str, Any]) -> Method:
+    """Return the method `name` with `options`; raises OptionError for one it does not have."""
+    cls = method_class(name)
+    known = [f.name for f in dataclasses.fields(cls)]
+    for option in options:
+        if option not in known:
+            close = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise OptionError(f"{name} has no option {option!r}: {hint}its options are {', '.join(known) or '(none)'}")
+    return cls(**options)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the last forward or generate of a patched model saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Cut:
+    """One cut, kept with `patch(..., record=True)`.
+
+    site:    "PRE_LLM" or "IN_LLM". layer: the decoder layer at whose input it was made. method: its name.
+    kept:    per batch row the sorted positions, in the caller's full-length sequence, that survive so far: text and visual
+             tokens, padding left out.
+    sources: None for dropping; for merging, per batch row a dict from each kept visual position to the positions merged
+             into it.
+    """
+
+    site: str
+    layer: int
+    method: str
+    kept: list[list[int]]
+    sources: list[dict[int, list[int]]] | None = None
+
+
+@dataclass
+class Stats:
+    """Counts over the whole batch of the last forward or generate; a text-only prompt gives zeros and ratios of 1.
+
+    visual_tokens_in:        visual tokens that entered the decoder.
+    visual_tokens_out:       visual tokens that its last layer saw.
+    visual_tokens_per_layer: visual tokens that each decoder layer saw in prefill.
+    keep_ratio:              visual_tokens_out / visual_tokens_in.
+    prefill_flops_ratio:     decoder prefill FLOPs against the unpatched model (closed form, accounting.py; no tower, no head).
+    kv_bytes, kv_bytes_full: bytes of the keys and values of the prompt, as cached and as the unpatched model would cache them.
+    overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
+    cuts:                    one `Cut` per cut in order, with record=True; else empty.
+    """
+
+    visual_tokens_in: int = 0
+    visual_tokens_out: int = 0
+    visual_tokens_per_layer: list[int] = field(default_factory=list)
+    keep_ratio: float = 1.0
+    prefill_flops_ratio: float = 1.0
+    kv_bytes: int = 0
+    kv_bytes_full: int = 0
+    overhead_ms: float = 0.0
+    cuts: list[Cut] = field(default_factory=list)
+
+    @property
+    def visual_tokens_average(self) -> float:
+        """Mean of `visual_tokens_per_layer`: what papers call "192 tokens"."""
+        return sum(self.visual_tokens_per_layer) / max(1, len(self.visual_tokens_per_layer))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields, and the layer average, as plain Python values."""
+        return dataclasses.asdict(self) | {"visual_tokens_average": self.visual_tokens_average}
+
+    def __repr__(self) -> str:
+        if not self.visual_tokens_in:
+            return "Stats(no visual tokens seen)"
+        return (
+            f"Stats(visual tokens {self.visual_tokens_in} -> {self.visual_tokens_out} ({self.keep_ratio:.1%}), "
+            f"{self.visual_tokens_average:.1f} on average over layers, prefill FLOPs {self.prefill_flops_ratio:.1%}, "
+            f"KV {self.kv_bytes / 2**20:.2f} of {self.kv_bytes_full / 2**20:.2f} MiB, overhead {self.overhead_ms:.2f} ms)"
+        )

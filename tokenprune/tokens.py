@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The read-only view of the visual tokens that a method gets; everything costly in it is computed on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.errors import TokenPruneError
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The visual tokens of a batch, grouped into the pieces that have a budget each (an image, a video, a tile).
+
+    row:      list of int, the batch row of each of the S segments.
+    ordinal:  list of int, the how-manieth segment of its row it is.
+    counts:   list of int, tokens in each segment; N is the largest.
+    position: long `[S, N]`, position of each token in this call's sequence, ascending; padding repeats position 0.
+    mask:     bool `[S, N]`, False for padding.
+    grids:    list of (frames, height, width) in tokens, or None where a segment is no full grid or this is not known.
+    modality: list of "image" or "video".
+    """
+
+    row: list[int]
+    ordinal: list[int]
+    counts: list[int]
+    position: Tensor
+    mask: Tensor
+    grids: list[tuple[int, int, int] | None]
+    modality: list[str]
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        """long `[S, 1]`: the batch row of each segment, ready for advanced indexing."""
+        return torch.tensor(self.row, device=self.position.device)[:, None]
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """The text tokens that follow each segment in its row.
+
+    mask: bool `[S, M]`; hidden: `[S, M, D]`; keys: `[S, M, F]` (needs "keys").
+    """
+
+    mask: Tensor
+    _position: Tensor
+    _gather: Callable[[str, Tensor], Tensor]
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        return self._gather("hidden", self._position)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        return self._gather("keys", self._position)
+
+
+@dataclass(frozen=True, eq=False)
+class VisualTokens:
+    """Visual tokens at the place where a method acts. S segments (images), N tokens in the longest, D model width.
+
+    mask:     bool `[S, N]`; False marks the padding of short segments: never keep it, never let it influence a score.
+    budget:   long `[S]`, how many tokens each segment has to keep; `keep` is the same as a list of int.
+    segments: the `Segments` (rows, grids, positions, modality).
+    """
+
+    segments: Segments
+    keep: list[int]
+    _sources: Any = field(repr=False)
+
+    @property
+    def mask(self) -> Tensor:
+        return self.segments.mask
+
+    @property
+    def counts(self) -> list[int]:
+        return self.segments.counts
+
+    @property
+    def grids(self) -> list[tuple[int, int, int] | None]:
+        return self.segments.grids
+
+    @cached_property
+    def budget(self) -> Tensor:
+        return torch.tensor(self.keep, device=self.mask.device)
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """`[S, N, D]`, model dtype: the tokens as they arrive at the cut (PRE_LLM: the projected embeddings)."""
+        return self._sources.gather("hidden", self.segments.position, self.segments)
+
+    @cached_property
+    def normed(self) -> Tensor:
+        """`[S, N, D]`: `hidden` after the decoder's final norm."""
+        return self._sources.final_norm(self.hidden)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Apply the decoder's final norm to `hidden` `[..., D]`."""
+        return self._sources.final_norm(hidden)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """`[S, N, Hkv * Dh]`: keys of the layer before the cut, after rotary embedding, heads flattened (needs "keys")."""
+        return self._sources.gather("keys", self.segments.position, self.segments)
+
+    @cached_property
+    def last_row_attention(self) -> Tensor:
+        """float32 `[S, H, N]`: softmax attention of the last prompt token over each visual token, in the layer before the cut
+        (needs "last_row_attention")."""
+        return self._attention("last_row")
+
+    @cached_property
+    def received_attention(self) -> Tensor:
+        """float32 `[S, H, N]`: mean attention that each visual token receives from all tokens that may see it, in the layer
+        before the cut (needs "received_attention")."""
+        return self._attention("received")
+
+    def _attention(self, kind: str) -> Tensor:
+        columns = self._sources.attention(kind)  # [B, H, W] over the slots of the sequence
+        slots = self._sources.slots(self.segments.position, self.segments)
+        columns = columns[self.segments.row_index.squeeze(1)]
+        return columns.gather(2, slots[:, None, :].expand(-1, columns.shape[1], -1))
+
+    @cached_property
+    def text(self) -> TextTokens:
+        """The text tokens after each segment, later pictures and padding left out."""
+        position, mask = self._sources.text_after(self.segments)
+        return TextTokens(mask, position, lambda what, where: self._sources.gather(what, where, self.segments))
+
+    def generator(self, segment: int, seed: int) -> torch.Generator:
+        """A CPU generator that depends on `seed` and the segment's place in its row only: a batch equals its single rows."""
+        return torch.Generator().manual_seed((seed * 1_000_003 + self.segments.ordinal[segment]) % 2**63)
+
+
+def require(value: Tensor | None, what: str) -> Tensor:
+    """Return `value`, or raise: the method reads something that it did not declare in `needs`."""
+    if value is None:
+        raise TokenPruneError(f"{what!r} was read but not declared: add it to the method's needs in @register(...)")
+    return value

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches drawn on the fly, in a worker process, each from its own seed: (run seed, stage, batch number)."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from demo_model import ID
+from targets import letter_labels, patch_labels
+
+from tokenprune.bench.scenes import KINDS, Question, Scene, draw_scene, load_photos
+
+PREFIX = [ID["<bos>"], ID["user"], ID[":"]]
+COUNT_WEIGHT = {"0": 1.0, "1": 1.0, "2": 1.3, "3": 3.5, "4": 3.5}
+DEFAULT_MIX = {
+    "colour": 1,
+    "presence": 2,
+    "count": 2,
+    "position": 2,
+    "small": 2,
+    "digits": 1,
+    "word": 1,
+    "grounding": 2,
+}
+
+
+def words(text: str) -> list[int]:
+    return [ID[word] for word in re.findall(r"\w+(?:-\w+)*|[^\w\s]", text)]
+
+
+def choose(rng: np.random.Generator, scene: Scene, mix: dict[str, int]) -> list[Question]:
+    """Up to ``mix[kind]`` questions of each kind, with the answers of presence and count evened out."""
+    chosen = []
+    for kind in KINDS:
+        pool = scene.of_kind(kind)
+        n = min(mix.get(kind, 0), len(pool))
+        if not n:
+            continue
+        weight = np.ones(len(pool))
+        if kind == "presence":
+            yes = np.array([q.answer == "yes" for q in pool])
+            weight = np.where(yes, 0.5 / max(yes.sum(), 1), 0.5 / max((~yes).sum(), 1))
+        elif kind == "count":
+            weight = np.array([COUNT_WEIGHT[q.answer] for q in pool])
+        picks = rng.choice(len(pool), n, replace=kind == "presence", p=weight / weight.sum())
+        chosen += [pool[i] for i in sorted(set(picks.tolist()))]
+    return [chosen[i] for i in rng.permutation(len(chosen))]
+
+
+def draw_batch(seed: tuple[int, ...], stage: int, size: int, mix: dict[str, int], split: str = "train") -> tuple:
+    """Pictures as bytes with patch labels (stage 1) or with chosen questions (later stages)."""
+    rng, photos = np.random.default_rng(seed), load_photos(split)
+    scenes = [draw_scene(rng, photos, texts=int(rng.integers(2, 6)) if stage == 1 else 1) for _ in range(size)]
+    pixels = np.stack([np.asarray(s.image) for s in scenes])
+    if stage == 1:
+        labels, present = zip(*(patch_labels(s) for s in scenes), strict=True)
+        return pixels, np.stack(labels), np.stack(present), np.stack([letter_labels(s) for s in scenes])
+    return pixels, [[(q.kind, q.text, q.answer) for q in choose(rng, s, mix)] for s in scenes]
+
+
+def _work(queue, seed: int, stage: int, start: int, size: int, mix: dict[str, int]) -> None:
+    os.nice(5)
+    number = start
+    while True:
+        queue.put(draw_batch((seed, stage, number), stage, size, mix))
+        number += 1
+
+
+class Batches:
+    """Iterator over batches that one background process draws ahead."""
+
+    def __init__(self, seed: int, stage: int, start: int, size: int, mix: dict[str, int]) -> None:
+        context = mp.get_context("spawn")
+        self.queue = context.Queue(maxsize=8)
+        self.process = context.Process(target=_work, args=(self.queue, seed, stage, start, size, mix), daemon=True)
+        self.process.start()
+
+    def __iter__(self) -> Iterator[tuple]:
+        while True:
+            yield self.queue.get()
+
+    def close(self) -> None:
+        self.process.terminate()
+
+
+def to_pixels(pixels: np.ndarray) -> torch.Tensor:
+    """The same numbers that the image processor gives."""
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
+
+
+def pack(questions: list[list[tuple]], n_image: int) -> dict[str, torch.Tensor]:
+    """Many questions on one picture in one sequence, each blind to the others.
+
+    A question sees the prompt's beginning, the picture and itself, and its positions go on from the picture's end; so
+    each is computed exactly as if it had been asked alone, for a fraction of the price.
+    """
+    rows = []
+    for group in questions:
+        ids = PREFIX + [ID["<image>"]] * n_image
+        segment, position, label, kind = [0] * len(ids), list(range(len(ids))), [-100] * len(ids), [-1] * len(ids)
+        begin = len(ids)
+        for s, (name, text, answer) in enumerate(group, 1):
+            asked = [*words(text), ID["assistant"], ID[":"]]
+            ids += [*asked, ID[answer]]
+            label += [-100] * (len(asked) - 1) + [ID[answer], ID["<eos>"]]
+            segment += [s] * (len(asked) + 1)
+            position += range(begin, begin + len(asked) + 1)
+            kind += [-1] * (len(asked) - 1) + [KINDS.index(name), -1]
+        rows.append((ids, segment, position, label, kind))
+    length = max(len(r[0]) for r in rows)
+    fill = (ID["<pad>"], -1, 0, -100, -1)
+    columns = [torch.tensor([r[i] + [fill[i]] * (length - len(r[i])) for r in rows]) for i in range(5)]
+    ids, segment, position, label, kind = columns
+    same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
+    mask = (same & torch.ones(length, length, dtype=torch.bool).tril())[:, None]
+    return {"ids": ids, "mask": mask, "position": position, "label": label, "kind": kind}

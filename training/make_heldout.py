@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the fixed held-out set: every picture is asked one question of each kind, answers evened out within a kind.
+
+Its photographs are never used in training, and its seed is far from the seeds that training draws from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from tokenprune.bench.scenes import COLORS, KINDS, POSITIONS, WORDS, Question, Scene, draw_scene, load_photos
+
+ANSWERS = {
+    "colour": len(COLORS),
+    "presence": 2,
+    "count": 5,
+    "position": len(POSITIONS),
+    "small": len(COLORS),
+    "digits": 10,
+    "word": len(WORDS),
+    "grounding": len(COLORS),
+}
+
+
+def one_of_each(rng: np.random.Generator, scene: Scene, seen: Counter, limit: dict[str, int]) -> list[Question] | None:
+    """One question of each kind, the scarcest answer first; None if some kind has none left within its limit."""
+    chosen = []
+    for kind in KINDS:
+        pool = [q for q in scene.of_kind(kind) if seen[kind, q.answer] < limit[kind]]
+        if not pool:
+            return None
+        fewest = min(seen[kind, q.answer] for q in pool)
+        pool = [q for q in pool if seen[kind, q.answer] == fewest]
+        chosen.append(pool[rng.integers(len(pool))])
+    return chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--seed", type=int, default=20260101)
+    parser.add_argument("--pictures", type=int, default=200)
+    parser.add_argument("--quality", type=int, default=92, help="JPEG quality, without colour subsampling")
+    parser.add_argument("--out", type=Path, default=Path("tokenprune/assets/heldout"))
+    args = parser.parse_args()
+
+    rng, photos, seen, rows = np.random.default_rng(args.seed), load_photos("heldout"), Counter(), []
+    if len(photos) != 3:
+        raise SystemExit("the held-out photographs come with scikit-image and matplotlib: install the training extra")
+    limit = {kind: math.ceil(1.1 * args.pictures / n) for kind, n in ANSWERS.items()}
+    fresh = args.out.with_name(f".{args.out.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    (fresh / "pictures").mkdir(parents=True)
+    while len(rows) < args.pictures:
+        scene = draw_scene(rng, photos)
+        chosen = one_of_each(rng, scene, seen, limit)
+        if chosen is None:
+            continue
+        seen.update((q.kind, q.answer) for q in chosen)
+        name = f"pictures/{len(rows):03d}.jpg"
+        scene.image.save(fresh / name, quality=args.quality, subsampling=0, optimize=True)
+        questions = [{"kind": q.kind, "question": q.text, "answer": q.answer, "boxes": q.boxes} for q in chosen]
+        rows.append({"picture": name, "background": scene.background, "questions": questions})
+    (fresh / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    readme = args.out / "README.md"
+    if readme.exists():
+        shutil.copy(readme, fresh / "README.md")
+    old = args.out.with_name(f".{args.out.name}.old")
+    if args.out.exists():
+        os.replace(args.out, old)
+    os.replace(fresh, args.out)
+    shutil.rmtree(old, ignore_errors=True)
+    for kind in KINDS:
+        print(kind, dict(sorted((answer, n) for (k, answer), n in seen.items() if k == kind)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train the small vision-language model that ships with tokenprune, on one CPU core, from drawn pictures.
+
+Three stages: (1) the vision tower with a linear head on per-patch labels; (2) projector and language model on
+questions, tower frozen, its output averaged 2 x 2 to 64 tokens; (3) the same with all 256 tokens, the tower thawed at
+a small rate for the last part. See training/README.md for the run that made the shipped checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from batches import DEFAULT_MIX, Batches, draw_batch, pack, to_pixels
+from demo_model import GRID, build_model, export
+from targets import PatchHead
+
+from tokenprune.bench.scenes import KINDS
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--seed", type=int, default=0)
+    add("--stages", default="1,2,3", help="which stages to run, in order")
+    add("--seconds", default="1500,2700,1800", help="length of each of these stages")
+    add("--batch", default="16,16,12", help="pictures per step in each of these stages")
+    add("--lr", default="1e-3,1e-3,5e-4", help="highest learning rate of each of these stages")
+    add("--decay", default="0.4,0.15,0.5", help="last share of each of these stages in which the rate falls")
+    add("--mix", default="", help="questions per picture, such as position=3,count=1 (others keep their default)")
+    add("--thaw", type=float, default=0.0, help="last share of stage 3 in which the tower learns too, at a tenth")
+    add("--threads", type=int, default=1)
+    add("--eval-seconds", type=float, default=200)
+    add("--run", type=Path, default=Path("runs/demo_vlm"), help="folder of the resumable state")
+    add("--log", type=Path, default=Path("training/log.jsonl"))
+    add("--export", type=Path, default=Path("tokenprune/assets/demo_vlm"), help="where the checkpoint goes")
+    add("--resume", action="store_true", help="start from the state in --run")
+    return parser.parse_args()
+
+
+def tower_features(model, pixels: torch.Tensor) -> torch.Tensor:
+    return model.model.vision_tower(pixels).last_hidden_state
+
+
+def answer_logits(model, hidden: torch.Tensor, packed: dict[str, torch.Tensor], pool: bool) -> torch.Tensor:
+    """Logits at every position that has a label."""
+    features = hidden[:, 1:]
+    if pool:
+        b, _, d = features.shape
+        features = features.reshape(b, GRID // 2, 2, GRID // 2, 2, d).mean((2, 4)).flatten(1, 2)
+    core = model.model
+    image = core.multi_modal_projector(features)
+    embeds = core.language_model.embed_tokens(packed["ids"])
+    begin = 3
+    embeds = torch.cat([embeds[:, :begin], image, embeds[:, begin + image.shape[1] :]], 1)
+    out = core.language_model(
+        inputs_embeds=embeds, attention_mask=packed["mask"], position_ids=packed["position"], use_cache=False
+    )
+    return model.lm_head(out.last_hidden_state[packed["label"] != -100])
+
+
+@torch.no_grad()
+def evaluate(model, stage: int, head: PatchHead, pictures: int = 96) -> dict[str, float]:
+    """Accuracy on fresh pictures over photographs never trained on: per patch in stage 1, per question later."""
+    model.eval()
+    right, total = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+    patch = []
+    for part in range(pictures // 16):
+        batch = draw_batch((987, stage == 1, part), stage, 16, DEFAULT_MIX, "heldout")
+        hidden = tower_features(model, to_pixels(batch[0]))
+        if stage == 1:
+            patch.append((hidden, torch.from_numpy(batch[1]), torch.from_numpy(batch[2])))
+            continue
+        packed = pack(batch[1], GRID**2 // (4 if stage == 2 else 1))
+        logits = answer_logits(model, hidden, packed, stage == 2)
+        chosen = packed["label"] != -100
+        good, kind = logits.argmax(-1) == packed["label"][chosen], packed["kind"][chosen]
+        for i, name in enumerate(KINDS):
+            right[name] += int(good[kind == i].sum())
+            total[name] += int((kind == i).sum())
+    model.train()
+    if stage == 1:
+        return head.accuracy(*(torch.cat(column) for column in zip(*patch, strict=True)))
+    return {name: round(right[name] / total[name], 3) for name in KINDS}
+
+
+def rate(progress: float, step: int, decay: float) -> float:
+    """Trapezoid: warm-up over 100 steps, flat, then a linear fall to 3 % over the last ``decay`` of the stage."""
+    return min(1.0, (step + 1) / 100) * max(0.03, min(1.0, (1 - progress) / decay))
+
+
+@torch.no_grad()
+def match_projector(model) -> None:
+    """Scale the projector's first layer to the trained tower's features, so that the language model starts well fed."""
+    pixels = to_pixels(draw_batch((986, 0), 2, 32, DEFAULT_MIX)[0])
+    features = tower_features(model, pixels)[:, 1:].flatten(0, 1)
+    mean, std = features.mean(0), features.std(0)
+    first, second = model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2
+    torch.nn.init.normal_(first.weight, std=features.shape[1] ** -0.5)
+    first.weight /= std
+    first.bias.copy_(-first.weight @ mean)
+    torch.nn.init.normal_(second.weight, std=0.25 * first.out_features**-0.5)
+
+
+def train_stage(model, head, stage: int, seconds: float, size: int, top: float, decay: float, args, log) -> None:
+    tower = model.model.vision_tower
+    mix = DEFAULT_MIX | {k: int(v) for k, v in (pair.split("=") for pair in args.mix.split(",") if pair)}
+    model.requires_grad_(stage != 1)
+    tower.requires_grad_(stage == 1)
+    rest = [p for n, p in model.named_parameters() if not n.startswith("model.vision_tower.")]
+    groups = [{"params": [*tower.parameters(), *head.parameters()]}] if stage == 1 else [{"params": rest}]
+    optimizer = torch.optim.AdamW(groups, lr=top, weight_decay=0.02, betas=(0.9, 0.98))
+    start, step, mean, thawed = log.step(stage), 0, None, False
+    batches = Batches(args.seed, stage, start, size, mix)
+    log.write(
+        event="start", stage=stage, seconds=seconds, batch=size, lr=top, decay=decay, thaw=args.thaw, seed=args.seed,
+        mix=mix, first_batch=start, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    begin = last = time.time()
+    for batch in batches:
+        progress = (time.time() - begin) / seconds
+        if progress >= 1:
+            break
+        if stage == 3 and not thawed and progress > 1 - args.thaw:
+            tower.requires_grad_(True)
+            optimizer.add_param_group({"params": list(tower.parameters())})
+            log.write(event="thaw", stage=stage, step=start + step)
+            thawed = True
+        for i, group in enumerate(optimizer.param_groups):
+            group["lr"] = top * rate(progress, step, decay) * (0.1 if i else 1.0)
+        with torch.set_grad_enabled(stage == 1 or thawed):
+            hidden = tower_features(model, to_pixels(batch[0]))
+        if stage == 1:
+            loss = head.loss(hidden, *map(torch.from_numpy, batch[1:]))
+        else:
+            packed = pack(batch[1], GRID**2 // (4 if stage == 2 else 1))
+            logits = answer_logits(model, hidden, packed, stage == 2)
+            target = packed["label"][packed["label"] != -100]
+            loss = F.cross_entropy(logits, target)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
+        optimizer.step()
+        step += 1
+        mean = loss.item() if mean is None else 0.97 * mean + 0.03 * loss.item()
+        if time.time() - last > args.eval_seconds or step in (30, 100):
+            log.write(stage=stage, step=start + step, loss=round(mean, 4), accuracy=evaluate(model, stage, head))
+            log.save(model, head, stage, start + step)
+            last = time.time()
+    batches.close()
+    log.write(event="end", stage=stage, step=start + step, loss=round(mean, 4), accuracy=evaluate(model, stage, head))
+    log.save(model, head, stage, start + step)
+
+
+class Log:
+    """JSON lines of the run, its clock, and the state to go on from."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.path, self.state_path, self.begin = args.log, args.run / "state.pt", time.time()
+        self.steps: dict[int, int] = {}
+        self.before = 0.0
+        args.run.mkdir(parents=True, exist_ok=True)
+
+    def step(self, stage: int) -> int:
+        return self.steps.get(stage, 0)
+
+    def clock(self) -> float:
+        return self.before + time.time() - self.begin
+
+    def write(self, **fields) -> None:
+        line = json.dumps({"time": round(self.clock(), 1), **fields})
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+    def save(self, model, head, stage: int, step: int) -> None:
+        self.steps[stage] = step
+        state = {"model": model.state_dict(), "head": head.state_dict(), "steps": self.steps, "clock": self.clock()}
+        torch.save(state, self.state_path.with_suffix(".tmp"))
+        os.replace(self.state_path.with_suffix(".tmp"), self.state_path)
+
+    def load(self, model, head) -> None:
+        state = torch.load(self.state_path)
+        model.load_state_dict(state["model"])
+        head.load_state_dict(state["head"], strict=False)
+        self.steps, self.before = state["steps"], state["clock"]
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    model, head, log = build_model(args.seed).train(), PatchHead(), Log(args)
+    if args.resume:
+        log.load(model, head)
+    lists = [text.split(",") for text in (args.stages, args.seconds, args.batch, args.lr, args.decay)]
+    for stage, seconds, size, top, decay in zip(*lists, strict=True):
+        if int(stage) == 2 and log.step(2) == 0:
+            match_projector(model)
+        train_stage(model, head, int(stage), float(seconds), int(size), float(top), float(decay), args, log)
+        model.requires_grad_(True)
+        export(model, args.export)
+
+
+if __name__ == "__main__":
+    main()
