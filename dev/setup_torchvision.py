@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Development set-up only: make torchvision importable in this environment, whatever build of torch it holds.
 
-torchvision's registry build is compiled for CUDA and does not import beside a CPU build of torch. Where that is what happens,
-this copies ``_torchvision_cpu_shim.py`` into site-packages with a ``.pth`` line that loads it in every process.
+torchvision's registry build is compiled for CUDA and does not import beside a CPU build of torch. Where it fails so, this
+copies ``_torchvision_cpu_shim.py`` into site-packages with a ``.pth`` line that loads it in every process.
 Run with the environment's own Python; running it again changes nothing.
 """
 
@@ -19,7 +19,7 @@ CPU_TORCH = "import sys, torch; sys.exit(torch.version.cuda is not None)"
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a new process: ``.pth`` files are read when Python starts, and a failed import leaves torch marked."""
+    """Run code in a new process, because ``.pth`` files are read when Python starts."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 

@@ -31,8 +31,8 @@ class DecoderShape:
         )
 
     def layer_flops(self, tokens: float) -> float:
-        """Multiply-adds x 2 of one layer in prefill: projections, gated MLP, and attention over the full square (as papers
-        count it, causal masking not deducted). Norms, rotary embedding and softmax are left out."""
+        """Multiply-adds x 2 of one layer in prefill: projections, gated MLP, and attention over the full square (as
+        papers count it, causal masking not deducted). Norms, rotary embedding and softmax are left out."""
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         linear = 2 * tokens * self.hidden * (2 * query + 2 * kv + 3 * self.intermediate)
         return linear + 4 * tokens * tokens * query

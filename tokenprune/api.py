@@ -29,24 +29,27 @@ def patch(
 ) -> ModelT:
     """Make `model` see fewer visual tokens, in place, and return it.
 
-    method:    a registered name (`available_methods()`), a configured `Method`, or a list of them that act at different places.
-    keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 1: tokens per image (more than an image
-               has keeps all of it); a `Budget`; or, for a list of methods, a list with one of these each. With a list of methods
-               and a single `keep`, every method keeps that share of what reaches it.
+    method:    a registered name (`available_methods()`), a configured `Method`, or a list of them that act at different
+    places.
+    keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 1: tokens per image (more than
+               an image has keeps all of it); a `Budget`; or, for a list of methods, a list with one of these each. With
+               a list of methods and a single `keep`, every method keeps that share of what reaches it.
     record:    keep the positions that survive each cut in `stats(model).cuts`.
     replace:   replace a patch that is there already, instead of raising.
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes.
-    options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s instead.
+    options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
+    instead.
 
-    Raises UnknownMethodError, OptionError, BudgetError, UnsupportedModelError or AlreadyPatchedError; the model is then as it
-    was before.
+    Raises UnknownMethodError, OptionError, BudgetError, UnsupportedModelError or AlreadyPatchedError; the model is then
+    as it was before.
     """
     methods = _methods(method, options)
     budgets = _budgets(keep, len(methods))
     present = getattr(model, _ATTRIBUTE, None)
     if present is not None and not replace:
         raise AlreadyPatchedError(
-            f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, or pass replace=True"
+            f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, "
+            "or pass replace=True"
         )
     made = _attachment(model, methods, budgets, record, processor)
     if present is not None:
@@ -80,8 +83,8 @@ def _methods(method: str | Method | Sequence[str | Method], options: dict[str, A
         if place in places[:index]:
             first = methods[places.index(place)]
             raise OptionError(
-                f"{first.name} and {methods[index].name} act at the same place ({place[0].name}, layer {place[1]}): composed "
-                "methods must act at different sites or layers"
+                f"{first.name} and {methods[index].name} act at the same place ({place[0].name}, layer {place[1]}): "
+                "composed methods must act at different sites or layers"
             )
     return sorted(methods, key=lambda one: (one.site, one.cut_layer))
 
@@ -89,7 +92,9 @@ def _methods(method: str | Method | Sequence[str | Method], options: dict[str, A
 def _budgets(keep: Any, count: int) -> list[Budget]:
     if isinstance(keep, (list, tuple)):
         if len(keep) != count:
-            raise BudgetError(f"keep has {len(keep)} entries for {count} methods: give one number, or one for each method")
+            raise BudgetError(
+                f"keep has {len(keep)} entries for {count} methods: give one number, or one for each method"
+            )
         return [Budget.of(one) for one in keep]
     return [Budget.of(keep)] * count
 
@@ -99,6 +104,9 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     from tokenprune.integrations.hf.engine import Engine, Step
     from tokenprune.integrations.hf.pixels import PixelPatch
 
+    for method in methods:
+        if method.site in (Site.IN_ENCODER, Site.DECODE):
+            raise OptionError(f"{method.name}: this engine does not act at the site {method.site.name} yet")
     adapter = adapter_for(model)
     parts: list[Any] = []
     for method, budget in zip(methods, budgets, strict=True):
@@ -137,7 +145,9 @@ class Attachment:
             part.detach()
 
     def describe(self) -> str:
-        return " + ".join(f"{method.name} ({budget})" for method, budget in zip(self.methods, self.budgets, strict=True))
+        return " + ".join(
+            f"{method.name} ({budget})" for method, budget in zip(self.methods, self.budgets, strict=True)
+        )
 
 
 def _attached(model: Any) -> Attachment:
@@ -148,7 +158,8 @@ def _attached(model: Any) -> Attachment:
 
 
 def unpatch(model: ModelT) -> ModelT:
-    """Give the model back as it was: hooks, attention functions and processor; raises NotPatchedError if there is no patch."""
+    """Give the model back as it was: hooks, attention functions and processor; raises NotPatchedError if there is no
+    patch."""
     _attached(model).detach()
     delattr(model, _ATTRIBUTE)
     return model

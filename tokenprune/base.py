@@ -31,8 +31,8 @@ class Selection:
     """Which visual tokens stay, and into which of them the others are merged.
 
     keep:    bool `[S, N]`, True = stays (padding of short segments is False).
-    assign:  long `[S, N]` or None (plain dropping): for each token the index in its segment of the kept token that absorbs
-             it. A kept token is assigned to itself; -1 = dropped without a trace.
+    assign:  long `[S, N]` or None (plain dropping): for each token the index in its segment of the kept token that
+             absorbs it. A kept token is assigned to itself; -1 = dropped without a trace.
     weight:  float `[S, N]` or None (equal): weight of each token in the mean that its kept token becomes.
     """
 
@@ -59,8 +59,8 @@ class Selection:
 class Method:
     """Base of all methods: a frozen dataclass whose fields are the method's options.
 
-    A subclass implements `score` (higher is kept), or overrides `select` when its choice is not a plain top-k. It sees a
-    read-only `VisualTokens` and never a model, a cache, a mask or position ids.
+    A subclass implements `score` (higher is kept), or overrides `select` when its choice is not a plain top-k. It sees
+    a read-only `VisualTokens` and never a model, a cache, a mask or position ids.
     """
 
     name: ClassVar[str] = ""

@@ -23,8 +23,8 @@ class Budget:
     average_tokens:  tokens per image averaged over the decoder's layers, what papers mean by "192 tokens".
     kv_share:        share of the visual tokens' KV bytes that remains, in (0, 1].
     flops_share:     share of the decoder's prefill FLOPs that remains (text included), in (0, 1].
-    per:             "image": every image, video or tile has the budget for itself; "prompt": all visual tokens of a prompt
-                     share it, and compete.
+    per:             "image": every image, video or tile has the budget for itself; "prompt": all visual tokens of a
+                     prompt share it, and compete.
 
     The last three are solved for the layer at which the method cuts, from closed forms (accounting.py).
     Raises BudgetError for anything else, and, when solved, for a target that this layer cannot reach.
@@ -39,7 +39,9 @@ class Budget:
     def __post_init__(self) -> None:
         given = [name for name in _TARGETS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise BudgetError(f"a Budget needs exactly one of {', '.join(_TARGETS)}; given: {', '.join(given) or 'none'}")
+            raise BudgetError(
+                f"a Budget needs exactly one of {', '.join(_TARGETS)}; given: {', '.join(given) or 'none'}"
+            )
         if self.per not in _SCOPES:
             raise BudgetError(f"per={self.per!r} is not known; use one of {', '.join(map(repr, _SCOPES))}")
         value = getattr(self, given[0])
@@ -48,13 +50,16 @@ class Budget:
         if given[0] == "keep":
             self._check_keep(value)
         elif not value > 0 or (given[0] != "average_tokens" and value > 1) or math.isinf(value):
-            raise BudgetError(f"{given[0]}={value!r} is out of range: it must be positive{', and at most 1' if given[0] != 'average_tokens' else ''}")
+            limit = "" if given[0] == "average_tokens" else ", and at most 1"
+            raise BudgetError(f"{given[0]}={value!r} is out of range: it must be positive{limit}")
 
     @staticmethod
     def _check_keep(keep: float | int) -> None:
         if isinstance(keep, numbers.Integral):
             if keep < 1:
-                raise BudgetError(f"keep={keep} keeps nothing: use an int >= 1 (tokens per image) or a float in (0, 1] (share)")
+                raise BudgetError(
+                    f"keep={keep} keeps nothing: use an int >= 1 (tokens per image) or a float in (0, 1] (share)"
+                )
         elif not 0 < keep <= 1:
             raise BudgetError(
                 f"keep={keep!r} is no share: use a float in (0, 1], where 0.25 keeps a quarter of each image, "
@@ -85,7 +90,9 @@ class Budget:
         if self.keep is not None:
             return [self._share(count, self.keep) for count in counts]
         if self.average_tokens is not None:
-            return [self._share(count, self._share_after(self.average_tokens / count, layer, shape)) for count in counts]
+            return [
+                self._share(count, self._share_after(self.average_tokens / count, layer, shape)) for count in counts
+            ]
         if self.kv_share is not None:
             share = self._share_after(self.kv_share, layer, shape)
         else:
@@ -101,8 +108,8 @@ class Budget:
         share = (min(average, 1.0) * shape.layers - layer) / (shape.layers - layer)
         if share <= 0:
             raise BudgetError(
-                f"{self} cannot be reached by a cut at layer {layer} of {shape.layers}: the layers before it alone spend "
-                f"{layer / shape.layers:.3f} of the visual tokens; cut earlier or ask for more"
+                f"{self} cannot be reached by a cut at layer {layer} of {shape.layers}: the layers before it alone "
+                f"spend {layer / shape.layers:.3f} of the visual tokens; cut earlier or ask for more"
             )
         return share
 
@@ -111,7 +118,9 @@ class Budget:
         full = shape.prefill_flops([text + visual] * shape.layers)
 
         def cost(share: float) -> float:
-            return shape.prefill_flops([text + visual] * layer + [text + share * visual] * (shape.layers - layer)) / full
+            return (
+                shape.prefill_flops([text + visual] * layer + [text + share * visual] * (shape.layers - layer)) / full
+            )
 
         if cost(0.0) >= self.flops_share:
             raise BudgetError(

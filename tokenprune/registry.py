@@ -30,7 +30,8 @@ M = TypeVar("M", bound=type[Method])
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """What is known of a method without running it; `query_aware` and `prefix_cache_safe` hold for its default options."""
+    """What is known of a method without running it; `query_aware` and `prefix_cache_safe` hold for its default
+    options."""
 
     name: str
     site: Site

@@ -13,8 +13,8 @@ class Cut:
     """One cut, kept with `patch(..., record=True)`.
 
     site:    "PRE_LLM" or "IN_LLM". layer: the decoder layer at whose input it was made. method: its name.
-    kept:    per batch row the sorted positions, in the caller's full-length sequence, that survive so far: text and visual
-             tokens, padding left out.
+    kept:    per batch row the sorted positions, in the caller's full-length sequence, that survive so far: text and
+             visual tokens, padding left out.
     sources: None for dropping; for merging, per batch row a dict from each kept visual position to the positions merged
              into it.
     """
@@ -34,8 +34,10 @@ class Stats:
     visual_tokens_out:       visual tokens that its last layer saw.
     visual_tokens_per_layer: visual tokens that each decoder layer saw in prefill.
     keep_ratio:              visual_tokens_out / visual_tokens_in.
-    prefill_flops_ratio:     decoder prefill FLOPs against the unpatched model (closed form, accounting.py; no tower, no head).
-    kv_bytes, kv_bytes_full: bytes of the keys and values of the prompt, as cached and as the unpatched model would cache them.
+    prefill_flops_ratio:     decoder prefill FLOPs against the unpatched model (closed form, accounting.py; no tower, no
+    head).
+    kv_bytes, kv_bytes_full: bytes of the keys and values of the prompt, as cached and as the unpatched model would
+    cache them.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
     cuts:                    one `Cut` per cut in order, with record=True; else empty.
     """
@@ -65,5 +67,6 @@ class Stats:
         return (
             f"Stats(visual tokens {self.visual_tokens_in} -> {self.visual_tokens_out} ({self.keep_ratio:.1%}), "
             f"{self.visual_tokens_average:.1f} on average over layers, prefill FLOPs {self.prefill_flops_ratio:.1%}, "
-            f"KV {self.kv_bytes / 2**20:.2f} of {self.kv_bytes_full / 2**20:.2f} MiB, overhead {self.overhead_ms:.2f} ms)"
+            f"KV {self.kv_bytes / 2**20:.2f} of {self.kv_bytes_full / 2**20:.2f} MiB, "
+            f"overhead {self.overhead_ms:.2f} ms)"
         )

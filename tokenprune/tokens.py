@@ -109,19 +109,20 @@ class VisualTokens:
 
     @cached_property
     def keys(self) -> Tensor:
-        """`[S, N, Hkv * Dh]`: keys of the layer before the cut, after rotary embedding, heads flattened (needs "keys")."""
+        """`[S, N, Hkv * Dh]`: keys of the layer before the cut, after rotary embedding, heads flattened (needs
+        "keys")."""
         return self._sources.gather("keys", self.segments.position, self.segments)
 
     @cached_property
     def last_row_attention(self) -> Tensor:
-        """float32 `[S, H, N]`: softmax attention of the last prompt token over each visual token, in the layer before the cut
-        (needs "last_row_attention")."""
+        """float32 `[S, H, N]`: softmax attention of the last prompt token over each visual token, in the layer before
+        the cut (needs "last_row_attention")."""
         return self._attention("last_row")
 
     @cached_property
     def received_attention(self) -> Tensor:
-        """float32 `[S, H, N]`: mean attention that each visual token receives from all tokens that may see it, in the layer
-        before the cut (needs "received_attention")."""
+        """float32 `[S, H, N]`: mean attention that each visual token receives from all tokens that may see it, in the
+        layer before the cut (needs "received_attention")."""
         return self._attention("received")
 
     def _attention(self, kind: str) -> Tensor:
@@ -137,7 +138,8 @@ class VisualTokens:
         return TextTokens(mask, position, lambda what, where: self._sources.gather(what, where, self.segments))
 
     def generator(self, segment: int, seed: int) -> torch.Generator:
-        """A CPU generator that depends on `seed` and the segment's place in its row only: a batch equals its single rows."""
+        """A CPU generator that depends on `seed` and the segment's place in its row only: a batch equals its single
+        rows."""
         return torch.Generator().manual_seed((seed * 1_000_003 + self.segments.ordinal[segment]) % 2**63)
 
 

@@ -64,7 +64,7 @@ def draw_batch(seed: tuple[int, ...], stage: int, size: int, mix: dict[str, int]
 
 
 def _work(queue, seed: int, stage: int, start: int, size: int, mix: dict[str, int]) -> None:
-    os.nice(5)
+    os.setpriority(os.PRIO_PROCESS, 0, 5)
     number = start
     while True:
         queue.put(draw_batch((seed, stage, number), stage, size, mix))

@@ -17,22 +17,24 @@ from tokenprune.tokens import VisualTokens
 class Dart(Method):
     """Keep the visual tokens that least duplicate a few pivot tokens, after the first decoder layers.
 
-    Pivots are the visual tokens, and the text tokens behind the image, whose keys have the largest L1 norm. In turn each pivot
-    takes its share of the remaining visual tokens: those least similar to it by cosine of the final-normed hidden states.
-    Needs no attention weights.
+    Pivots are the visual tokens, and the text tokens behind the image, whose keys have the largest L1 norm. In turn
+    each pivot takes its share of the remaining visual tokens: those least similar to it by cosine of the final-normed
+    hidden states. Needs no attention weights.
 
     layer: int >= 1, the decoder layer at whose input the cut is made; keys come from the layer before it.
-    pivot_image, pivot_text: how many pivots of either kind. With pivot_text=0 the choice knows nothing of the question, since
-    no visual token sees later text in a causal decoder: it is then safe with a prefix cache.
-    exact: True keeps exactly what `keep` asks for: the image pivots count, and what is left is shared evenly, earlier pivots
-    getting one more. False keeps the authors' count, pivot_image + P * (keep // P) with P pivots, which is up to pivot_image more.
+    pivot_image, pivot_text: how many pivots of either kind. With pivot_text=0 the choice knows nothing of the question,
+    since no visual token sees later text in a causal decoder: it is then safe with a prefix cache.
+    exact: True keeps exactly what `keep` asks for: the image pivots count, and what is left is shared evenly, earlier
+    pivots getting one more. False keeps the authors' count, pivot_image + P * (keep // P) with P pivots, which is up to
+    pivot_image more.
 
-    Source: Wen et al., "Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters More", section 3,
-    and the authors' code where the two differ (fixed shares instead of a threshold; text pivots; the final norm).
+    Source: Wen et al., "Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters More",
+    section 3, and the authors' code where the two differ (fixed shares instead of a threshold; text pivots; the final
+    norm).
 
-    Differs from the paper: exact counts by default; pivots go in order of descending norm, image pivots first (the authors
-    iterate over a Python set, an arbitrary order); norms and cosines in float32; shares are clamped to what is left (the
-    authors' code fails); every image has pivots of its own, and text pivots come from the text behind it.
+    Differs from the paper: exact counts by default; pivots go in order of descending norm, image pivots first (the
+    authors iterate over a Python set, an arbitrary order); norms and cosines in float32; shares are clamped to what is
+    left (the authors' code fails); every image has pivots of its own, and text pivots come from the text behind it.
     """
 
     layer: int = 2
@@ -57,7 +59,8 @@ class Dart(Method):
     def select(self, tokens: VisualTokens) -> Selection:
         kept, pivots, exists = self._pivots(tokens)
         unit = normalize(tokens.normed.float(), dim=-1)
-        # How many tokens each pivot adds: an even share of what the image pivots leave, the remainder to the first ones.
+        # How many tokens each pivot adds: an even share of what the image pivots leave, the remainder to the first
+        # ones.
         left = tokens.budget - kept.sum(1)
         number = exists.sum(1).clamp(min=1)
         share = left.div(number, rounding_mode="floor")[:, None] + (exists.cumsum(1) <= (left % number)[:, None])
@@ -71,7 +74,8 @@ class Dart(Method):
         return Selection(kept)
 
     def _pivots(self, tokens: VisualTokens) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the image pivots (bool `[S, N]`), and all pivots' states `[S, P, D]` with which of them exist (`[S, P]`)."""
+        """Return the image pivots (bool `[S, N]`), and all pivots' states `[S, P, D]` with which of them exist (`[S,
+        P]`)."""
         image_norm = tokens.keys.float().abs().sum(-1).masked_fill(~tokens.mask, -1)
         order = image_norm.argsort(dim=1, descending=True, stable=True)[:, : self.pivot_image]
         place = torch.arange(order.shape[1], device=order.device)

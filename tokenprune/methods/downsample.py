@@ -17,8 +17,8 @@ class Downsample(Method):
 
     Source: the protocol of VTC-Bench, arXiv 2510.07143 (side factor k, keep 1 / k^2).
 
-    Differs from the paper: any share is allowed. Processors that make every picture one fixed size would undo the resizing;
-    their target size shrinks instead, to whole patches, and the tower interpolates its position table.
+    Differs from the paper: any share is allowed. Processors that make every picture one fixed size would undo the
+    resizing; their target size shrinks instead, to whole patches, and the tower interpolates its position table.
     """
 
     def scale(self, keep: float) -> float:

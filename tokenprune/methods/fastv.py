@@ -18,14 +18,15 @@ class FastV(Method):
     """Keep the visual tokens that the prompt's last token attends to most, after the first decoder layers.
 
     layer: int >= 1, K of the paper: layers 0 .. K-1 see all tokens, and the attention of layer K-1 ranks them.
-    query: "last" ranks by the attention row of the last prompt token (mean over heads), as the authors' code does; "all" by
-    the mean attention received from all tokens that come after, as the paper's text says.
+    query: "last" ranks by the attention row of the last prompt token (mean over heads), as the authors' code does;
+    "all" by the mean attention received from all tokens that come after, as the paper's text says.
 
     Source: Chen et al., "An Image is Worth 1/2 Tokens After Layer 2", section 4.
 
-    Differs from the paper: the ranking is made once, in prefill, and kept while decoding (the authors' variant with a KV cache
-    does the same; their first one ranks anew at every token). Several images have a budget each; the authors' code knows one
-    span. Batches, padding and any attention back end work: only the rows that are needed are recomputed from queries and keys.
+    Differs from the paper: the ranking is made once, in prefill, and kept while decoding (the authors' variant with a
+    KV cache does the same; their first one ranks anew at every token). Several images have a budget each; the authors'
+    code knows one span. Batches, padding and any attention back end work: only the rows that are needed are recomputed
+    from queries and keys.
     """
 
     layer: int = 2

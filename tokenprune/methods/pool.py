@@ -16,9 +16,9 @@ from tokenprune.tokens import VisualTokens
 class Pool(Method):
     """Average neighbouring visual tokens: a low-pass baseline that loses small things and nothing else.
 
-    A picture of h x w tokens is cut into exactly as many rectangles as it may keep tokens, of sizes as equal as can be; the
-    token nearest to a rectangle's middle becomes its mean and keeps its own position. Where the tokens are no full grid
-    (newline tokens, unknown shape), stretches of the raster order take the place of rectangles.
+    A picture of h x w tokens is cut into exactly as many rectangles as it may keep tokens, of sizes as equal as can be;
+    the token nearest to a rectangle's middle becomes its mean and keeps its own position. Where the tokens are no full
+    grid (newline tokens, unknown shape), stretches of the raster order take the place of rectangles.
     """
 
     def select(self, tokens: VisualTokens) -> Selection:
@@ -34,7 +34,8 @@ class Pool(Method):
 def rectangles(count: int, cells: int, grid: tuple[int, int, int] | None) -> tuple[Tensor, Tensor]:
     """Cut a grid into `cells` rectangles; returns each token's cell (long `[count]`) and each cell's middle token.
 
-    The rows are cut into bands of about equal height, and each band into its share of the cells. Frames of a video are rows.
+    The rows are cut into bands of about equal height, and each band into its share of the cells. Frames of a video are
+    rows.
     """
     height, width = (grid[0] * grid[1], grid[2]) if grid is not None else (1, count)
     bands = max(1, min(height, round((cells * height / width) ** 0.5)))

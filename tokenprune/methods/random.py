@@ -16,8 +16,8 @@ from tokenprune.tokens import VisualTokens
 class Random(Method):
     """Keep visual tokens drawn at random: the baseline that every method must beat.
 
-    seed: int. The draw depends on the seed, the number of tokens and the image's place in its prompt, so that a batch gives
-    what its rows give alone, and a second run gives the same tokens.
+    seed: int. The draw depends on the seed, the number of tokens and the image's place in its prompt, so that a batch
+    gives what its rows give alone, and a second run gives the same tokens.
     """
 
     seed: int = 0

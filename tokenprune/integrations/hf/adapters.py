@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How model families hand pictures to their decoder. One adapter covers the common contract; a quirk is an override here.
+"""How model families hand pictures to their decoder. One adapter covers the common contract; a quirk is an override
+here.
 
-The common contract of transformers (>= 5.16): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter` into
-`inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., past_key_values=...)`.
+The common contract of transformers (>= 5.16): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
+into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., past_key_values=...)`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Adapter:
     decoder_names: tuple[str, ...] = ("language_model",)
     extra_arguments: frozenset[str] = frozenset()  # per-token arguments of the decoder that take_extras deals with
 
-    # How methods that act on pixels can make fewer tokens: "input" (the processor follows the picture's size), "target" (it
+    # How methods that act on pixels can make fewer tokens: "input" (the processor follows the picture's size), "target"
+    # (it
     # makes every picture one size, which can shrink) or None (as many tokens of any picture).
     resizing: str | None = "input"
 
@@ -31,9 +33,14 @@ class Adapter:
         self.config = model.config
         self.base, self.decoder = self._find(model)
         self.text_config = self.decoder.config
+        if stateful := set(getattr(self.text_config, "layer_types", None) or ()) - _CUTTABLE_LAYERS:
+            raise UnsupportedModelError(
+                f"model type {self.config.model_type!r} has decoder layers of kind {', '.join(sorted(stateful))}: only "
+                f"layers that keep a key and a value for each token can lose tokens. {how_to_add()}"
+            )
         self.placeholders = self._placeholder_ids()
 
-    # -- finding the parts -------------------------------------------------------------------------------------------
+    # -- finding the parts
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         """Return the module that merges pictures into text, and the decoder inside it."""
@@ -43,8 +50,8 @@ class Adapter:
                 if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, "norm"):
                     return base, decoder
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no {' or '.join(self.decoder_names)} with layers and norm where it is expected. "
-            + how_to_add()
+            f"{type(model).__name__} has no {' or '.join(self.decoder_names)} with layers and norm where it is "
+            f"expected. {how_to_add()}"
         )
 
     def _placeholder_ids(self) -> dict[str, int]:
@@ -55,8 +62,8 @@ class Adapter:
                     ids.setdefault(modality, getattr(self.config, name))
         if not ids:
             raise UnsupportedModelError(
-                f"the config of {self.config.model_type!r} names no image_token_id, image_token_index or video_token_id. "
-                + how_to_add()
+                f"the config of {self.config.model_type!r} names no image_token_id, image_token_index or "
+                f"video_token_id. {how_to_add()}"
             )
         return ids
 
@@ -67,10 +74,11 @@ class Adapter:
                 return module
         raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
 
-    # -- reading a call ----------------------------------------------------------------------------------------------
+    # -- reading a call
 
     def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
-        """Return a bool `[B, L]` mask of placeholders for each modality. `call`: arguments of the base model's forward."""
+        """Return a bool `[B, L]` mask of placeholders for each modality. `call`: arguments of the base model's
+        forward."""
         ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
         if ids is not None:
             return {modality: ids == token for modality, token in self.placeholders.items()}
@@ -87,7 +95,7 @@ class Adapter:
         merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
         return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
 
-    # -- per-token arguments of the decoder beyond the common ones -------------------------------------------------------
+    # -- per-token arguments of the decoder beyond the common ones
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
         """Take per-token arguments that the engine must not pass on unchanged out of the decoder's `kwargs`; what is
@@ -119,8 +127,8 @@ class FixedSizeAdapter(Adapter):
 
 
 class Idefics3Adapter(FixedSizeAdapter):
-    """Idefics3 and SmolVLM call their decoder `text_model`. Their tiles are separate runs of placeholders, and nothing that
-    reaches the model says which tiles make up a picture: each tile counts as an image."""
+    """Idefics3 and SmolVLM call their decoder `text_model`. Their tiles are separate runs of placeholders, and nothing
+    that reaches the model says which tiles make up a picture: each tile counts as an image."""
 
     families = ("idefics3", "smolvlm")
     decoder_names = ("text_model",)
@@ -169,22 +177,20 @@ class DeepstackAdapter(Adapter):
 _ADAPTERS: list[type[Adapter]] = [Adapter, LlavaAdapter, FixedSizeAdapter, Idefics3Adapter, DeepstackAdapter]
 
 # Families that break the contract in ways that no adapter covers yet: cutting their tokens would be silently wrong.
-_UNSUPPORTED = {
-    **dict.fromkeys(("mllama", "idefics"), "its pictures enter through cross-attention, not through the sequence"),
-    **dict.fromkeys(("florence2", "t5gemma2", "git"), "its pictures are not in the sequence of a decoder"),
-    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo", "kosmos-2"), "it does not pass through the outer forward"),
-    **dict.fromkeys(("chameleon", "emu3", "fuyu"), "it has no picture features to choose from at the decoder's entry"),
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "minicpmv4_7", "lfm2_vl", "nemotron_h_omni", "qwen4_exp", "glm5_next"),
-        "some of its decoder layers carry a state instead of a key and value per token",
+_REASONS = {
+    "its pictures enter through cross-attention, not through the sequence": "mllama idefics",
+    "its pictures are not in the sequence of a decoder": "florence2 t5gemma2 git",
+    "its prefill does not pass through the outer forward": "blip-2 instructblip instructblipvideo kosmos-2",
+    "it has no picture features to choose from at the decoder's entry": "chameleon emu3 fuyu",
+    "it hands its decoder more than the common contract, and no adapter for that is written yet": (
+        "gemma3n gemma4 gemma4_unified ernie4_5_vl_moe granite4_vision kimi_k25 llama4 minimax_m3_vl muse_glimmer "
+        "qwen2_5_omni_thinker qwen3_omni_moe_thinker cosmos3_omni cosmos3_edge cohere_compass exaone4_5 "
+        "hyperclovax_vision_v2 nemotron_h_omni qwen4_exp glm5_next"
     ),
-    **dict.fromkeys(
-        ("gemma3n", "gemma4", "gemma4_unified", "ernie4_5_vl_moe", "granite4_vision", "kimi_k25", "llama4", "minimax_m3_vl",
-         "muse_glimmer", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "cosmos3_omni", "cosmos3_edge", "cohere_compass",
-         "exaone4_5", "hyperclovax_vision_v2"),
-        "it hands its decoder more than the common contract, and no adapter for that is written yet",
-    ),
-}  # fmt: skip
+}
+_UNSUPPORTED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
+# Layers that keep a key and a value for each token; others (linear attention, convolution, state space) carry a state.
+_CUTTABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def register_adapter(cls: type[Adapter]) -> type[Adapter]:
@@ -200,8 +206,9 @@ def supported_families() -> list[str]:
 
 def how_to_add() -> str:
     return (
-        f"Supported and tested: {', '.join(supported_families())}; other models that follow the same contract work too. "
-        "To add a family, derive from tokenprune.integrations.hf.adapters.Adapter and decorate it with @register_adapter"
+        f"Supported and tested: {', '.join(supported_families())}; other models that follow the same contract work "
+        "too. To add a family, derive from tokenprune.integrations.hf.adapters.Adapter and decorate the class with "
+        "@register_adapter"
     )
 
 
@@ -209,10 +216,12 @@ def adapter_for(model: nn.Module) -> Adapter:
     """Return an adapter for `model`; raises UnsupportedModelError with what is supported and how to add a family."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None:
-        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model (it has no config.model_type). " + how_to_add())
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a transformers model (it has no config.model_type). {how_to_add()}"
+        )
     for adapter in reversed(_ADAPTERS):
         if kind in adapter.families:
             return adapter(model)
     if kind in _UNSUPPORTED:
-        raise UnsupportedModelError(f"model type {kind!r} is not supported: {_UNSUPPORTED[kind]}. " + how_to_add())
+        raise UnsupportedModelError(f"model type {kind!r} is not supported: {_UNSUPPORTED[kind]}. {how_to_add()}")
     return Adapter(model)

@@ -2,9 +2,9 @@
 """Key/value caches that hold fewer tokens than the caller thinks.
 
 `generate` slices its inputs by `cache.get_seq_length()`, positions continue from it, and masks are sized by
-`get_mask_sizes()`. A reduced cache answers all of these with the *logical* length, the caller's, while each layer keeps its
-own *physical* slots; `Reduction` knows which logical position sits in which slot. It lives on the cache, so that two
-threads, interleaved generations, a copied and a re-used cache do not mix.
+`get_mask_sizes()`. A reduced cache answers all of these with the *logical* length, the caller's, while each layer keeps
+its own *physical* slots; `Reduction` knows which logical position sits in which slot. It lives on the cache, so that
+two threads, interleaved generations, a copied and a re-used cache do not mix.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class _ReducedMixin:
             tail = slots[:, -remove:]
             if tail.shape[1] < remove or int(tail.min()) < length or int(slots[:, :-remove].max()) >= length:
                 raise UnsupportedSetupError(
-                    f"cannot crop {remove} tokens from this cache: some of them were pruned, so that rows and layers would "
-                    "lose different numbers of entries; crop no further back than the end of the prompt"
+                    f"cannot crop {remove} tokens from this cache: some of them were pruned, so that rows and layers "
+                    "would lose different numbers of entries; crop no further back than the end of the prompt"
                 )
         super().crop(-remove)
         reduction.length = length

@@ -23,8 +23,9 @@ class Call:
     """One forward of the base model. Lives on a stack of its thread, never on the model.
 
     arguments: what the base model's forward got. outputs: the encoder's output for each modality.
-    The rest is set when the decoder is entered and there is something to do (`active`): `past` is the logical length of the
-    cache, `arrival` the layout of the tensors that the decoder hands to its layers, `layout` the one at the current layer.
+    The rest is set when the decoder is entered and there is something to do (`active`): `past` is the logical length of
+    the cache, `arrival` the layout of the tensors that the decoder hands to its layers, `layout` the one at the current
+    layer.
     """
 
     arguments: dict[str, Any]
@@ -46,11 +47,13 @@ class Call:
     budgets: dict[int, list[int]] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
 
-    # -- which keys a layer holds ----------------------------------------------------------------------------------
+    # -- which keys a layer holds
 
     def starts_group(self, layer: int) -> bool:
         """Whether the layers from `layer` on hold other tokens than those before it."""
-        return layer in self.budgets or (self.reduction is not None and any(first == layer for first, _ in self.reduction.slots))
+        return layer in self.budgets or (
+            self.reduction is not None and any(first == layer for first, _ in self.reduction.slots)
+        )
 
     def open_group(self, layer: int) -> None:
         """The layers from `layer` on hold the past of their group and the tokens of the current layout."""
@@ -88,7 +91,7 @@ class Call:
         found = self.memo["arrival"].gather(1, columns.clamp(min=0))
         return found.masked_fill(columns < 0, -1)
 
-    # -- what a layer gets -----------------------------------------------------------------------------------------
+    # -- what a layer gets
 
     def rows(self) -> Tensor | None:
         """long `[B, W]`: slots of the arrival layout that the current layout consists of; None if they are the same."""

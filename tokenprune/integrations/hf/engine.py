@@ -12,7 +12,6 @@ import inspect
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -22,34 +21,21 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_masks_for_generate
 
 from tokenprune.accounting import DecoderShape
-from tokenprune.base import Method, Selection, Site
-from tokenprune.budget import Budget
-from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
+from tokenprune.base import Site
+from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import cache as caches
 from tokenprune.integrations.hf import masks
 from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.call import Call, Sources
+from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.cutting import Step, cut, resolve_budgets
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observer
 from tokenprune.integrations.hf.report import Report
-from tokenprune.integrations.hf.segments import check_placeholders, find_segments, keep_segments
-from tokenprune.tokens import Segments, VisualTokens
+from tokenprune.integrations.hf.segments import check_placeholders, find_segments
 
 _MODALITIES = ("image", "video")
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
-
-
-@dataclass(frozen=True)
-class Step:
-    """One cut of the plan: a method with its budget, at the input of a decoder layer (0: at the decoder's entry)."""
-
-    method: Method
-    budget: Budget
-
-    @property
-    def layer(self) -> int:
-        return self.method.cut_layer
 
 
 class Engine:
@@ -70,15 +56,17 @@ class Engine:
         for step in steps:
             if step.method.site is Site.IN_LLM and not 1 <= step.layer < layers:
                 raise OptionError(
-                    f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a cut inside "
-                    f"it is made at the input of layer 1 to {layers - 1} (the layer before it gives the scores)"
+                    f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
+                    f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
                 )
             if step.method.site is Site.PRE_LLM and step.method.needs:
-                raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {sorted(step.method.needs)}: no layer ran yet")
+                raise OptionError(
+                    f"{step.method.name}: a PRE_LLM method cannot need {sorted(step.method.needs)}: no layer ran yet"
+                )
         if len({step.budget.per for step in steps}) > 1:
             raise OptionError("composed methods must share their Budget's per=")
 
-    # -- attaching -------------------------------------------------------------------------------------------------
+    # -- attaching
 
     def attach(self) -> None:
         """Install all hooks; on any error those already installed are removed again."""
@@ -116,7 +104,8 @@ class Engine:
             self._undo.pop()()
 
     def _record_features(self, modality: str) -> None:
-        """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any forward."""
+        """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
+        forward."""
         base, name = self.adapter.base, f"get_{modality}_features"
         original = getattr(base, name, None)
         if original is None or modality not in self.adapter.placeholders:
@@ -134,10 +123,11 @@ class Engine:
                 self._note_features(call, modality, output)
             return output
 
+        before = base.__dict__.get(name)  # somebody else's wrapper
         setattr(base, name, recording)
-        self._undo.append(lambda: delattr(base, name))
+        self._undo.append(lambda: delattr(base, name) if before is None else setattr(base, name, before))
 
-    # -- the stack of calls of this thread ----------------------------------------------------------------------------
+    # -- the stack of calls of this thread
 
     def _stack(self) -> list[Call]:
         calls = _calls.__dict__.setdefault("stacks", {})
@@ -165,7 +155,7 @@ class Engine:
         if modality in call.visual:
             check_placeholders(modality, call.visual[modality], output)
 
-    # -- the decoder ---------------------------------------------------------------------------------------------------
+    # -- the decoder
 
     def _enter_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         call, embeds = self._call(), kwargs.get("inputs_embeds")
@@ -182,7 +172,7 @@ class Engine:
             call.segments = find_segments(call.visual, call.outputs, self.per)
         if call.segments is None and call.reduction is None:
             return None
-        cutting = call.segments is not None and self._resolve(call, length)
+        cutting = call.segments is not None and resolve_budgets(call, self.steps, self.shape, length)
         if call.segments is not None:
             self.report.enter(call.segments, batch, length)
         if not cutting and call.reduction is None:
@@ -202,37 +192,21 @@ class Engine:
         self.report.add_time(time.perf_counter() - start)
         return args, kwargs
 
-    def _resolve(self, call: Call, length: int) -> bool:
-        """Work out how many tokens each cut keeps; returns whether any cut removes something."""
-        counts, changed = call.segments.counts, False
-        per_row = [0] * (max(call.segments.row) + 1)
-        for row, count in zip(call.segments.row, counts, strict=True):
-            per_row[row] += count
-        for layer, step in self.steps.items():
-            keep = step.budget.resolve(counts, layer=layer, shape=self.shape, text_tokens=length - max(per_row))
-            if not step.budget.is_identity():
-                keep = [min(n, max(1, step.method.budget(n, k))) for n, k in zip(counts, keep, strict=True)]
-            if keep != counts:
-                call.budgets[layer] = keep
-                changed = True
-            counts = keep
-        return changed
-
     def _check_setup(self, kwargs: dict[str, Any], batch: int, length: int) -> None:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, Cache):
             caches.check(cache)
         if self.decoder.training and getattr(self.decoder, "gradient_checkpointing", False) and any(self.steps):
             raise UnsupportedSetupError(
-                "gradient checkpointing runs decoder layers a second time, without the state of the cut between them; call "
-                "model.gradient_checkpointing_disable(), or use a PRE_LLM method (its cut is made before the layers)"
+                "gradient checkpointing runs decoder layers a second time, without the state of the cut between them; "
+                "call model.gradient_checkpointing_disable(), or use a PRE_LLM method (it cuts before the layers)"
             )
         for name, value in kwargs.items():
             per_token = isinstance(value, Tensor) and value.ndim >= 2 and tuple(value.shape[:2]) == (batch, length)
             if per_token and name not in _PER_TOKEN and name not in self.adapter.extra_arguments:
                 raise UnsupportedSetupError(
-                    f"the decoder of {self.adapter.config.model_type!r} got the per-token argument {name!r}, which this adapter "
-                    "does not know how to cut; override take_extras in an adapter of its own"
+                    f"the decoder of {self.adapter.config.model_type!r} got the per-token argument {name!r}, which its "
+                    "adapter does not know how to cut; override take_extras in an adapter for this family"
                 )
 
     def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
@@ -253,7 +227,7 @@ class Engine:
             mask = create_masks_for_generate(self.adapter.text_config, embeds, mask, call.cache, None)
             prepared = True
 
-        kwargs["inputs_embeds"] = self._cut(call, self.steps[0], embeds)
+        kwargs["inputs_embeds"] = cut(call, self.steps[0], embeds, self.adapter, self.report)
         layout = call.layout
         kwargs["position_ids"] = gather_tokens(positions, layout.index, -1)
         if prepared:
@@ -303,9 +277,11 @@ class Engine:
         output.last_hidden_state = call.layout.scatter_back(output.last_hidden_state)
         return output
 
-    # -- decoder layers --------------------------------------------------------------------------------------------------
+    # -- decoder layers
 
-    def _enter_layer(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    def _enter_layer(
+        self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
         call = self._call()
         if call is None or not call.active:
             return None
@@ -327,7 +303,8 @@ class Engine:
     def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM: cut the hidden states that arrive at a layer."""
         start = time.perf_counter()
-        hidden = self._cut(call, self.steps[index], args[0] if args else kwargs["hidden_states"])
+        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = cut(call, self.steps[index], hidden, self.adapter, self.report)
         self.report.add_time(time.perf_counter() - start)
         return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
@@ -349,71 +326,5 @@ class Engine:
         if call is not None and call.active and layer in call.budgets:
             call.observation = observation
 
-    # -- cutting ---------------------------------------------------------------------------------------------------------
-
-    def _cut(self, call: Call, step: Step, hidden: Tensor) -> Tensor:
-        """Let the method choose, and remove the rest. hidden: `[B, W, D]`; returns `[B, W', D]`."""
-        segments, before = call.segments, call.layout
-        tokens = VisualTokens(segments, call.budgets[step.layer], Sources(call, hidden, self.adapter))
-        with torch.no_grad():
-            selection = step.method.select(tokens)
-        call.observation = None
-        keep = _checked(selection, segments, step.method)
-        counts = keep.sum(1).tolist()
-
-        dropped_per_row = [0] * hidden.shape[0]
-        for row, count, kept in zip(segments.row, segments.counts, counts, strict=True):
-            dropped_per_row[row] += count - kept
-        slots = before.inverse[segments.row_index, segments.position]
-        flat = slots + segments.row_index * before.width
-        # Everything that stays is written to a scratch entry at the end, which spares a device sync.
-        gone = torch.zeros(hidden.shape[0] * before.width + 1, dtype=torch.bool, device=hidden.device)
-        gone.scatter_(0, torch.where(segments.mask & ~keep, flat, gone.numel() - 1).flatten(), True)
-        stays = ~gone[:-1].view(hidden.shape[0], before.width)
-        if before.valid is not None:
-            stays &= before.valid
-        widths = [before.width] * hidden.shape[0] if before.valid is None else before.valid.sum(1).tolist()
-        kept_per_row = [width - dropped for width, dropped in zip(widths, dropped_per_row, strict=True)]
-
-        merge = partial(_merge, selection=selection, segments=segments, slots=flat) if selection.assign is not None else None
-        if merge is not None:
-            hidden = merge(hidden)
-        call.layout, taken = before.cut(stays, kept_per_row)
-        call.extras = self.adapter.cut_extras(call.extras, taken, call.layout, merge)
-        call.segments = keep_segments(segments, keep, counts)
-        self.report.cut(call, step, selection, segments)
-        return gather_tokens(hidden, taken, 1)
-
 
 _calls = threading.local()
-
-
-def _checked(selection: Selection, segments: Segments, method: Method) -> Tensor:
-    """Return the selection's `keep`; a third party's method may get it wrong."""
-    keep = selection.keep if isinstance(selection, Selection) else None
-    if keep is None or keep.dtype != torch.bool or keep.shape != segments.mask.shape:
-        raise TokenPruneError(
-            f"{method.name}.select() must return a Selection whose keep is bool {tuple(segments.mask.shape)}, "
-            f"not {type(selection).__name__ if keep is None else f'{keep.dtype} {tuple(keep.shape)}'}"
-        )
-    return keep & segments.mask
-
-
-def _merge(features: Tensor, selection: Selection, segments: Segments, slots: Tensor) -> Tensor:
-    """Return `[B, W, D]` features in which each kept token is the weighted mean of the tokens assigned to it.
-
-    slots: long `[S, N]`, places of the segments' tokens in the flattened `[B * W]`.
-    """
-    flat = features.reshape(-1, features.shape[-1])
-    members = flat[slots].float()
-    weight = segments.mask.float() if selection.weight is None else selection.weight.float() * segments.mask
-    weight = weight.masked_fill(selection.assign < 0, 0)
-    target = selection.assign.clamp(min=0)
-    total = torch.zeros_like(weight).scatter_add(1, target, weight)
-    index = target.unsqueeze(-1).expand_as(members)
-    mean = torch.zeros_like(members).scatter_add(1, index, members * weight.unsqueeze(-1)) / total.clamp(min=1e-12).unsqueeze(-1)
-    write = selection.keep & segments.mask & (total > 0)
-    scratch = torch.cat([flat, flat.new_zeros(1, flat.shape[1])])
-    where = torch.where(write, slots, flat.shape[0]).flatten()
-    scratch = scratch.index_copy(0, where, mean.to(flat.dtype).flatten(0, 1))
-    return scratch[:-1].view_as(features)

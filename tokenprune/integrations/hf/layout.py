@@ -13,8 +13,8 @@ from torch import Tensor
 def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """Gather tokens along `dim`, row by row.
 
-    x: any shape with the batch (size B or 1) somewhere before `dim`; which axis that is follows from `dim`: the axis right
-    before it. index: long `[B, W]`. Returns x with `dim` of size W, and the batch expanded to B.
+    x: any shape with the batch (size B or 1) somewhere before `dim`; which axis that is follows from `dim`: the axis
+    right before it. index: long `[B, W]`. Returns x with `dim` of size W, and the batch expanded to B.
     """
     dim = dim % x.ndim
     batch = dim - 1
@@ -31,8 +31,8 @@ def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
 class Layout:
     """W slots per row, filled with the tokens of this call that remain, at the right end, in their order.
 
-    index: long `[B, W]`, position of each slot's token in the call's full sequence. Rows that keep fewer tokens than the
-           widest row are filled on the left with (distinct) removed tokens, which `valid` marks.
+    index: long `[B, W]`, position of each slot's token in the call's full sequence. Rows that keep fewer tokens than
+           the widest row are filled on the left with (distinct) removed tokens, which `valid` marks.
     valid: bool `[B, W]`, or None when all slots are valid (known without asking the device).
     length: tokens of the call's full sequence.
     """
@@ -53,7 +53,9 @@ class Layout:
     def slot_of(self) -> Tensor:
         """long `[B, length]`: the slot that holds each position, filler included; -1 if there is none."""
         slots = torch.arange(self.width, device=self.index.device).expand_as(self.index)
-        return torch.full((self.index.shape[0], self.length), -1, device=self.index.device).scatter_(1, self.index, slots)
+        return torch.full((self.index.shape[0], self.length), -1, device=self.index.device).scatter_(
+            1, self.index, slots
+        )
 
     @cached_property
     def inverse(self) -> Tensor:

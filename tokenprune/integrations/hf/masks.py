@@ -2,8 +2,8 @@
 """Attention masks for a sequence from which tokens were removed.
 
 transformers builds masks for the caller's full ("logical") sequence, because a reduced cache reports its logical length
-(cache.py). Each decoder layer then needs the rows and columns of the tokens that this very layer still holds. Causality,
-padding, sliding windows and picture-wide attention all survive such a gather exactly.
+(cache.py). Each decoder layer then needs the rows and columns of the tokens that this very layer still holds.
+Causality, padding, sliding windows and picture-wide attention all survive such a gather exactly.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def gather_mask(mask: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     """Return the mask of the tokens that remain.
 
     mask: 2-D bool or int `[B, K]` (flash) or 4-D `[B or 1, 1 or H, Q, K]`, bool (True = may attend) or additive float.
-    rows: long `[B, Q']`, which queries remain (None = all). columns: long `[B, K']`, which keys remain, -1 = an empty slot,
-    which is masked.
+    rows: long `[B, Q']`, which queries remain (None = all). columns: long `[B, K']`, which keys remain, -1 = an empty
+    slot, which is masked.
     """
     if not isinstance(mask, Tensor):
         raise UnsupportedSetupError(
@@ -57,6 +57,6 @@ def causal_mask(valid: Tensor, queries: int, attention: str, dtype: torch.dtype)
     if attention == "eager":
         return torch.zeros((), dtype=dtype, device=valid.device).masked_fill(~allowed, torch.finfo(dtype).min)
     raise UnsupportedSetupError(
-        f"attn_implementation={attention!r} cannot be used with rows that keep different numbers of tokens; load the model "
-        'with "sdpa", "eager" or "flash_attention_2"'
+        f"attn_implementation={attention!r} cannot be used with rows that keep different numbers of tokens; load the "
+        'model with "sdpa", "eager" or "flash_attention_2"'
     )

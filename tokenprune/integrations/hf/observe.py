@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read queries and keys inside one attention module, on any attention back end, without eager attention.
 
-transformers looks its attention function up by name in `module.config` on every call. The observed module alone gets a copy
-of its config that names our function; that calls the original with a view of the module whose config is the original one, so
-outputs are bit-equal and back ends that ask for their own name (flash attention) still find it. No other module, and no
-config of the model, changes.
+transformers looks its attention function up by name in `module.config` on every call. The observed module alone gets a
+copy of its config that names our function; that calls the original with a view of the module whose config is the
+original one, so outputs are bit-equal and back ends that ask for their own name (flash attention) still find it. No
+other module, and no config of the model, changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")
 class Observation:
     """What one attention call saw, after rotary embedding and cache update.
 
-    query: `[B, H, Q, Dh]`; key: `[B, Hkv, K, Dh]`; mask: as handed to the attention function; scaling: factor before softmax.
+    query: `[B, H, Q, Dh]`; key: `[B, Hkv, K, Dh]`; mask: as handed to the attention function; scaling: factor before
+    softmax.
     """
 
     query: Tensor
@@ -105,8 +106,8 @@ class Observer:
         self.module, self.record, self.config = module, record, getattr(module, "config", None)
         if not hasattr(self.config, "_attn_implementation"):
             raise UnsupportedModelError(
-                f"{type(module).__name__} does not look its attention function up in a config, so attention scores cannot be "
-                "read; use a method that needs none (tokenprune methods lists what each needs)"
+                f"{type(module).__name__} does not look its attention function up in a config, so attention scores "
+                "cannot be read; use a method that needs none (`tokenprune methods` lists what each needs)"
             )
 
     def attach(self) -> None:
@@ -122,7 +123,8 @@ class Observer:
         del self.module._tokenprune_observer
 
     def original(self) -> Callable:
-        """The attention function that the module would use, looked up anew: it may have been changed after the patch."""
+        """The attention function that the module would use, looked up anew: it may have been changed after the
+        patch."""
         for cls in type(self.module).__mro__:
             eager = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
             if eager is not None:

@@ -20,8 +20,9 @@ from tokenprune.integrations.hf.adapters import Adapter
 class PixelPatch:
     """Makes a processor hand out smaller pictures, and the vision tower take them.
 
-    How depends on the family (`Adapter.resizing`): "input": the processor follows the picture's size, so the picture is shrunk
-    before it; "target": the processor makes every picture one size, so that size is shrunk; None: neither is possible.
+    How depends on the family (`Adapter.resizing`): "input": the processor follows the picture's size, so the picture is
+    shrunk before it; "target": the processor makes every picture one size, so that size is shrunk; None: neither is
+    possible.
     Raises OptionError without a processor, BudgetError for a budget that is no share, UnsupportedSetupError for None.
     """
 
@@ -32,8 +33,8 @@ class PixelPatch:
         family = adapter.config.model_type
         if adapter.resizing is None:
             raise UnsupportedSetupError(
-                f"{method.name}: the processor of {family!r} makes as many tokens of a small picture as of a large one; use "
-                "method='pool' for a baseline without fine detail"
+                f"{method.name}: the processor of {family!r} makes as many tokens of a small picture as of a large "
+                "one; use method='pool' for a baseline without fine detail"
             )
         if budget.keep is None or isinstance(budget.keep, numbers.Integral):
             raise BudgetError(f"{method.name} takes keep as a share of the pixels (a float), not {budget}")
@@ -79,11 +80,17 @@ class PixelPatch:
             height, width = image.shape[-2:]
             size = (self._side(height), self._side(width))
             small = nn.functional.interpolate(image[None].float(), size=size, mode="bicubic", antialias=True)[0]
-            return small.round().clamp(0, 255).to(image.dtype) if not image.is_floating_point() else small.to(image.dtype)
+            return (
+                small.round().clamp(0, 255).to(image.dtype) if not image.is_floating_point() else small.to(image.dtype)
+            )
         from PIL import Image
         from transformers.image_utils import load_image
 
-        image = Image.fromarray(image) if hasattr(image, "__array_interface__") and not isinstance(image, Image.Image) else image
+        image = (
+            Image.fromarray(image)
+            if hasattr(image, "__array_interface__") and not isinstance(image, Image.Image)
+            else image
+        )
         image = load_image(image)
         return image.resize((self._side(image.width), self._side(image.height)), Image.Resampling.BICUBIC)
 
@@ -97,14 +104,18 @@ class PixelPatch:
             size = kwargs.get(name) or getattr(self.image_processor, name, None)
             if size is not None:
                 # Down to whole patches, up where rounding says so: a picture of n x n patches becomes one of m x m.
-                changed[name] = {edge: patch * max(1, round(dict(size)[edge] / patch * self.scale)) for edge in dict(size) if dict(size)[edge]}
+                changed[name] = {
+                    edge: patch * max(1, round(dict(size)[edge] / patch * self.scale))
+                    for edge in dict(size)
+                    if dict(size)[edge]
+                }
         return images, kwargs | changed
 
     def _interpolate(self, tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         pixels = args[0] if args else kwargs["pixel_values"]
         if math.prod(pixels.shape[-2:]) == self.adapter.config.vision_config.image_size**2:
             raise UnsupportedSetupError(
-                f"{self.name}: these pixels have the full size, so they were not made by the processor that was given to patch()"
+                f"{self.name}: these pixels have the full size: make them with the processor that was given to patch()"
             )
         return args, kwargs | {"interpolate_pos_encoding": True}
 

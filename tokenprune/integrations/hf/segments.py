@@ -37,16 +37,17 @@ def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
     if features is not None and features != placeholders:
         raise PlaceholderMismatchError(
             f"the prompt holds {placeholders} {modality} placeholders, but the encoder returned {features} features. "
-            "A prompt cut by the tokenizer does this: leave out truncation and max_length for prompts with pictures, or raise "
-            "them; and pass as many pictures as the prompt names"
+            "A prompt cut by the tokenizer does this: leave out truncation and max_length for prompts with pictures, "
+            "or raise them; and pass as many pictures as the prompt names"
         )
 
 
 def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str) -> Segments | None:
     """Group placeholders into segments; None if there are none.
 
-    masks: bool `[B, L]` for each modality. outputs: the encoder's output for each modality, where known: it tells pictures
-    apart that stand side by side, and carries their grids; without it every unbroken run of placeholders is a segment.
+    masks: bool `[B, L]` for each modality. outputs: the encoder's output for each modality, where known: it tells
+    pictures apart that stand side by side, and carries their grids; without it every unbroken run of placeholders is a
+    segment.
     per: "image", or "prompt" for one segment a row.
     """
     pieces = []  # (row, positions, grid, modality)

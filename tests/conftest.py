@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are built once, and a watch over them: no test may leave one patched or otherwise changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from zoo import FAMILIES, Family
+
+import tokenprune
+from tokenprune import Site
+
+METHODS = tokenprune.available_methods()
+# What acts on pixels needs a processor; these tests hand the model ready-made tensors.
+MODEL_METHODS = [name for name in METHODS if tokenprune.method_info(name).site is not Site.PRE_ENCODER]
+
+_models: dict[tuple[str, str], PreTrainedModel] = {}
+_pristine: dict[tuple[str, str], Any] = {}
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything that a patch may touch: hooks, instance attributes and configs of all modules, weights left out."""
+    seen: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                value = sorted(value)
+            elif isinstance(value, dict):  # hooks among them
+                value = {k: id(v) for k, v in value.items()}
+            elif hasattr(value, "to_dict"):
+                value = (id(value), value.to_dict(), getattr(value, "_attn_implementation", None))
+            elif not isinstance(value, (int, float, str, type(None))):
+                value = id(value)
+            seen[f"{name}.{key}"] = value
+        seen[f"{name}.class"] = type(module)
+    return seen
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+@pytest.fixture
+def build() -> Callable[..., PreTrainedModel]:
+    """build(family, attn): a model that all tests share."""
+
+    def get(family: Family, attn: str = "sdpa") -> PreTrainedModel:
+        key = (family.name, attn)
+        if key not in _models:
+            _models[key] = family.build(attn)
+            # transformers installs hooks of its own on first use.
+            _models[key](**family.make_inputs())
+            _pristine[key] = snapshot(_models[key])
+        return _models[key]
+
+    return get
+
+
+@pytest.fixture
+def model(family: Family, build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    return build(family)
+
+
+@pytest.fixture(autouse=True)
+def models_stay_as_they_were() -> Iterator[None]:
+    yield
+    left = []
+    for key, model in list(_models.items()):
+        # rope_deltas is where Qwen's base model remembers its last prompt.
+        now = {k: v for k, v in snapshot(model).items() if not k.endswith(".rope_deltas")}
+        before = {k: v for k, v in _pristine[key].items() if not k.endswith(".rope_deltas")}
+        if now != before:
+            del _models[key]  # one failure, not one per later test
+            left.append((key, [k for k in now.keys() | before.keys() if now.get(k) != before.get(k)][:4]))
+    assert not left, f"a test left its model changed: {left}"

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The unpatched model, made to compute what a pruned one must compute, with nothing borrowed from the library.
+
+Nothing is removed. From a cut's layer on, every query has the columns of the tokens that are gone masked, in prefill and in
+every decode step, whatever form of mask the layer was handed. Merging cuts also replace each kept token by the mean of its
+sources before that layer. What survives a cut is told by `stats(model).cuts` of the patched run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel
+from zoo import Family
+
+
+def survivors(cut: Any, length: int) -> Tensor:
+    """bool `[B, length]`, True at the positions that survive a cut."""
+    alive = torch.zeros(len(cut.kept), length, dtype=torch.bool)
+    for row, positions in enumerate(cut.kept):
+        alive[row, positions] = True
+    return alive
+
+
+@contextmanager
+def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length: int) -> Iterator[PreTrainedModel]:
+    """Within, the unpatched `model` computes what it would after `cuts` of a prompt of `length` tokens.
+
+    A batch larger than the one that was cut is taken for beams: each row stands repeated, copies side by side.
+    """
+    decoder = model.get_submodule(family.decoder)
+    handles = [decoder.register_forward_pre_hook(lambda m, a, k: _merge_deepstack(cuts, a, k), with_kwargs=True)]
+    for index, layer in enumerate(decoder.layers):
+        before = [cut for cut in cuts if cut.layer <= index]
+        if not before:
+            continue
+        alive = torch.stack([survivors(cut, length) for cut in before]).all(0)
+        merges = [cut.sources for cut in before if cut.layer == index and cut.sources is not None]
+
+        def enter(module: Any, args: tuple, kwargs: dict, index=index, alive=alive, merges=merges) -> tuple:
+            hidden = args[0] if args else kwargs.pop("hidden_states")
+            if hidden.shape[1] > 1:  # the prompt; a decode step has nothing to merge
+                for sources in merges:
+                    hidden = _merged(hidden, sources)
+            mask = _without(kwargs.get("attention_mask"), alive, hidden, kwargs.get("past_key_values"), index, model)
+            return (hidden, *args[1:]), kwargs | {"attention_mask": mask}
+
+        handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+    try:
+        yield model
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without(mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, model: Any) -> Tensor:
+    """Return a 4-D mask like `mask` in which nothing sees the columns of tokens that are gone."""
+    batch, queries = hidden.shape[:2]
+    past = held = 0
+    if cache is not None and layer < len(cache.layers) and cache.layers[layer].get_seq_length():
+        # A sliding layer remembers how many tokens it has seen, and holds the last ones.
+        past, held = int(cache.layers[layer].get_seq_length()), cache.layers[layer].keys.shape[-2]
+    keys = held + queries
+    assert mask is None or mask.ndim == 4, "the oracle knows prepared masks and no mask"
+    if mask is not None:
+        keys = mask.shape[-1]
+    alive = alive.repeat_interleave(batch // alive.shape[0], dim=0)
+    alive = torch.cat([alive, alive.new_ones(batch, past + queries - alive.shape[1])], 1)  # generated tokens
+    gone = ~alive[:, None, None, past + queries - keys :]
+    own = torch.arange(queries)[:, None] + (keys - queries) == torch.arange(keys)
+    # A token that is gone goes on seeing itself. Nothing sees it, and a row without any column would be NaN.
+    gone = gone & ~own
+    if mask is None:
+        causal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        allowed = causal & ~gone
+        if model.get_submodule("model").config.get_text_config()._attn_implementation == "sdpa":
+            return allowed
+        return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    if mask.dtype == torch.bool:
+        return mask & ~gone
+    return mask.masked_fill(gone, torch.finfo(mask.dtype).min)
+
+
+def _merged(hidden: Tensor, sources: list[dict[int, list[int]]]) -> Tensor:
+    out = hidden.clone()
+    for row, groups in enumerate(sources):
+        for target, members in groups.items():
+            out[row, target] = hidden[row, members].mean(0)
+    return out
+
+
+def _merge_deepstack(cuts: Sequence[Any], args: tuple, kwargs: dict) -> tuple:
+    """Features that the decoder adds after its first layers are merged by the cuts made before that."""
+    mask, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+    if mask is not None and features:
+        changed = []
+        for layer, feature in enumerate(features):
+            dense = feature.new_zeros(*mask.shape, feature.shape[-1])
+            dense[mask] = feature
+            for cut in cuts:
+                if cut.sources is not None and cut.layer <= layer:
+                    dense = _merged(dense, cut.sources)
+            changed.append(dense[mask])
+        kwargs = kwargs | {"deepstack_visual_embeds": changed}
+    return args, kwargs
+
+
+class Force(LogitsProcessor):
+    """Makes `generate` write given tokens; `output_logits` still shows what the model would have said."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens, self.step = tokens, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        token = self.tokens[:, self.step : self.step + 1]
+        self.step += 1
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+
+@torch.no_grad()
+def generate_logits(model: PreTrainedModel, inputs: dict, steps: int, tokens: Tensor | None = None, **kwargs: Any) -> Any:
+    """Logits of each step, `[B, steps, V]`, and the tokens written; `tokens` forces them."""
+    extra = {} if tokens is None else {"logits_processor": [Force(tokens)]}
+    out = model.generate(
+        **inputs, max_new_tokens=steps, output_logits=True, return_dict_in_generate=True, **extra, **kwargs
+    )
+    return torch.stack(out.logits, 1), out.sequences[:, -steps:], out
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
+    """Equal within `tolerance` times the largest logit: the zoo's weights are large, and so are its logits."""
+    scale = max(1.0, float(want.detach().abs().max()))
+    torch.testing.assert_close(got, want, atol=tolerance * scale, rtol=0)
+
+
+def maybe(context: Any, wanted: bool) -> Any:
+    return context if wanted else nullcontext()

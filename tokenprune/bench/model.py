@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model under test: the shipped one, or any that AutoModelForImageTextToText and AutoProcessor can load."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import tokenprune
+from tokenprune.accounting import DecoderShape
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.hf.adapters import Adapter, adapter_for
+
+SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "demo_vlm"
+# Models that were not trained on our questions answer in sentences unless they are asked not to; LLaVA's own words for it.
+SHORT = "\nAnswer the question using a single word or phrase."
+
+
+@dataclass
+class Subject:
+    """A model with its processor, and how questions are put to it. `suffix` is added to every question."""
+
+    model: Any
+    processor: Any
+    name: str
+    suffix: str = ""
+    max_new_tokens: int = 4
+    weights: str | None = None
+
+    @cached_property
+    def adapter(self) -> Adapter:
+        return adapter_for(self.model)
+
+    @cached_property
+    def shape(self) -> DecoderShape:
+        return DecoderShape.from_config(self.adapter.text_config)
+
+    def inputs(self, images: Sequence[Image.Image], questions: Sequence[str]) -> dict[str, Any]:
+        """Return the model's arguments for a left-padded batch, one picture and one question a row."""
+        chats = [
+            [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text + self.suffix}]}]
+            for image, text in zip(images, questions, strict=True)
+        ]
+        inputs = self.processor.apply_chat_template(
+            chats,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            processor_kwargs={"padding": True, "return_tensors": "pt"},
+        )
+        dtype = self.model.dtype
+        return {
+            name: value.to(self.model.device, dtype if value.is_floating_point() else None)
+            for name, value in inputs.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def generate(self, inputs: dict[str, Any], **options: Any) -> list[str]:
+        """Return the greedy answers, one a row, without special tokens."""
+        options = {"max_new_tokens": self.max_new_tokens} | options
+        output = self.model.generate(**inputs, do_sample=False, num_beams=1, **options)
+        answers = self.processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return [answer.strip() for answer in answers]
+
+    def visual_tokens(self, inputs: dict[str, Any]) -> int:
+        """Return how many visual tokens a batch hands to the decoder."""
+        return sum(int(mask.sum()) for mask in self.adapter.visual_mask(inputs).values())
+
+    def environment(self) -> dict[str, Any]:
+        """Return what a reader needs to know about the run, as plain values; no path of this machine."""
+        device = self.model.device
+        return {
+            "model": self.name,
+            "model_type": self.model.config.model_type,
+            "weights": self.weights,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "attention": self.adapter.text_config._attn_implementation,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tokenprune": tokenprune.__version__,
+        }
+
+
+def load(model: str | None = None, *, device: str | None = None, dtype: str = "auto", suffix: str | None = None) -> Subject:
+    """Load the shipped model (`None`), or a local directory or hub id.
+
+    device: where torch shall put it; default: a CUDA device if there is one. dtype: "auto" or the name of a torch dtype.
+    suffix: text added to every question; default: nothing for the shipped model, `SHORT` for others.
+    Raises TokenPruneError where the model cannot be loaded, UnsupportedModelError where it cannot be patched.
+    """
+    source = str(SHIPPED if model is None else model)
+    if model is None and not (SHIPPED / "model.safetensors").is_file():
+        raise TokenPruneError("this installation lacks the shipped model; name another one with --model")
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise TokenPruneError(f"{dtype!r} is no torch dtype: use auto, float32, bfloat16 or float16")
+    try:
+        loaded = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        processor = AutoProcessor.from_pretrained(source)
+    except (OSError, ValueError, ImportError) as error:
+        raise TokenPruneError(f"cannot load {model or 'the shipped model'}: {str(error).strip().splitlines()[0]}") from error
+    if getattr(processor, "chat_template", None) is None:
+        raise TokenPruneError(f"the processor of {model} has no chat template, so questions cannot be put to it")
+    processor.tokenizer.padding_side = "left"
+    try:
+        loaded = loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    except (RuntimeError, AssertionError) as error:
+        raise TokenPruneError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
+    if model is None:
+        digest = hashlib.sha256((SHIPPED / "model.safetensors").read_bytes()).hexdigest()[:16]
+        subject = Subject(loaded, processor, "demo_vlm (shipped)", suffix or "", weights=digest)
+    else:
+        name = Path(model).resolve().name if Path(model).is_dir() else model
+        subject = Subject(loaded, processor, name, SHORT if suffix is None else suffix, max_new_tokens=16)
+    _ = subject.adapter  # an unsupported model is said here, before any work
+    return subject

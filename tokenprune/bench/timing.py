@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to first token and time per token, patched against unpatched, in one process and on the same question.
+
+Runs of the two take turns, so that a machine that slows down slows both, and the ratio is taken run by run. What is timed is
+`generate` from pixels to tokens: the vision tower, prefill and decoding, but not the processor.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from PIL import Image
+from transformers.generation.streamers import BaseStreamer
+
+from tokenprune.bench.model import Subject
+
+NEW_TOKENS = 9  # the first one, and eight of which the median is taken
+
+
+class _Clock(BaseStreamer):
+    """Notes when `generate` hands over each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def run_once(subject: Subject, inputs: dict[str, Any], new_tokens: int = NEW_TOKENS) -> tuple[float, float]:
+    """Return the time to the first token and the median time of a further one, both in milliseconds."""
+    clock = _Clock()
+    begin = time.perf_counter()
+    subject.generate(inputs, streamer=clock, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
+    # The first entry is the prompt, which `generate` hands over before the model runs.
+    first, *rest = clock.times[1:]
+    steps = [1000 * (b - a) for a, b in zip([first, *rest], rest, strict=False)]
+    return 1000 * (first - begin), statistics.median(steps)
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return p20, p50 and p80, interpolated between the values."""
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    return {name: round(at(share), 4) for name, share in (("p20", 0.2), ("p50", 0.5), ("p80", 0.8))}
+
+
+def compare(
+    subject: Subject,
+    patched: Callable[[], AbstractContextManager[Any]],
+    images: Sequence[Image.Image],
+    questions: Sequence[str],
+    repeats: int,
+) -> dict[str, Any]:
+    """Time an unpatched and a patched model in turns.
+
+    patched: makes a context in which the subject's model is patched. images, questions: one batch.
+    Returns quantiles over `repeats` runs each (after one that does not count): ttft_ms and token_ms, the same of the
+    unpatched model, and their ratios, patched / unpatched, each from two runs that follow each other.
+    """
+    full = subject.inputs(images, questions)
+    with patched():
+        small = subject.inputs(images, questions)
+    runs: dict[str, list[tuple[float, float]]] = {"unpatched": [], "patched": []}
+    for repeat in range(repeats + 1):
+        # Who goes first changes from run to run: the second one finds warmer caches.
+        for which in ("unpatched", "patched") if repeat % 2 else ("patched", "unpatched"):
+            if which == "patched":
+                with patched():
+                    result = run_once(subject, small)
+            else:
+                result = run_once(subject, full)
+            if repeat:
+                runs[which].append(result)
+    timing: dict[str, Any] = {"repeats": repeats, "rows": len(images), "new_tokens": NEW_TOKENS}
+    for index, name in enumerate(("ttft", "token")):
+        ours, theirs = ([run[index] for run in runs[which]] for which in ("patched", "unpatched"))
+        timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = quantiles(ours), quantiles(theirs)
+        timing[f"{name}_ratio"] = quantiles([a / b for a, b in zip(ours, theirs, strict=True)])
+    return timing
