@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from zoo import FAMILIES, Family
+from zoo import FAMILIES, IMAGE, VIDEO, Family
 
 import tokenprune
 from tokenprune import Site
@@ -43,6 +43,19 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
             seen[f"{name}.{key}"] = value
         seen[f"{name}.class"] = type(module)
     return seen
+
+
+def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[int]]]:
+    """Per row the positions of each piece of picture that has a budget for itself."""
+    rows = []
+    for counts, ids in zip(inputs.counts, inputs["input_ids"], strict=True):
+        places = ((ids == IMAGE) | (ids == VIDEO)).nonzero().flatten()
+        if family.decoder == "model.text_model":  # nothing that reaches these models says which tiles make a picture
+            counts = [16] * (len(places) // 16)
+        if per == "prompt":
+            counts = [len(places)] if len(places) else []
+        rows.append([piece.tolist() for piece in places.split(counts)])
+    return rows
 
 
 @pytest.fixture(params=FAMILIES)

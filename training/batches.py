@@ -53,11 +53,11 @@ def choose(rng: np.random.Generator, scene: Scene, mix: dict[str, int]) -> list[
 
 
 def draw_batch(seed: tuple[int, ...], stage: int, size: int, mix: dict[str, int], split: str = "train") -> tuple:
-    """Pictures as bytes with patch labels (stage 1) or with chosen questions (later stages)."""
+    """Pictures as bytes with patch labels (stages 1 and 2) or with chosen questions (later stages)."""
     rng, photos = np.random.default_rng(seed), load_photos(split)
-    scenes = [draw_scene(rng, photos, texts=int(rng.integers(2, 6)) if stage == 1 else 1) for _ in range(size)]
+    scenes = [draw_scene(rng, photos, texts=int(rng.integers(2, 6)) if stage < 3 else 1) for _ in range(size)]
     pixels = np.stack([np.asarray(s.image) for s in scenes])
-    if stage == 1:
+    if stage < 3:
         labels, present = zip(*(patch_labels(s) for s in scenes), strict=True)
         return pixels, np.stack(labels), np.stack(present), np.stack([letter_labels(s) for s in scenes])
     return pixels, [[(q.kind, q.text, q.answer) for q in choose(rng, s, mix)] for s in scenes]

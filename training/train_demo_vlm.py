@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the small vision-language model that ships with tokenprune, on one CPU core, from drawn pictures.
 
-Three stages: (1) the vision tower with a linear head on per-patch labels; (2) projector and language model on
-questions, tower frozen, its output averaged 2 x 2 to 64 tokens; (3) the same with all 256 tokens, the tower thawed at
-a small rate for the last part. See training/README.md for the run that made the shipped checkpoint.
+Four stages: (1) the vision tower with a linear head on per-patch labels; (2) projector and word embeddings, so that
+patches name what they show; (3) projector and language model on questions, tower frozen, projected tokens averaged
+2 x 2 to 64; (4) the same with all 256 tokens, the tower thawed at a small rate for the last part if asked for.
+See training/README.md for the run that made the shipped checkpoint.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from alignment import prepare, word_loss
 from batches import DEFAULT_MIX, Batches, draw_batch, pack, to_pixels
 from demo_model import GRID, build_model, export
 from targets import PatchHead
@@ -27,13 +29,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--seed", type=int, default=0)
-    add("--stages", default="1,2,3", help="which stages to run, in order")
-    add("--seconds", default="1500,2700,1800", help="length of each of these stages")
-    add("--batch", default="16,16,12", help="pictures per step in each of these stages")
-    add("--lr", default="1e-3,1e-3,5e-4", help="highest learning rate of each of these stages")
-    add("--decay", default="0.4,0.15,0.5", help="last share of each of these stages in which the rate falls")
+    add("--stages", default="1,2,3,4", help="which stages to run, in order")
+    add("--seconds", default="1800,150,2400,1800", help="length of each of these stages")
+    add("--batch", default="16,16,16,12", help="pictures per step in each of these stages")
+    add("--lr", default="1e-3,2e-3,1e-3,5e-4", help="highest learning rate of each of these stages")
+    add("--decay", default="0.4,0.5,0.15,0.5", help="last share of each of these stages in which the rate falls")
     add("--mix", default="", help="questions per picture, such as position=3,count=1 (others keep their default)")
-    add("--thaw", type=float, default=0.0, help="last share of stage 3 in which the tower learns too, at a tenth")
+    add("--thaw", type=float, default=0.0, help="last share of stage 4 in which the tower learns too, at a tenth")
     add("--threads", type=int, default=1)
     add("--eval-seconds", type=float, default=200)
     add("--run", type=Path, default=Path("runs/demo_vlm"), help="folder of the resumable state")
@@ -49,12 +51,11 @@ def tower_features(model, pixels: torch.Tensor) -> torch.Tensor:
 
 def answer_logits(model, hidden: torch.Tensor, packed: dict[str, torch.Tensor], pool: bool) -> torch.Tensor:
     """Logits at every position that has a label."""
-    features = hidden[:, 1:]
-    if pool:
-        b, _, d = features.shape
-        features = features.reshape(b, GRID // 2, 2, GRID // 2, 2, d).mean((2, 4)).flatten(1, 2)
     core = model.model
-    image = core.multi_modal_projector(features)
+    image = core.multi_modal_projector(hidden[:, 1:])
+    if pool:
+        b, _, d = image.shape
+        image = image.reshape(b, GRID // 2, 2, GRID // 2, 2, d).mean((2, 4)).flatten(1, 2)
     embeds = core.language_model.embed_tokens(packed["ids"])
     begin = 3
     embeds = torch.cat([embeds[:, :begin], image, embeds[:, begin + image.shape[1] :]], 1)
@@ -66,45 +67,35 @@ def answer_logits(model, hidden: torch.Tensor, packed: dict[str, torch.Tensor], 
 
 @torch.no_grad()
 def evaluate(model, stage: int, head: PatchHead, pictures: int = 96) -> dict[str, float]:
-    """Accuracy on fresh pictures over photographs never trained on: per patch in stage 1, per question later."""
+    """Accuracy on fresh pictures over photographs never trained on: per patch in stages 1 and 2, per question later."""
     model.eval()
     right, total = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     patch = []
     for part in range(pictures // 16):
-        batch = draw_batch((987, stage == 1, part), stage, 16, DEFAULT_MIX, "heldout")
+        batch = draw_batch((987, stage < 3, part), stage, 16, DEFAULT_MIX, "heldout")
         hidden = tower_features(model, to_pixels(batch[0]))
-        if stage == 1:
+        if stage < 3:
             patch.append((hidden, torch.from_numpy(batch[1]), torch.from_numpy(batch[2])))
             continue
-        packed = pack(batch[1], GRID**2 // (4 if stage == 2 else 1))
-        logits = answer_logits(model, hidden, packed, stage == 2)
+        packed = pack(batch[1], GRID**2 // (4 if stage == 3 else 1))
+        logits = answer_logits(model, hidden, packed, stage == 3)
         chosen = packed["label"] != -100
         good, kind = logits.argmax(-1) == packed["label"][chosen], packed["kind"][chosen]
         for i, name in enumerate(KINDS):
             right[name] += int(good[kind == i].sum())
             total[name] += int((kind == i).sum())
     model.train()
-    if stage == 1:
-        return head.accuracy(*(torch.cat(column) for column in zip(*patch, strict=True)))
+    if stage < 3:
+        hidden, labels, present = (torch.cat(column) for column in zip(*patch, strict=True))
+        if stage == 1:
+            return head.accuracy(hidden, labels, present)
+        return {name: round(share, 3) for name, share in word_loss(model, hidden, labels)[1].items()}
     return {name: round(right[name] / total[name], 3) for name in KINDS}
 
 
 def rate(progress: float, step: int, decay: float) -> float:
     """Trapezoid: warm-up over 100 steps, flat, then a linear fall to 3 % over the last ``decay`` of the stage."""
     return min(1.0, (step + 1) / 100) * max(0.03, min(1.0, (1 - progress) / decay))
-
-
-@torch.no_grad()
-def match_projector(model) -> None:
-    """Scale the projector's first layer to the trained tower's features, so that the language model starts well fed."""
-    pixels = to_pixels(draw_batch((986, 0), 2, 32, DEFAULT_MIX)[0])
-    features = tower_features(model, pixels)[:, 1:].flatten(0, 1)
-    mean, std = features.mean(0), features.std(0)
-    first, second = model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2
-    torch.nn.init.normal_(first.weight, std=features.shape[1] ** -0.5)
-    first.weight /= std
-    first.bias.copy_(-first.weight @ mean)
-    torch.nn.init.normal_(second.weight, std=0.25 * first.out_features**-0.5)
 
 
 def train_stage(model, head, stage: int, seconds: float, size: int, top: float, decay: float, args, log) -> None:
@@ -126,7 +117,7 @@ def train_stage(model, head, stage: int, seconds: float, size: int, top: float, 
         progress = (time.time() - begin) / seconds
         if progress >= 1:
             break
-        if stage == 3 and not thawed and progress > 1 - args.thaw:
+        if stage == 4 and not thawed and progress > 1 - args.thaw:
             tower.requires_grad_(True)
             optimizer.add_param_group({"params": list(tower.parameters())})
             log.write(event="thaw", stage=stage, step=start + step)
@@ -137,9 +128,11 @@ def train_stage(model, head, stage: int, seconds: float, size: int, top: float, 
             hidden = tower_features(model, to_pixels(batch[0]))
         if stage == 1:
             loss = head.loss(hidden, *map(torch.from_numpy, batch[1:]))
+        elif stage == 2:
+            loss, _ = word_loss(model, hidden, torch.from_numpy(batch[1]))
         else:
-            packed = pack(batch[1], GRID**2 // (4 if stage == 2 else 1))
-            logits = answer_logits(model, hidden, packed, stage == 2)
+            packed = pack(batch[1], GRID**2 // (4 if stage == 3 else 1))
+            logits = answer_logits(model, hidden, packed, stage == 3)
             target = packed["label"][packed["label"] != -100]
             loss = F.cross_entropy(logits, target)
         optimizer.zero_grad(set_to_none=True)
@@ -200,7 +193,7 @@ def main() -> None:
     lists = [text.split(",") for text in (args.stages, args.seconds, args.batch, args.lr, args.decay)]
     for stage, seconds, size, top, decay in zip(*lists, strict=True):
         if int(stage) == 2 and log.step(2) == 0:
-            match_projector(model)
+            prepare(model, to_pixels(draw_batch((986, 0), 2, 32, DEFAULT_MIX)[0]))
         train_stage(model, head, int(stage), float(seconds), int(size), float(top), float(decay), args, log)
         model.requires_grad_(True)
         export(model, args.export)

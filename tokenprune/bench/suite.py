@@ -16,14 +16,13 @@ from typing import Any
 import tokenprune
 from tokenprune.bench.heldout import Example, load_heldout
 from tokenprune.bench.model import Subject
+from tokenprune.bench.results import MARKS, SCHEMA, UNPATCHED
 from tokenprune.bench.scenes import KINDS
 from tokenprune.bench.timing import compare
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.registry import method_class
 
-SCHEMA = 1
-BASELINES = ("random", "downsample")
-UNPATCHED = "unpatched"
+BASELINES = tuple(MARKS)
 DEFAULT_KEEPS = (0.5, 0.25, 0.11)
 DEFAULT_PICTURES = 24
 Step = Callable[[str, int, int], None]
@@ -114,8 +113,9 @@ class _Prefill:
         self._handle.remove()
 
     def _look(self, module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if kwargs["inputs_embeds"].shape[1] > 1:
-            tensors = [t for layer in kwargs["past_key_values"].layers for t in (layer.keys, layer.values)]
+        embeds, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
+        if embeds is not None and embeds.shape[1] > 1 and cache is not None:
+            tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
             self.kv_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

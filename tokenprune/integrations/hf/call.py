@@ -140,7 +140,7 @@ class Sources:
 
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
         """long `[S, N]`: the slots of the current layout where the tokens at `position` are."""
-        return self.call.layout.inverse[segments.row_index, position]
+        return self.call.layout.inverse[segments.row_index, position].clamp(min=0)
 
     def gather(self, what: str, position: Tensor, segments: Segments) -> Tensor:
         values = self.hidden if what == "hidden" else self.observation(what).keys(self.call.layout.width)

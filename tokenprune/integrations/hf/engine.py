@@ -113,7 +113,14 @@ class Engine:
 
         @wraps(original)
         def recording(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
+            # Qwen3-VL's get_video_features calls get_image_features: only the outermost call tells what was encoded.
+            nested, _calls.encoding = getattr(_calls, "encoding", False), True
+            try:
+                output = original(*args, **kwargs)
+            finally:
+                _calls.encoding = nested
+            if nested:
+                return output
             bound = inspect.signature(original).bind(*args, **kwargs).arguments
             grids = self.adapter.grids(modality, bound | bound.get("kwargs", {}))
             if grids is not None and hasattr(output, "pooler_output"):

@@ -119,11 +119,13 @@ def keep_segments(segments: Segments, keep: Tensor, counts: list[int]) -> Segmen
     order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(counts)]
     limit = torch.tensor(counts, device=keep.device)[:, None]
     mask = torch.arange(order.shape[1], device=keep.device) < limit
+    position = segments.position.gather(1, order)
     return Segments(
         row=segments.row,
         ordinal=segments.ordinal,
         counts=counts,
-        position=segments.position.gather(1, order),
+        # Padding must point at a token that is still there.
+        position=torch.where(mask, position, position[:, :1]),
         mask=mask,
         grids=[g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)],
         modality=segments.modality,

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens stay: the arithmetic of Budget, and what is really left in the sequence and in the cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import MODEL_METHODS, pieces
+from zoo import FAMILIES, Family
+
+import tokenprune
+from tokenprune import Budget, BudgetError
+from tokenprune.accounting import DecoderShape
+
+SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def test_flops_and_bytes_by_hand() -> None:
+    # Per token: q and o 8 x 8 each, k and v 8 x 4 each, three MLP matrices 8 x 16; two operations per multiply-add.
+    linear = 2 * (2 * 64 + 2 * 32 + 3 * 128)
+    # Scores and weighted values: 2 x 2 x n x n over all heads' width of 8.
+    assert SHAPE.layer_flops(10) == 10 * linear + 4 * 100 * 8
+    assert SHAPE.prefill_flops([10, 5]) == SHAPE.layer_flops(10) + SHAPE.layer_flops(5)
+    # Keys and values, one head of width 4, two bytes a number.
+    assert SHAPE.kv_bytes([10, 10, 3, 3], 2) == 2 * 4 * 2 * 26
+
+
+def test_shape_of_a_config(build) -> None:
+    config = build(FAMILIES["qwen2_5_vl"]).config.text_config
+    assert DecoderShape.from_config(config) == DecoderShape(4, 64, 96, 4, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("budget", "layer", "counts", "kept"),
+    [
+        (Budget(keep=0.25), 2, [36, 100, 1], [9, 25, 1]),
+        (Budget(keep=0.5), 0, [3, 5, 7], [2, 2, 4]),  # Python's round: halves go to the even number
+        (Budget(keep=1e-9), 0, [36, 2], [1, 1]),
+        (Budget(keep=1.0), 2, [36, 2], [36, 2]),
+        (Budget(keep=12), 2, [36, 12, 5], [12, 12, 5]),
+        (Budget(keep=1), 2, [36, 5], [1, 1]),
+        # (K + (T - K) r) / T = average: (2 + 2 r) / 4 = 24 / 36, so r = 1 / 3.
+        (Budget(average_tokens=24), 2, [36], [12]),
+        (Budget(average_tokens=24), 0, [36, 96], [24, 24]),
+        (Budget(average_tokens=24), 3, [26], [18]),  # (3 + r) / 4 = 12 / 13, so r = 9 / 13
+        (Budget(average_tokens=40), 2, [36, 40, 80], [36, 40, 1]),  # 80: half of all, which two layers spend already
+        (Budget(kv_share=0.75), 2, [36, 10], [18, 5]),
+        (Budget(kv_share=0.25), 0, [36, 10], [9, 2]),
+        (Budget(kv_share=1.0), 2, [36], [36]),
+        (Budget(flops_share=1.0), 2, [36], [36]),
+    ],
+    ids=str,
+)
+def test_resolve(budget: Budget, layer: int, counts: list[int], kept: list[int]) -> None:
+    if budget.average_tokens == 40:
+        with pytest.raises(BudgetError, match="cannot be reached"):
+            budget.resolve(counts, layer=layer, shape=SHAPE, text_tokens=10)
+        counts, kept = counts[:2], kept[:2]
+    assert budget.resolve(counts, layer=layer, shape=SHAPE, text_tokens=10) == kept
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("share", [0.9, 0.97])
+def test_flops_share(layer: int, share: float) -> None:
+    (kept,) = Budget(flops_share=share).resolve([100], layer=layer, shape=SHAPE, text_tokens=20)
+
+    def cost(tokens: int) -> float:
+        return SHAPE.prefill_flops([120] * layer + [20 + tokens] * (4 - layer)) / SHAPE.prefill_flops([120] * 4)
+
+    # No whole number of tokens comes nearer.
+    assert abs(cost(kept) - share) <= min(abs(cost(kept - 1) - share), abs(cost(kept + 1) - share)) + 1e-9
+
+
+@pytest.mark.parametrize("budget", [Budget(kv_share=0.5), Budget(kv_share=0.3), Budget(flops_share=0.2)])
+def test_out_of_reach(budget: Budget) -> None:
+    with pytest.raises(BudgetError, match="layer 2 of 4"):
+        budget.resolve([100], layer=2, shape=SHAPE, text_tokens=10)
+
+
+@pytest.mark.parametrize("keep", [0, -1, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf, True, False, "0.5", None, [], 1j])
+def test_bad_keep(keep: Any, build) -> None:
+    model = build(FAMILIES["llava"])
+    with pytest.raises(BudgetError, match="keep"):
+        tokenprune.patch(model, "fastv", keep=keep)
+    assert not tokenprune.is_patched(model)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, dict(keep=0.5, kv_share=0.5), dict(keep=0.5, per="batch"), dict(average_tokens=0), dict(average_tokens=math.inf),
+     dict(kv_share=1.01), dict(kv_share=-1), dict(flops_share=0), dict(flops_share="1"), dict(average_tokens=True)],
+    ids=str,
+)  # fmt: skip
+def test_bad_budget(fields: dict) -> None:
+    with pytest.raises(BudgetError):
+        Budget(**fields)
+
+
+def test_numpy_numbers_are_numbers(build) -> None:
+    numpy = pytest.importorskip("numpy")
+    counts = dict(layer=0, shape=SHAPE, text_tokens=1)
+    assert Budget.of(numpy.float32(0.5)).resolve([10], **counts) == [5]
+    assert Budget.of(numpy.int64(3)).resolve([10], **counts) == [3]
+    assert Budget.of(numpy.float64(1.0)).is_identity() and not Budget.of(numpy.int64(1)).is_identity()
+
+
+# -- in a model --------------------------------------------------------------------------------------------------------
+
+
+def run(model: Any, method: Any, keep: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
+    with torch.no_grad(), tokenprune.patched(model, method, keep=keep, record=True, **options):
+        return model(**inputs), tokenprune.stats(model)
+
+
+BUDGETS = {
+    "share": (0.3, "image", lambda n: max(1, round(0.3 * n))),
+    "tiny": (0.001, "image", lambda n: 1),
+    "number": (7, "image", lambda n: min(7, n)),
+    "prompt share": (Budget(keep=0.3, per="prompt"), "prompt", lambda n: max(1, round(0.3 * n))),
+    "prompt number": (Budget(keep=25, per="prompt"), "prompt", lambda n: min(25, n)),
+}
+
+
+@pytest.mark.parametrize("method", MODEL_METHODS)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
+    """Each picture keeps what it was given, all text stays, and the statistics say so."""
+    keep, per, expected = BUDGETS[budget]
+    inputs = family.make_inputs(images=(2, 1))
+    out, stats = run(model, method, keep, inputs)
+    (cut,) = stats.cuts
+    places = pieces(family, inputs, per)
+    for row, row_pieces in enumerate(places):
+        kept, visual = set(cut.kept[row]), {place for piece in row_pieces for place in piece}
+        assert [len(kept & set(piece)) for piece in row_pieces] == [expected(len(piece)) for piece in row_pieces]
+        text = set(inputs["attention_mask"][row].nonzero().flatten().tolist()) - visual
+        assert kept - visual == text
+        assert cut.kept[row] == sorted(kept)
+    info = tokenprune.method_info(method)
+    before, after = sum(map(sum, inputs.counts)), sum(expected(len(piece)) for row in places for piece in row)
+    layer = 2 if info.site is tokenprune.Site.IN_LLM else 0
+    assert (cut.site, cut.layer, cut.method) == (info.site.name, layer, method)
+    assert stats.visual_tokens_per_layer == [before] * layer + [after] * (4 - layer)
+    assert stats.visual_tokens_average == pytest.approx((before * layer + after * (4 - layer)) / 4)
+    assert stats.keep_ratio == after / before
+    assert (stats.visual_tokens_in, stats.visual_tokens_out) == (before, after)
+    # FLOPs by hand: each row runs the padded width, less what it lost.
+    shape, length = DecoderShape.from_config(model.config.get_text_config()), inputs["input_ids"].shape[1]
+    lost = [sum(len(p) - expected(len(p)) for p in row) for row in places]
+    want = sum(shape.prefill_flops([length] * layer + [length - gone] * (4 - layer)) for gone in lost)
+    assert stats.prefill_flops_ratio == pytest.approx(want / (len(lost) * shape.prefill_flops([length] * 4)))
+    # Cache: full below the cut, the widest row's tokens from it on; as far as a sliding window lets.
+    for index, held in enumerate(out.past_key_values.layers):
+        tokens = length if index < layer else length - min(lost)
+        window = held.sliding_window - 1 if getattr(held, "is_sliding", False) else tokens
+        assert held.keys.shape[-2] == held.values.shape[-2] == min(tokens, window)
+    assert stats.kv_bytes < stats.kv_bytes_full or budget == "prompt number"
+    assert out.past_key_values.get_seq_length() == length
+
+
+@pytest.mark.parametrize("method", MODEL_METHODS)
+@pytest.mark.parametrize("batch", [dict(images=(2, 1)), dict(images=(0, 1, 3), padding="right"), dict(padding=None)], ids=str)
+def test_a_batch_keeps_what_its_rows_keep(method: str, batch: dict, family: Family, model) -> None:
+    inputs = family.make_inputs(**batch)
+    together = run(model, method, 0.3, inputs)[1].cuts[0].kept
+    for row, real in enumerate(inputs["attention_mask"].bool()):
+        if not inputs.counts[row]:
+            assert together[row] == real.nonzero().flatten().tolist()
+            continue
+        (alone,) = run(model, method, 0.3, family.make_inputs(**batch, only=row))[1].cuts[0].kept
+        start = int(real.long().argmax())
+        assert together[row] == [start + place for place in alone]
+
+
+@pytest.mark.parametrize("method", MODEL_METHODS)
+def test_the_cache_grows_by_one_a_step(method: str, family: Family, model) -> None:
+    inputs = family.make_inputs(images=(1, 2))
+    out, stats = run(model, method, 0.3, inputs)
+    prefill = [layer.keys.shape[-2] for layer in out.past_key_values.layers]
+    with tokenprune.patched(model, method, keep=0.3):
+        grown = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True).past_key_values
+        after = tokenprune.stats(model)
+    for held, before in zip(grown.layers, prefill, strict=True):
+        window = held.sliding_window - 1 if getattr(held, "is_sliding", False) else before + 3
+        assert held.keys.shape[-2] == min(before + 3, window)
+    assert grown.get_seq_length() == inputs["input_ids"].shape[1] + 3
+    # Statistics are those of the prefill; the steps add nothing to them.
+    assert after.visual_tokens_per_layer == stats.visual_tokens_per_layer
+    assert (after.kv_bytes, after.prefill_flops_ratio) == (stats.kv_bytes, stats.prefill_flops_ratio)
+
+
+@pytest.mark.parametrize(
+    ("budget", "average"), [(Budget(average_tokens=24), 24 / 36), (Budget(kv_share=0.6), 0.6)], ids=["tokens", "kv"]
+)
+@pytest.mark.parametrize("method", MODEL_METHODS)
+def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float, build) -> None:
+    model = build(FAMILIES["llava"])  # pictures of 36 tokens
+    stats = run(model, method, budget, FAMILIES["llava"].make_inputs())[1]
+    assert stats.visual_tokens_average / stats.visual_tokens_in == pytest.approx(average, abs=1 / 36)
+
+
+@pytest.mark.parametrize("method", MODEL_METHODS)
+def test_flops_target_is_met_in_a_model(method: str, build) -> None:
+    family = FAMILIES["llava"]
+    stats = run(build(family), method, Budget(flops_share=0.75), family.make_inputs(padding=None))[1]
+    assert stats.prefill_flops_ratio == pytest.approx(0.75, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_next"])
+def test_pictures_side_by_side_have_a_budget_each(name: str, build) -> None:
+    """No text between them: only the encoder's output tells where one ends."""
+    family = FAMILIES[name]
+    inputs = family.make_inputs(images=(3,))
+    ids, visual = inputs["input_ids"][0], inputs["input_ids"][0] == 3
+    order = torch.cat([(~visual).nonzero()[:4], visual.nonzero(), (~visual).nonzero()[4:]]).flatten()
+    inputs["input_ids"] = ids[order][None]
+    keep = 12 / 36
+    (cut,) = run(build(family), "fastv", keep, inputs)[1].cuts
+    counts = [sum(place in cut.kept[0] for place in piece) for piece in pieces(family, inputs)[0]]
+    assert counts == [max(1, round(keep * n)) for n in inputs.counts[0]]
+
+
+def test_statistics(build) -> None:
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, "dart", keep=0.25):
+        assert repr(tokenprune.stats(model)) == "Stats(no visual tokens seen)"
+        model.generate(**inputs, max_new_tokens=2)
+        stats = tokenprune.stats(model)
+    assert stats.cuts == []  # record=False
+    assert 0 < stats.overhead_ms < 60_000
+    assert 0 < stats.prefill_flops_ratio < 1
+    values = stats.as_dict()
+    assert values["visual_tokens_average"] == stats.visual_tokens_average
+    assert {"visual_tokens_in", "visual_tokens_out", "visual_tokens_per_layer", "keep_ratio", "prefill_flops_ratio",
+            "kv_bytes", "kv_bytes_full", "overhead_ms", "cuts"} <= values.keys()  # fmt: skip
+    text = repr(stats)
+    assert f"{stats.visual_tokens_in} -> {stats.visual_tokens_out}" in text and "KV" in text

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune demo`: a few held-out questions before and after pruning."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import Subject
+from tokenprune.bench.suite import UNPATCHED, Cost, patched
+from tokenprune.bench.tables import Cell, Table
+
+KEEP = 0.25
+METHODS = ("dart", "divprune", "random")
+KINDS = ("colour", "count", "word", "grounding")
+REPEATS = 3
+
+
+def run(subject: Subject) -> list[Table]:
+    """Return a table of answers and one of what they cost; nothing is chosen by its outcome."""
+    asked = load_heldout(kinds=KINDS, limit=len(KINDS))
+    examples = [next(e for e in asked if e.picture == number and e.kind == kind) for number, kind in enumerate(KINDS)]
+    inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
+    names = (UNPATCHED, *METHODS)
+    answers: dict[str, list[str]] = {}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    costs = {name: Cost() for name in names}
+    for repeat in range(REPEATS + 1):
+        for name in names:
+            with patched(subject, name, KEEP):
+                begin = time.perf_counter()
+                answers[name] = subject.generate(inputs)
+                # The first run warms up.
+                if repeat:
+                    times[name].append(time.perf_counter() - begin)
+                else:
+                    costs[name].add(subject, inputs, 0 if name == UNPATCHED else None)
+
+    rows = []
+    for index, example in enumerate(examples):
+        cells = [
+            Cell(answers[name][index], bad=not example.is_right(answers[name][index].rstrip("."))) for name in names
+        ]
+        rows.append([Cell(example.path.name), Cell(example.question), Cell(example.answer), *cells])
+    titles = [name if name == UNPATCHED else f"{name} {KEEP}" for name in names]
+    first = Table(f"{subject.environment()['model']}: answers (wrong ones in red)", ("picture", "question", "gold", *titles), rows)
+
+    rows = []
+    whole = costs[UNPATCHED]
+    for name, title in zip(names, titles, strict=True):
+        record, median = costs[name].record(whole), statistics.median(times[name])
+        rows.append([
+            Cell(title),
+            Cell(f"{record['visual_tokens_out'] / len(examples):.0f} of {record['visual_tokens_in'] / len(examples):.0f}"),
+            Cell(f"{record['visual_tokens_average'] / len(examples):.0f}"),
+            Cell(f"{record['prefill_flops_ratio']:.0%}"),
+            Cell(f"{1000 * median:.0f} ms ({statistics.median(times[UNPATCHED]) / median:.2f}x)"),
+        ])  # fmt: skip
+    note = f"Time: all {len(examples)} questions in one batch, vision tower included; median of {REPEATS}."
+    columns = ("method", "visual tokens", "layer avg", "prefill FLOPs", "time")
+    return [first, Table("What they cost", columns, rows, (note,))]

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of a benchmark, once, for the terminal, Markdown and HTML alike."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from tokenprune.bench.results import COLLAPSE, UNPATCHED, Results, Row, Share
+from tokenprune.bench.significance import LEVEL
+
+FALLEN = "▼"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text of one field; bad: to be shown in red."""
+
+    text: str
+    bad: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Column names, rows of cells, and notes to be printed below; the first column is text, the others align right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[Cell]]
+    notes: tuple[str, ...] = ()
+    grouped: bool = False  # whether a line parts rows whose first cells differ
+
+
+def tables(results: Results) -> list[Table]:
+    """Return the table of cost and overall accuracy, and the one of accuracy per kind of question."""
+    return [_cost(results), _kinds(results)]
+
+
+def _cost(results: Results) -> Table:
+    columns = (
+        "method", "keep", "visual tokens", "layer avg", "prefill FLOPs", "KV cache", "TTFT", "per token", "accuracy %", "95 % CI",
+        "not better than",
+    )  # fmt: skip
+    rows = []
+    for row in results.rows:
+        name, keep = _label(row)
+        rows.append([
+            *map(Cell, (name, keep, f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}")),
+            Cell(f"{row.stats['prefill_flops_ratio']:.0%}"),
+            Cell(f"{_bytes(row.stats['kv_bytes'] / row.questions)} ({row.stats['kv_bytes'] / row.stats['kv_bytes_full']:.0%})"),
+            Cell(_time(row, "ttft")),
+            Cell(_time(row, "token")),
+            Cell(f"{100 * row.overall.value:.1f}"),
+            Cell(_interval(row.overall, 1)),
+            Cell(" ".join(row.marks), bad=bool(row.marks)),
+        ])  # fmt: skip
+    return Table(_title(results), columns, rows, tuple(_cost_notes(results)), grouped=True)
+
+
+def _kinds(results: Results) -> Table:
+    rows = []
+    for row in results.rows:
+        cells = [
+            Cell(f"{100 * share.value:.0f}{FALLEN if share.collapsed else ''} [{_interval(share)}]", share.collapsed)
+            for share in row.kinds.values()
+        ]
+        rows.append([*map(Cell, _label(row)), *cells])
+    note = (
+        f"Percent right [95 % Wilson interval]. {FALLEN} (red): more than {100 * COLLAPSE:.0f} points below the unpatched model: "
+        "this kind of question is lost, whatever the mean says."
+    )
+    return Table("Accuracy by kind of question", ("method", "keep", *results.baseline.kinds), rows, (note,), grouped=True)
+
+
+def _label(row: Row) -> tuple[str, str]:
+    return row.method, "" if row.method == UNPATCHED else f"{row.keep:g}"
+
+
+def _interval(share: Share, digits: int = 0) -> str:
+    return f"{100 * share.low:.{digits}f}–{100 * share.high:.{digits}f}"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 2**20:.1f} MiB" if number >= 10 * 2**20 else f"{number / 2**10:.0f} KiB"
+
+
+def _time(row: Row, name: str) -> str:
+    """Milliseconds, and the speed-up over the unpatched model on the same input."""
+    if row.timing is None:
+        return ""
+    return f"{row.timing[f'{name}_ms']['p50']:.1f} ms ({1 / row.timing[f'{name}_ratio']['p50']:.2f}x)"
+
+
+def _title(results: Results) -> str:
+    base, env = results.baseline, results.header["environment"]
+    return (
+        f"{env['model']}: {base.questions} questions on {base.questions // len(base.kinds)} pictures, "
+        f"{env['device']}, {env['threads']} thread{'s' if env['threads'] != 1 else ''}, {env['dtype']}"
+    )
+
+
+def _cost_notes(results: Results) -> list[str]:
+    timing = next((row.timing for row in results.rows if row.timing), None)
+    notes = [
+        "Visual tokens: of a picture as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean over the "
+        "decoder's layers. IN_LLM methods "
+        f"({', '.join(dict.fromkeys(r.method for r in results.rows if r.site == 'IN_LLM')) or 'none here'}) see all tokens in "
+        "the layers before their cut: at the same keep they spend more than PRE_LLM ones, so compare at equal layer avg.",
+        "FLOPs: decoder prefill, closed form, share of unpatched; KV cache: of one question after prefill, measured. "
+        "`downsample` saves work in the vision tower too, which only TTFT shows.",
+        f"Not better than: exact one-sided McNemar test at {100 * LEVEL:.0f} % on the same questions at the same keep. "
+        "Methods that draw at random are pooled over "
+        f"{len(results.header['plan']['seeds'])} seeds; their intervals count each question once.",
+    ]
+    if timing:
+        notes.append(
+            f"Times: medians of {timing['repeats']} runs of `generate` on {timing['rows']} question(s), vision tower included, "
+            "processor not; in brackets the median speed-up over unpatched runs in turn with them."
+        )
+    for record in results.skipped:
+        notes.append(f"Skipped {record['method']} at keep {record['keep']:g}: {record['reason']}")
+    return notes
+
+
+def to_rich(table: Table) -> RichTable:
+    """Return the table for a terminal; its notes are left to the caller."""
+    made = RichTable(title=table.title, title_justify="left", header_style="bold")
+    for index, name in enumerate(table.columns):
+        made.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < 2)
+    previous = None
+    for row in table.rows:
+        if table.grouped and previous not in (None, row[0].text):
+            made.add_section()
+        previous = row[0].text
+        made.add_row(*(Text(cell.text, style="bold red" if cell.bad else "") for cell in row))
+    return made
+
+
+def to_markdown(table: Table) -> str:
+    """Return the table in GitHub's Markdown; bad cells are bold."""
+    lines = [f"**{table.title}**", "", "| " + " | ".join(table.columns) + " |"]
+    lines.append("| --- |" + " ---: |" * (len(table.columns) - 1))
+    for row in table.rows:
+        lines.append("| " + " | ".join(f"**{c.text}**" if c.bad else c.text for c in row) + " |")
+    return "\n".join([*lines, "", *(f"{note}\n" for note in table.notes)])
+
+
+def to_html(table: Table) -> str:
+    """Return the table as HTML; bad cells have the class `bad`."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.columns)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{' class=bad' if c.bad else ''}>{html.escape(c.text)}</td>" for c in row) + "</tr>"
+        for row in table.rows
+    )
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in table.notes)
+    return f"<h2>{html.escape(table.title)}</h2>\n<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>\n{notes}"
