@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Development set-up only: make torchvision importable in this environment, whatever build of torch it holds.
 
-torchvision's registry build is compiled for CUDA and does not import beside a CPU build of torch. Where that is so, this
+torchvision's registry build is compiled for CUDA and does not import beside a CPU build of torch. Where so, this
 copies ``_torchvision_cpu_shim.py`` into site-packages with a ``.pth`` line that loads it in every process.
 Run with the environment's own Python; running it again changes nothing.
 """

@@ -83,10 +83,10 @@ def _methods(method: str | Method | Sequence[str | Method], options: dict[str, A
         if place in places[:index]:
             first = methods[places.index(place)]
             raise OptionError(
-                f"{first.name} and {methods[index].name} act at the same place ({place[0].name}, layer {place[1]}): "
+                f"{first.name} and {methods[index].name} act at the same place ({place[0]}, layer {place[1]}): "
                 "composed methods must act at different sites or layers"
             )
-    return sorted(methods, key=lambda one: (one.site, one.cut_layer))
+    return sorted(methods, key=lambda one: (one.site.order, one.cut_layer))
 
 
 def _budgets(keep: Any, count: int) -> list[Budget]:
@@ -106,7 +106,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
 
     for method in methods:
         if method.site in (Site.IN_ENCODER, Site.DECODE):
-            raise OptionError(f"{method.name}: this engine does not act at the site {method.site.name} yet")
+            raise OptionError(f"{method.name}: this engine does not act at the site {method.site} yet")
     adapter = adapter_for(model)
     parts: list[Any] = []
     for method, budget in zip(methods, budgets, strict=True):

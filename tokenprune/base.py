@@ -16,14 +16,19 @@ if TYPE_CHECKING:
     from tokenprune.tokens import VisualTokens
 
 
-class Site(enum.IntEnum):
-    """Where a method acts, in the order in which data flows."""
+class Site(enum.StrEnum):
+    """Where a method acts, in the order in which data flows; a member equals its name as a string."""
 
-    PRE_ENCODER = 0
-    IN_ENCODER = 1
-    PRE_LLM = 2
-    IN_LLM = 3
-    DECODE = 4
+    PRE_ENCODER = "PRE_ENCODER"
+    IN_ENCODER = "IN_ENCODER"
+    PRE_LLM = "PRE_LLM"
+    IN_LLM = "IN_LLM"
+    DECODE = "DECODE"
+
+    @property
+    def order(self) -> int:
+        """The how-manieth site data meets."""
+        return list(Site).index(self)
 
 
 @dataclass(frozen=True)

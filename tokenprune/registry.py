@@ -20,7 +20,8 @@ from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "tokenprune.methods"
-NEEDS = frozenset({"keys", "last_row_attention", "received_attention"})
+# "hidden" is always there; naming it is allowed.
+NEEDS = frozenset({"hidden", "keys", "last_row_attention", "received_attention"})
 
 _METHODS: dict[str, type[Method]] = {}
 _loaded = False
@@ -45,7 +46,9 @@ class MethodInfo:
     cls: type[Method]
 
 
-def register(name: str, *, site: Site, paper: str, needs: Iterable[str] = (), merges: bool = False) -> Callable[[M], M]:
+def register(
+    name: str, *, site: Site | str = Site.PRE_LLM, paper: str = "none", needs: Iterable[str] = (), merges: bool = False
+) -> Callable[[M], M]:
     """Register a frozen dataclass derived from `Method` under `name`.
 
     site: where it acts. paper: where it comes from ("arXiv 2403.06764, ECCV 2024", or "none" for a baseline).
@@ -60,7 +63,8 @@ def register(name: str, *, site: Site, paper: str, needs: Iterable[str] = (), me
         problem = _problem(name, cls, needs)
         if problem:
             raise RegistrationError(f"cannot register {name!r}: {problem}")
-        cls.name, cls.site, cls.paper, cls.needs, cls.merges = name, Site(site), paper, needs, merges
+        cls.name, cls.site, cls.paper, cls.merges = name, Site(site), paper, merges
+        cls.needs = needs - {"hidden"}
         _METHODS[name] = cls
         return cls
 

@@ -7,19 +7,21 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenprune.base import Site
+
 
 @dataclass
 class Cut:
     """One cut, kept with `patch(..., record=True)`.
 
-    site:    "PRE_LLM" or "IN_LLM". layer: the decoder layer at whose input it was made. method: its name.
+    site:    the `Site` ("PRE_LLM" or "IN_LLM"). layer: the decoder layer at whose input it was made. method: its name.
     kept:    per batch row the sorted positions, in the caller's full-length sequence, that survive so far: text and
              visual tokens, padding left out.
     sources: None for dropping; for merging, per batch row a dict from each kept visual position to the positions merged
              into it.
     """
 
-    site: str
+    site: Site
     layer: int
     method: str
     kept: list[list[int]]

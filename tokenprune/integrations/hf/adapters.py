@@ -44,7 +44,8 @@ class Adapter:
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         """Return the module that merges pictures into text, and the decoder inside it."""
-        for base in (model, getattr(model, "model", None)):
+        # Top down, so that wrappers (a causal LM head, an adapter library) are passed through.
+        for base in model.modules():
             for name in self.decoder_names:
                 decoder = getattr(base, name, None)
                 if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, "norm"):

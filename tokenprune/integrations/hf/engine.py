@@ -186,6 +186,7 @@ class Engine:
             return None
 
         call.active = True
+        call.ragged = call.reduction is not None and call.reduction.ragged
         call.layout = call.arrival = Layout.full(batch, length, embeds.device)
         if cutting:
             self._check_setup(kwargs, batch, length)
@@ -273,8 +274,7 @@ class Engine:
             return None
         if call.cache is not None:
             length = call.past + call.layout.length
-            ragged = call.ragged or (call.reduction is not None and call.reduction.ragged)
-            caches.attach(call.cache, caches.Reduction(length, call.columns, ragged))
+            caches.attach(call.cache, caches.Reduction(length, call.columns, call.ragged))
         if call.segments is not None:
             self.report.leave(call, call.cache)
         if call.layout.width == call.layout.length and call.layout.valid is None:

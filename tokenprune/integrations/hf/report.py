@@ -97,4 +97,4 @@ def _cut_record(call: Call, step: Any, selection: Selection, before: Segments) -
                 if target >= 0:
                     key = call.past + place[segment][target]
                     sources[row].setdefault(key, []).append(call.past + place[segment][index])
-    return Cut(step.method.site.name, step.layer, step.method.name, kept, sources)
+    return Cut(step.method.site, step.layer, step.method.name, kept, sources)
