@@ -9,7 +9,7 @@ sources before that layer. What survives a cut is told by `stats(model).cuts` of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,10 +43,11 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
 
         def enter(module: Any, args: tuple, kwargs: dict, index=index, alive=alive, merges=merges) -> tuple:
             hidden = args[0] if args else kwargs.pop("hidden_states")
-            if hidden.shape[1] > 1:  # the prompt; a decode step has nothing to merge
+            cache = kwargs.get("past_key_values")
+            if not seen_before(cache, index):  # the prompt; later calls have nothing to merge
                 for sources in merges:
                     hidden = _merged(hidden, sources)
-            mask = _without(kwargs.get("attention_mask"), alive, hidden, kwargs.get("past_key_values"), index, model)
+            mask = _without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
             return (hidden, *args[1:]), kwargs | {"attention_mask": mask}
 
         handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
@@ -57,17 +58,19 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
             handle.remove()
 
 
-def _without(mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, model: Any) -> Tensor:
+def seen_before(cache: Any, layer: int) -> int:
+    """How many tokens of earlier calls a layer has seen; a sliding one counts those it has thrown away."""
+    if cache is None or layer >= len(cache.layers):
+        return 0
+    return int(cache.layers[layer].get_seq_length())
+
+
+def _without(mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, config: Any) -> Tensor:
     """Return a 4-D mask like `mask` in which nothing sees the columns of tokens that are gone."""
     batch, queries = hidden.shape[:2]
-    past = held = 0
-    if cache is not None and layer < len(cache.layers) and cache.layers[layer].get_seq_length():
-        # A sliding layer remembers how many tokens it has seen, and holds the last ones.
-        past, held = int(cache.layers[layer].get_seq_length()), cache.layers[layer].keys.shape[-2]
-    keys = held + queries
-    assert mask is None or mask.ndim == 4, "the oracle knows prepared masks and no mask"
-    if mask is not None:
-        keys = mask.shape[-1]
+    past = seen_before(cache, layer)
+    assert mask is None or mask.ndim == 4, "the oracle knows masks made for sdpa or eager attention, and no mask"
+    keys = mask.shape[-1] if mask is not None else queries + (cache.layers[layer].keys.shape[-2] if past else 0)
     alive = alive.repeat_interleave(batch // alive.shape[0], dim=0)
     alive = torch.cat([alive, alive.new_ones(batch, past + queries - alive.shape[1])], 1)  # generated tokens
     gone = ~alive[:, None, None, past + queries - keys :]
@@ -77,7 +80,7 @@ def _without(mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, lay
     if mask is None:
         causal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         allowed = causal & ~gone
-        if model.get_submodule("model").config.get_text_config()._attn_implementation == "sdpa":
+        if config._attn_implementation == "sdpa":
             return allowed
         return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
     if mask.dtype == torch.bool:
@@ -135,7 +138,3 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
     """Equal within `tolerance` times the largest logit: the zoo's weights are large, and so are its logits."""
     scale = max(1.0, float(want.detach().abs().max()))
     torch.testing.assert_close(got, want, atol=tolerance * scale, rtol=0)
-
-
-def maybe(context: Any, wanted: bool) -> Any:
-    return context if wanted else nullcontext()

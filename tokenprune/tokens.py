@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +38,12 @@ class Segments:
 
     def __len__(self) -> int:
         return len(self.counts)
+
+    def to(self, device: torch.device) -> Segments:
+        """Return the segments with their tensors on `device`."""
+        if self.mask.device == device:
+            return self
+        return dataclasses.replace(self, position=self.position.to(device), mask=self.mask.to(device))
 
     @cached_property
     def row_index(self) -> Tensor:

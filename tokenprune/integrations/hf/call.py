@@ -57,7 +57,7 @@ class Call:
 
     def open_group(self, layer: int) -> None:
         """The layers from `layer` on hold the past of their group and the tokens of the current layout."""
-        current = self.layout.positions()
+        current = self.layout.positions().to(self.arrival.index.device)
         if self.past:
             current = torch.where(current < 0, current, current + self.past)
             if self.reduction is not None:
@@ -99,7 +99,7 @@ class Call:
             return None
         key = ("rows", self.group)
         if key not in self.memo:
-            self.memo[key] = self.arrival.slot_of.gather(1, self.layout.index)
+            self.memo[key] = self.arrival.slot_of.to(self.layout.index.device).gather(1, self.layout.index)
         return self.memo[key]
 
     def gathered(self, value: Any, dim: int) -> Any:
@@ -144,6 +144,7 @@ class Sources:
 
     def gather(self, what: str, position: Tensor, segments: Segments) -> Tensor:
         values = self.hidden if what == "hidden" else self.observation(what).keys(self.call.layout.width)
+        values = values.to(self.hidden.device)
         return values[segments.row_index, self.slots(position, segments)]
 
     def observation(self, what: str) -> Observation:
@@ -166,7 +167,7 @@ class Sources:
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         """Positions (long `[S, M]`) and mask of the text tokens behind each segment."""
-        text = ~torch.stack(list(self.call.visual.values())).any(0)
+        text = ~torch.stack(list(self.call.visual.values())).any(0).to(self.hidden.device)
         padding = self._padding()
         if padding is not None:
             text = text & ~padding
@@ -184,7 +185,7 @@ class Sources:
         mask = self.call.arguments.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             return None
-        return ~mask[:, -self.call.layout.length :].bool()
+        return ~mask[:, -self.call.layout.length :].bool().to(self.hidden.device)
 
     def _last_slot(self) -> Tensor:
         """long `[B, 1]`: the slot of each row's last token that is not padding."""

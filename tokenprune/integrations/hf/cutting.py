@@ -51,7 +51,10 @@ def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, len
 
 def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter, report: Report) -> Tensor:
     """Make one cut: `[B, W, D]` hidden states in, `[B, W', D]` out; the call's layout, segments and extras follow."""
-    segments, before, batch = call.segments, call.layout, hidden.shape[0]
+    batch = hidden.shape[0]
+    # A model may be spread over devices.
+    segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
+    call.layout = before
     tokens = VisualTokens(segments, call.budgets[step.layer], Sources(call, hidden, adapter))
     with torch.no_grad():
         selection = step.method.select(tokens)

@@ -12,7 +12,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from tokenprune.integrations.hf import masks
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.cutting import Step, cut, resolve_budgets
+from tokenprune.integrations.hf.features import FeatureRecorder
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observer
 from tokenprune.integrations.hf.report import Report
@@ -110,29 +111,10 @@ class Engine:
         original = getattr(base, name, None)
         if original is None or modality not in self.adapter.placeholders:
             return
-
-        @wraps(original)
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            # Qwen3-VL's get_video_features calls get_image_features: only the outermost call tells what was encoded.
-            nested, _calls.encoding = getattr(_calls, "encoding", False), True
-            try:
-                output = original(*args, **kwargs)
-            finally:
-                _calls.encoding = nested
-            if nested:
-                return output
-            bound = inspect.signature(original).bind(*args, **kwargs).arguments
-            grids = self.adapter.grids(modality, bound | bound.get("kwargs", {}))
-            if grids is not None and hasattr(output, "pooler_output"):
-                output.tokenprune_grids = grids
-            call = self._call()
-            if call is not None:
-                self._note_features(call, modality, output)
-            return output
-
         before = base.__dict__.get(name)  # somebody else's wrapper
-        setattr(base, name, recording)
-        self._undo.append(lambda: delattr(base, name) if before is None else setattr(base, name, before))
+        setattr(base, name, FeatureRecorder(original, partial(self._note_features, modality)))
+        # Partials, not closures: a deep copy of the model gets its own.
+        self._undo.append(partial(delattr, base, name) if before is None else partial(setattr, base, name, before))
 
     # -- the stack of calls of this thread
 
@@ -150,12 +132,20 @@ class Engine:
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         for modality in _MODALITIES:
             if encoded.get(modality) is not None:
-                self._note_features(call, modality, encoded[modality])
+                self._match_features(call, modality, encoded[modality])
 
     def _leave_base(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._stack().pop()
 
-    def _note_features(self, call: Call, modality: str, output: Any) -> None:
+    def _note_features(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        """Pictures were encoded, in a forward or before it. The grids travel with the output: generate() hands it on."""
+        grids = self.adapter.grids(modality, arguments)
+        if grids is not None and hasattr(output, "pooler_output"):
+            output.tokenprune_grids = grids
+        if (call := self._call()) is not None:
+            self._match_features(call, modality, output)
+
+    def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output
         if not call.visual:
             call.visual = self.adapter.visual_mask(call.arguments)

@@ -18,6 +18,7 @@ def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """
     dim = dim % x.ndim
     batch = dim - 1
+    index = index.to(x.device)  # a model may be spread over devices
     if x.shape[batch] == 1 and index.shape[0] > 1:
         x = x.expand(*x.shape[:batch], index.shape[0], *x.shape[batch + 1 :])
     shape = [1] * x.ndim
@@ -44,6 +45,11 @@ class Layout:
     @staticmethod
     def full(batch: int, length: int, device: torch.device) -> Layout:
         return Layout(torch.arange(length, device=device).expand(batch, length), None, length)
+
+    def to(self, device: torch.device) -> Layout:
+        if self.index.device == device:
+            return self
+        return Layout(self.index.to(device), None if self.valid is None else self.valid.to(device), self.length)
 
     @property
     def width(self) -> int:

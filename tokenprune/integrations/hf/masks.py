@@ -26,6 +26,7 @@ def gather_mask(mask: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
             f"attention masks of type {type(mask).__name__} (flex attention) cannot be cut; load the model with "
             'attn_implementation="sdpa", "eager" or "flash_attention_2"'
         )
+    columns = columns.to(mask.device)
     empty = columns < 0
     columns = columns.clamp(min=0)
     if mask.ndim == 2:
@@ -35,7 +36,7 @@ def gather_mask(mask: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         mask = mask.expand(batch, *mask.shape[1:])
     heads = mask.shape[1]
     if rows is not None:
-        mask = mask.gather(2, rows[:, None, :, None].expand(batch, heads, -1, mask.shape[3]))
+        mask = mask.gather(2, rows.to(mask.device)[:, None, :, None].expand(batch, heads, -1, mask.shape[3]))
     mask = mask.gather(3, columns[:, None, None, :].expand(batch, heads, mask.shape[2], -1))
     blocked = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     return mask.masked_fill(empty[:, None, None, :], blocked)
