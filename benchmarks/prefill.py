@@ -109,7 +109,9 @@ def main() -> None:
     )
     for column in ("method", "ms", "speed-up", "oracle ms", "efficiency", "overhead ms"):
         table.add_column(column, justify="left" if column == "method" else "right")
-    table.add_row("unpatched", f"{1000 * middle['unpatched']:.1f}", "1.00", f"{1000 * middle['oracle_full']:.1f}", "", "")
+    table.add_row(
+        "unpatched", f"{1000 * middle['unpatched']:.1f}", "1.00", f"{1000 * middle['oracle_full']:.1f}", "", ""
+    )
     records = []
     for name in methods:
         depth = tokenprune.method(name).cut_layer / layers

@@ -138,7 +138,7 @@ class Engine:
         self._stack().pop()
 
     def _note_features(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """Pictures were encoded, in a forward or before it. The grids travel with the output: generate() hands it on."""
+        """Pictures were encoded. Their grids travel with the output, which generate() hands to a later forward."""
         grids = self.adapter.grids(modality, arguments)
         if grids is not None and hasattr(output, "pooler_output"):
             output.tokenprune_grids = grids
