@@ -65,12 +65,14 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture
 def build() -> Callable[..., PreTrainedModel]:
-    """build(family, attn): a model that all tests share."""
+    """build(family, attn): a model that all tests share; an `attn` of the tests' own goes to the decoder alone."""
 
     def get(family: Family, attn: str = "sdpa") -> PreTrainedModel:
         key = (family.name, attn)
         if key not in _models:
-            _models[key] = family.build(attn)
+            _models[key] = family.build(attn if attn in ("sdpa", "eager") else "sdpa")
+            if attn not in ("sdpa", "eager"):
+                _models[key].set_attn_implementation({"text_config": attn})
             # transformers installs hooks of its own on first use.
             _models[key](**family.make_inputs())
             _pristine[key] = snapshot(_models[key])

@@ -190,7 +190,7 @@ def is_patched(model: Any) -> bool:
 
 def stats(model: Any) -> Stats:
     """Return the `Stats` of the model's last forward or generate; raises NotPatchedError."""
-    return _attached(model).engine.report.stats
+    return _attached(model).engine.stats
 
 
 def method(name: str, **options: Any) -> Method:

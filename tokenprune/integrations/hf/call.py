@@ -15,6 +15,7 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cache import Reduction, cached_tokens, new_positions
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.hf.report import Report
 from tokenprune.tokens import Segments, require
 
 
@@ -44,6 +45,7 @@ class Call:
     ragged: bool = False
     extras: Any = None
     observation: Observation | None = None
+    report: Report | None = None
     budgets: dict[int, list[int]] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
 

@@ -16,7 +16,6 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call, Sources
 from tokenprune.integrations.hf.layout import gather_tokens
-from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.segments import keep_segments
 from tokenprune.tokens import Segments, VisualTokens
 
@@ -49,7 +48,7 @@ def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, len
     return bool(call.budgets)
 
 
-def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter, report: Report) -> Tensor:
+def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     """Make one cut: `[B, W, D]` hidden states in, `[B, W', D]` out; the call's layout, segments and extras follow."""
     batch = hidden.shape[0]
     # A model may be spread over devices.
@@ -80,7 +79,7 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter, report: Report
     call.layout, slots = before.cut(stays, kept_per_row)
     call.extras = adapter.cut_extras(call.extras, slots, call.layout, merge)
     call.segments = keep_segments(segments, keep, counts)
-    report.cut(call, step, selection, segments)
+    call.report.cut(call, step, selection, segments)
     return gather_tokens(hidden, slots, 1)
 
 

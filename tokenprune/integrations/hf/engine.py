@@ -33,6 +33,7 @@ from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observer
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.segments import check_placeholders, find_segments
+from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")
 # Arguments of a decoder that hold one entry per token and are known to the engine.
@@ -47,7 +48,7 @@ class Engine:
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.per = steps[0].budget.per if steps else "image"
-        self.report = Report(self.shape, record)
+        self.record, self.stats = record, Stats()
         self._undo: list[Callable[[], None]] = []
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
         self._check(steps)
@@ -164,14 +165,14 @@ class Engine:
         call.past = int(call.cache.get_seq_length()) if call.cache is not None else 0
         batch, length = embeds.shape[:2]
         if call.past == 0:
-            self.report.start()
+            self.stats = Stats()
         if call.outputs and length > 1:
             call.segments = find_segments(call.visual, call.outputs, self.per)
         if call.segments is None and call.reduction is None:
             return None
         cutting = call.segments is not None and resolve_budgets(call, self.steps, self.shape, length)
         if call.segments is not None:
-            self.report.enter(call.segments, batch, length)
+            call.report = Report(self.shape, call.segments, batch, length, self.record)
         if not cutting and call.reduction is None:
             return None
 
@@ -187,7 +188,8 @@ class Engine:
             self._cut_entry(call, kwargs)
         call.arrival = call.layout
         call.open_group(0)
-        self.report.add_time(time.perf_counter() - start)
+        if call.report is not None:
+            call.report.add_time(time.perf_counter() - start)
         return args, kwargs
 
     def _check_setup(self, kwargs: dict[str, Any], batch: int, length: int) -> None:
@@ -225,7 +227,7 @@ class Engine:
             mask = create_masks_for_generate(self.adapter.text_config, embeds, mask, call.cache, None)
             prepared = True
 
-        kwargs["inputs_embeds"] = cut(call, self.steps[0], embeds, self.adapter, self.report)
+        kwargs["inputs_embeds"] = cut(call, self.steps[0], embeds, self.adapter)
         layout = call.layout
         kwargs["position_ids"] = gather_tokens(positions, layout.index, -1)
         if prepared:
@@ -258,15 +260,14 @@ class Engine:
         call = self._call()
         if call is None:
             return None
-        if not call.active:
-            if call.segments is not None:
-                self.report.leave(call, call.cache or getattr(output, "past_key_values", None))
-            return None
-        if call.cache is not None:
+        if call.active and call.cache is not None:
             length = call.past + call.layout.length
             caches.attach(call.cache, caches.Reduction(length, call.columns, call.ragged))
-        if call.segments is not None:
-            self.report.leave(call, call.cache)
+        if call.report is not None:
+            # One assignment: other threads may run the same model.
+            self.stats = call.report.finish(call.cache or getattr(output, "past_key_values", None), call.past)
+        if not call.active:
+            return None
         if call.layout.width == call.layout.length and call.layout.valid is None:
             return None
         if isinstance(output, tuple):
@@ -301,8 +302,8 @@ class Engine:
         """IN_LLM: cut the hidden states that arrive at a layer."""
         start = time.perf_counter()
         hidden = args[0] if args else kwargs["hidden_states"]
-        hidden = cut(call, self.steps[index], hidden, self.adapter, self.report)
-        self.report.add_time(time.perf_counter() - start)
+        hidden = cut(call, self.steps[index], hidden, self.adapter)
+        call.report.add_time(time.perf_counter() - start)
         return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
     def _layer_mask(self, call: Call, index: int, mask: Any, dtype: torch.dtype) -> Any:

@@ -17,59 +17,46 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """One per patched model; started anew by every forward that begins without a cached past."""
+    """What one forward removed; belongs to its call, and becomes the model's `Stats` when the decoder is done.
 
-    def __init__(self, shape: DecoderShape, record: bool) -> None:
-        self.shape, self.record = shape, record
-        self.start()
+    segments: the visual tokens that reach the decoder; batch, length: the size of its input.
+    """
 
-    def start(self) -> None:
-        self.stats = Stats()
-        self._flops = self._flops_full = 0.0
+    def __init__(self, shape: DecoderShape, segments: Segments, batch: int, length: int, record: bool) -> None:
+        self.shape, self.length, self.record = shape, length, record
+        self.stats = Stats(visual_tokens_in=sum(segments.counts))
+        # (first layer, visual tokens, tokens of each row) of each group of layers that see the same tokens.
+        self.groups = [(0, sum(segments.counts), [length] * batch)]
 
     def add_time(self, seconds: float) -> None:
         self.stats.overhead_ms += 1000 * seconds
 
-    def enter(self, segments: Segments, batch: int, length: int) -> None:
-        """Visual tokens reach the decoder."""
-        layers, self._length = self.shape.layers, length
-        self.stats.visual_tokens_per_layer = self.stats.visual_tokens_per_layer or [0] * layers
-        self.stats.visual_tokens_in += sum(segments.counts)
-        self._changes: list[tuple[int, int, list[int]]] = [(0, sum(segments.counts), [length] * batch)]
-
     def cut(self, call: Call, step: Any, selection: Selection, before: Segments) -> None:
         """A cut was made; `call` holds the state after it."""
-        removed = [0] * len(self._changes[-1][2])
+        widths = list(self.groups[-1][2])
         for row, old, new in zip(before.row, before.counts, call.segments.counts, strict=True):
-            removed[row] += old - new
-        widths = [width - gone for width, gone in zip(self._changes[-1][2], removed, strict=True)]
-        change = (step.layer, sum(call.segments.counts), widths)
-        self._changes = [*(c for c in self._changes if c[0] < step.layer), change]
+            widths[row] -= old - new
+        group = (step.layer, sum(call.segments.counts), widths)
+        self.groups = [*(group for group in self.groups if group[0] < step.layer), group]
         if self.record:
             self.stats.cuts.append(_cut_record(call, step, selection, before))
 
-    def leave(self, call: Call, cache: Any) -> None:
-        """The decoder is done; `cache` holds what it cached, None if it cached nothing."""
-        stats, layers, length = self.stats, self.shape.layers, self._length
-        batch = len(self._changes[0][2])
-        per_layer: list[int] = []
-        rows: list[list[int]] = []
-        for index, (first, visual, widths) in enumerate(self._changes):
-            last = self._changes[index + 1][0] if index + 1 < len(self._changes) else layers
-            per_layer += [visual] * (last - first)
-            rows += [widths] * (last - first)
-        stats.visual_tokens_per_layer = [a + b for a, b in zip(stats.visual_tokens_per_layer, per_layer, strict=True)]
-        stats.visual_tokens_out += per_layer[-1]
+    def finish(self, cache: Any, past: int) -> Stats:
+        """Return the `Stats`; `cache` holds what the decoder cached, None if it cached nothing."""
+        stats, layers = self.stats, self.shape.layers
+        ends = [first for first, _, _ in self.groups[1:]] + [layers]
+        per_layer = [group for group, end in zip(self.groups, ends, strict=True) for _ in range(end - group[0])]
+        stats.visual_tokens_per_layer = [visual for _, visual, _ in per_layer]
+        stats.visual_tokens_out = stats.visual_tokens_per_layer[-1]
         stats.keep_ratio = stats.visual_tokens_out / stats.visual_tokens_in
-        for row in range(batch):
-            self._flops += self.shape.prefill_flops([widths[row] for widths in rows])
-            self._flops_full += self.shape.prefill_flops([length] * layers)
-        stats.prefill_flops_ratio = self._flops / self._flops_full
-        self._kv(cache, call.past + length)
+        rows = zip(*(widths for _, _, widths in per_layer), strict=True)
+        flops = [self.shape.prefill_flops(list(row)) for row in rows]
+        stats.prefill_flops_ratio = sum(flops) / (len(flops) * self.shape.prefill_flops([self.length] * layers))
+        self._count_bytes(cache, past + self.length)
+        return stats
 
-    def _kv(self, cache: Any, full: int) -> None:
+    def _count_bytes(self, cache: Any, full: int) -> None:
         """Bytes from the cache itself: closed forms would hide a cut that frees nothing."""
-        self.stats.kv_bytes = self.stats.kv_bytes_full = 0
         for layer in getattr(cache, "layers", []):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is None or not keys.numel():
