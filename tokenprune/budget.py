@@ -80,10 +80,10 @@ class Budget:
         return self.keep == 1 and not isinstance(self.keep, numbers.Integral)
 
     def resolve(self, counts: list[int], *, layer: int, shape: DecoderShape, text_tokens: int) -> list[int]:
-        """Return how many of each segment's `counts` tokens to keep, at least 1 and at most all.
+        """Return how many of each segment's `counts` tokens to keep, at least 1 and at most all, for one prompt.
 
         layer: the decoder layer at whose input the cut is made. shape: the decoder's sizes. text_tokens: tokens of the
-        longest row that are not visual (for flops_share).
+        prompt that are not visual (for flops_share).
         """
         if self.keep is not None and isinstance(self.keep, numbers.Integral):
             return [min(int(self.keep), count) for count in counts]

@@ -93,9 +93,9 @@ def evaluate(model, stage: int, head: PatchHead, pictures: int = 96) -> dict[str
     return {name: round(right[name] / total[name], 3) for name in KINDS}
 
 
-def rate(progress: float, step: int, decay: float) -> float:
-    """Trapezoid: warm-up over 100 steps, flat, then a linear fall to 3 % over the last ``decay`` of the stage."""
-    return min(1.0, (step + 1) / 100) * max(0.03, min(1.0, (1 - progress) / decay))
+def rate(progress: float, step: int, decay: float, warm: int) -> float:
+    """Trapezoid: warm-up over ``warm`` steps, flat, then a linear fall to 3 % over the last ``decay`` of the stage."""
+    return min(1.0, (step + 1) / warm) * max(0.03, min(1.0, (1 - progress) / decay))
 
 
 def train_stage(model, head, stage: int, seconds: float, size: int, top: float, decay: float, args, log) -> None:
@@ -123,7 +123,7 @@ def train_stage(model, head, stage: int, seconds: float, size: int, top: float, 
             log.write(event="thaw", stage=stage, step=start + step)
             thawed = True
         for i, group in enumerate(optimizer.param_groups):
-            group["lr"] = top * rate(progress, step, decay) * (0.1 if i else 1.0)
+            group["lr"] = top * rate(progress, step, decay, 30 if start else 100) * (0.1 if i else 1.0)
         with torch.set_grad_enabled(stage == 1 or thawed):
             hidden = tower_features(model, to_pixels(batch[0]))
         if stage == 1:
@@ -141,7 +141,7 @@ def train_stage(model, head, stage: int, seconds: float, size: int, top: float, 
         optimizer.step()
         step += 1
         mean = loss.item() if mean is None else 0.97 * mean + 0.03 * loss.item()
-        if time.time() - last > args.eval_seconds or step in (30, 100):
+        if time.time() - last > args.eval_seconds or start + step in (30, 100):
             log.write(stage=stage, step=start + step, loss=round(mean, 4), accuracy=evaluate(model, stage, head))
             log.save(model, head, stage, start + step)
             last = time.time()

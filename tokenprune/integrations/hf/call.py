@@ -49,6 +49,17 @@ class Call:
     budgets: dict[int, list[int]] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
 
+    def padding(self, length: int) -> Tensor | None:
+        """bool `[B, length]`, True at padding among the call's tokens, or None if the caller told of none."""
+        mask = self.arguments.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return None
+        return ~mask[:, -length:].bool()
+
+    def padding_per_row(self, length: int) -> list[int]:
+        padding = self.padding(length)
+        return [0] * (max(self.segments.row) + 1) if padding is None else padding.sum(1).tolist()
+
     # -- which keys a layer holds
 
     def starts_group(self, layer: int) -> bool:
@@ -183,11 +194,8 @@ class Sources:
         return torch.where(mask, order, segments.position[:, :1]), mask
 
     def _padding(self) -> Tensor | None:
-        """bool `[B, L]`, True at padding, or None if the caller told of none."""
-        mask = self.call.arguments.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.ndim != 2:
-            return None
-        return ~mask[:, -self.call.layout.length :].bool().to(self.hidden.device)
+        padding = self.call.padding(self.call.layout.length)
+        return None if padding is None else padding.to(self.hidden.device)
 
     def _last_slot(self) -> Tensor:
         """long `[B, 1]`: the slot of each row's last token that is not padding."""

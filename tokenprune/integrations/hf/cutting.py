@@ -34,14 +34,23 @@ class Step:
 
 def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, length: int) -> bool:
     """Work out how many tokens each cut of this call keeps; returns whether any cut removes something."""
-    counts = call.segments.counts
-    per_row = [0] * (max(call.segments.row) + 1)
-    for row, count in zip(call.segments.row, counts, strict=True):
-        per_row[row] += count
+    rows: dict[int, list[int]] = {}
+    for segment, row in enumerate(call.segments.row):
+        rows.setdefault(row, []).append(segment)
+    counts = list(call.segments.counts)
+    text = {row: length - sum(counts[segment] for segment in segments) for row, segments in rows.items()}
+    if any(step.budget.flops_share is not None for step in steps.values()):
+        padding = call.padding_per_row(length)
+        text = {row: tokens - padding[row] for row, tokens in text.items()}
     for layer, step in steps.items():
-        keep = step.budget.resolve(counts, layer=layer, shape=shape, text_tokens=length - max(per_row))
-        if not step.budget.is_identity():
-            keep = [min(n, max(1, step.method.budget(n, k))) for n, k in zip(counts, keep, strict=True)]
+        keep = list(counts)
+        # Row by row, so that a batch gives what its rows give alone.
+        for row, segments in rows.items():
+            of_row = [counts[segment] for segment in segments]
+            wanted = step.budget.resolve(of_row, layer=layer, shape=shape, text_tokens=text[row])
+            for segment, count, number in zip(segments, of_row, wanted, strict=True):
+                own = number if step.budget.is_identity() else step.method.budget(count, number)
+                keep[segment] = min(count, max(1, own))
         if keep != counts:
             call.budgets[layer] = keep
         counts = keep

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Selection
 from tokenprune.statistics import Cut, Stats
@@ -69,10 +67,9 @@ class Report:
 
 def _cut_record(call: Call, step: Any, selection: Selection, before: Segments) -> Cut:
     positions = call.layout.positions()
-    padding = call.arguments.get("attention_mask")
-    if isinstance(padding, Tensor) and padding.ndim == 2:
-        real = padding[:, -call.layout.length :].bool().gather(1, call.layout.index)
-        positions = positions.masked_fill(~real, -1)
+    padding = call.padding(call.layout.length)
+    if padding is not None:
+        positions = positions.masked_fill(padding.to(positions.device).gather(1, call.layout.index), -1)
     kept = [[call.past + p for p in row if p >= 0] for row in positions.tolist()]
     sources = None
     if selection.assign is not None:
