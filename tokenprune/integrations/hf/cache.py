@@ -77,8 +77,9 @@ class _ReducedMixin:
             return
         length = reduction.length - remove
         for _, slots in reduction.slots:
-            tail = slots[:, -remove:]
-            if tail.shape[1] < remove or int(tail.min()) < length or int(slots[:, :-remove].max()) >= length:
+            rest, tail = slots[:, : max(0, slots.shape[1] - remove)], slots[:, -remove:]
+            whole = tail.shape[1] == remove and int(tail.min()) >= length
+            if not whole or (rest.numel() and int(rest.max()) >= length):
                 raise UnsupportedSetupError(
                     f"cannot crop {remove} tokens from this cache: some of them were pruned, so that rows and layers "
                     "would lose different numbers of entries; crop no further back than the end of the prompt"
