@@ -3,10 +3,11 @@
 
     python benchmarks/prefill.py --threads 2 --json benchmarks/results/prefill.jsonl
 
-Patched: the model's forward on 64 text tokens and one picture of 576 visual tokens, of which 64 stay; the picture is encoded
-beforehand (`mm_encoder_outputs`, as `generate` does). Oracle: the unpatched language model on a prompt that has only the kept
-tokens; for a cut inside the decoder, the times of the full and the short prompt weighted by the layers that see them.
-efficiency = oracle time / patched time. All variants run in turn in one process; figures are medians over the rounds.
+Patched: the model's forward on 64 text tokens and one picture of 576 visual tokens, of which 64 stay; the picture is
+encoded beforehand (`mm_encoder_outputs`, as `generate` does). Oracle: the unpatched language model on a prompt that has
+only the kept tokens; for a cut inside the decoder, the times of the full and the short prompt weighted by the layers
+that see them. efficiency = oracle time / patched time. All variants run in turn in one process; figures are medians
+over the rounds.
 """
 
 from __future__ import annotations

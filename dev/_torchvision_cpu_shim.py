@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Development set-up only: let a CUDA build of torchvision be imported beside a CPU build of torch.
 
-torchvision registers fake kernels for two operators (``nms``, ``qnms``) that its compiled library declares; that library
-does not load beside a CPU build of torch, so the registration fails. ``make`` copies this file and a ``.pth`` line into the
-development virtual environment; it declares the two operators the first time torchvision is imported, in every process.
+torchvision registers fake kernels for two operators (``nms``, ``qnms``) that its compiled library declares; that
+library does not load beside a CPU build of torch, so the registration fails. ``make`` copies this file and a ``.pth``
+line into the development virtual environment; it declares the two operators the first time torchvision is imported, in
+every process.
 """
 
 import sys

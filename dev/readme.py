@@ -28,6 +28,11 @@ SITES = {
 }
 
 
+def link(path: Path) -> str:
+    name = path.relative_to(ROOT).as_posix()
+    return f"[{name}]({name})"
+
+
 def methods() -> str:
     """The table of methods, from the registry."""
     lines = ["| method | acts | query-aware | prefix-cache-safe | what it does | source |", "|---|---|---|---|---|---|"]
@@ -69,15 +74,14 @@ def prefill() -> str:
     for record in records:
         middle = 1000 * statistics.median(record["seconds"])
         lines.append(f"| `{record['method']}` | {middle:.0f} | {record['speedup']:.2f} | {record['efficiency']:.3f} |")
-    return (
-        f"Prefill of {header['visual']} -> {header['keep']} visual tokens beside {header['text']} text tokens; a decoder of "
-        f"{header['parameters'] / 1e6:.0f} M random parameters on {header['device']}, {header['threads']} threads, torch "
-        f"{header['torch']}, transformers {header['transformers']}. The oracle is the unpatched decoder on a prompt that never had "
-        "the other tokens (for cuts inside the decoder, both lengths weighted by their layers): 1.0 means that choosing and "
-        "removing tokens is free.\n\n"
-        + "\n".join(lines)
-        + f"\n\nBy `python benchmarks/prefill.py`; raw data: [{PREFILL.relative_to(ROOT)}]({PREFILL.relative_to(ROOT)})."
+    setting = (
+        f"Prefill of {header['visual']} -> {header['keep']} visual tokens beside {header['text']} text tokens; a decoder "
+        f"of {header['parameters'] / 1e6:.0f} M random parameters on {header['device']}, {header['threads']} threads, "
+        f"torch {header['torch']}, transformers {header['transformers']}. The oracle is the unpatched decoder on a "
+        "prompt that never had the other tokens (for cuts inside the decoder, both lengths weighted by their layers): "
+        "1.0 means that choosing and removing tokens is free."
     )
+    return "\n\n".join([setting, "\n".join(lines), f"By `python benchmarks/prefill.py`; raw data: {link(PREFILL)}."])
 
 
 def main() -> None:
