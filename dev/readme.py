@@ -57,7 +57,7 @@ def bench() -> str:
     results = summarise(read_records(BENCH))
     parts = ["![accuracy against visual tokens](docs/images/bench.png)"]
     for table in tables(results):
-        parts += [f"**{table.title}**", to_markdown(table), *[f"- {note}" for note in table.notes]]
+        parts.append(to_markdown(table).strip())
     parts.append(
         f"Raw data: [{BENCH.relative_to(ROOT)}]({BENCH.relative_to(ROOT)}), written by `tokenprune bench --json`."
     )

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from zoo import FAMILIES, IMAGE, VIDEO, Family
 
 import tokenprune
 from tokenprune import Site
+from zoo import FAMILIES, IMAGE, VIDEO, Family
 
 METHODS = tokenprune.available_methods()
 # What acts on pixels needs a processor; these tests hand the model ready-made tensors.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The unpatched model, made to compute what a pruned one must compute, with nothing borrowed from the library.
 
-Nothing is removed. From a cut's layer on, every query has the columns of the tokens that are gone masked, in prefill and in
-every decode step, whatever form of mask the layer was handed. Merging cuts also replace each kept token by the mean of its
-sources before that layer. What survives a cut is told by `stats(model).cuts` of the patched run.
+Nothing is removed. From a cut's layer on, every query has the columns of the tokens that are gone masked, in prefill
+and in every decode step, whatever form of mask the layer was handed. Merging cuts also replace each kept token by the
+mean of its sources before that layer. What survives a cut is told by `stats(model).cuts` of the patched run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
+
 from zoo import Family
 
 
@@ -125,7 +126,9 @@ class Force(LogitsProcessor):
 
 
 @torch.no_grad()
-def generate_logits(model: PreTrainedModel, inputs: dict, steps: int, tokens: Tensor | None = None, **kwargs: Any) -> Any:
+def generate_logits(
+    model: PreTrainedModel, inputs: dict, steps: int, tokens: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor, Any]:
     """Logits of each step, `[B, steps, V]`, and the tokens written; `tokens` forces them."""
     extra = {} if tokens is None else {"logits_processor": [Force(tokens)]}
     out = model.generate(

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MODEL_METHODS, pieces
-from zoo import FAMILIES, Family
 
 import tokenprune
+from conftest import MODEL_METHODS, pieces
 from tokenprune import Budget, BudgetError
 from tokenprune.accounting import DecoderShape
+from zoo import FAMILIES, Family
 
 SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
 
@@ -73,13 +73,19 @@ def test_flops_share(layer: int, share: float) -> None:
     assert abs(cost(kept) - share) <= min(abs(cost(kept - 1) - share), abs(cost(kept + 1) - share)) + 1e-9
 
 
-@pytest.mark.parametrize("budget", [Budget(kv_share=0.5), Budget(kv_share=0.3), Budget(average_tokens=50), Budget(flops_share=0.2)], ids=str)
+@pytest.mark.parametrize(
+    "budget",
+    [Budget(kv_share=0.5), Budget(kv_share=0.3), Budget(average_tokens=50), Budget(flops_share=0.2)],
+    ids=str,
+)
 def test_out_of_reach(budget: Budget) -> None:
     with pytest.raises(BudgetError, match="at layer 2"):
         budget.resolve([100], layer=2, shape=SHAPE, text_tokens=10)
 
 
-@pytest.mark.parametrize("keep", [0, -1, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf, True, False, "0.5", None, [], 1j])
+@pytest.mark.parametrize(
+    "keep", [0, -1, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf, True, False, "0.5", None, [], 1j], ids=str
+)
 def test_bad_keep(keep: Any, build) -> None:
     model = build(FAMILIES["llava"])
     with pytest.raises(BudgetError, match="keep"):
@@ -89,10 +95,20 @@ def test_bad_keep(keep: Any, build) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, dict(keep=0.5, kv_share=0.5), dict(keep=0.5, per="batch"), dict(average_tokens=0), dict(average_tokens=math.inf),
-     dict(kv_share=1.01), dict(kv_share=-1), dict(flops_share=0), dict(flops_share="1"), dict(average_tokens=True)],
+    [
+        {},
+        dict(keep=0.5, kv_share=0.5),
+        dict(keep=0.5, per="batch"),
+        dict(average_tokens=0),
+        dict(average_tokens=math.inf),
+        dict(average_tokens=True),
+        dict(kv_share=1.01),
+        dict(kv_share=-1),
+        dict(flops_share=0),
+        dict(flops_share="1"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_bad_budget(fields: dict) -> None:
     with pytest.raises(BudgetError):
         Budget(**fields)
@@ -162,10 +178,14 @@ def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
 
 
 @pytest.mark.parametrize("method", MODEL_METHODS)
-@pytest.mark.parametrize("batch", [dict(images=(2, 1)), dict(images=(0, 1, 3), padding="right"), dict(padding=None)], ids=str)
+@pytest.mark.parametrize(
+    "batch",
+    [dict(images=(2, 1)), dict(images=(0, 1, 3), padding="right"), dict(padding=None)],
+    ids=["left", "right", "no padding"],
+)
 def test_a_batch_keeps_what_its_rows_keep(method: str, batch: dict, family: Family, model) -> None:
-    # Through generate: a plain forward without position_ids counts the padding of most families as positions, and keys (and
-    # with them DART's norms) turn with their position.
+    # Through generate: a plain forward without position_ids counts the padding of most families as positions, and keys
+    # (and with them DART's norms) turn with their position.
     inputs = family.make_inputs(**batch)
     together = run(model, method, 0.3, inputs, generate=True)[1].cuts[0].kept
     for row, real in enumerate(inputs["attention_mask"].bool()):

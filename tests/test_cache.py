@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import close, generate_logits, reduced
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from zoo import FAMILIES, FIRST_TEXT_ID, VOCAB, Family
 
 import tokenprune
+from oracle import close, generate_logits, reduced
 from tokenprune import UnsupportedSetupError
+from zoo import FAMILIES, FIRST_TEXT_ID, VOCAB, Family
 
 METHODS = ["divprune", "fastv", ["pool", "dart"]]
 IDS = ["PRE_LLM", "IN_LLM", "both"]
@@ -123,7 +123,7 @@ def test_interleaved_caches(method: Any, family: Family, model) -> None:
 
 @torch.no_grad()
 def test_a_cache_remembers_its_own_cuts(family: Family, model) -> None:
-    """What a cache lost was decided when it was filled; another patch, or none, when it is used again changes nothing."""
+    """What a cache lost was decided when it was filled; another patch when it is used again changes nothing."""
     inputs, text = family.make_inputs(images=(1, 2)), words(2, 3)
     with tokenprune.patched(model, "fastv", keep=0.4):
         cache, _ = prefill(model, inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which a model is run: beams, samples, training, other attention back ends, threads, embeddings as input."""
+"""The ways in which a model is run: other attention back ends, beams, samples, threads, embeddings as input."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MODEL_METHODS, pieces
-from oracle import close, generate_logits, reduced
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
-from zoo import FAMILIES, IMAGE, VIDEO, Family
 
 import tokenprune
-from tokenprune import PlaceholderMismatchError, Site, UnsupportedSetupError
+from conftest import MODEL_METHODS
+from oracle import close, generate_logits, reduced
+from zoo import FAMILIES, Family
 
 # One of each site; what differs between methods of a site is which tokens they choose, and is tested elsewhere.
 SITES = ["divprune", "fastv"]

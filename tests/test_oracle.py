@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+
+import tokenprune
 from conftest import MODEL_METHODS
 from oracle import close, generate_logits, reduced, survivors
 from zoo import FAMILIES, Family
-
-import tokenprune
 
 BATCHES: dict[str, dict[str, Any]] = {
     "left": {},

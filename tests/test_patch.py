@@ -7,12 +7,12 @@ import copy
 
 import pytest
 import torch
-from conftest import MODEL_METHODS, pieces, snapshot
-from oracle import close, reduced, survivors
-from zoo import FAMILIES, Family
 
 import tokenprune
+from conftest import MODEL_METHODS, pieces, snapshot
+from oracle import close, reduced, survivors
 from tokenprune import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
+from zoo import FAMILIES, Family
 
 
 @pytest.mark.parametrize("method", MODEL_METHODS)
@@ -110,7 +110,7 @@ def test_patching_twice(build) -> None:
         first = model(**inputs).logits
     tokenprune.patch(model, "dart", keep=0.5)
     try:
-        with pytest.raises(AlreadyPatchedError, match="dart.*replace=True"):
+        with pytest.raises(AlreadyPatchedError, match=r"dart.*replace=True"):
             tokenprune.patch(model, "divprune", keep=0.3)
         tokenprune.patch(model, "divprune", keep=0.3, replace=True)
         assert torch.equal(model(**inputs).logits, first)

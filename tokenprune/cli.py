@@ -46,9 +46,9 @@ app = typer.Typer(
 )
 
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Directory or hub id; default: the small model that ships with the package.")
+    str | None, typer.Option("--model", help="Directory or hub id; default: the small model in the package.")
 ]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if there is one.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's choice.")]
 
 
@@ -61,7 +61,9 @@ def _console(error: bool = False) -> Console:
     return console
 
 
-def _load(model: str | None, device: str | None, threads: int | None, dtype: str = "auto", suffix: str | None = None) -> Subject:
+def _load(
+    model: str | None, device: str | None, threads: int | None, dtype: str = "auto", suffix: str | None = None
+) -> Subject:
     import torch
     from transformers.utils import logging
 
@@ -98,14 +100,16 @@ def methods() -> None:
 @app.command()
 def bench(
     model: ModelOption = None,
-    methods: Annotated[str, typer.Option(help="Comma-separated names; default: all. `random` and `downsample` always run.")] = "",
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated names; default: all. `random` and `downsample` always run.")
+    ] = "",
     keep: Annotated[
         str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
     ] = "0.5,0.25,0.11",
     limit: Annotated[
         int, typer.Option(min=0, help="Held-out pictures, each with one question of all 8 kinds; 0: all 200.")
     ] = 24,
-    json: Annotated[Path | None, typer.Option(help="Write the raw records as JSON lines; `tokenprune report` reads them.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write raw records as JSON lines, for `tokenprune report`.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with tables and plot in one HTML file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
     repeats: Annotated[int, typer.Option(min=0, help="Timed runs of each method and keep; 0: no timing.")] = 7,
@@ -114,7 +118,8 @@ def bench(
     threads: ThreadsOption = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     suffix: Annotated[
-        str | None, typer.Option(help="Added to every question; default: a request for a short answer, unless the model is ours.")
+        str | None,
+        typer.Option(help="Added to every question; default: a request for a short answer, unless the model is ours."),
     ] = None,
 ) -> None:
     """Measure accuracy per kind of question, tokens, FLOPs, KV bytes and time of methods, against no pruning."""
@@ -173,7 +178,7 @@ def show(
     image: Annotated[Path, typer.Argument(help="Any picture.")],
     method: Annotated[str, typer.Option(help="A name out of `tokenprune methods`.")] = "dart",
     keep: Annotated[str, typer.Option(help="Share of the visual tokens, or a whole number of them.")] = "0.25",
-    question: Annotated[str, typer.Option(help="What to ask; some methods choose by it.")] = "what color is the circle?",
+    question: Annotated[str, typer.Option(help="Some methods choose by it.")] = "what color is the circle?",
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("tokenprune.png"),
     model: ModelOption = None,
     device: DeviceOption = None,
@@ -189,7 +194,8 @@ def show(
     try:
         picture = Image.open(image).convert("RGB")
     except (OSError, UnidentifiedImageError) as error:
-        raise TokenPruneError(f"cannot read {image} as a picture: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise TokenPruneError(f"cannot read {image} as a picture: {reason}") from error
     subject = _load(model, device, threads, suffix="")
     from tokenprune.bench import draw
 
@@ -201,7 +207,8 @@ def show(
     console = _console()
     console.print(f"{question}  unpatched: {shown.before!r}  {method} {share:g}: {shown.after!r}", markup=False)
     average = shown.stats.visual_tokens_average
-    console.print(f"visual tokens: {shown.tokens_in} → {shown.tokens_out}, {average:.0f} on average over the decoder's layers")
+    counts = f"{shown.tokens_in} → {shown.tokens_out}"
+    console.print(f"visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
     console.print(f"written: {out}", markup=False, soft_wrap=True)
 
 
@@ -211,8 +218,9 @@ def _keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
     except ValueError:
         keeps = ()
     if not keeps or (one and len(keeps) > 1):
-        wanted = "one number" if one else "numbers, with commas between them"
-        raise TokenPruneError(f"--keep {text!r} is not {wanted}: shares such as 0.25, or whole numbers of tokens per image")
+        wanted = "one number" if one else "numbers with commas between them"
+        hint = "a share such as 0.25, or a whole number of tokens per image"
+        raise TokenPruneError(f"--keep {text!r} is not {wanted}: use {hint}")
     return keeps
 
 
@@ -230,10 +238,11 @@ def _progress() -> Iterator[Any]:
 
         yield line
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich import progress as bars
 
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    times = (bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
+    columns = (bars.TextColumn("{task.description:<18}"), bars.BarColumn(), bars.MofNCompleteColumn(), *times)
+    with bars.Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")
         yield lambda label, done, total: progress.update(task, description=label, completed=done, total=total)
 

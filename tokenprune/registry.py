@@ -76,7 +76,8 @@ def _problem(name: str, cls: type, needs: frozenset[str]) -> str | None:
         return "a name is a lower-case identifier, like its module"
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
         return "the class must derive from tokenprune.Method"
-    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:
+    own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist
+    if own is None or not own.frozen:
         return "decorate the class with @dataclass(frozen=True) below @register(...)"
     if not (cls.__dict__.get("__doc__") or "").strip() or cls.__doc__.startswith(f"{cls.__name__}("):
         return "the class needs a docstring; its first sentence is what `tokenprune methods` prints"

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from demo_model import ID
+from demo_model import GRID, ID, PATCH
 from targets import letter_labels, patch_labels
 
-from tokenprune.bench.scenes import KINDS, Question, Scene, draw_scene, load_photos
+from tokenprune.bench.scenes import KINDS, SIZE, Question, Scene, draw_scene, load_photos
 
 PREFIX = [ID["<bos>"], ID["user"], ID[":"]]
 COUNT_WEIGHT = {"0": 1.0, "1": 1.0, "2": 1.3, "3": 3.5, "4": 3.5}
@@ -33,6 +33,14 @@ def words(text: str) -> list[int]:
     return [ID[word] for word in re.findall(r"\w+(?:-\w+)*|[^\w\s]", text)]
 
 
+def straddles(scene: Scene, question: Question) -> bool:
+    """Whether the two things of a grounding question lie in different halves of the picture, which is easier."""
+    axis = 0 if "left" in question.text or "right" in question.text else 1
+    target = next(item for item in scene.items if item.box == question.boxes[0])
+    ends = [item.center[axis] for item in scene.items if item.what == target.what]
+    return min(ends) < SIZE / 2 < max(ends)
+
+
 def choose(rng: np.random.Generator, scene: Scene, mix: dict[str, int]) -> list[Question]:
     """Up to ``mix[kind]`` questions of each kind, with the answers of presence and count evened out."""
     chosen = []
@@ -47,9 +55,20 @@ def choose(rng: np.random.Generator, scene: Scene, mix: dict[str, int]) -> list[
             weight = np.where(yes, 0.5 / max(yes.sum(), 1), 0.5 / max((~yes).sum(), 1))
         elif kind == "count":
             weight = np.array([COUNT_WEIGHT[q.answer] for q in pool])
+        elif kind == "grounding":
+            weight = np.array([1.0 if straddles(scene, q) else 0.3 for q in pool])
         picks = rng.choice(len(pool), n, replace=kind == "presence", p=weight / weight.sum())
         chosen += [pool[i] for i in sorted(set(picks.tolist()))]
     return [chosen[i] for i in rng.permutation(len(chosen))]
+
+
+def evidence(scene: Scene, question: Question) -> np.ndarray | None:
+    """Patches of the one thing that a question about a small thing or one of two things is about, else None."""
+    if question.kind not in ("small", "grounding"):
+        return None
+    number = 1 + [item.box for item in scene.items].index(question.boxes[0])
+    cover = scene.owner.reshape(GRID, PATCH, GRID, PATCH).transpose(0, 2, 1, 3).reshape(GRID * GRID, -1)
+    return (cover == number).mean(1) > 0.1
 
 
 def draw_batch(seed: tuple[int, ...], stage: int, size: int, mix: dict[str, int], split: str = "train") -> tuple:
@@ -60,7 +79,7 @@ def draw_batch(seed: tuple[int, ...], stage: int, size: int, mix: dict[str, int]
     if stage < 3:
         labels, present = zip(*(patch_labels(s) for s in scenes), strict=True)
         return pixels, np.stack(labels), np.stack(present), np.stack([letter_labels(s) for s in scenes])
-    return pixels, [[(q.kind, q.text, q.answer) for q in choose(rng, s, mix)] for s in scenes]
+    return pixels, [[(q.kind, q.text, q.answer, evidence(s, q)) for q in choose(rng, s, mix)] for s in scenes]
 
 
 def _work(queue, seed: int, stage: int, start: int, size: int, mix: dict[str, int]) -> None:
@@ -99,18 +118,21 @@ def pack(questions: list[list[tuple]], n_image: int) -> dict[str, torch.Tensor]:
     A question sees the prompt's beginning, the picture and itself, and its positions go on from the picture's end; so
     each is computed exactly as if it had been asked alone, for a fraction of the price.
     """
-    rows = []
+    rows, asks, evidence = [], [], []
     for group in questions:
         ids = PREFIX + [ID["<image>"]] * n_image
         segment, position, label, kind = [0] * len(ids), list(range(len(ids))), [-100] * len(ids), [-1] * len(ids)
         begin = len(ids)
-        for s, (name, text, answer) in enumerate(group, 1):
+        for s, (name, text, answer, patches) in enumerate(group, 1):
             asked = [*words(text), ID["assistant"], ID[":"]]
             ids += [*asked, ID[answer]]
             label += [-100] * (len(asked) - 1) + [ID[answer], ID["<eos>"]]
             segment += [s] * (len(asked) + 1)
             position += range(begin, begin + len(asked) + 1)
             kind += [-1] * (len(asked) - 1) + [KINDS.index(name), -1]
+            if patches is not None and patches.any():
+                asks.append((len(rows), len(kind) - 2))
+                evidence.append(patches)
         rows.append((ids, segment, position, label, kind))
     length = max(len(r[0]) for r in rows)
     fill = (ID["<pad>"], -1, 0, -100, -1)
@@ -118,4 +140,7 @@ def pack(questions: list[list[tuple]], n_image: int) -> dict[str, torch.Tensor]:
     ids, segment, position, label, kind = columns
     same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
     mask = (same & torch.ones(length, length, dtype=torch.bool).tril())[:, None]
-    return {"ids": ids, "mask": mask, "position": position, "label": label, "kind": kind}
+    packed = {"ids": ids, "mask": mask, "position": position, "label": label, "kind": kind}
+    if asks:
+        packed |= {"asks": torch.tensor(asks), "evidence": torch.from_numpy(np.stack(evidence)).float()}
+    return packed

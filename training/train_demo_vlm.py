@@ -36,6 +36,8 @@ def arguments() -> argparse.Namespace:
     add("--decay", default="0.4,0.5,0.15,0.5", help="last share of each of these stages in which the rate falls")
     add("--mix", default="", help="questions per picture, such as position=3,count=1 (others keep their default)")
     add("--thaw", type=float, default=0.0, help="last share of stage 4 in which the tower learns too, at a tenth")
+    add("--guide", type=float, default=0.4, help="first share of stage 4 in which attention is led to the evidence")
+    add("--guide-weight", type=float, default=1.0)
     add("--threads", type=int, default=1)
     add("--eval-seconds", type=float, default=200)
     add("--run", type=Path, default=Path("runs/demo_vlm"), help="folder of the resumable state")
@@ -49,8 +51,8 @@ def tower_features(model, pixels: torch.Tensor) -> torch.Tensor:
     return model.model.vision_tower(pixels).last_hidden_state
 
 
-def answer_logits(model, hidden: torch.Tensor, packed: dict[str, torch.Tensor], pool: bool) -> torch.Tensor:
-    """Logits at every position that has a label."""
+def answer_logits(model, hidden: torch.Tensor, packed: dict[str, torch.Tensor], pool: bool) -> tuple:
+    """Logits at every position that has a label, and the attentions if they are computed explicitly."""
     core = model.model
     image = core.multi_modal_projector(hidden[:, 1:])
     if pool:
@@ -59,10 +61,30 @@ def answer_logits(model, hidden: torch.Tensor, packed: dict[str, torch.Tensor], 
     embeds = core.language_model.embed_tokens(packed["ids"])
     begin = 3
     embeds = torch.cat([embeds[:, :begin], image, embeds[:, begin + image.shape[1] :]], 1)
+    mask, guided = packed["mask"], core.language_model.config._attn_implementation == "eager"
     out = core.language_model(
-        inputs_embeds=embeds, attention_mask=packed["mask"], position_ids=packed["position"], use_cache=False
+        inputs_embeds=embeds,
+        attention_mask=torch.zeros(mask.shape).masked_fill(~mask, -1e9) if guided else mask,
+        position_ids=packed["position"],
+        use_cache=False,
+        output_attentions=guided,
     )
-    return model.lm_head(out.last_hidden_state[packed["label"] != -100])
+    logits = model.lm_head(out.last_hidden_state[packed["label"] != -100])
+    return logits, out.attentions
+
+
+def guidance(attentions, packed: dict[str, torch.Tensor], layers=(1, 2, 3), begin: int = 3) -> torch.Tensor:
+    """How little of the attention of the answering token falls on the evidence, for the kinds that record it."""
+    row, column = packed["asks"].T
+    evidence = packed["evidence"]
+    if packed["pooled"]:
+        evidence = evidence.reshape(-1, GRID // 2, 2, GRID // 2, 2).amax((2, 4)).flatten(1)
+    patches = evidence.shape[1]
+    masses = [
+        (attentions[layer][row, :, column, begin : begin + patches] * evidence[:, None]).sum(-1).mean(1)
+        for layer in layers
+    ]
+    return -torch.stack(masses).clamp(min=1e-4).log().mean()
 
 
 @torch.no_grad()
@@ -78,7 +100,7 @@ def evaluate(model, stage: int, head: PatchHead, pictures: int = 96) -> dict[str
             patch.append((hidden, torch.from_numpy(batch[1]), torch.from_numpy(batch[2])))
             continue
         packed = pack(batch[1], GRID**2 // (4 if stage == 3 else 1))
-        logits = answer_logits(model, hidden, packed, stage == 3)
+        logits, _ = answer_logits(model, hidden, packed, stage == 3)
         chosen = packed["label"] != -100
         good, kind = logits.argmax(-1) == packed["label"][chosen], packed["kind"][chosen]
         for i, name in enumerate(KINDS):
@@ -106,12 +128,24 @@ def train_stage(model, head, stage: int, seconds: float, size: int, top: float, 
     rest = [p for n, p in model.named_parameters() if not n.startswith("model.vision_tower.")]
     groups = [{"params": [*tower.parameters(), *head.parameters()]}] if stage == 1 else [{"params": rest}]
     optimizer = torch.optim.AdamW(groups, lr=top, weight_decay=0.02, betas=(0.9, 0.98))
-    start, step, mean, thawed = log.step(stage), 0, None, False
+    start, step, mean, gap, thawed = log.step(stage), 0, None, None, False
     batches = Batches(args.seed, stage, start, size, mix)
     log.write(
-        event="start", stage=stage, seconds=seconds, batch=size, lr=top, decay=decay, thaw=args.thaw, seed=args.seed,
-        mix=mix, first_batch=start, threads=torch.get_num_threads(),
-    )  # fmt: skip
+        event="start",
+        stage=stage,
+        seconds=seconds,
+        batch=size,
+        lr=top,
+        decay=decay,
+        thaw=args.thaw,
+        guide=args.guide,
+        seed=args.seed,
+        mix=mix,
+        first_batch=start,
+        threads=torch.get_num_threads(),
+    )
+    guided = stage == 4 and args.guide > 0
+    model.model.language_model.set_attn_implementation("eager" if guided else "sdpa")
     begin = last = time.time()
     for batch in batches:
         progress = (time.time() - begin) / seconds
@@ -122,27 +156,38 @@ def train_stage(model, head, stage: int, seconds: float, size: int, top: float, 
             optimizer.add_param_group({"params": list(tower.parameters())})
             log.write(event="thaw", stage=stage, step=start + step)
             thawed = True
+        if guided and progress > args.guide:
+            guided = False
+            model.model.language_model.set_attn_implementation("sdpa")
+            log.write(event="guide off", stage=stage, step=start + step)
         for i, group in enumerate(optimizer.param_groups):
             group["lr"] = top * rate(progress, step, decay, 30 if start else 100) * (0.1 if i else 1.0)
         with torch.set_grad_enabled(stage == 1 or thawed):
             hidden = tower_features(model, to_pixels(batch[0]))
         if stage == 1:
-            loss = head.loss(hidden, *map(torch.from_numpy, batch[1:]))
+            loss = plain = head.loss(hidden, *map(torch.from_numpy, batch[1:]))
         elif stage == 2:
-            loss, _ = word_loss(model, hidden, torch.from_numpy(batch[1]))
+            loss = plain = word_loss(model, hidden, torch.from_numpy(batch[1]))[0]
         else:
-            packed = pack(batch[1], GRID**2 // (4 if stage == 3 else 1))
-            logits = answer_logits(model, hidden, packed, stage == 3)
+            pooled = stage == 3 or (guided and step % 3 != 0)
+            packed = pack(batch[1], GRID**2 // (4 if pooled else 1)) | {"pooled": pooled}
+            logits, attentions = answer_logits(model, hidden, packed, pooled)
             target = packed["label"][packed["label"] != -100]
-            loss = F.cross_entropy(logits, target)
+            loss = plain = F.cross_entropy(logits, target)
+            if guided and "asks" in packed:
+                led = guidance(attentions, packed)
+                loss = loss + args.guide_weight * led
+                gap = led.item() if gap is None else 0.97 * gap + 0.03 * led.item()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
         optimizer.step()
         step += 1
-        mean = loss.item() if mean is None else 0.97 * mean + 0.03 * loss.item()
+        mean = plain.item() if mean is None else 0.97 * mean + 0.03 * plain.item()
         if time.time() - last > args.eval_seconds or start + step in (30, 100):
-            log.write(stage=stage, step=start + step, loss=round(mean, 4), accuracy=evaluate(model, stage, head))
+            extra = {} if gap is None else {"guide": round(gap, 4)}
+            accuracy = evaluate(model, stage, head)
+            log.write(stage=stage, step=start + step, loss=round(mean, 4), **extra, accuracy=accuracy)
             log.save(model, head, stage, start + step)
             last = time.time()
     batches.close()

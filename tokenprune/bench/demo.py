@@ -44,16 +44,17 @@ def run(subject: Subject) -> list[Table]:
         ]
         rows.append([Cell(example.path.name), Cell(example.question), Cell(example.answer), *cells])
     titles = [name if name == UNPATCHED else f"{name} {KEEP}" for name in names]
-    first = Table(f"{subject.environment()['model']}: answers (wrong ones in red)", ("picture", "question", "gold", *titles), rows)
+    title = f"{subject.name}: answers (wrong ones in red)"
+    first = Table(title, ("picture", "question", "gold", *titles), rows)
 
     rows = []
     whole = costs[UNPATCHED]
     for name, title in zip(names, titles, strict=True):
-        record, median = costs[name].record(whole), statistics.median(times[name])
+        record, median, n = costs[name].record(whole), statistics.median(times[name]), len(examples)
         rows.append([
             Cell(title),
-            Cell(f"{record['visual_tokens_out'] / len(examples):.0f} of {record['visual_tokens_in'] / len(examples):.0f}"),
-            Cell(f"{record['visual_tokens_average'] / len(examples):.0f}"),
+            Cell(f"{record['visual_tokens_out'] / n:.0f} of {record['visual_tokens_in'] / n:.0f}"),
+            Cell(f"{record['visual_tokens_average'] / n:.0f}"),
             Cell(f"{record['prefill_flops_ratio']:.0%}"),
             Cell(f"{1000 * median:.0f} ms ({statistics.median(times[UNPATCHED]) / median:.2f}x)"),
         ])  # fmt: skip

@@ -74,8 +74,10 @@ def grid_of(subject: Subject, inputs: dict[str, Any]) -> tuple[int, int]:
 
 
 def patches(subject: Subject, inputs: dict[str, Any], stats: tokenprune.Stats) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each visual token of the one picture, whether it is kept (bool) and its group (int; a kept token and what
-    was merged into it share a number, a token that was dropped has -1)."""
+    """Return, for each visual token of the one picture, whether it is kept (bool) and its group (int).
+
+    A kept token and what was merged into it share a number; a token that was dropped has -1.
+    """
     (mask,) = (mask for mask in subject.adapter.visual_mask(inputs).values() if mask.any())
     place = mask[0].nonzero().flatten().tolist()
     index = {position: number for number, position in enumerate(place)}
@@ -104,8 +106,8 @@ def seen_picture(subject: Subject, inputs: dict[str, Any], image: Image.Image) -
 def draw(picture: Image.Image, kept: np.ndarray, groups: np.ndarray) -> Image.Image:
     """Darken what is dropped and outline what is kept.
 
-    kept, groups: `[height, width]`, see `patches`. Where tokens are merged, groups are outlined in yellow, and a dot marks the
-    token that stands for its group.
+    kept, groups: `[height, width]`, see `patches`. Where tokens are merged, groups are outlined in yellow, and a dot
+    marks the token that stands for its group.
     """
     height, width = kept.shape
     picture = picture.resize((width * CELL, height * CELL), Image.Resampling.BICUBIC)
@@ -139,5 +141,3 @@ def draw(picture: Image.Image, kept: np.ndarray, groups: np.ndarray) -> Image.Im
                 middle = (left + CELL // 2, top + CELL // 2)
                 pen.ellipse((middle[0] - 3, middle[1] - 3, middle[0] + 3, middle[1] + 3), fill=color)
     return drawing
-
-

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter, adapter_for
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "demo_vlm"
-# Models that were not trained on our questions answer in sentences unless they are asked not to; LLaVA's own words for it.
+# Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
 SHORT = "\nAnswer the question using a single word or phrase."
 
 
@@ -47,12 +48,12 @@ class Subject:
 
     def inputs(self, images: Sequence[Image.Image], questions: Sequence[str]) -> dict[str, Any]:
         """Return the model's arguments for a left-padded batch, one picture and one question a row."""
-        chats = [
-            [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text + self.suffix}]}]
-            for image, text in zip(images, questions, strict=True)
+        contents = [
+            [{"type": "image", "image": image}, {"type": "text", "text": question + self.suffix}]
+            for image, question in zip(images, questions, strict=True)
         ]
         inputs = self.processor.apply_chat_template(
-            chats,
+            [[{"role": "user", "content": content}] for content in contents],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -85,6 +86,7 @@ class Subject:
             "weights": self.weights,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "machine": platform.machine(),
+            "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "attention": self.adapter.text_config._attn_implementation,
@@ -95,10 +97,12 @@ class Subject:
         }
 
 
-def load(model: str | None = None, *, device: str | None = None, dtype: str = "auto", suffix: str | None = None) -> Subject:
+def load(
+    model: str | None = None, *, device: str | None = None, dtype: str = "auto", suffix: str | None = None
+) -> Subject:
     """Load the shipped model (`None`), or a local directory or hub id.
 
-    device: where torch shall put it; default: a CUDA device if there is one. dtype: "auto" or the name of a torch dtype.
+    device: where torch shall put it; default: a CUDA device if there is one. dtype: "auto" or the name of a dtype.
     suffix: text added to every question; default: nothing for the shipped model, `SHORT` for others.
     Raises TokenPruneError where the model cannot be loaded, UnsupportedModelError where it cannot be patched.
     """
@@ -108,10 +112,12 @@ def load(model: str | None = None, *, device: str | None = None, dtype: str = "a
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise TokenPruneError(f"{dtype!r} is no torch dtype: use auto, float32, bfloat16 or float16")
     try:
-        loaded = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        number = dtype if dtype == "auto" else getattr(torch, dtype)
+        loaded = AutoModelForImageTextToText.from_pretrained(source, dtype=number)
         processor = AutoProcessor.from_pretrained(source)
     except (OSError, ValueError, ImportError) as error:
-        raise TokenPruneError(f"cannot load {model or 'the shipped model'}: {str(error).strip().splitlines()[0]}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TokenPruneError(f"cannot load {model or 'the shipped model'}: {reason}") from error
     if getattr(processor, "chat_template", None) is None:
         raise TokenPruneError(f"the processor of {model} has no chat template, so questions cannot be put to it")
     processor.tokenizer.padding_side = "left"

@@ -42,7 +42,7 @@ def plot_png(results: Results) -> bytes:
         rows = sorted(rows, key=lambda row: row.tokens_average)
         shares = [row.overall for row in rows]
         baseline = method in MARKS
-        axes.errorbar(
+        _, caps, bars = axes.errorbar(
             [row.tokens_average for row in rows],
             [100 * share.value for share in shares],
             yerr=[[100 * (s.value - s.low) for s in shares], [100 * (s.high - s.value) for s in shares]],
@@ -51,9 +51,13 @@ def plot_png(results: Results) -> bytes:
             color=("0.25" if method == "random" else "0.55") if baseline else f"C{index % 10}",
             linestyle="--" if baseline else "-",
             linewidth=1.5,
-            elinewidth=0.6,
+            markersize=5,
+            elinewidth=0.8,
             capsize=2,
         )
+        # Methods at the same keep stand on the same spot of the axis, one over the other.
+        for artist in (*caps, *bars):
+            artist.set_alpha(0.3)
     whole = results.baseline
     axes.axhline(100 * whole.overall.value, color="black", linewidth=0.8)
     axes.annotate(
@@ -79,7 +83,8 @@ def html_report(results: Results) -> str:
         "<!doctype html>\n<html lang=en><meta charset=utf-8><title>tokenprune benchmark</title>\n"
         f"<style>{_STYLE}</style>\n<h1>tokenprune benchmark</h1>\n"
         + "\n".join(to_html(table) for table in tables(results))
-        + f'\n<h2>Accuracy against visual tokens</h2>\n<img alt="accuracy against tokens" src="data:image/png;base64,{picture}">'
+        + "\n<h2>Accuracy against visual tokens</h2>\n"
+        + f'<img alt="accuracy against visual tokens" src="data:image/png;base64,{picture}">'
         + f"\n<h2>Run</h2>\n<pre>{config}</pre>\n</html>\n"
     )
 

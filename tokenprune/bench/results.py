@@ -91,7 +91,8 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     if not records or not isinstance(records[0], dict) or records[0].get("record") != "header":
         raise TokenPruneError(f"{path} was not written by `tokenprune bench --json`: its first line is no header")
     if records[0].get("schema") != SCHEMA:
-        raise TokenPruneError(f"{path} has schema {records[0].get('schema')}, this version reads {SCHEMA}: run the bench again")
+        found = records[0].get("schema")
+        raise TokenPruneError(f"{path} has schema {found}, this version reads {SCHEMA}: run the bench again")
     return records
 
 
@@ -101,7 +102,7 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
     results = [record for record in rest if record["record"] == "result"]
     base = next((record for record in results if record["method"] == UNPATCHED), None)
     if base is None:
-        raise TokenPruneError("these records hold no result of the unpatched model, so there is nothing to compare with")
+        raise TokenPruneError("these records hold no result of the unpatched model to compare with")
     places = _places(header)
     before = {kind: pooled_interval(_pick(base["right"], places[kind]))[0] for kind in places}
     rivals = {(one["method"], one["keep"]): one["right"] for one in results if one["method"] in MARKS}

@@ -42,8 +42,7 @@ def pooled_interval(answers: Sequence[str]) -> tuple[float, float, float]:
 
 
 def interleaved(answers: Sequence[str]) -> str:
-    """Return one answer a question, question i from seed i mod S, so that a paired test sees every seed and each question
-    once."""
+    """Return one answer a question, question i from seed i mod S: a paired test sees each question once, all seeds."""
     return "".join(answers[index % len(answers)][index] for index in range(len(answers[0])))
 
 
@@ -54,7 +53,7 @@ def discordant(ours: str, theirs: str) -> tuple[int, int]:
 
 
 def better_p(ours: str, theirs: str) -> float:
-    """Return the p-value of McNemar's exact test, one-sided: how likely as many wins are if we are no better than they."""
+    """Return the one-sided p-value of McNemar's exact test: how likely so many wins are if we are no better."""
     wins, losses = discordant(ours, theirs)
     if wins + losses == 0:
         return 1.0

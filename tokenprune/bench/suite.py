@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark: every method at every keep on the held-out questions, as plain records that JSON can hold.
 
-A run yields a header, one record for the unpatched model, and one for each (method, keep): either a "result" or "skipped",
-with the reason. Tables, marks and plots are made from the records alone (results.py), so they can be made anew at any time.
+A run yields a header, one record for the unpatched model, and one for each (method, keep): either a "result", or
+"skipped" with the reason. Tables, marks and plots are made from the records alone (results.py), at any time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Step = Callable[[str, int, int], None]
 class Plan:
     """What to run. The baselines are put in front of `methods`; () means all that are registered.
 
-    pictures: how many held-out pictures, each with one question of every kind; 0: all. seeds: methods that draw at random
-    (that have an option `seed`) answer once with each. repeats: timed runs of each (method, keep); 0: no timing.
+    pictures: how many held-out pictures, each with one question of every kind; 0: all. seeds: methods that draw at
+    random (that have an option `seed`) answer once with each. repeats: timed runs of each (method, keep); 0: no timing.
     """
 
     methods: tuple[str, ...] = ()
@@ -87,8 +87,10 @@ class Cost:
         self.flops += full * stats.prefill_flops_ratio
 
     def record(self, whole: Cost) -> dict[str, Any]:
-        """Return the fields of `Stats`, with every ratio taken against `whole`, what the unpatched model spends on the same
-        questions: a method that acts on pixels does not know what it saved."""
+        """Return the fields of `Stats`, with all ratios taken against the unpatched model on the same questions.
+
+        whole: the cost of the latter. A method that acts on pixels does not know what it saved.
+        """
         record = asdict(self)
         flops = record.pop("flops")
         record["visual_tokens_in"] = whole.visual_tokens_in
@@ -195,7 +197,10 @@ class Bench:
         self, name: str, keep: float | int, options: list[dict[str, int]], answers: list[str], cost: Cost, whole: Cost
     ) -> dict[str, Any]:
         kinds = [example.kind for example in self.examples]
-        correct = {kind: sum(kind == k and a == "1" for one in answers for k, a in zip(kinds, one, strict=True)) for kind in KINDS}
+        correct = dict.fromkeys(KINDS, 0)
+        for one in answers:
+            for kind, answer in zip(kinds, one, strict=True):
+                correct[kind] += int(answer)
         return {
             "record": "result",
             "method": name,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from tokenprune.bench.results import COLLAPSE, UNPATCHED, Results, Row, Share
+from tokenprune.bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, Share
 from tokenprune.bench.significance import LEVEL
 
 FALLEN = "▼"
@@ -41,16 +41,17 @@ def tables(results: Results) -> list[Table]:
 
 def _cost(results: Results) -> Table:
     columns = (
-        "method", "keep", "visual tokens", "layer avg", "prefill FLOPs", "KV cache", "TTFT", "per token", "accuracy %", "95 % CI",
-        "not better than",
+        "method", "keep", "visual tokens", "layer avg", "prefill FLOPs", "KV cache", "TTFT, ms", "per token, ms",
+        "accuracy %", "95 % CI", "no better than",
     )  # fmt: skip
     rows = []
     for row in results.rows:
         name, keep = _label(row)
+        bytes_, full = row.stats["kv_bytes"], row.stats["kv_bytes_full"]
         rows.append([
             *map(Cell, (name, keep, f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}")),
             Cell(f"{row.stats['prefill_flops_ratio']:.0%}"),
-            Cell(f"{_bytes(row.stats['kv_bytes'] / row.questions)} ({row.stats['kv_bytes'] / row.stats['kv_bytes_full']:.0%})"),
+            Cell(f"{_bytes(bytes_ / row.questions)} ({bytes_ / full:.0%})" if full else ""),
             Cell(_time(row, "ttft")),
             Cell(_time(row, "token")),
             Cell(f"{100 * row.overall.value:.1f}"),
@@ -69,10 +70,11 @@ def _kinds(results: Results) -> Table:
         ]
         rows.append([*map(Cell, _label(row)), *cells])
     note = (
-        f"Percent right [95 % Wilson interval]. {FALLEN} (red): more than {100 * COLLAPSE:.0f} points below the unpatched model: "
-        "this kind of question is lost, whatever the mean says."
+        f"Percent right [95 % Wilson interval]. {FALLEN} (red): more than {100 * COLLAPSE:.0f} points below the "
+        "unpatched model: this kind of question is lost, whatever the mean says."
     )
-    return Table("Accuracy by kind of question", ("method", "keep", *results.baseline.kinds), rows, (note,), grouped=True)
+    columns = ("method", "keep", *results.baseline.kinds)
+    return Table("Accuracy by kind of question", columns, rows, (note,), grouped=True)
 
 
 def _label(row: Row) -> tuple[str, str]:
@@ -91,7 +93,8 @@ def _time(row: Row, name: str) -> str:
     """Milliseconds, and the speed-up over the unpatched model on the same input."""
     if row.timing is None:
         return ""
-    return f"{row.timing[f'{name}_ms']['p50']:.1f} ms ({1 / row.timing[f'{name}_ratio']['p50']:.2f}x)"
+    milliseconds = row.timing[f"{name}_ms"]["p50"]
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1}f} ({1 / row.timing[f'{name}_ratio']['p50']:.2f}x)"
 
 
 def _title(results: Results) -> str:
@@ -104,22 +107,29 @@ def _title(results: Results) -> str:
 
 def _cost_notes(results: Results) -> list[str]:
     timing = next((row.timing for row in results.rows if row.timing), None)
+    inside = ", ".join(dict.fromkeys(row.method for row in results.rows if row.site == "IN_LLM")) or "none here"
+    meaning = ", ".join(f"{mark} = not better than {name}" for name, mark in MARKS.items())
     notes = [
-        "Visual tokens: of a picture as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean over the "
-        "decoder's layers. IN_LLM methods "
-        f"({', '.join(dict.fromkeys(r.method for r in results.rows if r.site == 'IN_LLM')) or 'none here'}) see all tokens in "
-        "the layers before their cut: at the same keep they spend more than PRE_LLM ones, so compare at equal layer avg.",
+        "Visual tokens: of a picture as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean "
+        f"over the decoder's layers. IN_LLM methods ({inside}) see all tokens in the layers before their cut: at the "
+        "same keep they spend more than PRE_LLM ones, so compare at equal layer avg.",
         "FLOPs: decoder prefill, closed form, share of unpatched; KV cache: of one question after prefill, measured. "
         "`downsample` saves work in the vision tower too, which only TTFT shows.",
-        f"Not better than: exact one-sided McNemar test at {100 * LEVEL:.0f} % on the same questions at the same keep. "
+        f"No better than: {meaning}, by an exact one-sided McNemar test at {100 * LEVEL:.0f} % on the same questions "
+        "at the same keep. "
         "Methods that draw at random are pooled over "
         f"{len(results.header['plan']['seeds'])} seeds; their intervals count each question once.",
     ]
     if timing:
         notes.append(
-            f"Times: medians of {timing['repeats']} runs of `generate` on {timing['rows']} question(s), vision tower included, "
-            "processor not; in brackets the median speed-up over unpatched runs in turn with them."
+            f"Times: medians of {timing['repeats']} runs of `generate` on {timing['rows']} question(s), vision tower "
+            "included, processor not; in brackets the median speed-up over unpatched runs made in turn."
         )
+        busiest = max(row.timing.get("load") or 0 for row in results.rows if row.timing)
+        cores = results.header["environment"].get("cores") or 1
+        if busiest > 1.25 * cores:
+            load = f"load {busiest:.1f} on {cores} cores"
+            notes.append(f"The machine was busy with other work ({load}): do not rely on these times.")
     for record in results.skipped:
         notes.append(f"Skipped {record['method']} at keep {record['keep']:g}: {record['reason']}")
     return notes
@@ -156,4 +166,5 @@ def to_html(table: Table) -> str:
         for row in table.rows
     )
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in table.notes)
-    return f"<h2>{html.escape(table.title)}</h2>\n<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>\n{notes}"
+    grid = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+    return f"<h2>{html.escape(table.title)}</h2>\n{grid}\n{notes}"

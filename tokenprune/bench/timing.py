@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to first token and time per token, patched against unpatched, in one process and on the same question.
 
-Runs of the two take turns, so that a machine that slows down slows both, and the ratio is taken run by run. What is timed is
-`generate` from pixels to tokens: the vision tower, prefill and decoding, but not the processor.
+Runs of the two take turns, so that a machine that slows down slows both, and the ratio is taken run by run. What is
+timed is `generate` from pixels to tokens: the vision tower, prefill and decoding, but not the processor.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -69,7 +70,8 @@ def compare(
 
     patched: makes a context in which the subject's model is patched. images, questions: one batch.
     Returns quantiles over `repeats` runs each (after one that does not count): ttft_ms and token_ms, the same of the
-    unpatched model, and their ratios, patched / unpatched, each from two runs that follow each other.
+    unpatched model, and their ratios, patched / unpatched, each from two runs that follow each other; load: of the
+    machine, over the last minute.
     """
     full = subject.inputs(images, questions)
     with patched():
@@ -85,7 +87,9 @@ def compare(
                 result = run_once(subject, full)
             if repeat:
                 runs[which].append(result)
-    timing: dict[str, Any] = {"repeats": repeats, "rows": len(images), "new_tokens": NEW_TOKENS}
+    # Other work on the machine shows in the load: a reader can tell which times to trust.
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    timing: dict[str, Any] = {"repeats": repeats, "rows": len(images), "new_tokens": NEW_TOKENS, "load": load}
     for index, name in enumerate(("ttft", "token")):
         ours, theirs = ([run[index] for run in runs[which]] for which in ("patched", "unpatched"))
         timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = quantiles(ours), quantiles(theirs)

@@ -43,10 +43,10 @@ class Dart(Method):
     exact: bool = True
 
     def __post_init__(self) -> None:
-        self._check(isinstance(self.layer, int) and self.layer >= 1, f"layer={self.layer!r} must be an int >= 1")
-        for name, low in (("pivot_image", 1), ("pivot_text", 0)):
-            value = getattr(self, name)
-            self._check(isinstance(value, int) and value >= low, f"{name}={value!r} must be an int >= {low}")
+        self._check_int("layer", 1)
+        self._check_int("pivot_image", 1)
+        self._check_int("pivot_text", 0)
+        self._check(isinstance(self.exact, bool), f"exact={self.exact!r} must be True or False")
 
     @property
     def query_aware(self) -> bool:

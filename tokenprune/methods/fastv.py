@@ -33,7 +33,7 @@ class FastV(Method):
     query: str = "last"
 
     def __post_init__(self) -> None:
-        self._check(isinstance(self.layer, int) and self.layer >= 1, f"layer={self.layer!r} must be an int >= 1")
+        self._check_int("layer", 1)
         self._check(self.query in ("last", "all"), f"query={self.query!r} must be 'last' or 'all'")
 
     @property

@@ -22,6 +22,9 @@ class Random(Method):
 
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        self._check_int("seed")
+
     def score(self, tokens: VisualTokens) -> Tensor:
         scores = torch.zeros(tokens.mask.shape)
         for segment, count in enumerate(tokens.counts):

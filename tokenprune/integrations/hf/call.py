@@ -46,7 +46,8 @@ class Call:
     extras: Any = None
     observation: Observation | None = None
     report: Report | None = None
-    budgets: dict[int, list[int]] = field(default_factory=dict)
+    cuts: set[int] = field(default_factory=set)
+    text: list[int] = field(default_factory=list)
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def padding(self, length: int) -> Tensor | None:
@@ -64,7 +65,7 @@ class Call:
 
     def starts_group(self, layer: int) -> bool:
         """Whether the layers from `layer` on hold other tokens than those before it."""
-        return layer in self.budgets or (
+        return layer in self.cuts or (
             self.reduction is not None and any(first == layer for first, _ in self.reduction.slots)
         )
 

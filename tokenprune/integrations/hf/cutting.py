@@ -33,28 +33,36 @@ class Step:
 
 
 def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, length: int) -> bool:
-    """Work out how many tokens each cut of this call keeps; returns whether any cut removes something."""
-    rows: dict[int, list[int]] = {}
-    for segment, row in enumerate(call.segments.row):
-        rows.setdefault(row, []).append(segment)
-    counts = list(call.segments.counts)
-    text = {row: length - sum(counts[segment] for segment in segments) for row, segments in rows.items()}
+    """Note which steps will cut tokens of this call; returns whether any will."""
+    visual = [0] * (max(call.segments.row) + 1)
+    for row, count in zip(call.segments.row, call.segments.counts, strict=True):
+        visual[row] += count
+    padding = [0] * len(visual)
     if any(step.budget.flops_share is not None for step in steps.values()):
         padding = call.padding_per_row(length)
-        text = {row: tokens - padding[row] for row, tokens in text.items()}
+    call.text = [length - of_row - pads for of_row, pads in zip(visual, padding, strict=False)]
+    counts = call.segments.counts
     for layer, step in steps.items():
-        keep = list(counts)
-        # Row by row, so that a batch gives what its rows give alone.
-        for row, segments in rows.items():
-            of_row = [counts[segment] for segment in segments]
-            wanted = step.budget.resolve(of_row, layer=layer, shape=shape, text_tokens=text[row])
-            for segment, count, number in zip(segments, of_row, wanted, strict=True):
-                own = number if step.budget.is_identity() else step.method.budget(count, number)
-                keep[segment] = min(count, max(1, own))
+        keep = _resolve(call, step, counts, shape)
         if keep != counts:
-            call.budgets[layer] = keep
+            call.cuts.add(layer)
         counts = keep
-    return bool(call.budgets)
+    return bool(call.cuts)
+
+
+def _resolve(call: Call, step: Step, counts: list[int], shape: DecoderShape) -> list[int]:
+    """Return how many of each segment's `counts` tokens a step keeps; row by row, so that a batch gives what its rows
+    give alone."""
+    if step.budget.is_identity():
+        return list(counts)
+    keep = list(counts)
+    for row in dict.fromkeys(call.segments.row):
+        places = [place for place, other in enumerate(call.segments.row) if other == row]
+        of_row = [counts[place] for place in places]
+        wanted = step.budget.resolve(of_row, layer=step.layer, shape=shape, text_tokens=call.text[row])
+        for place, count, number in zip(places, of_row, wanted, strict=True):
+            keep[place] = min(count, max(1, step.method.budget(count, number)))
+    return keep
 
 
 def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
@@ -63,12 +71,18 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     # A model may be spread over devices.
     segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
     call.layout = before
-    tokens = VisualTokens(segments, call.budgets[step.layer], Sources(call, hidden, adapter))
+    # Anew: a method before this one may have kept another number than it was asked for.
+    budget = _resolve(call, step, segments.counts, call.report.shape)
+    tokens = VisualTokens(segments, budget, Sources(call, hidden, adapter))
     with torch.no_grad():
         selection = step.method.select(tokens)
     call.observation = None
     keep = _checked(selection, segments, step.method)
     counts = keep.sum(1).tolist()
+    if not all(counts):
+        raise TokenPruneError(
+            f"{step.method.name}.select() keeps nothing of a picture: keep at least one token of each"
+        )
 
     # Places of the visual tokens in the flattened [B * W].
     places = before.inverse[segments.row_index, segments.position] + segments.row_index * before.width
@@ -93,15 +107,27 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
 
 
 def _checked(selection: Selection, segments: Segments, method: Method) -> Tensor:
-    """Return the selection's `keep`; a third party's method may get it wrong."""
-    keep = selection.keep if isinstance(selection, Selection) else None
-    if keep is None or keep.dtype != torch.bool or keep.shape != segments.mask.shape:
-        found = type(selection).__name__ if keep is None else f"{keep.dtype} {tuple(keep.shape)}"
-        raise TokenPruneError(
-            f"{method.name}.select() must return a Selection whose keep is torch.bool {tuple(segments.mask.shape)}, "
-            f"not {found}"
-        )
-    return keep & segments.mask
+    """Return the selection's `keep`; a third party's method may get any part of it wrong."""
+    shape = segments.mask.shape
+    if not isinstance(selection, Selection):
+        raise TokenPruneError(f"{method.name}.select() must return a Selection, not {type(selection).__name__}")
+    parts = {"keep": (torch.bool,), "assign": (torch.long,), "weight": (torch.float32, torch.float16, torch.bfloat16)}
+    for part, dtypes in parts.items():
+        value = getattr(selection, part)
+        if value is None and part != "keep":
+            continue
+        if not isinstance(value, Tensor) or value.dtype not in dtypes or value.shape != shape:
+            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            wanted = f"{str(dtypes[0]).removeprefix('torch.')} {tuple(shape)}"
+            raise TokenPruneError(f"{method.name}.select(): {part} must be {wanted}, not {found}")
+    keep = selection.keep & segments.mask
+    if selection.assign is not None:
+        target = selection.assign.masked_fill(~segments.mask, -1)
+        inside = (target >= -1) & (target < shape[1])
+        kept = (target < 0) | keep.gather(1, target.clamp(0, shape[1] - 1))
+        if not bool((inside & kept).all()):
+            raise TokenPruneError(f"{method.name}.select(): assign must hold -1 or the index of a token that is kept")
+    return keep
 
 
 def _without(places: Tensor, gone: Tensor, width: int, batch: int) -> Tensor:

@@ -184,7 +184,7 @@ class Engine:
             if call.cache is None and self._uses_cache(kwargs):
                 kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
         call.extras = self.adapter.take_extras(kwargs, call.layout) if call.segments is not None else None
-        if cutting and 0 in call.budgets:
+        if cutting and 0 in call.cuts:
             self._cut_entry(call, kwargs)
         call.arrival = call.layout
         call.open_group(0)
@@ -284,7 +284,7 @@ class Engine:
         if call is None or not call.active:
             return None
         if index and call.starts_group(index):
-            if index in call.budgets:
+            if index in call.cuts:
                 args, kwargs = self._cut_layer(call, index, args, kwargs)
             call.open_group(index)
         if "attention_mask" in kwargs:
@@ -321,7 +321,7 @@ class Engine:
 
     def _observe(self, layer: int, observation: Any) -> None:
         call = self._call()
-        if call is not None and call.active and layer in call.budgets:
+        if call is not None and call.active and layer in call.cuts:
             call.observation = observation
 
 

@@ -45,7 +45,7 @@ class Observation:
 
     def rows(self, index: Tensor) -> Tensor:
         """float32 `[B, H, R, K]`: softmax attention of the queries at `index` (long `[B, R]`, in this call's slots)."""
-        batch, heads, queries, width = self.query.shape
+        batch, heads, _, width = self.query.shape
         kv_heads, keys = self.key.shape[1:3]
         count = index.shape[1]
         query = self.query.gather(2, index[:, None, :, None].expand(batch, heads, count, width)).float()
@@ -55,38 +55,42 @@ class Observation:
         scores = scores.view(batch, heads, count, keys)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        return self._masked(scores, index, queries).softmax(dim=-1)
+        if self.mask is not None and self.mask.is_floating_point():
+            return (scores + self._mask_rows(index).float()).softmax(dim=-1)
+        return scores.masked_fill(~self.visible(index), torch.finfo(scores.dtype).min).softmax(dim=-1)
 
-    def _masked(self, scores: Tensor, index: Tensor, queries: int) -> Tensor:
-        mask, keys = self.mask, scores.shape[-1]
-        lowest = torch.finfo(scores.dtype).min
-        if mask is not None and mask.ndim == 4:
-            mask = mask[..., :keys].expand(scores.shape[0], mask.shape[1], queries, keys)
-            mask = mask.gather(2, index[:, None, :, None].expand(-1, mask.shape[1], -1, keys))
-            return scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask.float()
+    def visible(self, index: Tensor) -> Tensor:
+        """bool `[B, 1 or H, R, K]`: which keys the queries at `index` (long `[B, R]`) may attend to."""
+        if self.mask is not None and self.mask.ndim == 4:
+            rows = self._mask_rows(index)
+            return rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
         # No mask: causal; a 2-D mask (flash): causal and padding.
-        slots = torch.arange(keys, device=scores.device)
-        hidden = slots > (index + (keys - queries))[:, None, :, None]
-        if mask is not None:
-            hidden = hidden | ~mask[:, None, None, -keys:].bool()
-        return scores.masked_fill(hidden, lowest)
+        keys, queries = self.key.shape[2], self.query.shape[2]
+        slots = torch.arange(keys, device=index.device)
+        seen = slots <= (index + (keys - queries))[:, None, :, None]
+        return seen if self.mask is None else seen & self.mask[:, None, None, -keys:].bool()
+
+    def _mask_rows(self, index: Tensor) -> Tensor:
+        """`[B, 1 or H, R, K]`: rows of a 4-D mask."""
+        batch, keys = self.key.shape[0], self.key.shape[2]
+        mask = self.mask[..., :keys].expand(batch, *self.mask.shape[1:3], keys)
+        return mask.gather(2, index[:, None, :, None].expand(-1, mask.shape[1], -1, keys))
 
     def received(self, valid: Tensor, chunk: int = 128) -> Tensor:
-        """float32 `[B, H, Q]`: mean attention that each of this call's tokens receives from itself and later tokens.
+        """float32 `[B, H, Q]`: mean attention that each of this call's tokens receives from the tokens that see it.
 
         valid: bool `[B, Q]`, False for padding queries. Rows are made in chunks, so that memory stays O(Q).
         """
         batch, heads, queries = self.query.shape[:3]
         total = self.query.new_zeros(batch, heads, queries, dtype=torch.float32)
-        seen = valid.new_zeros(batch, queries, dtype=torch.float32)
+        seen = torch.zeros_like(total)
         slots = torch.arange(queries, device=valid.device)
         for start in range(0, queries, chunk):
             index = slots[start : start + chunk].expand(batch, -1)
-            rows = self.rows(index)[..., -queries:]
-            rows = rows.masked_fill(~valid.gather(1, index)[:, None, :, None], 0)
-            total += rows.sum(2)
-            seen += (valid.gather(1, index)[:, :, None] & (slots <= index[:, :, None])).sum(1)
-        return total / seen.clamp(min=1)[:, None]
+            real = valid.gather(1, index)[:, None, :, None]
+            total += self.rows(index)[..., -queries:].masked_fill(~real, 0).sum(2)
+            seen += (self.visible(index)[..., -queries:] & real).sum(2)
+        return total / seen.clamp(min=1)
 
 
 class _ModuleView:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+import tokenprune
+from tokenprune.bench.heldout import FOLDER
+from tokenprune.cli import app
+
+PICTURE = FOLDER / "pictures/000.jpg"
+
+
+def call(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def refused(*arguments: object) -> str:
+    """The one line that an error of ours becomes."""
+    result = call(*arguments, code=2)
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_help_loads_nothing_heavy() -> None:
+    # A time limit would test the machine; what takes the time is importing these.
+    heavy = {"torch", "transformers", "numpy", "PIL", "scipy", "matplotlib", "rich.progress"}
+    code = (
+        "import sys\nfrom tokenprune.cli import main\nsys.argv = ['tokenprune', '--help']\n"
+        f"try: main()\nexcept SystemExit as end: assert not end.code\nprint(sorted({heavy!r} & set(sys.modules)))"
+    )
+    root = str(Path(tokenprune.__file__).parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    *help_text, loaded = done.stdout.strip().splitlines()
+    assert loaded == "[]"
+    for command in ("methods", "demo", "bench", "report", "show"):
+        assert any(command in line for line in help_text)
+
+
+def test_methods_lists_the_registry() -> None:
+    output = call("methods").output
+    assert "query-aware" in output
+    assert "prefix-cache-safe" in output
+    for name in tokenprune.available_methods():
+        info = tokenprune.method_info(name)
+        # The columns wrap; whatever the paper column holds begins like this.
+        (line,) = (line for line in output.splitlines() if line.startswith(f"│ {name} "))
+        assert info.site.name in line
+        assert info.paper[:10] in line
+        assert ("yes" if info.query_aware else "no") in line
+
+
+def test_bench_report_and_their_files(tmp_path: Path) -> None:
+    raw, page, plot = (tmp_path / name for name in ("out.jsonl", "out.html", "out.png"))
+    files = ("--json", raw, "--html", page, "--plot", plot)
+    result = call(
+        "bench", "--methods", "uniform", "--keep", "0.25", "--limit", 1, "--repeats", 0, "--device", "cpu", *files
+    )
+    for text in ("unpatched", "random", "downsample", "uniform", "256 → 64", "≤rnd", "Accuracy by kind", "grounding"):
+        assert text in result.stdout
+    assert "uniform 0.25" in result.stderr  # progress goes where a pipe does not
+    records = [json.loads(line) for line in raw.read_text().splitlines()]
+    assert [one["record"] for one in records] == ["header", *["result"] * 4]
+    assert page.read_text().startswith("<!doctype html>")
+    assert Image.open(plot).format == "PNG"
+    assert str(tmp_path) not in raw.read_text() + page.read_text()
+
+    again = tmp_path / "again.html"
+    assert call("report", raw, "--html", again).stdout == result.stdout
+    assert again.read_text() == page.read_text()
+    assert "| uniform | 0.25 | 256 → 64 |" in call("report", raw, "--markdown").stdout
+
+
+def test_demo_asks_four_questions_before_and_after() -> None:
+    output = call("demo", "--device", "cpu").stdout
+    for text in ("unpatched", "dart 0.25", "divprune 0.25", "random 0.25", "64 of 256", "003.jpg", "100%", "1.00x"):
+        assert text in output
+
+
+def test_show_writes_a_picture(tmp_path: Path) -> None:
+    out = tmp_path / "kept.png"
+    result = call("show", PICTURE, "--method", "divprune", "--keep", "16", "--device", "cpu", "--out", out)
+    assert "256 → 16" in result.output
+    assert str(out) in result.output
+    assert Image.open(out).format == "PNG"
+
+
+def test_errors_are_one_line_that_helps(tmp_path: Path) -> None:
+    assert "did you mean 'dart'" in refused("bench", "--methods", "drat")
+    assert "did you mean 'dart'" in refused("show", PICTURE, "--method", "drat")
+    assert "shares" not in refused("bench", "--keep", "a")
+    assert "0.25" in refused("bench", "--keep", "a")
+    assert "is not one number" in refused("show", PICTURE, "--keep", "0.5,0.25")
+    assert "1.5" in refused("bench", "--keep", "1.5")
+    assert "cannot read" in refused("show", tmp_path / "none.png")
+    text = tmp_path / "text.png"
+    text.write_text("no picture")
+    assert "as a picture" in refused("show", text)
+    assert "cannot read" in refused("report", tmp_path / "none.jsonl")
+    assert "cannot load" in refused("demo", "--model", tmp_path)
+    assert "cannot write" in refused("bench", "--limit", 1, "--device", "cpu", "--json", tmp_path / "no" / "out.jsonl")
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    assert "tokenprune-vlm[bench]" in refused("bench")
+
+
+def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(tokenprune, "available_methods", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        call("methods")

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each method inside real models keeps what a naive loop over the unpatched model's own tensors would keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from conftest import MODEL_METHODS, pieces
+from test_methods import naive_dart, naive_divprune
+from zoo import FAMILIES, Family
+
+
+@torch.no_grad()
+def look_inside(family: Family, model: Any, inputs: Any, layer: int) -> tuple[Tensor, Any]:
+    """The unpatched model's hidden states at the input of `layer` (0: the embeddings), and its output."""
+    seen: list[Tensor] = []
+    module = model.get_submodule(family.decoder).layers[layer]
+
+    def look(module: Any, args: tuple, kwargs: dict) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    handle = module.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        out = model(**inputs, output_attentions=model.config._attn_implementation == "eager")
+    finally:
+        handle.remove()
+    return seen[0], out
+
+
+def kept_of(model: Any, inputs: Any, method: str, keep: float, **options: Any) -> list[set[int]]:
+    with torch.no_grad(), tokenprune.patched(model, method, keep=keep, record=True, **options):
+        model(**inputs)
+        return [set(row) for row in tokenprune.stats(model).cuts[0].kept]
+
+
+def compare(kept: list[set[int]], family: Family, inputs: Any, choose: Any) -> None:
+    for row, row_pieces in enumerate(pieces(family, inputs)):
+        for piece in row_pieces:
+            want = {piece[i] for i in choose(row, piece, max(1, round(0.3 * len(piece))))}
+            assert kept[row] & set(piece) == want
+
+
+def test_divprune_in_a_model(family: Family, model) -> None:
+    inputs = family.make_inputs(images=(1, 2))
+    embeds, _ = look_inside(family, model, inputs, 0)
+    kept = kept_of(model, inputs, "divprune", 0.3)
+    compare(kept, family, inputs, lambda row, piece, k: naive_divprune(embeds[row, piece], k))
+
+
+@pytest.mark.parametrize("texts", [4, 0])
+@torch.no_grad()
+def test_dart_in_a_model(texts: int, family: Family, model) -> None:
+    inputs = family.make_inputs(images=(1, 2))
+    hidden, out = look_inside(family, model, inputs, 2)
+    normed = model.get_submodule(family.decoder).norm(hidden)
+    keys = out.past_key_values.layers[1].keys.transpose(1, 2).flatten(2)
+    text = inputs["attention_mask"].bool() & ~family.visual_mask(model, inputs)
+
+    def choose(row: int, piece: list[int], keep: int) -> list[int]:
+        behind = [i for i in text[row].nonzero().flatten().tolist() if i > piece[-1]]
+        text_states, text_keys = normed[row, behind], keys[row, behind]
+        return naive_dart(normed[row, piece], keys[row, piece], text_states, text_keys, keep, texts=texts)
+
+    compare(kept_of(model, inputs, "dart", 0.3, pivot_text=texts), family, inputs, choose)
+
+
+@pytest.mark.parametrize("query", ["last", "all"])
+@pytest.mark.parametrize("layer", [1, 2, 3])
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_fastv_in_a_model(query: str, layer: int, padding: str, family: Family, build) -> None:
+    """Ranked as the attention weights of an eager model rank, on either back end."""
+    inputs = family.make_inputs(images=(1, 2), padding=padding)
+    attention = look_inside(family, build(family, "eager"), inputs, 0)[1].attentions[layer - 1].mean(1)
+    real = inputs["attention_mask"].bool()
+
+    def choose(row: int, piece: list[int], keep: int) -> list[int]:
+        places = real[row].nonzero().flatten()
+        if query == "last":
+            score = attention[row, places[-1], piece]  # zeros where a sliding window ends: ties go to the first
+        else:
+            rows = attention[row][places][:, piece]
+            score = rows.sum(0) / (rows > 0).sum(0)  # the mean over those who may see it
+        return score.argsort(descending=True, stable=True)[:keep].tolist()
+
+    for attn in ("eager", "sdpa"):
+        kept = kept_of(build(family, attn), inputs, "fastv", 0.3, layer=layer, query=query)
+        compare(kept, family, inputs, choose)
+
+
+CONFIGURED = [*map(tokenprune.method, MODEL_METHODS), tokenprune.method("dart", pivot_text=0)]
+
+
+def asked_twice(family: Family, model: Any, method: Any) -> tuple[list[set[int]], list[set[int]]]:
+    inputs = family.make_inputs(images=(2, 1))
+    other = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    other["input_ids"][:, -4:] = torch.arange(100, 104)
+    return kept_of(model, inputs, method, 0.3), kept_of(model, other, method, 0.3)
+
+
+@pytest.mark.parametrize("method", [one for one in CONFIGURED if one.prefix_cache_safe], ids=str)
+def test_another_question_same_tokens(method: Any, family: Family, model) -> None:
+    """What is safe with a prefix cache keeps the same tokens whatever is asked behind the picture."""
+    one, other = asked_twice(family, model, method)
+    assert one == other
+
+
+@pytest.mark.parametrize("method", [one for one in CONFIGURED if one.query_aware], ids=str)
+def test_another_question_other_tokens(method: Any, build) -> None:
+    answers = [asked_twice(family, build(family), method) for family in FAMILIES.values()]
+    assert any(one != other for one, other in answers)
