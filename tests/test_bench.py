@@ -16,7 +16,13 @@ from tokenprune.bench import draw, results, significance, suite, tables, timing
 from tokenprune.bench.model import Subject, load
 from tokenprune.bench.plot import html_report, plot_png
 from tokenprune.bench.scenes import KINDS
-from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError, UnsupportedModelError
+from tokenprune.errors import (
+    OptionError,
+    TokenPruneError,
+    UnknownMethodError,
+    UnsupportedModelError,
+    UnsupportedSetupError,
+)
 
 # -- statistics ------------------------------------------------------------------------------------------------------
 
@@ -338,3 +344,15 @@ def test_the_picture_shown_is_the_crop_that_the_model_sees(subject: Subject) -> 
     seen = draw.seen_picture(subject, subject.inputs([wide], ["is there a star?"]), wide)
     assert seen.size == (224, 224)
     assert np.asarray(seen)[10:-10, 10:-10].reshape(-1, 3).mean(0) == pytest.approx((0, 0, 255), abs=2)
+
+
+def test_pictures_that_are_no_single_grid_are_refused(subject: Subject) -> None:
+    inputs = subject.inputs([noise()], ["is there a star?"])
+    assert draw.grid_of(subject, inputs) == (16, 16)
+    tiles = inputs["pixel_values"].expand(2, -1, -1, -1)
+    for pixels in (tiles, tiles[None]):
+        with pytest.raises(UnsupportedSetupError, match="tiles"):
+            draw.grid_of(subject, inputs | {"pixel_values": pixels})
+    first = int((inputs["input_ids"][0] == subject.model.config.image_token_id).nonzero()[0])
+    with pytest.raises(UnsupportedSetupError, match="255 visual tokens"):
+        draw.grid_of(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]})
