@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from conftest import MODEL_METHODS
-from tokenprune import Selection, VisualTokens
+from conftest import METHODS, MODEL_METHODS
+from tokenprune import Selection, Site, VisualTokens, registry
 from tokenprune.tokens import Segments
 
 
@@ -201,3 +202,16 @@ def test_top() -> None:
     for keep, want in (([1, 1], [[1], [0]]), ([2, 2], [[1, 2], [0, 1]]), ([4, 3], [[0, 1, 2, 3], [0, 1, 2]])):
         got = Selection.top(score, made_up([5, 3], keep)).keep
         assert [row.nonzero().flatten().tolist() for row in got] == want
+
+
+def test_methods_are_frozen_and_described() -> None:
+    for name in METHODS:
+        info = tokenprune.method_info(name)
+        assert info.summary.endswith((".", "!")) and len(info.summary) < 300
+        assert info.paper and info.site in Site and info.needs <= registry.NEEDS
+        method = tokenprune.method(name)
+        assert method.name == name and method == tokenprune.method(name, **info.options)
+        assert not (method.query_aware and method.prefix_cache_safe)
+        for option in info.options:
+            with pytest.raises(FrozenInstanceError):
+                setattr(method, option, 1)

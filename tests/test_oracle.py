@@ -74,7 +74,7 @@ def test_other_layers(method: str, layer: int, family: Family, model) -> None:
 
 
 @pytest.mark.parametrize("method", MODEL_METHODS)
-@pytest.mark.parametrize("batch", ["ragged", "one row", "right", "text beside"])
+@pytest.mark.parametrize("batch", ["ragged", "one row"])
 def test_generate(method: str, family: Family, model, batch: str) -> None:
     inputs = family.make_inputs(**BATCHES[batch])
     with tokenprune.patched(model, method, keep=0.3, record=True):
@@ -84,6 +84,12 @@ def test_generate(method: str, family: Family, model, batch: str) -> None:
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         want, _, _ = generate_logits(model, inputs, 4, tokens=tokens)
     close(got, want)
+
+
+@pytest.mark.parametrize("method", ["divprune", "fastv"])
+@pytest.mark.parametrize("batch", ["right", "text beside"])
+def test_generate_other_batches(method: str, family: Family, model, batch: str) -> None:
+    test_generate(method, family, model, batch)
 
 
 def test_the_oracle_can_tell(family: Family, model) -> None:
