@@ -20,6 +20,7 @@ _HOMES = {
     "tokenprune.statistics": ("Stats", "Cut"),
     "tokenprune.base": ("Method", "Selection", "Site"),
     "tokenprune.tokens": ("VisualTokens",),
+    "tokenprune.token_counts": ("count_visual_tokens",),
     "tokenprune.errors": (
         "TokenPruneError",
         "UnknownMethodError",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from tokenprune.errors import *  # noqa: F403
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.statistics import Cut, Stats
+    from tokenprune.token_counts import count_visual_tokens
     from tokenprune.tokens import VisualTokens
 
 
