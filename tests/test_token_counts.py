@@ -7,13 +7,13 @@ import random
 
 import pytest
 import torch
-from processors import COUNTED, llava, tokenizer, written
 from transformers.models.llava_next.image_processing_llava_next import LlavaNextImageProcessor
 from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.llava_onevision.video_processing_llava_onevision import LlavaOnevisionVideoProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor, smart_resize
 
+from processors import COUNTED, llava, tokenizer, written
 from tokenprune import OptionError, UnsupportedSetupError, count_visual_tokens
 from tokenprune.token_counts import countable_processors
 

@@ -53,13 +53,15 @@ class Rule:
     """How a kind of image processor makes tokens.
 
     count:    (settings, height, width, pictures in the prompt) -> visual tokens.
-    resizing: see `Adapter.resizing`: "input" (the count follows the picture's size), "target" (one size for all), None.
-    floor:    a setting that makes small pictures larger, which has to shrink with the share; (name, edge or None).
+    resizing: as `Adapter.resizing`: "input" (the count follows the picture's size), "target" (one size for
+              all) or None.
+    grid:     (settings, height, width) -> rows and columns of tokens, pixels along a token's side, least and most
+              pixels of a picture, for a processor that makes one grid of a picture and keeps within `size`; else None.
     """
 
     count: Count
     resizing: str | None
-    floor: tuple[str, str | None] | None = None
+    grid: Callable[[Reader, int, int], tuple[int, int, int, int, int]] | None = None
 
 
 def image_processor_of(processor: Any) -> Any:
@@ -104,15 +106,28 @@ def count_visual_tokens(processor: Any, height: int, width: int, *, images: int 
 # -- Qwen2-VL, Qwen2.5-VL, Qwen3-VL
 
 
-def _smart_resize(read: Reader, height: int, width: int, images: int) -> int:
-    limits, merge = read.size(), read("merge_size")
-    settings = dict(
-        min_pixels=read.overrides.get("min_pixels") or limits["shortest_edge"],
-        max_pixels=read.overrides.get("max_pixels") or limits["longest_edge"],
-        patch_size=read("patch_size"),
-        merge_size=merge,
-    )
+def _qwen(read: Reader, height: int, width: int, images: int) -> int:
+    limits, merge = _limits(read), read("merge_size")
+    settings = dict(min_pixels=limits[0], max_pixels=limits[1], patch_size=read("patch_size"), merge_size=merge)
     return read.image.get_number_of_image_patches(height, width, settings) // merge**2
+
+
+def _qwen_grid(read: Reader, height: int, width: int) -> tuple[int, int, int, int, int]:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    least, most = _limits(read)
+    factor = read("patch_size") * read("merge_size")
+    high, wide = smart_resize(height, width, factor, least, most)
+    return high // factor, wide // factor, factor, least, most
+
+
+def _limits(read: Reader) -> tuple[int, int]:
+    """Least and most pixels; transformers spells them as edges, but they are areas."""
+    size = read.size()
+    return (
+        read.overrides.get("min_pixels") or size["shortest_edge"],
+        read.overrides.get("max_pixels") or size["longest_edge"],
+    )
 
 
 # -- SigLIP2 NaFlex
@@ -248,9 +263,9 @@ def _with_long_side(height: int, width: int, long: int, even: bool = False) -> t
 
 
 _RULES: dict[str, Rule] = {
-    "Qwen2VLImageProcessor": Rule(_smart_resize, "input", ("size", "shortest_edge")),
+    "Qwen2VLImageProcessor": Rule(_qwen, "input", _qwen_grid),
     "Siglip2ImageProcessor": Rule(_naflex, None),
-    "Lfm2VlImageProcessor": Rule(_lfm2, "input", ("min_image_tokens", None)),
+    "Lfm2VlImageProcessor": Rule(_lfm2, "input"),
     "LlavaNextImageProcessor": Rule(_llava_next, "input"),
     "LlavaOnevisionImageProcessor": Rule(_onevision, "input"),
     "CLIPImageProcessor": Rule(_llava, "target"),
