@@ -133,9 +133,14 @@ COUNTED: dict[str, Counted] = {
         different=6,
     ),
     "Idefics3ImageProcessor": Counted(
-        lambda **settings: Partial(Idefics3ImageProcessor(max_image_size={"longest_edge": 16}, **settings)),
+        lambda **settings: Partial(Idefics3ImageProcessor(**{"max_image_size": {"longest_edge": 16}, **settings})),
         lambda processor, picture: 4 * len(processor([[picture]])["pixel_values"][0]),
-        ({"size": {"longest_edge": 64}}, {"size": {"longest_edge": 50}}, {"do_image_splitting": False}),
+        (
+            {"size": {"longest_edge": 64}},
+            {"size": {"longest_edge": 50}},
+            {"size": {"longest_edge": 60}, "max_image_size": {"longest_edge": 15}},
+            {"do_image_splitting": False},
+        ),
         different=5,
     ),
     "SmolVLMImageProcessor": Counted(

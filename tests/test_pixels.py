@@ -15,6 +15,9 @@ from transformers.models.clip.image_processing_clip import CLIPImageProcessor
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+from transformers.models.siglip.image_processing_siglip import SiglipImageProcessor
 
 import tokenprune
 from conftest import METHODS, snapshot
@@ -330,6 +333,40 @@ def test_one_patch_on_a_processor(demo: Any, build: Any) -> None:
     assert asked(processor, photo(90, 90))["pixel_values"].shape[-1] == 112
     tokenprune.unpatch(demo)
     assert asked(processor, photo(90, 90))["pixel_values"].shape[-1] == 224
+
+
+def test_a_processor_that_would_undo_it_is_refused(build: Any) -> None:
+    """Not one whose tokens can be counted, but it says that it makes one size of all pictures."""
+    with pytest.raises(UnsupportedSetupError, match="save nothing"):
+        tokenprune.patch(build(FAMILIES["qwen2_vl"]), "downsample", keep=0.5, processor=SiglipImageProcessor())
+
+
+def test_settings_of_the_call_are_heard(demo: Any) -> None:
+    processor, picture = llava(), photo(300, 200)
+    with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
+        for size in (112, {"shortest_edge": 112}):
+            made = processor.image_processor(picture, size=size, crop_size=112, return_tensors="pt")
+            assert made["pixel_values"].shape[-2:] == (56, 56)
+        with pytest.raises(UnsupportedSetupError, match="do_resize"):
+            processor.image_processor(picture, do_resize=False)
+    qwen = patch_processor(Qwen2VLImageProcessor(**LIMITS), keep=0.25)
+    most = {"shortest_edge": 64, "longest_edge": 64 * 64}
+    assert qwen(photo(160, 160), size=most)["image_grid_thw"].tolist() == [[1, 8, 8]]
+    assert qwen(photo(160, 160), min_pixels=64, max_pixels=64 * 64)["image_grid_thw"].tolist() == [[1, 8, 8]]
+
+
+def test_placeholders_of_the_whole_processor_match() -> None:
+    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(**LIMITS), tokenizer(), Qwen2VLVideoProcessor())
+    pictures = [photo(160, 80), photo(64, 64), photo(33, 130)]
+    full = written(processor, *pictures)
+    patch_processor(processor, keep=0.25)
+    inputs = processor(images=pictures, text=["<image><image>what color is it?", "<image>"])
+    made = [t * h * w // 4 for t, h, w in torch.as_tensor(inputs["image_grid_thw"]).tolist()]
+    assert written(processor, *pictures) == sum(made) == pytest.approx(full / 4, abs=6)
+    token = tokenizer().convert_tokens_to_ids("<image>")
+    assert [row.count(token) for row in inputs["input_ids"]] == [made[0] + made[1], made[2]]
+    unpatch_processor(processor)
+    assert written(processor, *pictures) == full
 
 
 # -- the processor alone

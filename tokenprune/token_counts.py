@@ -32,7 +32,13 @@ class Reader:
         return getattr(self.image, name, None) if value is None else value
 
     def size(self, name: str = "size") -> dict[str, int]:
-        return {edge: value for edge, value in dict(self(name) or {}).items() if value}
+        value = self(name) or {}
+        if isinstance(value, (int, list, tuple)):
+            from transformers.image_processing_utils import get_size_dict
+
+            square = name == "crop_size" or bool(self("default_to_square"))
+            value = get_size_dict(value, default_to_square=square, param_name=name)
+        return {edge: length for edge, length in dict(value).items() if length}
 
     def whole(self, name: str) -> Any:
         """A setting that only the whole processor has."""

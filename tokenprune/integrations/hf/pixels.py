@@ -67,6 +67,11 @@ class PixelPatch:
                 f"{name}: how {type(self.image_processor).__name__} makes tokens is not known; known are "
                 f"{', '.join(countable_processors())}"
             )
+        if self.rule is None and self.resizing == "input" and "height" in Reader(self.processor).size():
+            raise UnsupportedSetupError(
+                f"{name}: {type(self.image_processor).__name__} makes every picture one size, so a smaller one would "
+                "lose detail and save nothing"
+            )
         if self.resizing == "target":
             self._check_tower()
         elif self.rule is not None:
@@ -165,7 +170,9 @@ class PixelPatch:
         return sizes, {"shortest_edge": min(areas), "longest_edge": most}
 
     def _target(self, read: Reader, share: float) -> dict[str, Any]:
-        changed = {}
+        if read("do_resize") is False:
+            raise UnsupportedSetupError(f"{self.method.name}: do_resize=False leaves nothing to shrink")
+        changed: dict[str, Any] = {}
         for name in ("size", "crop_size"):
             for edge, value in read.size(name).items():
                 full = value // self._patch
