@@ -360,7 +360,7 @@ def test_placeholders_of_the_whole_processor_match() -> None:
     pictures = [photo(160, 80), photo(64, 64), photo(33, 130)]
     full = written(processor, *pictures)
     patch_processor(processor, keep=0.25)
-    inputs = processor(images=pictures, text=["<image><image>what color is it?", "<image>"])
+    inputs = processor(images=pictures, text=["<image><image>", "<image>"])
     made = [t * h * w // 4 for t, h, w in torch.as_tensor(inputs["image_grid_thw"]).tolist()]
     assert written(processor, *pictures) == sum(made) == pytest.approx(full / 4, abs=6)
     token = tokenizer().convert_tokens_to_ids("<image>")
