@@ -188,9 +188,11 @@ def test_wrong_options() -> None:
     with pytest.raises(BudgetError, match="smaller min_scale"):
         patch_processor(processor, "dynres", keep=0.05)
     patch_processor(processor, "dynres", keep=0.05, min_scale=0.1)
-    for value, options in itertools.product((0, -1, 1.5), ("min_scale",)):
-        with pytest.raises(OptionError, match="min_scale"):
-            tokenprune.method("dynres", **{options: value})
+    for option, value in itertools.product(("min_scale", "text_guard"), (0, -1, 1.5, "0.5", None, float("nan"))):
+        with pytest.raises(OptionError, match=option):
+            tokenprune.method("dynres", **{option: value})
+    with pytest.raises(OptionError, match="min_scale"):
+        tokenprune.method("dynres", min_scale=True)
 
 
 # -- the statistics

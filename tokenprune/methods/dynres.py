@@ -52,7 +52,10 @@ class DynRes(Method):
     text_guard: bool = True
 
     def __post_init__(self) -> None:
-        self._check(0 < self.min_scale <= 1, f"min_scale={self.min_scale!r} is not in (0, 1]")
+        scale = self.min_scale
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        self._check(number and 0 < scale <= 1, f"min_scale={scale!r} is not in (0, 1]")
+        self._check(isinstance(self.text_guard, bool), f"text_guard={self.text_guard!r} must be True or False")
 
     @property
     def by_content(self) -> bool:
