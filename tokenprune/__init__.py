@@ -15,11 +15,13 @@ __version__ = "0.1.0.dev0"
 # Where each public name lives.
 _HOMES = {
     "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "method"),
+    "tokenprune.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
     "tokenprune.budget": ("Budget",),
     "tokenprune.statistics": ("Stats", "Cut"),
     "tokenprune.base": ("Method", "Selection", "Site"),
     "tokenprune.tokens": ("VisualTokens",),
+    "tokenprune.token_counts": ("count_visual_tokens",),
     "tokenprune.errors": (
         "TokenPruneError",
         "UnknownMethodError",
@@ -40,8 +42,10 @@ if TYPE_CHECKING:
     from tokenprune.base import Method, Selection, Site
     from tokenprune.budget import Budget
     from tokenprune.errors import *  # noqa: F403
+    from tokenprune.processors import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.statistics import Cut, Stats
+    from tokenprune.token_counts import count_visual_tokens
     from tokenprune.tokens import VisualTokens
 
 

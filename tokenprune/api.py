@@ -111,7 +111,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     parts: list[Any] = []
     for method, budget in zip(methods, budgets, strict=True):
         if method.site is Site.PRE_ENCODER:
-            parts.append(PixelPatch(adapter, method, budget, processor))
+            parts.append(PixelPatch(method, budget, processor, adapter))
     if processor is not None and not parts:
         raise OptionError(f"{', '.join(one.name for one in methods)} does not act on pixels: leave out processor=")
     steps = [

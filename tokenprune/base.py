@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from tokenprune.errors import OptionError
 
 if TYPE_CHECKING:
+    from tokenprune.integrations.hf.pictures import Picture
     from tokenprune.tokens import VisualTokens
 
 
@@ -103,6 +105,21 @@ class Method:
     def budget(self, count: int, keep: int) -> int:
         """Return how many of `count` tokens to keep when the user asked for `keep`; most methods keep exactly that."""
         return keep
+
+    # -- at the site PRE_ENCODER
+
+    @property
+    def by_content(self) -> bool:
+        """Whether a method that acts on pixels gives one picture another share than the next."""
+        return False
+
+    def shares(self, pictures: Sequence[Picture], keep: float, per: str) -> list[float]:
+        """Return the share of its visual tokens, in (0, 1], that each picture of a processor's call gets; a method that
+        acts on pixels implements this instead of `score`. per: see `Budget`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement shares()")
+
+    def check_keep(self, keep: float) -> None:
+        """Raise BudgetError if a method that acts on pixels cannot reach the share `keep`."""
 
     def _check_int(self, option: str, low: int | None = None) -> None:
         value = getattr(self, option)

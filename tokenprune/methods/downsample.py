@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenprune.base import Method, Site
 from tokenprune.registry import register
@@ -12,15 +14,17 @@ from tokenprune.registry import register
 class Downsample(Method):
     """Hand the model a smaller picture: the baseline that needs no library at all.
 
-    `keep` is the share of the pixels, so both sides shrink by its square root. It acts through the processor:
-    `tokenprune.patch(model, "downsample", keep=0.25, processor=processor)`, and saves work in the vision tower as well.
+    `keep` is the share of the picture's visual tokens, so both sides shrink by its square root. It acts through the
+    processor: `tokenprune.patch(model, "downsample", keep=0.25, processor=processor)`, and saves work in the vision
+    tower as well.
 
     Source: the protocol of VTC-Bench, arXiv 2510.07143 (side factor k, keep 1 / k^2).
 
-    Differs from the paper: any share is allowed. Processors that make every picture one fixed size would undo the
-    resizing; their target size shrinks instead, to whole patches, and the tower interpolates its position table.
+    Differs from the paper: any share is allowed, and it is one of the tokens that the model would see: a picture that
+    the processor would shrink or enlarge anyway still gives that share. Processors that make every picture one fixed
+    size would undo the resizing; their target size shrinks instead, to whole patches, and the tower interpolates its
+    position table.
     """
 
-    def scale(self, keep: float) -> float:
-        """Return the factor for both sides of a picture."""
-        return keep**0.5
+    def shares(self, pictures: Sequence[Any], keep: float, per: str) -> list[float]:
+        return [keep] * len(pictures)

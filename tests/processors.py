@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processors of transformers, made offline, and what they really do with a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoProcessor, AutoTokenizer
+from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
+from transformers.models.idefics3.image_processing_idefics3 import Idefics3ImageProcessor
+from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+from transformers.models.llava_next.image_processing_llava_next import LlavaNextImageProcessor
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.models.llava_onevision.video_processing_llava_onevision import LlavaOnevisionVideoProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.siglip2.image_processing_siglip2 import Siglip2ImageProcessor
+from transformers.models.smolvlm.image_processing_smolvlm import SmolVLMImageProcessor
+
+import tokenprune
+
+DEMO = Path(tokenprune.__file__).parent / "assets" / "demo_vlm"
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+def llava() -> Any:
+    """The LLaVA processor of the shipped model."""
+    return AutoProcessor.from_pretrained(DEMO)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A whole processor reduced to what counting reads, for those that need packages or tokens that we lack."""
+
+    image_processor: Any
+    image_seq_length: int = 4
+    image_seq_len: int = 4
+
+    def __call__(self, images: Any, **kwargs: Any) -> Any:
+        return self.image_processor(images, **kwargs)
+
+
+def written(processor: Any, *pictures: torch.Tensor, **kwargs: Any) -> int:
+    """Placeholders that the whole processor writes for a prompt with these pictures."""
+    inputs = processor(images=[list(pictures)], text=["<image>" * len(pictures)], return_tensors="pt", **kwargs)
+    return int((inputs["input_ids"] == tokenizer().convert_tokens_to_ids("<image>")).sum())
+
+
+@dataclass(frozen=True)
+class Counted:
+    """An image processor whose tokens can be counted: a small one, and how many tokens it really makes.
+
+    different: how many different counts the random sizes of the test meet at least.
+    """
+
+    make: Callable[..., Any]
+    real: Callable[[Any, torch.Tensor], int]
+    variants: Sequence[dict[str, Any]] = ({},)
+    longest: int = 200
+    different: int = 10
+
+
+PINPOINTS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]
+GRID = [[32 * rows, 32 * columns] for rows in range(1, 7) for columns in range(1, 7)]
+
+
+def _next(**settings: Any) -> Any:
+    settings = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}} | settings
+    image = LlavaNextImageProcessor(image_grid_pinpoints=PINPOINTS, **settings)
+    return LlavaNextProcessor(
+        image, tokenizer(), patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+
+
+def _onevision(**settings: Any) -> Any:
+    image = LlavaOnevisionImageProcessor(size={"height": 32, "width": 32}, image_grid_pinpoints=GRID)
+    return LlavaOnevisionProcessor(
+        image,
+        tokenizer(),
+        LlavaOnevisionVideoProcessor(),
+        num_image_tokens=64,
+        vision_feature_select_strategy="full",
+        **settings,
+    )
+
+
+def _lfm2(**settings: Any) -> Any:
+    settings = dict(encoder_patch_size=4, tile_size=32, min_image_tokens=4, max_image_tokens=16) | settings
+    return Lfm2VlProcessor(Lfm2VlImageProcessor(**settings), tokenizer())
+
+
+COUNTED: dict[str, Counted] = {
+    "Qwen2VLImageProcessor": Counted(
+        lambda **settings: Qwen2VLImageProcessor(patch_size=4, **settings),
+        lambda processor, picture: int(processor(picture)["image_grid_thw"].prod()) // processor.merge_size**2,
+        ({"size": {"shortest_edge": 16 * 64, "longest_edge": 128 * 64}}, {"merge_size": 1}),
+    ),
+    "Siglip2ImageProcessor": Counted(
+        lambda **settings: Siglip2ImageProcessor(patch_size=4, **settings),
+        lambda processor, picture: int(processor(picture, return_tensors="pt")["spatial_shapes"].prod()),
+        ({"max_num_patches": 64}, {"max_num_patches": 41}),
+        different=4,
+    ),
+    "Lfm2VlImageProcessor": Counted(
+        _lfm2,
+        written,
+        (
+            {},
+            {"do_image_splitting": False},
+            {"use_thumbnail": False, "max_tiles": 4},
+            {"tile_size": 48, "min_tiles": 1},
+        ),
+    ),
+    "LlavaNextImageProcessor": Counted(_next, written),
+    "LlavaOnevisionImageProcessor": Counted(
+        _onevision, written, ({}, {"vision_aspect_ratio": "anyres_max_4"}), different=20
+    ),
+    "GotOcr2ImageProcessor": Counted(
+        lambda **settings: Partial(GotOcr2ImageProcessor(size={"height": 32, "width": 32}, **settings)),
+        lambda processor, picture: 4 * int(processor(picture)["num_patches"][0]),
+        ({"crop_to_patches": True}, {"crop_to_patches": True, "max_patches": 6}, {}),
+        different=6,
+    ),
+    "Idefics3ImageProcessor": Counted(
+        lambda **settings: Partial(Idefics3ImageProcessor(**{"max_image_size": {"longest_edge": 16}, **settings})),
+        lambda processor, picture: 4 * len(processor([[picture]])["pixel_values"][0]),
+        (
+            {"size": {"longest_edge": 64}},
+            {"size": {"longest_edge": 50}},
+            {"size": {"longest_edge": 60}, "max_image_size": {"longest_edge": 15}},
+            {"do_image_splitting": False},
+        ),
+        different=5,
+    ),
+    "SmolVLMImageProcessor": Counted(
+        lambda **settings: Partial(SmolVLMImageProcessor(max_image_size={"longest_edge": 16}, **settings)),
+        lambda processor, picture: 4 * len(processor([[picture]])["pixel_values"][0]),
+        ({"size": {"longest_edge": 64}}, {"size": {"longest_edge": 50}}),
+        different=4,
+    ),
+}

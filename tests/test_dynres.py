@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dynres: what gets how much, that the budget holds, and that a picture's share is its own."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from transformers import AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+import tokenprune
+from processors import COUNTED, DEMO, llava
+from test_pixels import LIMITS, asked, photo
+from tokenprune import Budget, BudgetError, OptionError, count_visual_tokens, patch_processor, unpatch_processor
+from tokenprune.integrations.hf.pictures import Picture
+from tokenprune.methods.dynres import look
+
+KEEPS = [0.0625, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0]
+
+
+def plain(height: int = 200, width: int = 300) -> Image.Image:
+    return Image.new("RGB", (width, height), (90, 120, 60))
+
+
+def slope(height: int = 200, width: int = 300) -> Image.Image:
+    values = np.linspace(0, 255, width)[None, :, None].repeat(height, 0).repeat(3, 2)
+    return Image.fromarray(values.astype(np.uint8))
+
+
+def noise(height: int = 200, width: int = 300) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def page(
+    height: int = 200, width: int = 300, letters: int = 12, paper: str = "white", ink: str = "black"
+) -> Image.Image:
+    image = Image.new("RGB", (width, height), paper)
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=letters)
+    for line in range(height // (2 * letters)):
+        text = "The quick brown fox jumps over 13 lazy dogs. " * 5
+        draw.text((5, 5 + 2 * line * letters), text[line:], fill=ink, font=font)
+    return image
+
+
+def shares(*images: Image.Image, keep: float = 0.25, per: str = "image", **options: Any) -> list[float]:
+    method = tokenprune.method("dynres", **options)
+    return method.shares([Picture(image) for image in images], keep, per)
+
+
+def test_busy_pictures_get_more() -> None:
+    smooth, middle, busy = slope(), photo(200, 300), noise()
+    for keep in (0.1, 0.25, 0.6):
+        got = shares(plain(), smooth, middle, busy, keep=keep)
+        assert got[0] <= got[1] < got[2] < got[3]
+        assert got[0] == pytest.approx(max(1 / 16, 2 * keep - 1)), "a constant picture is at the lower end"
+    assert shares(plain(), min_scale=0.4) == [pytest.approx(0.16)]
+
+
+def test_monotone_in_keep_and_within_bounds() -> None:
+    for image in (plain(), slope(), photo(200, 300), photo(90, 60, 1), noise(), page(), page(letters=30)):
+        for options in ({}, {"min_scale": 0.05}, {"text_guard": False}):
+            got = [shares(image, keep=keep, **options)[0] for keep in KEEPS]
+            assert got == sorted(got)
+            assert min(got) >= min(KEEPS) if not options.get("min_scale") else min(got) > 0
+            assert got[-1] == 1.0 >= max(got)
+
+
+@pytest.mark.parametrize("letters", [10, 16, 24])
+@pytest.mark.parametrize("colours", [("white", "black"), ("navy", "yellow"), ("#eeeeee", "#333333")])
+def test_text_stays_whole(letters: int, colours: tuple[str, str]) -> None:
+    image = page(500, 700, letters, *colours)
+    assert shares(image, keep=0.1) == [1.0]
+    assert shares(image, keep=0.1, text_guard=False)[0] < 0.2
+    assert shares(image.convert("L"), keep=0.1) == [1.0]
+    processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), "dynres", keep=0.1)
+    assert torch.equal(processor(image)["pixel_values"], Qwen2VLImageProcessor(**LIMITS)(image)["pixel_values"])
+
+
+def test_what_is_no_text() -> None:
+    for image in (plain(), slope(), photo(200, 300), noise(), photo(20, 30), plain(1, 1), plain(2, 300)):
+        assert not look(Picture(image).grey)[1]
+
+
+def test_photographs_get_what_was_asked_on_average() -> None:
+    data = pytest.importorskip("skimage.data")
+    names = "astronaut brick camera cat coffee coins grass gravel moon rocket".split()
+    images = [Image.fromarray(getattr(data, name)()).convert("RGB") for name in names]
+    for keep in (0.15, 0.25, 0.5, 0.75):
+        got = shares(*images, keep=keep)
+        assert sum(got) / len(got) == pytest.approx(keep, rel=0.15)
+        assert max(got) < 1, "none of them is text"
+    assert len(set(got)) > 7
+
+
+def test_a_detail_of_one_half_gets_keep() -> None:
+    method = tokenprune.method("dynres")
+    for keep in KEEPS:
+        line = [method._share(detail / 10, False, keep) for detail in range(11)]
+        assert sum(line) / 11 == pytest.approx(keep)
+        assert line == sorted(line)
+
+
+# -- shared budgets
+
+
+def test_a_shared_budget_holds() -> None:
+    images = [plain(), slope(400, 400), photo(200, 300), photo(600, 300, 2), noise(), page()]
+    tokens = [Picture(image).tokens for image in images]
+    for keep in (0.2, 0.4, 0.7):
+        got = shares(*images, keep=keep, per="prompt")
+        assert sum(share * count for share, count in zip(got, tokens, strict=True)) == pytest.approx(keep * sum(tokens))
+        assert got[-1] == 1.0
+    # Text alone costs more than this: the others go as low as they may.
+    assert shares(plain(), photo(200, 300), page(), keep=0.1, per="prompt") == pytest.approx([1 / 16, 1 / 16, 1.0])
+
+
+def test_a_shared_budget_is_one_of_each_prompt() -> None:
+    processor = Qwen2VLImageProcessor(**LIMITS)
+    rows = [[photo(160, 160), noise(160, 160)], [plain(160, 160), photo(160, 160, 3)]]
+    patch_processor(processor, "dynres", keep=Budget(keep=0.3, per="prompt"))
+    made = processor(rows)["image_grid_thw"].prod(1).tolist()
+    for number, row in enumerate(rows):
+        alone = processor([row])["image_grid_thw"].prod(1).tolist()
+        assert made[2 * number : 2 * number + 2] == alone
+        assert sum(alone) / 4 == pytest.approx(0.3 * 2 * 400, abs=20)
+
+
+# -- with processors
+
+
+@pytest.mark.parametrize("name", ["Qwen2VLImageProcessor", "LlavaNextImageProcessor", "LlavaOnevisionImageProcessor"])
+def test_a_batch_equals_its_singles(name: str) -> None:
+    processor = Qwen2VLImageProcessor(**LIMITS) if name.startswith("Qwen") else COUNTED[name].make()
+    images = [plain(), photo(180, 120), noise(70, 160), page(), photo(1, 40), photo(9, 9)]
+    patch_processor(processor, "dynres", keep=0.3)
+    image_processor = getattr(processor, "image_processor", processor)
+    together = image_processor(images)
+    again = image_processor(images)
+    parts = [image_processor([image]) for image in images]
+    if name.startswith("Qwen"):
+        assert torch.equal(together["pixel_values"], torch.cat([part["pixel_values"] for part in parts]))
+        assert torch.equal(again["pixel_values"], together["pixel_values"])
+        grids = together["image_grid_thw"].prod(1).tolist()
+        assert len(set(grids)) >= len(images) - 1
+    else:
+        assert [tuple(size) for size in together["image_sizes"]] == [tuple(part["image_sizes"][0]) for part in parts]
+
+
+def test_qwen_counts_follow_the_shares() -> None:
+    processor = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 100 * 64, "longest_edge": 500 * 64})
+    images = [plain(), photo(180, 120), noise(70, 160), page(), photo(20, 30), page(30, 40, 8)]
+    full = [count_visual_tokens(processor, image.height, image.width) for image in images]
+    wanted = shares(*images, keep=0.3)
+    assert 1.0 in wanted
+    patch_processor(processor, "dynres", keep=0.3)
+    made = (processor(images)["image_grid_thw"].prod(1) // 4).tolist()
+    for one, count, share in zip(made, full, wanted, strict=True):
+        assert one == pytest.approx(share * count, abs=max(1, share * count) ** 0.5)
+        assert one == count or share < 1, "a picture of full size is as large as without the patch"
+    unpatch_processor(processor)
+    assert (processor(images)["image_grid_thw"].prod(1) // 4).tolist() == full
+
+
+@torch.no_grad()
+def test_llava_gives_a_call_one_size() -> None:
+    model, processor = AutoModelForImageTextToText.from_pretrained(DEMO).eval(), llava()
+
+    def patches(*images: Image.Image) -> int:
+        inputs = asked(processor, *images)
+        assert torch.isfinite(model(**inputs).logits).all()
+        return inputs["pixel_values"].shape[-1] // 14
+
+    with tokenprune.patched(model, "dynres", keep=0.25, processor=processor):
+        low, middle, high = patches(plain()), patches(photo(200, 300)), patches(noise())
+        assert 4 == low < middle < high < 16
+        assert low < patches(plain(), noise()) < high
+        assert patches(page()) == patches(plain(), page()) == 16
+    assert patches(plain()) == 16
+
+
+def test_wrong_options() -> None:
+    processor = Qwen2VLImageProcessor(**LIMITS)
+    with pytest.raises(BudgetError, match="smaller min_scale"):
+        patch_processor(processor, "dynres", keep=0.05)
+    patch_processor(processor, "dynres", keep=0.05, min_scale=0.1)
+    for option, value in itertools.product(("min_scale", "text_guard"), (0, -1, 1.5, "0.5", None, float("nan"))):
+        with pytest.raises(OptionError, match=option):
+            tokenprune.method("dynres", **{option: value})
+    with pytest.raises(OptionError, match="min_scale"):
+        tokenprune.method("dynres", min_scale=True)
+
+
+# -- the statistics
+
+
+def test_statistics() -> None:
+    assert look(torch.full((64, 64), 0.3)) == (0.0, False)
+    g = torch.Generator().manual_seed(0)
+    grey = torch.rand(64, 96, generator=g)
+    detail, _ = look(0.5 + 0.05 * (grey - 0.5))
+    assert 0 < detail < look(0.5 + 0.1 * (grey - 0.5))[0] < look(grey)[0] == 1.0
+    # Twice the contrast is four times the variance, whatever the brightness; mirrored pictures are alike.
+    a, b = (look(0.2 + 0.05 * grey)[0], look(0.5 + 0.05 * grey)[0])
+    assert a == pytest.approx(b, abs=1e-4) == look((0.2 + 0.05 * grey).flip(1))[0]
+    assert look(torch.zeros(1, 1)) == (0.0, False)

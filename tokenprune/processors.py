@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""patch_processor, unpatch_processor: methods that act on pixels, where the model runs elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from tokenprune.base import Method, Site
+from tokenprune.budget import Budget
+from tokenprune.errors import NotPatchedError, OptionError
+from tokenprune.registry import available_methods, build, method_info
+
+ProcessorT = TypeVar("ProcessorT")
+
+
+def patch_processor(
+    processor: ProcessorT,
+    method: str | Method = "downsample",
+    *,
+    keep: float | Budget = 0.25,
+    replace: bool = False,
+    **options: Any,
+) -> ProcessorT:
+    """Make a processor hand out fewer visual tokens, in place, and return it: for a model that is served elsewhere.
+
+    method:  a registered name or configured `Method` that acts on pixels (its site is PRE_ENCODER).
+    keep:    float in (0, 1]: share of the visual tokens, or a `Budget` of one.
+    replace: replace a patch that is there already, instead of raising.
+    options: the method's own options.
+
+    The same as `patch(model, method, keep=keep, processor=processor)`, for processors whose pictures any model of their
+    family takes in any size (Qwen-VL, LLaVA-NeXT and OneVision, LFM2-VL). Raises UnsupportedSetupError for the others,
+    and OptionError, BudgetError or AlreadyPatchedError; the processor is then as it was before.
+    """
+    from tokenprune.integrations.hf.pixels import PixelPatch, patch_on
+
+    if isinstance(method, Method):
+        if options:
+            raise OptionError(f"options {', '.join(options)} are ignored by a configured method: set them on it")
+    else:
+        method = build(method, options)
+    if method.site is not Site.PRE_ENCODER:
+        fitting = [name for name in available_methods() if method_info(name).site is Site.PRE_ENCODER]
+        raise OptionError(
+            f"{method.name} acts on the model, not on pixels; a processor can be patched with {', '.join(fitting)}"
+        )
+    made = PixelPatch(method, Budget.of(keep), processor)
+    present = patch_on(processor)
+    if present is not None and replace:
+        unpatch_processor(processor)
+    made.attach()
+    return processor
+
+
+def unpatch_processor(processor: ProcessorT) -> ProcessorT:
+    """Give the processor back as it was; raises NotPatchedError if there is no patch, or one that came with a model."""
+    from tokenprune.integrations.hf.pixels import patch_on
+
+    present = patch_on(processor)
+    if present is None:
+        raise NotPatchedError(f"this {type(processor).__name__} is not patched: call tokenprune.patch_processor first")
+    if present.adapter is not None:
+        raise NotPatchedError("this processor was patched together with a model: call tokenprune.unpatch(model)")
+    present.detach()
+    return processor

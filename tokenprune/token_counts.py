@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many visual tokens a processor makes of a picture of a given size, without making them.
+
+Where transformers has a public helper that is exact, it is called (`get_number_of_image_patches` of Qwen-VL and
+InternVL, `get_image_size_for_max_num_patches` of SigLIP2, `smart_resize` of LFM2-VL, `select_best_resolution` of
+LLaVA's anyres); the rest is arithmetic, tested against the real processors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenprune.errors import OptionError, UnsupportedSetupError
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads settings as a processor's call would see them: keyword of the call, else of the image processor."""
+
+    processor: Any
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def image(self) -> Any:
+        return image_processor_of(self.processor)
+
+    def __call__(self, name: str) -> Any:
+        value = self.overrides.get(name)
+        return getattr(self.image, name, None) if value is None else value
+
+    def size(self, name: str = "size") -> dict[str, int]:
+        value = self(name) or {}
+        if isinstance(value, (int, list, tuple)):
+            from transformers.image_processing_utils import get_size_dict
+
+            square = name == "crop_size" or bool(self("default_to_square"))
+            value = get_size_dict(value, default_to_square=square, param_name=name)
+        return {edge: length for edge, length in dict(value).items() if length}
+
+    def whole(self, name: str) -> Any:
+        """A setting that only the whole processor has."""
+        value = getattr(self.processor, name, None)
+        if value is None:
+            raise OptionError(
+                f"{type(self.processor).__name__} does not tell {name}: pass the model's whole processor, "
+                "not its image processor"
+            )
+        return value
+
+
+Count = Callable[[Reader, int, int, int], int]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a kind of image processor makes tokens.
+
+    count:    (settings, height, width, pictures in the prompt) -> visual tokens.
+    resizing: as `Adapter.resizing`: "input" (the count follows the picture's size), "target" (one size for
+              all) or None.
+    grid:     (settings, height, width) -> rows and columns of tokens, pixels along a token's side, least and most
+              pixels of a picture, for a processor that makes one grid of a picture and keeps within `size`; else None.
+    """
+
+    count: Count
+    resizing: str | None
+    grid: Callable[[Reader, int, int], tuple[int, int, int, int, int]] | None = None
+
+
+def image_processor_of(processor: Any) -> Any:
+    """Return the image processor inside a processor, or what was given."""
+    return getattr(processor, "image_processor", processor)
+
+
+def rule_for(processor: Any) -> Rule | None:
+    """Return the rule of a processor or image processor, None if its tokens cannot be counted here."""
+    for cls in type(image_processor_of(processor)).__mro__:
+        if rule := _RULES.get(cls.__name__.removesuffix("Pil").removesuffix("Fast")):
+            return rule
+    return None
+
+
+def countable_processors() -> list[str]:
+    """Return the names of the image processors whose tokens can be counted, sorted."""
+    return sorted(_RULES)
+
+
+def count_visual_tokens(processor: Any, height: int, width: int, *, images: int = 1, **images_kwargs: Any) -> int:
+    """Return exactly how many visual tokens (placeholders) `processor` makes of a picture of `height` x `width` pixels.
+
+    processor:     a transformers processor; for Qwen-VL, LFM2-VL and SigLIP2 its image processor is enough.
+    images:        pictures in the same prompt: LLaVA-OneVision cuts only a single one into tiles.
+    images_kwargs: settings that would be passed to the processor's call.
+
+    Tokens that only frame a picture (start, end, row marks) are not counted. Raises UnsupportedSetupError for a
+    processor it does not know, OptionError for an image processor that does not tell enough.
+    """
+    rule = rule_for(processor)
+    if rule is None:
+        raise UnsupportedSetupError(
+            f"cannot count the tokens that {type(processor).__name__} makes; known image processors: "
+            f"{', '.join(countable_processors())}"
+        )
+    if height < 1 or width < 1:
+        raise OptionError(f"a picture of {height} x {width} pixels has no tokens")
+    return rule.count(Reader(processor, images_kwargs), int(height), int(width), images)
+
+
+# -- Qwen2-VL, Qwen2.5-VL, Qwen3-VL
+
+
+def _qwen(read: Reader, height: int, width: int, images: int) -> int:
+    limits, merge = _limits(read), read("merge_size")
+    settings = dict(min_pixels=limits[0], max_pixels=limits[1], patch_size=read("patch_size"), merge_size=merge)
+    return read.image.get_number_of_image_patches(height, width, settings) // merge**2
+
+
+def _qwen_grid(read: Reader, height: int, width: int) -> tuple[int, int, int, int, int]:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    least, most = _limits(read)
+    factor = read("patch_size") * read("merge_size")
+    high, wide = smart_resize(height, width, factor, least, most)
+    return high // factor, wide // factor, factor, least, most
+
+
+def _limits(read: Reader) -> tuple[int, int]:
+    """Least and most pixels; transformers spells them as edges, but they are areas."""
+    size = read.size()
+    return (
+        read.overrides.get("min_pixels") or size["shortest_edge"],
+        read.overrides.get("max_pixels") or size["longest_edge"],
+    )
+
+
+# -- SigLIP2 NaFlex
+
+
+def _naflex(read: Reader, height: int, width: int, images: int) -> int:
+    from transformers.models.siglip2.image_processing_siglip2 import get_image_size_for_max_num_patches
+
+    patch = read("patch_size")
+    high, wide = get_image_size_for_max_num_patches(height, width, patch, read("max_num_patches"))
+    return (high // patch) * (wide // patch)
+
+
+# -- LFM2-VL
+
+
+def _lfm2(read: Reader, height: int, width: int, images: int) -> int:
+    patch, down, most = read("encoder_patch_size"), read("downsample_factor"), read("max_image_tokens")
+    factor = patch * down
+    wide, high = read.image.smart_resize(height, width, down, read("min_image_tokens"), most, patch)
+    whole = math.ceil(high // patch / down) * math.ceil(wide // patch / down)
+    rounded = [max(patch, round(side / factor) * factor) for side in (height, width)]
+    large = rounded[0] * rounded[1] > most * factor**2 * read("max_pixels_tolerance")
+    least, tiles = (read("min_tiles"), read("max_tiles")) if read("do_image_splitting") else (1, 1)
+    if not large or least == tiles == 1:
+        return whole
+    columns, rows = _closest_grid(height, width, read("tile_size"), least, tiles)
+    if columns * rows == 1:
+        # Cut into one tile: it is encoded at the tile's size, but the processor writes placeholders for the whole.
+        return whole
+    tile = math.ceil(read("tile_size") // patch / down) ** 2
+    return columns * rows * tile + (whole if read("use_thumbnail") else 0)
+
+
+def _closest_grid(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
+    """Columns and rows closest to the picture's aspect ratio; on a tie the larger grid, if the picture can fill half
+    of it."""
+    sides = range(1, most + 1)
+    grids = sorted(
+        ((columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most),
+        key=lambda grid: grid[0] * grid[1],
+    )
+    best, smallest = (1, 1), math.inf
+    for columns, rows in grids:
+        gap = abs(width / height - columns / rows)
+        if gap < smallest or (gap == smallest and width * height > 0.5 * tile**2 * columns * rows):
+            best, smallest = (columns, rows), gap
+    return best
+
+
+# -- LLaVA-NeXT and LLaVA-OneVision
+
+
+def _anyres_grid(read: Reader, height: int, width: int, side: int) -> tuple[int, int]:
+    """Rows and columns of features that are left of the tiles after padding is removed; side: of a tile's features."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    size = read.size()
+    tile_high = size.get("height") or size["shortest_edge"]
+    tile_wide = size.get("width") or size["shortest_edge"]
+    best = select_best_resolution((height, width), read("image_grid_pinpoints"))
+    rows, columns = side * (best[0] // tile_high), side * (best[1] // tile_wide)
+    # The same roundings as the processor's, in the same order.
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    return rows, columns
+
+
+def _llava_next(read: Reader, height: int, width: int, images: int) -> int:
+    size, patch = read.size(), read.whole("patch_size")
+    side = (size.get("height") or size["shortest_edge"]) // patch
+    rows, columns = _anyres_grid(read, height, width, side)
+    return side**2 + read.whole("num_additional_image_tokens") + rows * (columns + 1) - _dropped(read)
+
+
+def _onevision(read: Reader, height: int, width: int, images: int) -> int:
+    base = read.whole("num_image_tokens")
+    if images > 1:
+        return base + 1 - _dropped(read)
+    side = math.isqrt(base)
+    rows, columns = _anyres_grid(read, height, width, side)
+    most = int(read.whole("vision_aspect_ratio").removeprefix("anyres_max_"))
+    ratio = math.sqrt(rows * columns / (most * side**2))
+    if ratio > 1.1:
+        rows, columns = int(rows // ratio), int(columns // ratio)
+    return base + rows * (columns + 1) - _dropped(read)
+
+
+def _dropped(read: Reader) -> int:
+    return int(read.whole("vision_feature_select_strategy") == "default")
+
+
+# -- Families whose pictures all become the same number of tokens, or a number that follows their shape only
+
+
+def _llava(read: Reader, height: int, width: int, images: int) -> int:
+    patch = read.whole("patch_size")
+    size = (read("do_center_crop") is not False and read.size("crop_size")) or read.size()
+    if "height" not in size:
+        raise UnsupportedSetupError(f"size={size} without a centre crop does not make one size of all pictures")
+    patches = (size["height"] // patch) * (size["width"] // patch)
+    return patches + read.whole("num_additional_image_tokens") - _dropped(read)
+
+
+def _internvl(read: Reader, height: int, width: int, images: int) -> int:
+    names = ("crop_to_patches", "min_patches", "max_patches")
+    tiles = read.image.get_number_of_image_patches(height, width, {name: read(name) for name in names})
+    return tiles * read.whole("image_seq_length")
+
+
+def _idefics3(read: Reader, height: int, width: int, images: int) -> int:
+    # transformers' get_number_of_image_patches rounds the shorter side otherwise than its preprocess does.
+    length = read.whole("image_seq_len")
+    if not read("do_image_splitting"):
+        return length
+    tile, long = read("max_image_size")["longest_edge"], read.size()["longest_edge"]
+    height, width = _with_long_side(height, width, long, even=True)
+    if long > 4096:  # transformers' own upper bound, whatever the setting
+        height, width = _with_long_side(height, width, 4096)
+    height, width = _with_long_side(height, width, math.ceil(max(height, width) / tile) * tile)
+    rows, columns = math.ceil(height / tile), math.ceil(width / tile)
+    return length * (rows * columns + 1 if rows * columns > 1 else 1)
+
+
+def _with_long_side(height: int, width: int, long: int, even: bool = False) -> tuple[int, int]:
+    """Height and width with the longer side `long`, the other rounded down as the processor does it."""
+    aspect = width / height
+    short = int(long / aspect) if width >= height else int(long * aspect)
+    short = max(1, short + short % 2 if even else short)
+    return (short, long) if width >= height else (long, short)
+
+
+_RULES: dict[str, Rule] = {
+    "Qwen2VLImageProcessor": Rule(_qwen, "input", _qwen_grid),
+    "Siglip2ImageProcessor": Rule(_naflex, None),
+    "Lfm2VlImageProcessor": Rule(_lfm2, "input"),
+    "LlavaNextImageProcessor": Rule(_llava_next, "input"),
+    "LlavaOnevisionImageProcessor": Rule(_onevision, "input"),
+    "CLIPImageProcessor": Rule(_llava, "target"),
+    "LlavaImageProcessor": Rule(_llava, "target"),
+    "GotOcr2ImageProcessor": Rule(_internvl, None),
+    "Idefics3ImageProcessor": Rule(_idefics3, None),
+    "SmolVLMImageProcessor": Rule(_idefics3, None),
+}
