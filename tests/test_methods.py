@@ -168,11 +168,17 @@ def test_pool(grid: tuple[int, int, int] | None) -> None:
         kept, assign = selection.keep[0].nonzero().flatten().tolist(), selection.assign[0].tolist()
         assert len(kept) == keep
         assert set(assign) == set(kept) and all(assign[i] == i for i in kept)  # a partition; each absorbs itself
+        heights: list[int] = []
         for target in kept:
             members = [i for i in range(count) if assign[i] == target]
             rows, columns = {i // width for i in members}, {i % width for i in members}
             assert len(members) == len(rows) * len(columns)  # a full rectangle
             assert max(rows) - min(rows) < len(rows) and max(columns) - min(columns) < len(columns)
+            heights.append(len(rows))
+            # The one that stays is in the middle.
+            assert abs(target // width - sum(rows) / len(rows)) <= 0.5
+            assert abs(target % width - sum(columns) / len(columns)) <= 0.5
+        assert max(heights) - min(heights) <= 1
 
 
 def test_random() -> None:

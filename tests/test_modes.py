@@ -82,7 +82,11 @@ AttentionInterface.register("flash_stand_in", flash_stand_in)
 AttentionMaskInterface.register("flash_stand_in", ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
 
 
-@pytest.mark.parametrize("batch", [{}, {"images": (2, 1)}, {"only": 0}], ids=["batch", "ragged", "one row"])
+@pytest.mark.parametrize(
+    "batch",
+    [{"images": (2, 1)}, {"images": (2, 1), "padding": None}, {"only": 0}],
+    ids=["ragged", "no padding", "one row"],
+)
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @torch.no_grad()
 def test_flash_masks(method: str, batch: dict, family: Family, build) -> None:

@@ -16,7 +16,7 @@ from zoo import FAMILIES, Family
 BATCHES: dict[str, dict[str, Any]] = {
     "left": {},
     "right": {"padding": "right"},
-    "no padding": {"padding": None},
+    "no padding": {"images": (2, 1), "padding": None},
     "ragged": {"images": (2, 1)},
     "ragged right": {"images": (1, 3), "padding": "right"},
     "text beside": {"images": (0, 2)},
@@ -87,7 +87,7 @@ def test_generate(method: str, family: Family, model, batch: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
-@pytest.mark.parametrize("batch", ["right", "text beside"])
+@pytest.mark.parametrize("batch", ["right", "text beside", "no padding"])
 def test_generate_other_batches(method: str, family: Family, model, batch: str) -> None:
     test_generate(method, family, model, batch)
 
