@@ -100,12 +100,20 @@ def _budgets(keep: Any, count: int) -> list[Budget]:
 
 
 def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record: bool, processor: Any) -> Attachment:
+    from tokenprune.integrations.timm import is_timm, timm_patch
+
+    if is_timm(model):
+        if processor is not None:
+            raise OptionError("a model of timm has no processor to act on: leave out processor=")
+        part = timm_patch(model, methods, budgets)
+        return Attachment(methods, budgets, [part], part)
     from tokenprune.integrations.hf.adapters import adapter_for
+    from tokenprune.integrations.hf.encoder import EncoderPatch
     from tokenprune.integrations.hf.engine import Engine, Step
     from tokenprune.integrations.hf.pixels import PixelPatch
 
     for method in methods:
-        if method.site in (Site.IN_ENCODER, Site.DECODE):
+        if method.site is Site.DECODE:
             raise OptionError(f"{method.name}: this engine does not act at the site {method.site} yet")
     adapter = adapter_for(model)
     parts: list[Any] = []
@@ -114,12 +122,17 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
             parts.append(PixelPatch(method, budget, processor, adapter))
     if processor is not None and not parts:
         raise OptionError(f"{', '.join(one.name for one in methods)} does not act on pixels: leave out processor=")
+    encoder = None
+    for method, budget in zip(methods, budgets, strict=True):
+        if method.site is Site.IN_ENCODER and not method.is_identity(budget):
+            encoder = EncoderPatch(adapter, method, budget)
+            parts.append(encoder)
     steps = [
         Step(method, budget)
         for method, budget in zip(methods, budgets, strict=True)
         if method.site in (Site.PRE_LLM, Site.IN_LLM)
     ]
-    engine = Engine(adapter, steps, record)
+    engine = Engine(adapter, steps, record, encoder)
     return Attachment(methods, budgets, [*parts, engine], engine)
 
 

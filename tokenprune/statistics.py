@@ -14,7 +14,8 @@ from tokenprune.base import Site
 class Cut:
     """One cut, kept with `patch(..., record=True)`.
 
-    site:    the `Site` ("PRE_LLM" or "IN_LLM"). layer: the decoder layer at whose input it was made. method: its name.
+    site:    the `Site` ("IN_ENCODER", "PRE_LLM" or "IN_LLM"). layer: the decoder layer at whose input it was made (0
+             for tokens that the encoder merged). method: its name.
     kept:    per batch row the sorted positions, in the caller's full-length sequence, that survive so far: text and
              visual tokens, padding left out.
     sources: None for dropping; for merging, per batch row a dict from each kept visual position to the positions merged
@@ -40,6 +41,8 @@ class Stats:
     head).
     kv_bytes, kv_bytes_full: bytes of the keys and values of the prompt, as cached and as the unpatched model would
     cache them.
+    encoder_tokens_per_layer: tokens that entered each block of the vision tower, class tokens included, if a method
+                              acts there; else empty.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
     cuts:                    one `Cut` per cut in order, with record=True; else empty.
     """
@@ -51,6 +54,7 @@ class Stats:
     prefill_flops_ratio: float = 1.0
     kv_bytes: int = 0
     kv_bytes_full: int = 0
+    encoder_tokens_per_layer: list[int] = field(default_factory=list)
     overhead_ms: float = 0.0
     cuts: list[Cut] = field(default_factory=list)
 

@@ -75,6 +75,14 @@ class Adapter:
                 return module
         raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
 
+    @property
+    def unmergeable(self) -> str | None:
+        """Why the patches of this family cannot be merged in its tower; None if its visual tokens are its patches."""
+        family = self.config.model_type
+        if family in _PATCH_TOKENS:
+            return None
+        return _UNMERGEABLE.get(family, "it is not known what becomes of its patches")
+
     # -- reading a call
 
     def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
@@ -190,6 +198,21 @@ _REASONS = {
     ),
 }
 _UNSUPPORTED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
+# Families that hand the decoder one feature for each patch of a tower, at most newlines between.
+_PATCH_TOKENS = {"llava", "llava_next", "llava_onevision"}
+_UNMERGEABLE = {
+    "gemma3": "it averages 4 x 4 patches (or the like) of its grid to a token, behind the tower",
+} | {
+    family: reason
+    for reason, families in {
+        "it joins neighbouring patches of its grid to a token (pixel shuffle), so each token holds several patches": (
+            "internvl idefics3 smolvlm"
+        ),
+        "its tower attends in windows of a grid, or gives patches a rotary place on it, and joins 2 x 2 patches to a "
+        "token behind it": "qwen2_vl qwen2_5_vl qwen3_vl",
+    }.items()
+    for family in families.split()
+}
 # Layers that keep a key and a value for each token; others (linear attention, convolution, state space) carry a state.
 _CUTTABLE_LAYERS = {"full_attention", "sliding_attention"}
 

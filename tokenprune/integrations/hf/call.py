@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from tokenprune.base import Selection
 from tokenprune.integrations.hf import masks
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cache import Reduction, cached_tokens, new_positions
@@ -47,6 +48,7 @@ class Call:
     observation: Observation | None = None
     report: Report | None = None
     cuts: set[int] = field(default_factory=set)
+    merged: Selection | None = None  # what is left of the visual tokens after a merge in the encoder
     text: list[int] = field(default_factory=list)
     memo: dict[Any, Any] = field(default_factory=dict)
 

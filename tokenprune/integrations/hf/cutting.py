@@ -41,13 +41,13 @@ def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, len
     if any(step.budget.flops_share is not None for step in steps.values()):
         padding = call.padding_per_row(length)
     call.text = [length - of_row - pads for of_row, pads in zip(visual, padding, strict=False)]
-    counts = call.segments.counts
+    counts = call.segments.counts if call.merged is None else call.merged.keep.sum(1).tolist()
     for layer, step in steps.items():
         keep = _resolve(call, step, counts, shape)
         if keep != counts:
             call.cuts.add(layer)
         counts = keep
-    return bool(call.cuts)
+    return bool(call.cuts) or call.merged is not None
 
 
 def _resolve(call: Call, step: Step, counts: list[int], shape: DecoderShape) -> list[int]:
@@ -67,16 +67,21 @@ def _resolve(call: Call, step: Step, counts: list[int], shape: DecoderShape) -> 
 
 def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     """Make one cut: `[B, W, D]` hidden states in, `[B, W', D]` out; the call's layout, segments and extras follow."""
-    batch = hidden.shape[0]
     # A model may be spread over devices.
-    segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
-    call.layout = before
+    segments, call.layout = call.segments.to(hidden.device), call.layout.to(hidden.device)
     # Anew: a method before this one may have kept another number than it was asked for.
     budget = _resolve(call, step, segments.counts, call.report.shape)
     tokens = VisualTokens(segments, budget, Sources(call, hidden, adapter))
     with torch.no_grad():
         selection = step.method.select(tokens)
     call.observation = None
+    return apply(call, step, selection, hidden, adapter)
+
+
+def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter: Adapter) -> Tensor:
+    """Take what `selection` leaves out of the sequence; see `cut`."""
+    batch = hidden.shape[0]
+    segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
     keep = _checked(selection, segments, step.method)
     counts = keep.sum(1).tolist()
     if not all(counts):

@@ -27,7 +27,8 @@ from tokenprune.integrations.hf import cache as caches
 from tokenprune.integrations.hf import masks
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
-from tokenprune.integrations.hf.cutting import Step, cut, resolve_budgets
+from tokenprune.integrations.hf.cutting import Step, apply, cut, resolve_budgets
+from tokenprune.integrations.hf.encoder import EncoderPatch
 from tokenprune.integrations.hf.features import FeatureRecorder
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observer
@@ -43,8 +44,8 @@ _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "p
 class Engine:
     """Holds the hooks of one patched model. The state of a forward lives in a `Call`, that of a cache on the cache."""
 
-    def __init__(self, adapter: Adapter, steps: list[Step], record: bool) -> None:
-        self.adapter, self.decoder = adapter, adapter.decoder
+    def __init__(self, adapter: Adapter, steps: list[Step], record: bool, encoder: EncoderPatch | None = None) -> None:
+        self.adapter, self.decoder, self.encoder = adapter, adapter.decoder, encoder
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.per = steps[0].budget.per if steps else "image"
@@ -143,6 +144,8 @@ class Engine:
         grids = self.adapter.grids(modality, arguments)
         if grids is not None and hasattr(output, "pooler_output"):
             output.tokenprune_grids = grids
+        if self.encoder is not None:
+            self.encoder.note(modality, arguments, output)
         if (call := self._call()) is not None:
             self._match_features(call, modality, output)
 
@@ -168,11 +171,15 @@ class Engine:
             self.stats = Stats()
         if call.outputs and length > 1:
             call.segments = find_segments(call.visual, call.outputs, self.per)
+        if call.segments is not None and self.encoder is not None:
+            call.merged = self.encoder.select(call, call.segments.to(embeds.device))
         if call.segments is None and call.reduction is None:
             return None
         cutting = call.segments is not None and resolve_budgets(call, self.steps, self.shape, length)
         if call.segments is not None:
             call.report = Report(self.shape, call.segments, batch, length, self.record)
+            if self.encoder is not None:
+                call.report.stats.encoder_tokens_per_layer = self.encoder.counts(call)
         if not cutting and call.reduction is None:
             return None
 
@@ -184,7 +191,7 @@ class Engine:
             if call.cache is None and self._uses_cache(kwargs):
                 kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
         call.extras = self.adapter.take_extras(kwargs, call.layout) if call.segments is not None else None
-        if cutting and 0 in call.cuts:
+        if cutting and (0 in call.cuts or call.merged is not None):
             self._cut_entry(call, kwargs)
         call.arrival = call.layout
         call.open_group(0)
@@ -227,7 +234,11 @@ class Engine:
             mask = create_masks_for_generate(self.adapter.text_config, embeds, mask, call.cache, None)
             prepared = True
 
-        kwargs["inputs_embeds"] = cut(call, self.steps[0], embeds, self.adapter)
+        if call.merged is not None:
+            embeds = apply(call, self.encoder.step, call.merged, embeds, self.adapter)
+        if 0 in call.cuts:
+            embeds = cut(call, self.steps[0], embeds, self.adapter)
+        kwargs["inputs_embeds"] = embeds
         layout = call.layout
         kwargs["position_ids"] = gather_tokens(positions, layout.index, -1)
         if prepared:

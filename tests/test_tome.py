@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bipartite soft matching and ToMe's schedules, against a naive loop written from the paper."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from tokenprune import Budget, BudgetError, OptionError
+from tokenprune.merging import Merge, bipartite_match, most
+from tokenprune.methods.tome import ToMe
+
+SHAPES = [(1, 2, 0), (2, 7, 0), (2, 8, 0), (3, 7, 1), (2, 16, 1), (1, 17, 2), (2, 12, 5), (1, 3, 1)]
+CASES = [
+    pytest.param(b, n, p, r, id=f"B{b}-n{n}-p{p}-r{r}") for b, n, p in SHAPES for r in sorted({1, 2, n // 3, n, 0})
+]
+
+
+def naive(metric: Tensor, r: int, protected: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """One picture: the members of each output token, in order, and (source, target) pairs in order of similarity."""
+    n = len(metric)
+    r = min(r, max(0, n - protected) // 2)
+    pairs = []
+    for a in range(0, n, 2):
+        best, similarity = None, -math.inf
+        for b in range(1, n, 2):
+            cosine = float(metric[a] @ metric[b] / (metric[a].norm() * metric[b].norm()))
+            if a >= protected and b >= protected and cosine > similarity:
+                best, similarity = b, cosine
+        pairs.append((similarity, a, best))
+    pairs.sort(key=lambda pair: -pair[0])  # stable: ties stay in order of place
+    merged = [(a, b) for _, a, b in pairs[:r]]
+    rest = [a for _, a, _ in pairs[r:]]
+    if protected:
+        rest = sorted(rest)
+    order = list(range(protected)) + [a for a in rest if a >= protected] + [b for b in range(1, n, 2) if b >= protected]
+    if r == 0:
+        order = list(range(n))
+    return [[token] + [a for a, b in merged if b == token] for token in order], merged
+
+
+def metric(b: int, n: int, seed: int = 0, width: int = 6) -> Tensor:
+    return torch.randn(b, n, width, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("b", "n", "protected", "r"), CASES)
+def test_equals_the_naive_loop(b: int, n: int, protected: int, r: int) -> None:
+    keys, x = metric(b, n), metric(b, n, seed=1)
+    size = torch.randint(1, 5, (b, n), generator=torch.Generator().manual_seed(2)).float()
+    merge = bipartite_match(keys, r, protected)
+    if min(r, most(n, protected)) == 0:
+        assert merge is None
+        return
+    assert merge.keep.shape == (b, n - min(r, (n - protected) // 2))
+    got, sizes, assign = merge.mean(x, size), merge.sum(size), merge.assign
+    for row in range(b):
+        groups, merged = naive(keys[row], r, protected)
+        for place, group in enumerate(groups):
+            weight = size[row, group]
+            want = (x[row, group] * weight[:, None]).sum(0) / weight.sum()
+            torch.testing.assert_close(got[row, place], want)
+            assert sizes[row, place] == weight.sum()
+            assert (assign[row, group] == place).all()
+        assert merge.source[row].tolist() == [a for a, _ in merged]
+    # The whole is conserved, and the protected tokens stay where they are, to the bit.
+    torch.testing.assert_close((got * sizes[..., None]).sum(1), (x * size[..., None]).sum(1))
+    assert torch.equal(got[:, :protected], x[:, :protected])
+    assert torch.equal(assign[:, :protected], torch.arange(protected).expand(b, -1))
+
+
+def test_unmerge_gives_members_their_token_back() -> None:
+    x, size = metric(2, 11, seed=1), torch.ones(2, 11)
+    merge = bipartite_match(metric(2, 11), 3)
+    back = merge.unmerge(merge.mean(x, size))
+    for row in range(2):
+        touched = set()
+        for source, target in zip(merge.source[row].tolist(), merge.target[row].tolist(), strict=True):
+            partner = int(merge.keep[row, target])
+            assert torch.equal(back[row, source], back[row, partner])
+            touched |= {source, partner}
+        others = [token for token in range(11) if token not in touched]
+        assert others and torch.equal(back[row, others], x[row, others])
+
+
+def test_duplicates_merge_first_and_ties_go_to_the_lower_place() -> None:
+    keys = metric(1, 12)
+    keys[0, 6] = keys[0, 9]
+    keys[0, 4] = keys[0, 5]
+    merge = bipartite_match(keys, 2, 1)
+    assert merge.source.tolist() == [[4, 6]]
+    assert merge.keep.gather(1, merge.target).tolist() == [[5, 9]]
+    same = bipartite_match(torch.ones(1, 9, 4), 3)
+    assert same.source.tolist() == [[0, 2, 4]]
+    assert same.keep.gather(1, same.target).tolist() == [[1, 1, 1]]
+
+
+def test_scale_and_batch_order_do_not_matter() -> None:
+    keys = metric(3, 14)
+    merge, scaled, turned = (bipartite_match(k, 5, 1) for k in (keys, keys * 4, keys.flip(0)))
+    assert torch.equal(merge.assign, scaled.assign)
+    assert torch.equal(merge.assign.flip(0), turned.assign)
+    for row in range(3):
+        assert torch.equal(bipartite_match(keys[row : row + 1], 5, 1).assign[0], merge.assign[row])
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_keys_without_direction_are_similar_to_nothing(bad: float) -> None:
+    keys = metric(1, 8)
+    keys[0, [2, 5]] = bad
+    merge = bipartite_match(keys, 2)
+    assert isinstance(merge, Merge)
+    assert merge.mean(metric(1, 8), torch.ones(1, 8)).isfinite().all()
+    assert torch.equal(merge.assign.sort(1).values.unique(), torch.arange(6))
+    if bad:
+        assert 2 not in merge.source
+
+
+def test_half_precision_keys_and_features() -> None:
+    keys = metric(2, 10)
+    merge = bipartite_match(keys.bfloat16(), 3, 1)
+    assert torch.equal(merge.assign, bipartite_match(keys.bfloat16().float(), 3, 1).assign)
+    assert merge.mean(keys.bfloat16(), torch.ones(2, 10)).dtype == torch.bfloat16
+
+
+# -- schedules
+
+
+def schedule(
+    r: object = None, keep: float | int = 0.25, count: int = 577, blocks: int = 24, read: int = 23
+) -> list[int]:
+    return ToMe(r=r).schedule(Budget.of(keep), count, 1, blocks, read)
+
+
+def test_r_as_int_list_and_slope() -> None:
+    assert schedule(16) == [16] * 23 + [0]
+    # The rows of DyMU's table 2: 94, 209 and 393 tokens, class token included.
+    assert [577 - sum(schedule(r)) for r in (21, 16, 8)] == [94, 209, 393]
+    assert schedule([5, 0, 7], blocks=5, read=5) == [5, 0, 7, 0, 0]
+    down = schedule((8, -1), blocks=24, read=24)
+    assert (down[0], down[-1]) == (16, 0)
+    assert abs(sum(down) - 8 * 24) <= 24
+    assert down == sorted(down, reverse=True)
+    up = schedule((8, 1), read=24)
+    assert (up[0], up[-1]) == (0, 16)
+    assert schedule((8, 0)) == schedule(8)
+    # No block merges more than half of what reaches it.
+    assert schedule(100, count=37, blocks=3, read=3) == [18, 9, 4]
+
+
+@pytest.mark.parametrize("keep", [0.9, 0.5, 0.25, 0.11, 0.04, 1, 64, 577])
+def test_keep_is_reached_exactly_by_the_smallest_constant(keep: float | int) -> None:
+    plan = schedule(keep=keep)
+    left = Budget.of(keep).resolve([576], layer=0, shape=None, text_tokens=0)[0]
+    assert 577 - sum(plan) == left + 1
+    assert len(plan) == 24 and plan[-1] == 0
+    assert plan == sorted(plan, reverse=True)
+    # One less in every block falls short.
+    assert plan[0] == 0 or sum(schedule(plan[0] - 1)) < sum(plan)
+
+
+def test_what_cannot_be_reached_is_said() -> None:
+    with pytest.raises(BudgetError, match="at most half"):
+        schedule(keep=0.1, count=37, blocks=3, read=2)
+    assert sum(schedule(keep=0.25, count=37, blocks=3, read=2)) == 27
+
+
+@pytest.mark.parametrize("r", [-1, 1.5, "8", [1, -1], (1, 2), (8,), (8, 2.0), True, [[1]]])
+def test_bad_r(r: object) -> None:
+    with pytest.raises(OptionError, match="tome: r="):
+        tokenprune.method("tome", r=r)
+
+
+def test_list_longer_than_the_tower() -> None:
+    with pytest.raises(OptionError, match="only 2 blocks"):
+        schedule([1, 1, 1], blocks=2, read=2)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks that merge tokens inside the blocks of a vision transformer, whichever library the blocks come from.
+
+A block computes x + attention(norm(x)), then x + mlp(norm(x)). The merge sits between the two. No forward is replaced:
+a hook hands the second norm the merged tokens, so that the MLP runs on these alone; a hook behind the MLP adds its
+result to them, which is the block's output, and hands the block a zero to add to the tokens before the merge.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.base import Method
+from tokenprune.budget import Budget
+from tokenprune.errors import BudgetError, UnsupportedSetupError
+
+
+@dataclass(frozen=True)
+class Block:
+    """A pre-norm block: `norm` and `end` are the first and the last module of its MLP branch; `mask` is the name, and
+    `mask_place` the place, of the argument that is added to its attention logits."""
+
+    module: nn.Module
+    norm: nn.Module
+    end: nn.Module
+    mask: str
+    mask_place: int
+
+
+@dataclass
+class Merging:
+    """One forward of a tower. N tokens enter, n are left so far.
+
+    plan: tokens that each block merges. owners: after each block (first: before any) long `[B, N]`, for each token that
+    entered the one that it is part of. size: float32 `[B, n]`, tokens that each is made of; None before a merge.
+    """
+
+    plan: list[int]
+    owners: list[Tensor]
+    size: Tensor | None = None
+    keys: Tensor | None = None
+    merged: Tensor | None = None
+    output: Tensor | None = None
+    counts: list[int] = field(default_factory=list)
+
+    def restore(self, x: Tensor, stage: int = -1) -> Tensor:
+        """`[B, n, D]` -> `[B, N, D]`: every token that entered gets the feature of the one it is part of."""
+        owner = self.owners[stage]
+        if x.shape[1] == owner.shape[1]:
+            return x
+        return x.gather(1, owner.to(x.device).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+class Merger:
+    """Attached to the blocks of one tower, in their order; the state of a forward is kept per thread.
+
+    protected: the first tokens, which never merge. read: the number of blocks whose output reaches anyone.
+    Raises BudgetError for a budget that is neither a share nor a number of tokens.
+    """
+
+    def __init__(self, method: Method, budget: Budget, blocks: Sequence[Block], protected: int, read: int) -> None:
+        if budget.keep is None or budget.per != "image":
+            raise BudgetError(
+                f"{method.name} merges in the encoder, where each picture is for itself: keep is a share of its "
+                f"patches or a number of them, not {budget}"
+            )
+        self.method, self.budget, self.blocks = method, budget, list(blocks)
+        self.protected, self.read = protected, read
+        self._undo: list[Callable[[], None]] = []
+
+    # -- attaching
+
+    def attach(self) -> None:
+        """Install all hooks; on any error those already installed are removed again."""
+        try:
+            self._attach()
+        except BaseException:
+            self.detach()
+            raise
+
+    def _attach(self) -> None:
+        for index, block in enumerate(self.blocks):
+            self.hook(block.module.register_forward_pre_hook(partial(self._enter_block, index), with_kwargs=True))
+            self.hook(block.norm.register_forward_pre_hook(partial(self._merge, index)))
+            self.hook(block.end.register_forward_hook(self._leave_branch))
+            # Before the hooks of others: what they see is the block's output.
+            self.hook(block.module.register_forward_hook(self._leave_block, prepend=True))
+
+    def hook(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    def detach(self) -> None:
+        """Remove everything that `attach` installed."""
+        self.end()
+        while self._undo:
+            self._undo.pop()()
+
+    # -- the state of this thread
+
+    def state(self) -> Merging | None:
+        return _states().get(id(self))
+
+    def end(self) -> Merging | None:
+        """Forget this thread's state and return it."""
+        return _states().pop(id(self), None)
+
+    def plan(self, count: int) -> list[int]:
+        """Tokens to merge in each block, for `count` tokens that enter."""
+        return self.method.schedule(self.budget, count, self.protected, len(self.blocks), self.read)
+
+    # -- hooks
+
+    def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if index == 0:
+            rows, count = hidden.shape[:2]
+            if module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
+                raise UnsupportedSetupError(
+                    "gradient checkpointing runs the tower's blocks a second time, when what they merged is forgotten; "
+                    "switch it off for the vision tower"
+                )
+            owner = torch.arange(count, device=hidden.device).expand(rows, -1)
+            _states()[id(self)] = Merging(self.plan(count), [owner])
+        state = self.state()
+        if state is None:
+            return None
+        state.keys = state.merged = state.output = None
+        state.counts.append(hidden.shape[1])
+        if state.size is None or not self.method.proportional:
+            return None
+        block = self.blocks[index]
+        given = args[block.mask_place] if len(args) > block.mask_place else kwargs.get(block.mask)
+        if given is not None:
+            raise UnsupportedSetupError(f"{self.method.name}: the tower's blocks got an attention mask of their own")
+        bias = state.size.log().to(hidden.dtype).to(hidden.device)[:, None, None, :]
+        if len(args) > block.mask_place:
+            return (*args[: block.mask_place], bias, *args[block.mask_place + 1 :]), kwargs
+        return args, kwargs | {block.mask: bias}
+
+    def note_keys(self, index: int, keys: Tensor) -> None:
+        """keys: `[B, H, n, Dh]` of the attention of a block."""
+        state = self.state()
+        if state is not None and state.plan[index]:
+            state.keys = keys
+
+    def _merge(self, index: int, module: nn.Module, args: tuple) -> tuple | None:
+        state = self.state()
+        if state is None:
+            return None
+        owner = state.owners[-1]
+        state.owners.append(owner)
+        if not state.plan[index]:
+            return None
+        if state.keys is None:
+            raise UnsupportedSetupError(f"{self.method.name}: block {index} of the tower showed no attention keys")
+        with torch.no_grad():
+            merge = self.method.match(state.keys.float().mean(dim=1), state.plan[index], self.protected)
+        state.keys = None
+        if merge is None:
+            return None
+        hidden = args[0]
+        if state.size is None:
+            state.size = torch.ones(hidden.shape[:2], device=hidden.device)
+        state.merged = merge.mean(hidden, state.size)
+        state.size = merge.sum(state.size)
+        state.owners[-1] = merge.assign.gather(1, owner)
+        return (state.merged, *args[1:])
+
+    def _leave_branch(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        state = self.state()
+        if state is None or state.merged is None:
+            return None
+        state.output, state.merged = state.merged + output, None
+        return output.new_zeros(1)
+
+    def _leave_block(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        state = self.state()
+        if state is None or state.output is None:
+            return None
+        merged, state.output = state.output, None
+        return (merged, *output[1:]) if isinstance(output, tuple) else merged
+
+
+def _states() -> dict[int, Merging]:
+    return _thread.__dict__.setdefault("states", {})
+
+
+_thread = threading.local()

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging inside the vision tower of a vision-language model, and what becomes of the merged tokens behind it.
+
+The tower gives back what it always does, a feature for each patch: those of a merged token are all the same. Which
+these are travels with the tower's output (`generate` encodes pictures before any forward). At the decoder's entry one
+visual token of each group is kept, the first.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from tokenprune.base import Method, Selection
+from tokenprune.budget import Budget
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.blocks import Block, Merger
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.cutting import Step
+from tokenprune.integrations.hf.groups import PackRecorder, feature_groups, one_of_each, take_packed
+from tokenprune.integrations.hf.observe import Observation, Observer
+from tokenprune.tokens import Segments
+
+# The blocks that are known, and how many class tokens stand before the patches.
+_CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
+
+
+class EncoderPatch(Merger):
+    """Merges inside the tower of `adapter`'s model, and tells which visual tokens became one.
+
+    Raises UnsupportedSetupError for towers and projectors whose tokens cannot be merged, and for attention back ends
+    that take no bias; BudgetError for a budget that cannot be reached.
+    """
+
+    def __init__(self, adapter: Adapter, method: Method, budget: Budget) -> None:
+        family, name = adapter.config.model_type, method.name
+        if adapter.unmergeable is not None:
+            raise UnsupportedSetupError(f"{name} cannot act in the tower of {family!r}: {adapter.unmergeable}")
+        self.adapter, self.tower = adapter, adapter.base.vision_tower
+        self.encoder = _encoder(self.tower, name)
+        layers = list(self.encoder.layers)
+        self.layer = _read_layer(adapter, name)
+        read = self.layer if self.layer >= 0 else len(layers) + 1 + self.layer
+        blocks = [Block(layer, layer.layer_norm2, layer.mlp, "attention_mask", 1) for layer in layers]
+        super().__init__(method, budget, blocks, _CLASS_TOKENS[type(layers[0]).__name__], read)
+        self.observers = [
+            Observer(layer.self_attn, partial(self._observe, index)) for index, layer in enumerate(layers[:read])
+        ]
+        self.step = Step(method, budget)  # what the engine reports the merged tokens' cut as
+        self._check_attention()
+        config = adapter.config.vision_config
+        self.plan((config.image_size // config.patch_size) ** 2 + self.protected)  # raises what cannot be reached
+
+    def _check_attention(self) -> None:
+        attention = self.observers[0].config._attn_implementation or "eager"
+        if self.method.proportional and attention not in ("eager", "sdpa"):
+            raise UnsupportedSetupError(
+                f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which proportional "
+                'attention needs; load the model with attn_implementation={"vision_config": "sdpa", ...}, or pass '
+                "proportional=False"
+            )
+
+    def _attach(self) -> None:
+        super()._attach()
+        for observer in self.observers:
+            observer.attach()
+            self._undo.append(observer.detach)
+        self.hook(self.tower.register_forward_pre_hook(self._enter_tower))
+        self.hook(self.encoder.register_forward_hook(self._leave_encoder))
+        self.hook(self.tower.register_forward_hook(self._leave_tower))
+        pack = getattr(self.adapter.base, "pack_image_features", None)
+        if pack is not None:
+            before = self.adapter.base.__dict__.get("pack_image_features")  # somebody else's wrapper
+            self.adapter.base.pack_image_features = PackRecorder(pack)
+            undo = partial(delattr, self.adapter.base, "pack_image_features")
+            if before is not None:
+                undo = partial(setattr, self.adapter.base, "pack_image_features", before)
+            self._undo.append(undo)
+
+    def _observe(self, index: int, observation: Observation) -> None:
+        self.note_keys(index, observation.key)
+
+    # -- the tower's outside contract
+
+    def _enter_tower(self, module: nn.Module, args: tuple) -> None:
+        self._check_attention()  # it may have been changed after the patch
+        take_packed()  # what a call that failed may have left
+        self.end()
+
+    def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        state = self.state()
+        if isinstance(output, tuple):
+            return (state.restore(output[0]), *output[1:])
+        output.last_hidden_state = state.restore(output.last_hidden_state)
+        return output
+
+    def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        state = self.end()
+        if isinstance(output, tuple):
+            raise UnsupportedSetupError(f"{self.method.name}: the tower must return an output object; use return_dict")
+        if output.hidden_states is not None:
+            restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
+            output.hidden_states = tuple(restored)
+        output.tokenprune_owners = state.owners[self.read]
+        output.tokenprune_counts = [rows * state.owners[0].shape[0] for rows in state.counts]
+        return output
+
+    # -- behind the tower
+
+    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        """Pictures were encoded: leave on `output` which of its features are one, as `tokenprune_groups`: for each
+        picture, for each feature, the first feature of its group (long `[features]`)."""
+        asked = arguments.get("vision_feature_layer")
+        if asked is not None and asked != self.layer:
+            raise UnsupportedSetupError(
+                f"{self.method.name} was set up for the config's vision_feature_layer={self.layer}, not for {asked}"
+            )
+        owners = getattr(output, "tokenprune_owners", None)
+        groups = None
+        if modality == "image" and owners is not None:
+            groups = feature_groups(owners, output.pooler_output, self.protected)
+        if groups is None:
+            raise UnsupportedSetupError(
+                f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
+                "patches they were made of; leave them out of the prompt, or use a method that acts behind the tower"
+            )
+        output.tokenprune_groups = groups
+
+    def select(self, call: Call, segments: Segments) -> Selection | None:
+        """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""
+        for modality, output in call.outputs.items():
+            if getattr(output, "tokenprune_groups", None) is None:
+                raise UnsupportedSetupError(
+                    f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
+                )
+        groups = {modality: output.tokenprune_groups for modality, output in call.outputs.items()}
+        return one_of_each(segments, call.visual, groups)
+
+    def counts(self, call: Call) -> list[int]:
+        """Tokens that entered each of the tower's blocks, for all pictures of a call."""
+        return [sum(counts) for counts in zip(*(o.tokenprune_counts for o in call.outputs.values()), strict=True)]
+
+
+def _encoder(tower: nn.Module, name: str) -> nn.Module:
+    """Return the module inside `tower` that runs the blocks."""
+    for module in tower.modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and layers and all(type(x).__name__ in _CLASS_TOKENS for x in layers):
+            return module
+    raise UnsupportedSetupError(
+        f"{name} knows the vision towers CLIP and SigLIP of transformers, not {type(tower).__name__}"
+    )
+
+
+def _read_layer(adapter: Adapter, name: str) -> int:
+    """Return which of the tower's hidden states the model reads; -1 is the last."""
+    layer = getattr(adapter.config, "vision_feature_layer", -1)
+    if not isinstance(layer, int):
+        raise UnsupportedSetupError(
+            f"{name}: this model joins the features of several tower layers ({layer}), which merge differently"
+        )
+    return layer

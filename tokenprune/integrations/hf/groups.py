@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From patches that were merged in the tower to placeholders in the prompt: which visual tokens are one."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import Selection
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.tokens import Segments
+
+_thread = threading.local()
+
+
+def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor] | None:
+    """Return for each picture, for each of its features, the first feature of its group (long `[features]`).
+
+    owners: long `[T, N]`, for each token that entered the tower (of T tiles) the one that it is part of. features: what
+    `get_image_features` made of them, one tensor a picture. protected: class tokens, which the features may leave out.
+    None if the features are not the patches.
+    """
+    packed = take_packed()
+    if packed is not None:
+        groups = first_of_group(owners[:, owners.shape[1] - packed.tokens :])
+        return [packed.follow(groups, picture) for picture in packed.pictures]
+    if not isinstance(features, (list, tuple)) or len(features) != len(owners):
+        return None
+    if any(f.ndim != 2 or not 0 <= owners.shape[1] - f.shape[0] <= protected for f in features):
+        return None
+    return [first_of_group(row[None, len(row) - len(f) :])[0] for row, f in zip(owners, features, strict=True)]
+
+
+def one_of_each(segments: Segments, masks: dict[str, Tensor], groups: dict[str, list[Tensor]]) -> Selection | None:
+    """Return the selection that keeps the first token of each group; None if every token is one.
+
+    masks: bool `[B, L]` of placeholders for each modality; groups: see `feature_groups`.
+    """
+    device = segments.mask.device
+    batch, length = next(iter(masks.values())).shape
+    first = torch.arange(length, device=device).repeat(batch, 1)  # the position of the first token of its group
+    for modality, pictures in groups.items():
+        flat, start = [], 0
+        for picture in pictures:
+            flat.append(picture.to(device) + start)
+            start += len(picture)
+        columns = masks[modality].nonzero()[:, 1].to(device)
+        first[masks[modality].to(device)] = columns[torch.cat(flat)]
+    # Positions in the sequence -> places in the segment.
+    rows, real = segments.row_index.expand_as(segments.position), segments.mask
+    numbers = torch.arange(real.shape[1], device=device).expand_as(segments.position)
+    place = torch.full_like(first, -1)
+    place[rows[real], segments.position[real]] = numbers[real]
+    assign = place[rows, first[rows, segments.position]].masked_fill(~real, -1)
+    keep = (assign == numbers) & real
+    # All tokens of a group are the same: the first is taken as it is, so that no rounding comes in.
+    return None if torch.equal(keep, real) else Selection(keep, assign, keep.float())
+
+
+def first_of_group(owner: Tensor) -> Tensor:
+    """long `[B, N]` of group numbers -> long `[B, N]`: the lowest place with the same number."""
+    places = torch.arange(owner.shape[1], device=owner.device).expand_as(owner)
+    first = owner.new_full((owner.shape[0], int(owner.max()) + 1), owner.shape[1])
+    return first.scatter_reduce(1, owner, places, "amin").gather(1, owner)
+
+
+def take_packed() -> Packed | None:
+    """Return what this thread's last `PackRecorder` noted, and forget it."""
+    packed, _thread.packed = getattr(_thread, "packed", None), None
+    return packed
+
+
+class PackRecorder:
+    """Stands in for a model's `pack_image_features`, and packs the numbers of the features beside the features.
+
+    What comes out tells where each feature ended up, whatever the family does with tiles, padding and newlines.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.__signature__ = inspect.signature(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        result = self.original(*bound.args, **bound.kwargs)
+        numbers, start = [], 0
+        for picture in bound.arguments["image_features"]:
+            tiles, tokens = picture.shape[:2]
+            ids = torch.arange(start, start + tiles * tokens, dtype=torch.float64, device=picture.device)
+            # A second channel, so that interpolated numbers do not pass for numbers.
+            numbers.append(torch.stack([ids, _check(ids)], -1).view(tiles, tokens, 2))
+            start += tiles * tokens
+        bound.arguments["image_features"] = numbers
+        if bound.arguments.get("image_newline") is not None:
+            bound.arguments["image_newline"] = numbers[0].new_tensor([-1, _check(torch.tensor(-1.0))])
+        pictures = self.original(*bound.args, **bound.kwargs)[0]
+        _thread.packed = Packed(list(pictures), numbers[0].shape[1])
+        return result
+
+
+class Packed:
+    """pictures: float64 `[features, 2]` each, the numbers of the features that were packed; tokens: features a tile."""
+
+    def __init__(self, pictures: list[Tensor], tokens: int) -> None:
+        self.pictures, self.tokens = pictures, tokens
+
+    def follow(self, groups: Tensor, packed: Tensor) -> Tensor:
+        """groups: long `[tiles, tokens]`, first of each feature's group in its tile; packed: one picture's numbers."""
+        ids = packed[:, 0].round().long()
+        if not torch.equal(packed[:, 1], _check(ids.double())):
+            raise UnsupportedSetupError(
+                "this picture has so many tiles that the model interpolates its features, so that they belong to no "
+                "merged token; use a smaller picture, or a method that acts behind the tower"
+            )
+        tile, token = ids // self.tokens, ids % self.tokens
+        group = torch.where(ids < 0, -1, tile * self.tokens + groups[tile.clamp(min=0), token])
+        places = torch.arange(len(ids), device=ids.device)
+        group = torch.where(group < 0, int(group.max()) + 1 + places, group)  # newlines: each for itself
+        first = torch.full((int(group.max()) + 1,), len(ids), device=ids.device)
+        return first.scatter_reduce(0, group, places, "amin")[group]
+
+
+def _check(ids: Tensor) -> Tensor:
+    return (ids * ids + 3 * ids) % 9973

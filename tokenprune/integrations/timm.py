@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging inside the plain vision transformers of timm: classifiers and other models without a language model."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from tokenprune.base import Method, Site
+from tokenprune.budget import Budget
+from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
+from tokenprune.integrations.blocks import Block, Merger
+from tokenprune.statistics import Stats
+
+
+def is_timm(model: Any) -> bool:
+    """Return whether `model` comes from timm, without importing timm."""
+    return any(cls.__module__.split(".")[0] == "timm" for cls in type(model).__mro__)
+
+
+def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Budget]) -> TimmPatch:
+    """Return the patch of a timm model; raises UnsupportedModelError for anything but merging in a plain one."""
+    others = [method.name for method in methods if method.site is not Site.IN_ENCODER]
+    if others:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} of timm has no language model, which {', '.join(others)} acts on: only methods of "
+            "the site IN_ENCODER (tome) fit it"
+        )
+    vit = sys.modules.get("timm.models.vision_transformer")
+    blocks = getattr(model, "blocks", None)
+    plain = vit is not None and isinstance(model, vit.VisionTransformer) and isinstance(blocks, nn.Sequential)
+    if not plain or any(type(b) is not vit.Block or type(b.attn) is not vit.Attention for b in blocks):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no plain vision transformer of timm (VisionTransformer with blocks of the kind "
+            "Block and attention of the kind Attention): what windows, pooling or rotary places do to merged tokens is "
+            "not worked out"
+        )
+    if "attn_mask" not in inspect.signature(vit.Block.forward).parameters:
+        raise UnsupportedModelError("this version of timm has blocks without attn_mask: upgrade timm")
+    methods[0].is_identity(budgets[0])  # raises for options that contradict the budget
+    return TimmPatch(model, methods[0], budgets[0])
+
+
+class TimmPatch(Merger):
+    """Merges in the blocks of `model`. Behind the last one each patch gets the feature of its merged token, so that
+    every kind of pooling weighs a merged token by its size."""
+
+    def __init__(self, model: Any, method: Method, budget: Budget) -> None:
+        blocks = [Block(block, block.norm2, block.drop_path2, "attn_mask", 1) for block in model.blocks]
+        super().__init__(method, budget, blocks, model.num_prefix_tokens, len(blocks))
+        self.model = model
+        self.stats = Stats()
+        self.plan(model.patch_embed.num_patches + self.protected)  # raises what cannot be reached
+
+    def _attach(self) -> None:
+        self.hook(self.model.blocks[0].register_forward_pre_hook(self._check_mode))
+        super()._attach()
+        for index, block in enumerate(self.model.blocks):
+            self.hook(block.attn.k_norm.register_forward_hook(partial(self._see_keys, index)))
+        self.hook(self.model.blocks[-1].register_forward_hook(self._leave))
+
+    def _check_mode(self, module: nn.Module, args: tuple) -> None:
+        if self.model.grad_checkpointing:
+            raise UnsupportedSetupError(
+                f"{self.method.name}: gradient checkpointing runs blocks a second time, when what they merged is "
+                "forgotten; call model.set_grad_checkpointing(False)"
+            )
+
+    def _see_keys(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
+        self.note_keys(index, output)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        state = self.end()
+        rows, count = state.owners[0].shape
+        after = [*state.counts[1:], output.shape[1]]
+        visual_in, visual_out = rows * (count - self.protected), rows * (after[-1] - self.protected)
+        self.stats = Stats(
+            visual_tokens_in=visual_in,
+            visual_tokens_out=visual_out,
+            visual_tokens_per_layer=[rows * (n - self.protected) for n in state.counts],
+            keep_ratio=visual_out / visual_in,
+            prefill_flops_ratio=self._flops(state.counts, after)
+            / self._flops([count] * len(after), [count] * len(after)),
+            encoder_tokens_per_layer=[rows * n for n in state.counts],
+        )
+        return state.restore(output)
+
+    def _flops(self, before: list[int], after: list[int]) -> float:
+        """Multiply-adds x 2 of all blocks: attention on the tokens that enter a block, the MLP on those it leaves."""
+        total = 0.0
+        for block, n, m in zip(self.model.blocks, before, after, strict=True):
+            attention, mlp = (
+                sum(p.numel() for p in part.parameters() if p.ndim == 2) for part in (block.attn, block.mlp)
+            )
+            total += 2 * n * attention + 4 * n * n * block.attn.proj.in_features + 2 * m * mlp
+        return total
