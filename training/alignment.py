@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from demo_model import GRID, ID
-from targets import SHAPES, HEADS
+from targets import HEADS, SHAPES
 from tokenprune.bench.scenes import COLORS, LARGE, POSITIONS, WORDS
 
 NAMES = list(HEADS)
@@ -63,3 +63,19 @@ def word_loss(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.
             total = total + F.cross_entropy(part, aim) * (0.5 if name in ("side", "height", "nothing") else 1.0)
             accuracy[name] = (part.argmax(-1) == aim).float().mean().item()
     return total, accuracy
+
+
+@torch.no_grad()
+def amplify_side_words(model, factor: float) -> None:
+    """Let the last head of the first layer speak up about which side word it reads (left, right, upper, lower).
+
+    Scales its output by ``factor`` within the span of the differences between the four words' values, and leaves the
+    rest of the head alone.
+    """
+    layer, words = model.model.language_model.layers[0], [ID[w] for w in ("left", "right", "upper", "lower")]
+    width = layer.self_attn.head_dim
+    embedded = layer.input_layernorm(model.model.language_model.embed_tokens.weight[words])
+    values = layer.self_attn.v_proj(embedded)[:, -width:]
+    basis = torch.linalg.svd(values - values.mean(0), full_matrices=False)[2][:3]
+    output = layer.self_attn.o_proj.weight
+    output[:, -width:] += (factor - 1) * output[:, -width:] @ basis.T @ basis

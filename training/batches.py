@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+
 from demo_model import GRID, ID, PATCH
 from targets import letter_labels, patch_labels
-
 from tokenprune.bench.scenes import KINDS, SIZE, Question, Scene, draw_scene, load_photos
 
 PREFIX = [ID["<bos>"], ID["user"], ID[":"]]

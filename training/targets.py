@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from demo_model import GRID, PATCH
 from torch import nn
 
+from demo_model import GRID, PATCH
 from tokenprune.bench.scenes import COLORS, LARGE, TINY, WORDS, Scene
 
 THINGS = ("background", *LARGE, *TINY, "digit", "sign")

@@ -63,6 +63,6 @@ def load_heldout(
                         asked["question"],
                         asked["answer"],
                         boxes,
-                    )  # fmt: skip
+                    )
                 )
     return examples

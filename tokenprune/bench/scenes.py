@@ -8,6 +8,7 @@ is answered by one look at one place, and they differ in how much of the picture
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -199,7 +200,7 @@ class _Canvas:
         else:
             draw.text(at, text, fill=ink, font=font, stroke_width=2, stroke_fill=ground)
         ends = [at[0] + font.getlength(text[:n]) for n in range(len(text) + 1)]
-        letters = tuple(zip(ends[:-1], ends[1:], strict=True))
+        letters = tuple(itertools.pairwise(ends))
         return self.keep(Item(what, text, box, letters), np.ones((box[3] - box[1], box[2] - box[0]), bool))
 
 
