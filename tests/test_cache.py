@@ -54,7 +54,7 @@ def test_second_turn(method: Any, batch: dict, family: Family, model) -> None:
     with tokenprune.patched(model, method, keep=0.4, record=True):
         got, tokens = talk([None] * 3)
         cuts = tokenprune.stats(model).cuts
-    assert len(cuts) == len(method) if isinstance(method, list) else 1
+    assert len(cuts) == (len(method) if isinstance(method, list) else 1)
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         want, _ = talk(tokens)
     for one, other in zip(got, want, strict=True):

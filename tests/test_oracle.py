@@ -36,8 +36,8 @@ def options(method: str, layer: int | None = None) -> dict[str, int]:
     return {"layer": layer} if layer and cuts_inside else {}
 
 
-def check_survivors(cuts: list, inputs: Any, family: Family, model: Any, keep: float) -> torch.Tensor:
-    """What is left: all text that is not padding, and of each picture what was asked for; returns bool `[B, L]`."""
+def check_survivors(cuts: list, inputs: Any, family: Family, model: Any) -> torch.Tensor:
+    """What is left: all text that is not padding, and of the pictures some; returns bool `[B, L]`."""
     length = inputs["input_ids"].shape[1]
     alive = survivors(cuts[-1], length)
     visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
@@ -51,7 +51,7 @@ def compare_forward(family: Family, model: Any, method: Any, inputs: Any, keep: 
     with tokenprune.patched(model, method, keep=keep, record=True, **chosen):
         got = model(**inputs).logits
         cuts = tokenprune.stats(model).cuts
-    alive = check_survivors(cuts, inputs, family, model, keep)
+    alive = check_survivors(cuts, inputs, family, model)
     with reduced(family, model, cuts, alive.shape[1]):
         want = model(**inputs).logits
     close(got[alive], want[alive])
@@ -80,7 +80,7 @@ def test_generate(method: str, family: Family, model, batch: str) -> None:
     with tokenprune.patched(model, method, keep=0.3, record=True):
         got, tokens, _ = generate_logits(model, inputs, 4)
         cuts = tokenprune.stats(model).cuts
-    check_survivors(cuts, inputs, family, model, 0.3)
+    check_survivors(cuts, inputs, family, model)
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         want, _, _ = generate_logits(model, inputs, 4, tokens=tokens)
     close(got, want)
