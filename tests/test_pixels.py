@@ -264,6 +264,31 @@ def test_all_kinds_of_pictures_are_taken(tmp_path: Any) -> None:
     assert (made - want).abs().max() < 0.3
 
 
+def test_what_a_picture_is_made_of_stays() -> None:
+    picture = photo(64, 96)
+    array, palette = np.array(picture), picture.convert("P")
+    processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), keep=0.25)
+    # Palette indices must not be interpolated, nor taken from the nearest pixel.
+    want = processor(palette.convert("RGB"))["pixel_values"]
+    assert torch.equal(processor(palette)["pixel_values"], want)
+    # The resized array has its channels where the original had them, and where the call says they are.
+    told = processor(array, input_data_format="channels_last")["pixel_values"]
+    assert torch.equal(told, processor(array)["pixel_values"])
+
+
+@pytest.mark.parametrize("nothing", [[], [[]]], ids=str)
+def test_no_pictures_are_left_to_the_processor(nothing: list) -> None:
+    def outcome(processor: Any) -> Any:
+        try:
+            return list(processor(nothing))
+        except Exception as error:
+            return type(error), str(error)
+
+    processor = Qwen2VLImageProcessor(**LIMITS)
+    before = outcome(processor)
+    assert outcome(patch_processor(processor, keep=0.25)) == before
+
+
 def test_a_text_without_pictures_passes(demo: Any) -> None:
     processor = llava()
     with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
