@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
-from processors import COUNTED, DEMO, llava
-from test_pixels import LIMITS, asked, photo
+from processors import COUNTED, LIMITS, asked, demo_model, llava, photo
 from tokenprune import Budget, BudgetError, OptionError, count_visual_tokens, patch_processor, unpatch_processor
 from tokenprune.integrations.hf.pictures import Picture
 from tokenprune.methods.dynres import _cells, look
@@ -168,7 +166,7 @@ def test_qwen_counts_follow_the_shares() -> None:
 
 @torch.no_grad()
 def test_llava_gives_a_call_one_size() -> None:
-    model, processor = AutoModelForImageTextToText.from_pretrained(DEMO).eval(), llava()
+    model, processor = demo_model(), llava()
 
     def patches(*images: Image.Image) -> int:
         inputs = asked(processor, *images)
