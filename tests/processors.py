@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoProcessor, AutoTokenizer
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.idefics3.image_processing_idefics3 import Idefics3ImageProcessor
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
@@ -37,6 +38,38 @@ def tokenizer() -> Any:
 def llava() -> Any:
     """The LLaVA processor of the shipped model."""
     return AutoProcessor.from_pretrained(DEMO)
+
+
+@cache
+def demo_model() -> Any:
+    """The shipped model; tests leave it as it was."""
+    return AutoModelForImageTextToText.from_pretrained(DEMO).eval()
+
+
+# Qwen's processor with small patches, and limits that leave the pictures of the tests alone.
+LIMITS = dict(patch_size=4, size={"shortest_edge": 64, "longest_edge": 10**6})
+
+
+def photo(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Soft blobs with some grain."""
+    g = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(1, 3, 6, 6, generator=g)
+    smooth = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bicubic").clamp(0, 1)[0]
+    values = smooth + 0.03 * torch.randn(3, height, width, generator=g)
+    return Image.fromarray((values.clamp(0, 1) * 255).byte().permute(1, 2, 0).numpy())
+
+
+def asked(processor: Any, *pictures: Image.Image) -> dict[str, torch.Tensor]:
+    """A batch with one picture and one question a row."""
+    return processor(
+        images=list(pictures), text=["<image>what color is it?"] * len(pictures), padding=True, return_tensors="pt"
+    )
+
+
+def state(processor: Any) -> Any:
+    """Everything that a patch on a processor may change."""
+    image = processor.image_processor if hasattr(processor, "image_processor") else processor
+    return type(image), dict(vars(image)), image.to_json_string()
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
-from processors import COUNTED, DEMO, llava
-from test_pixels import LIMITS, asked, photo
+from processors import COUNTED, LIMITS, asked, demo_model, llava, photo
 from tokenprune import Budget, BudgetError, OptionError, count_visual_tokens, patch_processor, unpatch_processor
 from tokenprune.integrations.hf.pictures import Picture
-from tokenprune.methods.dynres import look
+from tokenprune.methods.dynres import _cells, look
 
 KEEPS = [0.0625, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0]
 
@@ -168,7 +166,7 @@ def test_qwen_counts_follow_the_shares() -> None:
 
 @torch.no_grad()
 def test_llava_gives_a_call_one_size() -> None:
-    model, processor = AutoModelForImageTextToText.from_pretrained(DEMO).eval(), llava()
+    model, processor = demo_model(), llava()
 
     def patches(*images: Image.Image) -> int:
         inputs = asked(processor, *images)
@@ -208,3 +206,11 @@ def test_statistics() -> None:
     a, b = (look(0.2 + 0.05 * grey)[0], look(0.5 + 0.05 * grey)[0])
     assert a == pytest.approx(b, abs=1e-4) == look((0.2 + 0.05 * grey).flip(1))[0]
     assert look(torch.zeros(1, 1)) == (0.0, False)
+    # Cells are squares of the picture; what does not fill one at the border is left out.
+    assert _cells(torch.arange(30).view(5, 6), 2)[:4].tolist() == [
+        [0, 1, 6, 7],
+        [2, 3, 8, 9],
+        [4, 5, 10, 11],
+        [12, 13, 18, 19],
+    ]
+    assert len(_cells(torch.zeros(5, 7), 2)) == 6
