@@ -146,8 +146,8 @@ class Bench:
         size = plan.batch_size
         self.batches = [self.examples[start : start + size] for start in range(0, len(self.examples), size)]
         self._step, self._done = step or (lambda label, done, total: None), 0
-        passes = sum(len(seeds_of(name, plan.seeds)) for name in plan.methods)
-        self.total = len(self.batches) * (1 + passes * len(plan.keeps))
+        batches = sum(len(seeds_of(name, plan.seeds)) * len(self._batches(name)) for name in plan.methods)
+        self.total = len(self.batches) + batches * len(plan.keeps)
         self._reused: list[dict[str, Any]] = []
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -220,7 +220,7 @@ class Bench:
         right, cost = "", Cost()
         label = name if name == UNPATCHED else f"{name} {keep:g}"
         with patched(self.subject, name, keep, **options), _Prefill(self.subject) as prefill:
-            for number, batch in enumerate(self.batches):
+            for number, batch in enumerate(self._batches(name)):
                 inputs = self._inputs(name, number, batch)
                 answers = self.subject.generate(inputs)
                 cost.add(self.subject, inputs, None if name != UNPATCHED else prefill.kv_bytes)
@@ -228,6 +228,12 @@ class Bench:
                 self._done += 1
                 self._step(label, self._done, self.total)
         return right, cost
+
+    def _batches(self, name: str) -> list[list[Example]]:
+        """A method that looks at a picture to size it goes picture by picture: in a batch, LLaVA's processor would make
+        all of them one size."""
+        alone = name != UNPATCHED and tokenprune.method(name).by_content
+        return [[example] for example in self.examples] if alone else self.batches
 
     def _inputs(self, name: str, number: int, batch: list[Example]) -> dict[str, Any]:
         pixels = name != UNPATCHED and method_class(name).site is tokenprune.Site.PRE_ENCODER
