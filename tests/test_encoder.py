@@ -444,3 +444,12 @@ def test_gradient_checkpointing_is_refused(build) -> None:
         pytest.raises(UnsupportedSetupError, match="checkpointing"),
     ):
         model(**inputs)
+
+
+@torch.no_grad()
+def test_a_later_method_that_has_nothing_left_to_do_cuts_nothing(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, ["tome", "fastv"], keep=[0.5, 20], record=True):
+        model(**inputs)
+        assert [cut.method for cut in tokenprune.stats(model).cuts] == ["tome"]
