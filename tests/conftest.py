@@ -23,6 +23,7 @@ MODEL_METHODS = [name for name in METHODS if tokenprune.method_info(name).site n
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
 _pristine: dict[tuple[str, str], Any] = {}
+_in_use: set[tuple[str, str]] = set()
 
 
 def pytest_configure() -> None:
@@ -78,6 +79,7 @@ def build() -> Callable[..., PreTrainedModel]:
             # transformers installs hooks of its own on first use.
             _models[key](**family.make_inputs(), output_hidden_states=True)
             _pristine[key] = snapshot(_models[key])
+        _in_use.add(key)
         return _models[key]
 
     return get
@@ -90,9 +92,11 @@ def model(family: Family, build: Callable[..., PreTrainedModel]) -> PreTrainedMo
 
 @pytest.fixture(autouse=True)
 def models_stay_as_they_were() -> Iterator[None]:
+    _in_use.clear()
     yield
     left = []
-    for key, model in list(_models.items()):
+    for key in sorted(_in_use):
+        model = _models[key]
         # rope_deltas is where Qwen's base model remembers its last prompt.
         now = {k: v for k, v in snapshot(model).items() if not k.endswith(".rope_deltas")}
         before = {k: v for k, v in _pristine[key].items() if not k.endswith(".rope_deltas")}

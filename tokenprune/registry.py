@@ -117,7 +117,7 @@ def method_class(name: str) -> type[Method]:
     """Return the class registered under `name`; raises UnknownMethodError naming close matches."""
     _load()
     if not isinstance(name, str) or name not in _METHODS:
-        close = difflib.get_close_matches(str(name).lower(), _METHODS, n=3, cutoff=0.5)
+        close = difflib.get_close_matches(name.lower(), _METHODS, n=3, cutoff=0.5) if isinstance(name, str) else ()
         hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
         raise UnknownMethodError(f"unknown method {name!r}: {hint}available are {', '.join(sorted(_METHODS))}")
     return _METHODS[name]
