@@ -75,11 +75,11 @@ def prefill() -> str:
         middle = 1000 * statistics.median(record["seconds"])
         lines.append(f"| `{record['method']}` | {middle:.0f} | {record['speedup']:.2f} | {record['efficiency']:.3f} |")
     setting = (
-        f"Prefill of {header['visual']} -> {header['keep']} visual tokens beside {header['text']} text tokens; a decoder "
-        f"of {header['parameters'] / 1e6:.0f} M random parameters on {header['device']}, {header['threads']} threads, "
-        f"torch {header['torch']}, transformers {header['transformers']}. The oracle is the unpatched decoder on a "
-        "prompt that never had the other tokens (for cuts inside the decoder, both lengths weighted by their layers): "
-        "1.0 means that choosing and removing tokens is free."
+        f"Prefill of {header['visual']} -> {header['keep']} visual tokens beside {header['text']} text tokens; a "
+        f"decoder of {header['parameters'] / 1e6:.0f} M random parameters on {header['device']}, "
+        f"{header['threads']} threads, torch {header['torch']}, transformers {header['transformers']}. The oracle is "
+        "the unpatched decoder on a prompt that never had the other tokens (for cuts inside the decoder, both lengths "
+        "weighted by their layers): 1.0 means that choosing and removing tokens is free."
     )
     return "\n\n".join([setting, "\n".join(lines), f"By `python benchmarks/prefill.py`; raw data: {link(PREFILL)}."])
 

@@ -21,7 +21,8 @@ PICTURE = FOLDER / "pictures/000.jpg"
 
 
 def call(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    # Wide enough for the tables, whatever the runner of the tests says of its own terminal.
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(one) for one in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output

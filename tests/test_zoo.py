@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from zoo import FAMILIES, FIRST_TEXT_ID, PAD, Family
 
 MODELS: dict[str, torch.nn.Module] = {}
