@@ -29,6 +29,10 @@ class Adapter:
     # makes every picture one size, which can shrink) or None (as many tokens of any picture).
     resizing: str | None = "input"
 
+    # Whether a list of features from the encoder has one entry per picture; if not, runs of placeholders tell them
+    # apart.
+    features_per_picture = True
+
     def __init__(self, model: nn.Module) -> None:
         self.config = model.config
         self.base, self.decoder = self._find(model)
@@ -140,6 +144,8 @@ class Idefics3Adapter(FixedSizeAdapter):
     that reaches the model says which tiles make up a picture: each tile counts as an image."""
 
     families = ("idefics3", "smolvlm")
+    # One tensor for all tiles up to transformers 5.22, from 5.23 on a list with one entry per prompt.
+    features_per_picture = False
     decoder_names = ("text_model",)
 
 

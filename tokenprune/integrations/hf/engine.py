@@ -170,7 +170,9 @@ class Engine:
         if call.past == 0:
             self.stats = Stats()
         if call.outputs and length > 1:
-            call.segments = find_segments(call.visual, call.outputs, self.per)
+            call.segments = find_segments(
+                call.visual, call.outputs if self.adapter.features_per_picture else {}, self.per
+            )
         if call.segments is not None and self.encoder is not None:
             call.merged = self.encoder.select(call, call.segments.to(embeds.device))
         if call.segments is None and call.reduction is None:
