@@ -153,7 +153,8 @@ class Engine:
         call.outputs[modality] = output
         if not call.visual:
             call.visual = self.adapter.visual_mask(call.arguments)
-        if modality in call.visual:
+        # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
+        if modality == "image" and modality in call.visual:
             check_placeholders(modality, call.visual[modality], output)
 
     # -- the decoder
