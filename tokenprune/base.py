@@ -76,9 +76,6 @@ class Method:
     paper: ClassVar[str] = ""
     merges: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-
     @property
     def query_aware(self) -> bool:
         """Whether the kept set of an image may change with the question."""
