@@ -223,3 +223,15 @@ def test_a_deep_copy_of_a_plain_model_is_independent(build) -> None:
     tokenprune.patch(other, "divprune", keep=0.2)
     with torch.no_grad():
         assert not torch.equal(other(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_list_of_keeps_belongs_to_the_methods_in_the_order_given(build) -> None:
+    model = build(FAMILIES["llava"])
+    inputs = FAMILIES["llava"].make_inputs()
+    counts = []
+    for methods, keeps in ((["random", "fastv"], [0.75, 0.5]), (["fastv", "random"], [0.5, 0.75])):
+        with torch.no_grad(), tokenprune.patched(model, methods, keep=keeps):
+            model(**inputs)
+            counts.append(tokenprune.stats(model).visual_tokens_per_layer)
+    assert counts[0] == counts[1]
+    assert counts[0][0] == sum(round(0.75 * count) for row in inputs.counts for count in row)

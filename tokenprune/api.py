@@ -14,6 +14,9 @@ from tokenprune.registry import build
 from tokenprune.statistics import Stats
 
 _ATTRIBUTE = "_tokenprune_patch"
+# A float of its own, which shows as 0.25 and is told from a user's 0.25 by identity: methods that remove nothing have
+# another default.
+_DEFAULT_KEEP = float("0.25")
 ModelT = TypeVar("ModelT")
 
 
@@ -21,7 +24,7 @@ def patch(
     model: ModelT,
     method: str | Method | Sequence[str | Method] = "dart",
     *,
-    keep: float | int | Budget | Sequence[float | int | Budget] = 0.25,
+    keep: float | int | Budget | Sequence[float | int | Budget] = _DEFAULT_KEEP,
     record: bool = False,
     replace: bool = False,
     processor: Any = None,
@@ -33,7 +36,8 @@ def patch(
     places.
     keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 1: tokens per image (more than
                an image has keeps all of it); a `Budget`; or, for a list of methods, a list with one of these each. With
-               a list of methods and a single `keep`, every method keeps that share of what reaches it.
+               a list of methods and a single `keep`, every method keeps that share of what reaches it. The default is
+               1.0 for methods that remove nothing.
     record:    keep the positions that survive each cut in `stats(model).cuts`.
     replace:   replace a patch that is there already, instead of raising.
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes.
@@ -44,7 +48,7 @@ def patch(
     as it was before.
     """
     methods = _methods(method, options)
-    budgets = _budgets(keep, len(methods))
+    budgets = _budgets(keep, methods)
     present = getattr(model, _ATTRIBUTE, None)
     if present is not None and not replace:
         raise AlreadyPatchedError(
@@ -77,26 +81,35 @@ def _methods(method: str | Method | Sequence[str | Method], options: dict[str, A
         )
     if options and isinstance(given[0], Method):
         raise OptionError(f"options {', '.join(options)} are ignored by a configured method: set them when you make it")
-    methods = [one if isinstance(one, Method) else build(one, options) for one in given]
-    places = [(one.site, one.cut_layer) for one in methods]
-    for index, place in enumerate(places):
-        if place in places[:index]:
-            first = methods[places.index(place)]
+    return [one if isinstance(one, Method) else build(one, options) for one in given]
+
+
+def _place(method: Method) -> tuple[int, int]:
+    return method.site.order, method.cut_layer
+
+
+def _check_places(methods: Sequence[Method]) -> None:
+    """Raise OptionError if two methods act at the same place."""
+    seen: dict[tuple[int, int], Method] = {}
+    for one in methods:
+        first = seen.setdefault(_place(one), one)
+        if first is not one:
             raise OptionError(
-                f"{first.name} and {methods[index].name} act at the same place ({place[0]}, layer {place[1]}): "
-                "composed methods must act at different sites or layers"
+                f"{first.name} and {one.name} act at the same place ({one.site}, layer {one.cut_layer}): composed "
+                "methods must act at different sites or layers"
             )
-    return sorted(methods, key=lambda one: (one.site.order, one.cut_layer))
 
 
-def _budgets(keep: Any, count: int) -> list[Budget]:
+def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:
+    if keep is _DEFAULT_KEEP:
+        return [Budget.of(method.default_keep) for method in methods]
     if isinstance(keep, (list, tuple)):
-        if len(keep) != count:
+        if len(keep) != len(methods):
             raise BudgetError(
-                f"keep has {len(keep)} entries for {count} methods: give one number, or one for each method"
+                f"keep has {len(keep)} entries for {len(methods)} methods: give one number, or one for each method"
             )
         return [Budget.of(one) for one in keep]
-    return [Budget.of(keep)] * count
+    return [Budget.of(keep)] * len(methods)
 
 
 def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record: bool, processor: Any) -> Attachment:
@@ -105,6 +118,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     if is_timm(model):
         if processor is not None:
             raise OptionError("a model of timm has no processor to act on: leave out processor=")
+        _check_places(methods)
         part = timm_patch(model, methods, budgets)
         return Attachment(methods, budgets, [part], part)
     from tokenprune.integrations.hf.adapters import adapter_for
@@ -116,22 +130,22 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
         if method.site is Site.DECODE:
             raise OptionError(f"{method.name}: this engine does not act at the site {method.site} yet")
     adapter = adapter_for(model)
+    layers = len(adapter.decoder.layers)
+    whole = [stage for pair in zip(methods, budgets, strict=True) for stage in pair[0].stages(pair[1], layers)]
+    stages = sorted(whole, key=lambda stage: _place(stage[0]))
+    _check_places([method for method, _ in stages])
     parts: list[Any] = []
-    for method, budget in zip(methods, budgets, strict=True):
+    for method, budget in stages:
         if method.site is Site.PRE_ENCODER:
             parts.append(PixelPatch(method, budget, processor, adapter))
     if processor is not None and not parts:
         raise OptionError(f"{', '.join(one.name for one in methods)} does not act on pixels: leave out processor=")
     encoder = None
-    for method, budget in zip(methods, budgets, strict=True):
+    for method, budget in stages:
         if method.site is Site.IN_ENCODER and not method.is_identity(budget):
             encoder = EncoderPatch(adapter, method, budget)
             parts.append(encoder)
-    steps = [
-        Step(method, budget)
-        for method, budget in zip(methods, budgets, strict=True)
-        if method.site in (Site.PRE_LLM, Site.IN_LLM)
-    ]
+    steps = [Step(method, budget) for method, budget in stages if method.site in (Site.PRE_LLM, Site.IN_LLM)]
     engine = Engine(adapter, steps, record, encoder)
     return Attachment(methods, budgets, [*parts, engine], engine)
 
@@ -179,7 +193,7 @@ def unpatch(model: ModelT) -> ModelT:
 
 
 @contextmanager
-def patched(model: ModelT, method: Any = "dart", *, keep: Any = 0.25, **options: Any) -> Iterator[ModelT]:
+def patched(model: ModelT, method: Any = "dart", *, keep: Any = _DEFAULT_KEEP, **options: Any) -> Iterator[ModelT]:
     """Patch for the length of a `with` block; takes what `patch` takes.
 
     A patch that the model had before (with `replace=True`) is put back at the end.

@@ -14,16 +14,21 @@ from torch import Tensor
 from tokenprune.errors import OptionError
 
 if TYPE_CHECKING:
+    from tokenprune.budget import Budget
     from tokenprune.integrations.hf.pictures import Picture
     from tokenprune.tokens import VisualTokens
 
 
 class Site(enum.StrEnum):
-    """Where a method acts, in the order in which data flows; a member equals its name as a string."""
+    """Where a method acts, in the order in which data flows; a member equals its name as a string.
+
+    ATTENTION removes nothing: it changes which tokens the decoder's layers attend to in prefill.
+    """
 
     PRE_ENCODER = "PRE_ENCODER"
     IN_ENCODER = "IN_ENCODER"
     PRE_LLM = "PRE_LLM"
+    ATTENTION = "ATTENTION"
     IN_LLM = "IN_LLM"
     DECODE = "DECODE"
 
@@ -75,6 +80,7 @@ class Method:
     needs: ClassVar[frozenset[str]] = frozenset()
     paper: ClassVar[str] = ""
     merges: ClassVar[bool] = False
+    default_keep: ClassVar[float] = 0.25
 
     @property
     def query_aware(self) -> bool:
@@ -98,6 +104,11 @@ class Method:
     def select(self, tokens: VisualTokens) -> Selection:
         """Return which visual tokens stay; the default keeps the highest scores."""
         return Selection.top(self.score(tokens), tokens)
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        """Return the methods, each acting at one place, that this one consists of in a decoder of `layers`, with their
+        budgets; most methods are one stage, themselves."""
+        return [(self, budget)]
 
     def budget(self, count: int, keep: int) -> int:
         """Return how many of `count` tokens to keep when the user asked for `keep`; most methods keep exactly that."""

@@ -9,7 +9,7 @@ result to them, which is the block's output, and hands the block a zero to add t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, UnsupportedSetupError
+from tokenprune.integrations.attachable import Attachable
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Merging:
         return x.gather(1, owner.to(x.device).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
-class Merger:
+class Merger(Attachable):
     """Attached to the blocks of one tower, in their order; the state of a forward is kept per thread.
 
     protected: the first tokens, which never merge. read: the number of blocks whose output reaches anyone.
@@ -66,6 +67,7 @@ class Merger:
     """
 
     def __init__(self, method: Method, budget: Budget, blocks: Sequence[Block], protected: int, read: int) -> None:
+        super().__init__()
         if budget.keep is None or budget.per != "image":
             raise BudgetError(
                 f"{method.name} merges in the encoder, where each picture is for itself: keep is a share of its "
@@ -73,17 +75,8 @@ class Merger:
             )
         self.method, self.budget, self.blocks = method, budget, list(blocks)
         self.protected, self.read = protected, read
-        self._undo: list[Callable[[], None]] = []
 
     # -- attaching
-
-    def attach(self) -> None:
-        """Install all hooks; on any error those already installed are removed again."""
-        try:
-            self._attach()
-        except BaseException:
-            self.detach()
-            raise
 
     def _attach(self) -> None:
         for index, block in enumerate(self.blocks):
@@ -93,14 +86,10 @@ class Merger:
             # Before the hooks of others: what they see is the block's output.
             self.hook(block.module.register_forward_hook(self._leave_block, prepend=True))
 
-    def hook(self, handle: Any) -> None:
-        self._undo.append(handle.remove)
-
     def detach(self) -> None:
         """Remove everything that `attach` installed."""
         self.end()
-        while self._undo:
-            self._undo.pop()()
+        super().detach()
 
     # -- the state of this thread
 

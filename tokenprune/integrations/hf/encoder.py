@@ -66,19 +66,13 @@ class EncoderPatch(Merger):
     def _attach(self) -> None:
         super()._attach()
         for observer in self.observers:
-            observer.attach()
-            self._undo.append(observer.detach)
+            self.attach_part(observer)
         self.hook(self.tower.register_forward_pre_hook(self._enter_tower))
         self.hook(self.encoder.register_forward_hook(self._leave_encoder))
         self.hook(self.tower.register_forward_hook(self._leave_tower))
         pack = getattr(self.adapter.base, "pack_image_features", None)
         if pack is not None:
-            before = self.adapter.base.__dict__.get("pack_image_features")  # somebody else's wrapper
-            self.adapter.base.pack_image_features = PackRecorder(pack)
-            undo = partial(delattr, self.adapter.base, "pack_image_features")
-            if before is not None:
-                undo = partial(setattr, self.adapter.base, "pack_image_features", before)
-            self._undo.append(undo)
+            self.replace(self.adapter.base, "pack_image_features", PackRecorder(pack))
 
     def _observe(self, index: int, observation: Observation) -> None:
         self.note_keys(index, observation.key)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers.masking_utils import create_masks_for_generate
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf import cache as caches
 from tokenprune.integrations.hf import masks
 from tokenprune.integrations.hf.adapters import Adapter
@@ -41,16 +41,16 @@ _MODALITIES = ("image", "video")
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
 
 
-class Engine:
+class Engine(Attachable):
     """Holds the hooks of one patched model. The state of a forward lives in a `Call`, that of a cache on the cache."""
 
     def __init__(self, adapter: Adapter, steps: list[Step], record: bool, encoder: EncoderPatch | None = None) -> None:
+        super().__init__()
         self.adapter, self.decoder, self.encoder = adapter, adapter.decoder, encoder
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.per = steps[0].budget.per if steps else "image"
         self.record, self.stats = record, Stats()
-        self._undo: list[Callable[[], None]] = []
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
         self._check(steps)
 
@@ -71,40 +71,23 @@ class Engine:
 
     # -- attaching
 
-    def attach(self) -> None:
-        """Install all hooks; on any error those already installed are removed again."""
-        try:
-            self._attach()
-        except BaseException:
-            self.detach()
-            raise
-
     def _attach(self) -> None:
         base, decoder = self.adapter.base, self.decoder
         for step in self.steps.values():
             if step.method.needs:
                 observer = Observer(self.adapter.attention_of(step.layer - 1), partial(self._observe, step.layer))
-                observer.attach()
-                self._undo.append(observer.detach)
+                self.attach_part(observer)
         for modality in _MODALITIES:
             self._record_features(modality)
-        self._hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
-        self._hook(base.register_forward_hook(self._leave_base, always_call=True))
-        self._hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
-        self._hook(decoder.register_forward_hook(self._leave_decoder))
+        self.hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
+        self.hook(base.register_forward_hook(self._leave_base, always_call=True))
+        self.hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
+        self.hook(decoder.register_forward_hook(self._leave_decoder))
         extras = type(self.adapter).after_layer is not Adapter.after_layer
         for index, layer in enumerate(decoder.layers):
-            self._hook(layer.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True))
+            self.hook(layer.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True))
             if extras:
-                self._hook(layer.register_forward_hook(partial(self._leave_layer, index)))
-
-    def _hook(self, handle: Any) -> None:
-        self._undo.append(handle.remove)
-
-    def detach(self) -> None:
-        """Remove everything that `attach` installed."""
-        while self._undo:
-            self._undo.pop()()
+                self.hook(layer.register_forward_hook(partial(self._leave_layer, index)))
 
     def _record_features(self, modality: str) -> None:
         """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
@@ -113,10 +96,7 @@ class Engine:
         original = getattr(base, name, None)
         if original is None or modality not in self.adapter.placeholders:
             return
-        before = base.__dict__.get(name)  # somebody else's wrapper
-        setattr(base, name, FeatureRecorder(original, partial(self._note_features, modality)))
-        # Partials, not closures: a deep copy of the model gets its own.
-        self._undo.append(partial(delattr, base, name) if before is None else partial(setattr, base, name, before))
+        self.replace(base, name, FeatureRecorder(original, partial(self._note_features, modality)))
 
     # -- the stack of calls of this thread
 

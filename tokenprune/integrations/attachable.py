@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every part of a patch does: put hooks on a model, and take all of them away again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+
+class Attachable:
+    """Base of the parts of a patch. A subclass installs everything in `_attach`, and only by the methods below."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        """Install all hooks; on any error those already installed are removed again."""
+        try:
+            self._attach()
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Remove everything that `attach` installed, in reverse."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _attach(self) -> None:
+        raise NotImplementedError
+
+    def hook(self, handle: Any) -> None:
+        """Keep the handle of a hook, to be removed."""
+        self._undo.append(handle.remove)
+
+    def attach_part(self, part: Any) -> None:
+        """Attach something that has `attach` and `detach` itself."""
+        part.attach()
+        self._undo.append(part.detach)
+
+    def replace(self, module: nn.Module, name: str, value: Any) -> None:
+        """Put `value` on the instance `module`, over its class's attribute or somebody else's wrapper."""
+        # Partials, not closures: a deep copy of the model gets its own.
+        before = module.__dict__.get(name)
+        self._undo.append(partial(delattr, module, name) if before is None else partial(setattr, module, name, before))
+        setattr(module, name, value)
