@@ -94,11 +94,11 @@ class Merger(Attachable):
     # -- the state of this thread
 
     def state(self) -> Merging | None:
-        return _states().get(id(self))
+        return states().get(id(self))
 
     def end(self) -> Merging | None:
         """Forget this thread's state and return it."""
-        return _states().pop(id(self), None)
+        return states().pop(id(self), None)
 
     def plan(self, count: int) -> list[int]:
         """Tokens to merge in each block, for `count` tokens that enter."""
@@ -110,13 +110,9 @@ class Merger(Attachable):
         hidden = args[0] if args else kwargs["hidden_states"]
         if index == 0:
             rows, count = hidden.shape[:2]
-            if module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
-                raise UnsupportedSetupError(
-                    "gradient checkpointing runs the tower's blocks a second time, when what they merged is forgotten; "
-                    "switch it off for the vision tower"
-                )
+            check_checkpointing(module)
             owner = torch.arange(count, device=hidden.device).expand(rows, -1)
-            _states()[id(self)] = Merging(self.plan(count), [owner])
+            states()[id(self)] = Merging(self.plan(count), [owner])
         state = self.state()
         if state is None:
             return None
@@ -177,7 +173,17 @@ class Merger(Attachable):
         return (merged, *output[1:]) if isinstance(output, tuple) else merged
 
 
-def _states() -> dict[int, Merging]:
+def check_checkpointing(block: nn.Module) -> None:
+    """Raise UnsupportedSetupError if `block` would run a second time in the backward pass."""
+    if block.training and torch.is_grad_enabled() and getattr(block, "gradient_checkpointing", False):
+        raise UnsupportedSetupError(
+            "gradient checkpointing runs the tower's blocks a second time, when what they merged is forgotten; switch "
+            "it off for the vision tower"
+        )
+
+
+def states() -> dict[int, Any]:
+    """What each `Merger` (by id) holds of the forward that this thread is in."""
     return _thread.__dict__.setdefault("states", {})
 
 
