@@ -16,17 +16,16 @@ from torch import Tensor
 import tokenprune
 from conftest import snapshot
 from oracle import close, generate_logits, reduced, survivors
-from test_encoder import with_features
+from test_encoder import PACKED, with_features
 from test_tome import naive
 from tokenprune import BudgetError, Site, UnsupportedSetupError
 from zoo import FAMILIES, Family
 
-SUPPORTED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 UNIT = 4
 BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "video": {"video": True}}
 
 
-@pytest.fixture(params=SUPPORTED)
+@pytest.fixture(params=PACKED)
 def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 
@@ -270,5 +269,17 @@ def test_refused(build) -> None:
     model.model.visual.config._attn_implementation_internal = "sdpa"
     model.train()
     model.model.visual.gradient_checkpointing_enable()
-    with tokenprune.patched(model, "tome", keep=0.5), pytest.raises(UnsupportedSetupError, match="checkpointing"):
+    with (
+        torch.enable_grad(),
+        tokenprune.patched(model, "tome", keep=0.5),
+        pytest.raises(UnsupportedSetupError, match="checkpointing"),
+    ):
         model(**inputs)
+
+
+def test_gradients_flow_through_merged_units(family: Family, build) -> None:
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
+    with tokenprune.patched(model, "tome", keep=0.5):
+        model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
+    for name, parameter in model.model.visual.blocks.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
