@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from tokenprune.base import Method, Selection
+from tokenprune.base import Selection
 from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.blocks import Block, Merger
 from tokenprune.integrations.hf.adapters import Adapter
@@ -35,7 +36,7 @@ class EncoderPatch(Merger):
     that take no bias; BudgetError for a budget that cannot be reached.
     """
 
-    def __init__(self, adapter: Adapter, method: Method, budget: Budget) -> None:
+    def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         family, name = adapter.config.model_type, method.name
         if adapter.unmergeable is not None:
             raise UnsupportedSetupError(f"{name} cannot act in the tower of {family!r}: {adapter.unmergeable}")
@@ -45,23 +46,29 @@ class EncoderPatch(Merger):
         self.layer = _read_layer(adapter, name)
         read = self.layer if self.layer >= 0 else len(layers) + 1 + self.layer
         blocks = [Block(layer, layer.layer_norm2, layer.mlp, "attention_mask", 1) for layer in layers]
-        super().__init__(method, budget, blocks, _CLASS_TOKENS[type(layers[0]).__name__], read)
+        config, protected = adapter.config.vision_config, _CLASS_TOKENS[type(layers[0]).__name__]
+        tokens = (config.image_size // config.patch_size) ** 2 + protected
+        super().__init__(method, budget, blocks, Tower(tokens, protected, len(layers), read, self.tower))
         self.observers = [
             Observer(layer.self_attn, partial(self._observe, index)) for index, layer in enumerate(layers[:read])
         ]
         self.step = Step(method, budget)  # what the engine reports the merged tokens' cut as
         self._check_attention()
-        config = adapter.config.vision_config
-        self.plan((config.image_size // config.patch_size) ** 2 + self.protected)  # raises what cannot be reached
 
     def _check_attention(self) -> None:
         attention = self.observers[0].config._attn_implementation or "eager"
-        if self.method.proportional and attention not in ("eager", "sdpa"):
-            raise UnsupportedSetupError(
-                f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which proportional "
-                'attention needs; load the model with attn_implementation={"vision_config": "sdpa", ...}, or pass '
-                "proportional=False"
-            )
+        if attention in ("eager", "sdpa") or not (self.method.proportional or self.method.ragged):
+            return
+        why = (
+            "the padding of pictures that merge more than others needs"
+            if self.method.ragged
+            else "proportional attention needs"
+        )
+        way_out = "" if self.method.ragged else ", or pass proportional=False"
+        raise UnsupportedSetupError(
+            f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why}; load the "
+            f'model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
+        )
 
     def _attach(self) -> None:
         super()._attach()
@@ -98,8 +105,8 @@ class EncoderPatch(Merger):
         if output.hidden_states is not None:
             restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
             output.hidden_states = tuple(restored)
-        output.tokenprune_owners = state.owners[self.read]
-        output.tokenprune_counts = [rows * state.owners[0].shape[0] for rows in state.counts]
+        output.tokenprune_owners = state.owners[self.shape.read]
+        output.tokenprune_counts = [sum(rows) for rows in state.counts]
         return output
 
     # -- behind the tower
@@ -115,7 +122,7 @@ class EncoderPatch(Merger):
         owners = getattr(output, "tokenprune_owners", None)
         groups = None
         if modality == "image" and owners is not None:
-            groups = feature_groups(owners, output.pooler_output, self.protected)
+            groups = feature_groups(owners, output.pooler_output, self.shape.protected)
         if groups is None:
             raise UnsupportedSetupError(
                 f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
