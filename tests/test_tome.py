@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tokenprune
 from tokenprune import Budget, BudgetError, OptionError
+from tokenprune.encoder import Tower
 from tokenprune.merging import Merge, bipartite_match, most
 from tokenprune.methods.tome import ToMe
 
@@ -132,7 +133,7 @@ def test_half_precision_keys_and_features() -> None:
 def schedule(
     r: object = None, keep: float | int = 0.25, count: int = 577, blocks: int = 24, read: int = 23
 ) -> list[int]:
-    return ToMe(r=r).schedule(Budget.of(keep), count, 1, blocks, read)
+    return ToMe(r=r).schedule(Budget.of(keep), Tower(count, 1, blocks, read))
 
 
 def test_r_as_int_list_and_slope() -> None:

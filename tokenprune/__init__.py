@@ -20,6 +20,9 @@ _HOMES = {
     "tokenprune.budget": ("Budget",),
     "tokenprune.statistics": ("Stats", "Cut"),
     "tokenprune.base": ("Method", "Selection", "Site"),
+    "tokenprune.encoder": ("EncoderMethod", "Tower"),
+    "tokenprune.calibration.run": ("calibrate",),
+    "tokenprune.thresholds": ("Thresholds",),
     "tokenprune.tokens": ("VisualTokens",),
     "tokenprune.token_counts": ("count_visual_tokens",),
     "tokenprune.errors": (
@@ -41,10 +44,13 @@ if TYPE_CHECKING:
     from tokenprune.api import is_patched, method, patch, patched, stats, unpatch
     from tokenprune.base import Method, Selection, Site
     from tokenprune.budget import Budget
+    from tokenprune.calibration.run import calibrate
+    from tokenprune.encoder import EncoderMethod, Tower
     from tokenprune.errors import *  # noqa: F403
     from tokenprune.processors import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.statistics import Cut, Stats
+    from tokenprune.thresholds import Thresholds
     from tokenprune.token_counts import count_visual_tokens
     from tokenprune.tokens import VisualTokens
 

@@ -212,6 +212,45 @@ def show(
     console.print(f"written: {out}", markup=False, soft_wrap=True)
 
 
+@app.command()
+def calibrate(
+    images: Annotated[Path, typer.Option(help="Folder of pictures like those that the model will see.")],
+    out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("thresholds.safetensors"),
+    keep: Annotated[str, typer.Option(help="Comma-separated shares of the patches to keep on average.")] = "0.25",
+    schedule: Annotated[
+        str, typer.Option(help="How many tokens each block merges: constant, linear or reverse_linear.")
+    ] = "constant",
+    batch_size: Annotated[int, typer.Option(min=1, help="Pictures whose tokens compete with each other.")] = 32,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget what an interrupted run has done.")] = False,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Find the thresholds that `dymu` needs for a model, on unlabelled pictures."""
+    import tokenprune
+
+    keeps = list(_keeps(keep))
+    subject = _load(model, device, threads, dtype, suffix="")
+    with _progress() as step:
+        found = tokenprune.calibrate(
+            subject.model,
+            images,
+            processor=subject.processor,
+            keep=keeps,
+            schedule=schedule,
+            batch_size=batch_size,
+            progress=step,
+            out=out,
+            resume=not restart,
+        )
+    console = _console()
+    for share in found.keeps:
+        row = " ".join(f"{value:.3f}" for value in found.values[share].tolist())
+        console.print(f"keep {share:g}: {row}", markup=False, soft_wrap=True)
+    console.print(f"written: {out} (calibrated on {found.images} pictures)", markup=False, soft_wrap=True)
+
+
 def _keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
     try:
         keeps = tuple(int(part) if part.strip().isdigit() else float(part) for part in text.split(",") if part.strip())

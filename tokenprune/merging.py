@@ -16,46 +16,84 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Merge:
-    """A merge of B rows of n tokens into m, in each row r = n - m sources join r (not necessarily different) targets.
+    """A merge of B rows of n tokens into m: in each row, sources join (not necessarily different) targets and are gone.
 
     keep:   long `[B, m]`, the tokens that stay, in the order of the output.
     source: long `[B, r]`, the tokens that leave.
     target: long `[B, r]`, the place in the output of the token that each source joins.
+
+    Rows may differ in how many tokens stay and leave. Then `left` has the number that stays in each row and `gone`
+    (long `[B]`) the number that leaves; what stands behind these in `keep`, `source` and `target` is padding, of any
+    value. The output's padding is behind its tokens, and has the size 0. count: n.
     """
 
     keep: Tensor
     source: Tensor
     target: Tensor
+    count: int
+    left: list[int] | None = None
+    gone: Tensor | None = None
 
     @cached_property
     def assign(self) -> Tensor:
-        """long `[B, n]`: for each token its place in the output."""
-        rows, count = self.keep.shape[0], self.keep.shape[1] + self.source.shape[1]
-        places = torch.arange(self.keep.shape[1], device=self.keep.device).expand_as(self.keep)
-        return self.keep.new_empty(rows, count).scatter(1, self.keep, places).scatter(1, self.source, self.target)
+        """long `[B, n]`: for each token its place in the output (of padding: any)."""
+        rows, width = self.keep.shape
+        places = torch.arange(width, device=self.keep.device).expand_as(self.keep)
+        place = self.keep.new_zeros(rows, self.count).scatter(1, self.keep, places)
+        source, target = self._moves
+        return place.flatten().index_copy(0, source, target % width).view(rows, self.count)
 
     def sum(self, x: Tensor) -> Tensor:
-        """`[B, n]` -> `[B, m]`: each token of the output is the sum of its members."""
-        return x.gather(1, self.keep).scatter_add(1, self.target, x.gather(1, self.source))
+        """`[B, n]` -> `[B, m]`: each token of the output is the sum of its members; padding is 0."""
+        source, target = self._moves
+        stays = x.gather(1, self.keep)
+        if self._padding is not None:
+            stays = stays.masked_fill(self._padding, 0)
+        return stays.flatten().index_add(0, target, x.flatten()[source]).view_as(stays)
 
     def mean(self, x: Tensor, size: Tensor) -> Tensor:
         """`[B, n, D]` -> `[B, m, D]`: means weighted by `size` `[B, n]`, in float32; what nothing joins is copied."""
-        keep, source, target = (index.unsqueeze(-1).expand(-1, -1, x.shape[-1]) for index in self._indices)
-        stays, leaves = x.gather(1, keep), x.gather(1, source)
-        total = self.sum(size)
-        mass = stays.float() * size.gather(1, self.keep).unsqueeze(-1)
-        mass = mass.scatter_add(1, target, leaves.float() * size.gather(1, self.source).unsqueeze(-1))
-        mean = (mass / total.unsqueeze(-1)).to(x.dtype)
-        joined = torch.zeros_like(total, dtype=torch.bool).scatter(1, self.target, True)
-        return torch.where(joined.unsqueeze(-1), mean, stays)
+        # Rows laid end to end: taking whole tokens is much faster than gathering their elements.
+        flat, weight, (source, target) = x.flatten(0, 1), size.flatten(), self._moves
+        stays, own = flat[self._stays], weight[self._stays]
+        mass = stays.float() * own[:, None]
+        mass = mass.index_add(0, target, flat[source].float() * weight[source, None])
+        joined = torch.zeros_like(own, dtype=torch.bool).index_fill(0, target, True)
+        total = own.index_add(0, target, weight[source]).masked_fill(~joined, 1)
+        mean = (mass / total[:, None]).to(x.dtype)
+        return torch.where(joined[:, None], mean, stays).view(*self.keep.shape, -1)
 
     def unmerge(self, x: Tensor) -> Tensor:
         """`[B, m, D]` -> `[B, n, D]`: every token gets the value of the token it became part of."""
         return x.gather(1, self.assign.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
-    @property
-    def _indices(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.keep, self.source, self.target
+    @cached_property
+    def _stays(self) -> Tensor:
+        """`keep`, in rows laid end to end."""
+        return _end_to_end(self.keep, self.count)
+
+    @cached_property
+    def _moves(self) -> tuple[Tensor, Tensor]:
+        """`source` and `target` without padding, in rows laid end to end."""
+        source, target = _end_to_end(self.source, self.count), _end_to_end(self.target, self.keep.shape[1])
+        if self.gone is None:
+            return source, target
+        real = (torch.arange(self.source.shape[1], device=source.device) < self.gone[:, None]).flatten()
+        return source[real], target[real]
+
+    @cached_property
+    def _padding(self) -> Tensor | None:
+        """bool `[B, m]`: what no token of the output is; None if there is none."""
+        width = self.keep.shape[1]
+        if self.left is None or min(self.left) == width:
+            return None
+        device = self.keep.device
+        return torch.arange(width, device=device) >= torch.tensor(self.left, device=device)[:, None]
+
+
+def _end_to_end(index: Tensor, count: int) -> Tensor:
+    """long `[B, k]` of places in rows of `count` -> long `[B * k]`."""
+    return (index + count * torch.arange(len(index), device=index.device)[:, None]).flatten()
 
 
 def most(count: int, protected: int = 0) -> int:
@@ -63,22 +101,23 @@ def most(count: int, protected: int = 0) -> int:
     return max(0, (count - protected) // 2)
 
 
-def best_partners(metric: Tensor, protected: int = 0) -> tuple[Tensor, Tensor]:
+def best_partners(metric: Tensor, protected: int = 0, counts: list[int] | None = None) -> tuple[Tensor, Tensor]:
     """Find for each token at an even place (set A) the most similar one at an odd place (set B), by cosine in float32.
 
-    metric: `[B, n, D]`. protected: the first tokens (class, registers), which are neither sources nor targets.
-    Returns float `[B, ceil(n/2)]` similarities, -inf for a protected token, and long partners, counted in B. Ties go to
-    the lower place; a zero or non-finite vector is similar to nothing.
+    metric: `[B, n, D]`. protected: the first tokens (class, registers), which are neither sources nor targets. counts:
+    the real tokens of each row; what is behind them is padding, and neither either. Returns float `[B, ceil(n/2)]`
+    similarities, -inf for what is no source, and long partners, counted in B. Ties go to the lower place; a zero or
+    non-finite vector is similar to nothing.
     """
     unit = functional.normalize(metric.float(), dim=-1)
     scores = (unit[:, ::2] @ unit[:, 1::2].transpose(1, 2)).nan_to_num(nan=-2.0, posinf=-2.0, neginf=-2.0)
     scores[:, : (protected + 1) // 2] = -torch.inf
     scores[:, :, : protected // 2] = -torch.inf
-    best = scores.amax(dim=2)
-    # argmax promises no order among equals.
-    places = torch.arange(scores.shape[2], device=scores.device)
-    partner = torch.where(scores == best.unsqueeze(-1), places, scores.shape[2]).amin(dim=2)
-    return best, partner.clamp(max=scores.shape[2] - 1)
+    if counts is not None:
+        real = torch.arange(metric.shape[1], device=metric.device) < torch.tensor(counts, device=metric.device)[:, None]
+        scores.masked_fill_(~(real[:, ::2, None] & real[:, None, 1::2]), -torch.inf)
+    best, partner = scores.max(dim=2)  # of equals the first
+    return best, partner
 
 
 def bipartite_match(metric: Tensor, r: int, protected: int = 0) -> Merge | None:
@@ -108,4 +147,45 @@ def _merge(source: Tensor, rest: Tensor, partner: Tensor, count: int, protected:
     others = torch.arange(ahead, count // 2, device=device).expand(rows, -1)
     keep = torch.cat([prefix, 2 * rest[:, first:], 2 * others + 1], dim=1)
     target = partner.gather(1, source) - ahead + protected + rest.shape[1] - first
-    return Merge(keep, 2 * source, target)
+    return Merge(keep, 2 * source, target, count)
+
+
+def threshold_match(
+    metric: Tensor, counts: list[int] | None, *, threshold: float, protected: int = 0, limit: int | None = None
+) -> Merge | None:
+    """Merge the pairs more similar than `threshold`, in each row at most half of its tokens and at most `limit`.
+
+    metric: `[B, n, D]`. counts: the real tokens of each row, None if all are. None if no row merges anything.
+    """
+    best, partner = best_partners(metric, protected, counts)
+    counts = counts or [metric.shape[1]] * len(metric)
+    wanted = (best > threshold).sum(dim=1).tolist()
+    caps = [most(count, protected) if limit is None else min(limit, most(count, protected)) for count in counts]
+    return ragged_merge(best, partner, [min(pair) for pair in zip(wanted, caps, strict=True)], protected, counts)
+
+
+def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, counts: list[int]) -> Merge | None:
+    """Merge in each row its r best pairs; None if no row has any.
+
+    best, partner: of `best_partners`. counts: the real tokens of each row. The output holds the protected tokens, then
+    what is left of A, then B, each in order of place, then padding.
+    """
+    if not any(r):
+        return None
+    rows, device = len(r), best.device
+    width = max(counts)
+    left = [count - gone for count, gone in zip(counts, r, strict=True)]
+    real, gone = torch.tensor(counts, device=device), torch.tensor(r, device=device)
+    order = best.argsort(dim=1, descending=True, stable=True)
+    ranks = torch.arange(order.shape[1], device=device)
+    leaves = torch.empty_like(order).scatter(1, order, ranks.expand_as(order)) < gone[:, None]
+    # Sorted by kind: 0 protected or left of A, 1 of B, 2 gone or padding.
+    kind = (torch.arange(width, device=device) % 2).repeat(rows, 1)
+    kind[:, ::2] += 2 * leaves
+    kind[:, :protected] = 0
+    kind.masked_fill_(torch.arange(width, device=device) >= real[:, None], 2)
+    sorted_ = kind.argsort(dim=1, stable=True)
+    place = torch.empty_like(sorted_).scatter(1, sorted_, torch.arange(width, device=device).expand_as(sorted_))
+    source = order[:, : max(r)]
+    target = place.gather(1, 2 * partner.gather(1, source) + 1)
+    return Merge(sorted_[:, : max(left)], 2 * source, target, width, left, gone if min(r) < max(r) else None)

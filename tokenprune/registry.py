@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from tokenprune.base import Method, Site
+from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
 
 logger = logging.getLogger(__name__)
@@ -54,13 +55,13 @@ def register(
     site: where it acts. paper: where it comes from ("arXiv 2403.06764, ECCV 2024", or "none" for a baseline).
     needs: what the engine must observe for it, out of "keys", "last_row_attention", "received_attention".
     merges: whether kept tokens absorb others.
-    Raises RegistrationError for a taken name, a class that is no frozen dataclass or no Method, an unknown need, or a
-    missing docstring.
+    Raises RegistrationError for a taken name, a class that is no frozen dataclass or no Method (at the site IN_ENCODER:
+    no EncoderMethod), an unknown need, or a missing docstring.
     """
     needs = frozenset(needs)
 
     def decorate(cls: M) -> M:
-        problem = _problem(name, cls, needs)
+        problem = _problem(name, cls, Site(site), needs)
         if problem:
             raise RegistrationError(f"cannot register {name!r}: {problem}")
         cls.name, cls.site, cls.paper, cls.merges = name, Site(site), paper, merges
@@ -71,11 +72,13 @@ def register(
     return decorate
 
 
-def _problem(name: str, cls: type, needs: frozenset[str]) -> str | None:
+def _problem(name: str, cls: type, site: Site, needs: frozenset[str]) -> str | None:
     if not name.isidentifier() or name != name.lower():
         return "a name is a lower-case identifier, like its module"
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
         return "the class must derive from tokenprune.Method"
+    if site is Site.IN_ENCODER and not issubclass(cls, EncoderMethod):
+        return "a method of the site IN_ENCODER must derive from tokenprune.EncoderMethod"
     own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist
     if own is None or not own.frozen:
         return "decorate the class with @dataclass(frozen=True) below @register(...)"

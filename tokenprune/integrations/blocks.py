@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Method
 from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import BudgetError, UnsupportedSetupError
 from tokenprune.integrations.attachable import Attachable
 
@@ -37,24 +37,39 @@ class Block:
 
 @dataclass
 class Merging:
-    """One forward of a tower. N tokens enter, n are left so far.
+    """One forward of a tower. N tokens enter in each of B rows. n are left so far in the row that has most; the others
+    are padded to it, behind their tokens.
 
-    plan: tokens that each block merges. owners: after each block (first: before any) long `[B, N]`, for each token that
-    entered the one that it is part of. size: float32 `[B, n]`, tokens that each is made of; None before a merge.
+    plan: what finds the merge of each block. owners: after each block (first: before any) long `[B, N]`, for each token
+    that entered the one that it is part of. left: tokens in each row so far; counts: these, as they entered each block.
+    size: float32 `[B, n]`, tokens that each is made of, 0 for padding; None before a merge.
     """
 
-    plan: list[int]
+    plan: list[Matcher | None]
     owners: list[Tensor]
+    left: list[int]
     size: Tensor | None = None
     keys: Tensor | None = None
     merged: Tensor | None = None
     output: Tensor | None = None
-    counts: list[int] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
+
+    @property
+    def padded(self) -> bool:
+        """Whether the rows differ in length."""
+        return len(set(self.left)) > 1
+
+    def bias(self, proportional: bool, dtype: torch.dtype) -> Tensor | None:
+        """Return what is added to attention logits, `[B, 1, 1, n]`; None for nothing. Padding gets log(0) = -inf."""
+        if self.size is None or not (proportional or self.padded):
+            return None
+        size = self.size if proportional else (self.size > 0).float()
+        return size.log().to(dtype)[:, None, None, :]
 
     def restore(self, x: Tensor, stage: int = -1) -> Tensor:
         """`[B, n, D]` -> `[B, N, D]`: every token that entered gets the feature of the one it is part of."""
         owner = self.owners[stage]
-        if x.shape[1] == owner.shape[1]:
+        if owner is self.owners[0]:
             return x
         return x.gather(1, owner.to(x.device).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
@@ -62,19 +77,19 @@ class Merging:
 class Merger(Attachable):
     """Attached to the blocks of one tower, in their order; the state of a forward is kept per thread.
 
-    protected: the first tokens, which never merge. read: the number of blocks whose output reaches anyone.
-    Raises BudgetError for a budget that is neither a share nor a number of tokens.
+    tower: what the method is told; its `tokens` are those of a picture as the config has it.
+    Raises BudgetError for a budget that is neither a share nor a number of tokens, or that cannot be reached.
     """
 
-    def __init__(self, method: Method, budget: Budget, blocks: Sequence[Block], protected: int, read: int) -> None:
+    def __init__(self, method: EncoderMethod, budget: Budget, blocks: Sequence[Block], tower: Tower) -> None:
         super().__init__()
         if budget.keep is None or budget.per != "image":
             raise BudgetError(
                 f"{method.name} merges in the encoder, where each picture is for itself: keep is a share of its "
                 f"patches or a number of them, not {budget}"
             )
-        self.method, self.budget, self.blocks = method, budget, list(blocks)
-        self.protected, self.read = protected, read
+        self.method, self.budget, self.blocks, self.shape = method, budget, list(blocks), tower
+        self.plan(tower.tokens)  # raises what cannot be reached
 
     # -- attaching
 
@@ -100,9 +115,10 @@ class Merger(Attachable):
         """Forget this thread's state and return it."""
         return states().pop(id(self), None)
 
-    def plan(self, count: int) -> list[int]:
-        """Tokens to merge in each block, for `count` tokens that enter."""
-        return self.method.schedule(self.budget, count, self.protected, len(self.blocks), self.read)
+    def plan(self, count: int) -> list[Matcher | None]:
+        """What finds the merge of each block, for `count` tokens that enter."""
+        tower = self.shape if count == self.shape.tokens else replace(self.shape, tokens=count)
+        return self.method.plan(self.budget, tower)
 
     # -- hooks
 
@@ -112,19 +128,20 @@ class Merger(Attachable):
             rows, count = hidden.shape[:2]
             check_checkpointing(module)
             owner = torch.arange(count, device=hidden.device).expand(rows, -1)
-            states()[id(self)] = Merging(self.plan(count), [owner])
+            states()[id(self)] = Merging(self.plan(count), [owner], [count] * rows)
         state = self.state()
         if state is None:
             return None
         state.keys = state.merged = state.output = None
-        state.counts.append(hidden.shape[1])
-        if state.size is None or not self.method.proportional:
+        state.counts.append(state.left)
+        bias = state.bias(self.method.proportional, hidden.dtype)
+        if bias is None:
             return None
         block = self.blocks[index]
         given = args[block.mask_place] if len(args) > block.mask_place else kwargs.get(block.mask)
         if given is not None:
             raise UnsupportedSetupError(f"{self.method.name}: the tower's blocks got an attention mask of their own")
-        bias = state.size.log().to(hidden.dtype).to(hidden.device)[:, None, None, :]
+        bias = bias.to(hidden.device)
         if len(args) > block.mask_place:
             return (*args[: block.mask_place], bias, *args[block.mask_place + 1 :]), kwargs
         return args, kwargs | {block.mask: bias}
@@ -132,7 +149,7 @@ class Merger(Attachable):
     def note_keys(self, index: int, keys: Tensor) -> None:
         """keys: `[B, H, n, Dh]` of the attention of a block."""
         state = self.state()
-        if state is not None and state.plan[index]:
+        if state is not None and state.plan[index] is not None:
             state.keys = keys
 
     def _merge(self, index: int, module: nn.Module, args: tuple) -> tuple | None:
@@ -141,12 +158,13 @@ class Merger(Attachable):
             return None
         owner = state.owners[-1]
         state.owners.append(owner)
-        if not state.plan[index]:
+        match = state.plan[index]
+        if match is None:
             return None
         if state.keys is None:
             raise UnsupportedSetupError(f"{self.method.name}: block {index} of the tower showed no attention keys")
         with torch.no_grad():
-            merge = self.method.match(state.keys.float().mean(dim=1), state.plan[index], self.protected)
+            merge = match(state.keys.float().mean(dim=1), state.left if state.padded else None)
         state.keys = None
         if merge is None:
             return None
@@ -156,6 +174,7 @@ class Merger(Attachable):
         state.merged = merge.mean(hidden, state.size)
         state.size = merge.sum(state.size)
         state.owners[-1] = merge.assign.gather(1, owner)
+        state.left = merge.left or [merge.keep.shape[1]] * len(state.left)
         return (state.merged, *args[1:])
 
     def _leave_branch(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:

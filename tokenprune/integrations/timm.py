@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.blocks import Block, Merger
 from tokenprune.statistics import Stats
@@ -29,7 +30,7 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
     if others:
         raise UnsupportedModelError(
             f"{type(model).__name__} of timm has no language model, which {', '.join(others)} acts on: only methods of "
-            "the site IN_ENCODER (tome) fit it"
+            "the site IN_ENCODER (tome, dymu) fit it"
         )
     vit = sys.modules.get("timm.models.vision_transformer")
     blocks = getattr(model, "blocks", None)
@@ -50,12 +51,13 @@ class TimmPatch(Merger):
     """Merges in the blocks of `model`. Behind the last one each patch gets the feature of its merged token, so that
     every kind of pooling weighs a merged token by its size."""
 
-    def __init__(self, model: Any, method: Method, budget: Budget) -> None:
+    def __init__(self, model: Any, method: EncoderMethod, budget: Budget) -> None:
         blocks = [Block(block, block.norm2, block.drop_path2, "attn_mask", 1) for block in model.blocks]
-        super().__init__(method, budget, blocks, model.num_prefix_tokens, len(blocks))
+        protected = model.num_prefix_tokens
+        tokens = model.patch_embed.num_patches + protected
+        super().__init__(method, budget, blocks, Tower(tokens, protected, len(blocks), len(blocks), model))
         self.model = model
         self.stats = Stats()
-        self.plan(model.patch_embed.num_patches + self.protected)  # raises what cannot be reached
 
     def _attach(self) -> None:
         self.hook(self.model.blocks[0].register_forward_pre_hook(self._check_mode))
@@ -76,26 +78,27 @@ class TimmPatch(Merger):
 
     def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         state = self.end()
-        rows, count = state.owners[0].shape
-        after = [*state.counts[1:], output.shape[1]]
-        visual_in, visual_out = rows * (count - self.protected), rows * (after[-1] - self.protected)
+        counts, protected = [*state.counts, state.left], self.shape.protected
+        patches = [sum(n - protected for n in rows) for rows in counts]
+        full = [counts[0]] * len(counts)
         self.stats = Stats(
-            visual_tokens_in=visual_in,
-            visual_tokens_out=visual_out,
-            visual_tokens_per_layer=[rows * (n - self.protected) for n in state.counts],
-            keep_ratio=visual_out / visual_in,
-            prefill_flops_ratio=self._flops(state.counts, after)
-            / self._flops([count] * len(after), [count] * len(after)),
-            encoder_tokens_per_layer=[rows * n for n in state.counts],
+            visual_tokens_in=patches[0],
+            visual_tokens_out=patches[-1],
+            visual_tokens_per_layer=patches[:-1],
+            keep_ratio=patches[-1] / patches[0],
+            prefill_flops_ratio=self._flops(counts) / self._flops(full),
+            encoder_tokens_per_layer=[sum(rows) for rows in counts[:-1]],
         )
         return state.restore(output)
 
-    def _flops(self, before: list[int], after: list[int]) -> float:
-        """Multiply-adds x 2 of all blocks: attention on the tokens that enter a block, the MLP on those it leaves."""
+    def _flops(self, counts: list[list[int]]) -> float:
+        """Multiply-adds x 2 of all blocks: attention on the tokens that enter a block, the MLP on those it leaves.
+        counts: tokens of each row before each block, and behind the last."""
         total = 0.0
-        for block, n, m in zip(self.model.blocks, before, after, strict=True):
+        for block, before, after in zip(self.model.blocks, counts[:-1], counts[1:], strict=True):
             attention, mlp = (
                 sum(p.numel() for p in part.parameters() if p.ndim == 2) for part in (block.attn, block.mlp)
             )
-            total += 2 * n * attention + 4 * n * n * block.attn.proj.in_features + 2 * m * mlp
+            total += 2 * attention * sum(before) + 4 * block.attn.proj.in_features * sum(n * n for n in before)
+            total += 2 * mlp * sum(after)
         return total

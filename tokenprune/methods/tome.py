@@ -4,18 +4,17 @@ from __future__ import annotations
 import numbers
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from tokenprune.base import Method, Site
+from tokenprune.base import Site
 from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import BudgetError
-from tokenprune.merging import Merge, bipartite_match, most
+from tokenprune.merging import bipartite_match, most
 from tokenprune.registry import register
 
 
 @register("tome", site=Site.IN_ENCODER, paper="arXiv 2210.09461, ICLR 2023", merges=True)
 @dataclass(frozen=True)
-class ToMe(Method):
+class ToMe(EncoderMethod):
     """Merge the most similar tokens inside the vision tower, in each block between attention and MLP.
 
     r: tokens to merge in each block: an int; a list with one number for each block (missing ones are 0); or a tuple
@@ -48,20 +47,23 @@ class ToMe(Method):
         self._check(not (budget.is_identity() and self.r), f"keep=1.0 merges nothing, r={self.r!r} does: leave out one")
         return budget.is_identity()
 
-    def schedule(self, budget: Budget, count: int, protected: int, blocks: int, read: int) -> list[int]:
-        """Return how many tokens each of a tower's `blocks` merges.
+    def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
+        """Return what merges the schedule's number of tokens in each block."""
+        return [_matcher(r, tower.protected) if r else None for r in self.schedule(budget, tower)]
 
-        count: all tokens that enter, `protected` (class) ones included. read: the blocks whose output reaches anyone;
-        the others merge nothing. Raises BudgetError for a share that halving in every block cannot reach.
+    def schedule(self, budget: Budget, tower: Tower) -> list[int]:
+        """Return how many tokens each of a tower's blocks merges.
+
+        Raises BudgetError for a share that halving in every block cannot reach.
         """
         if self.r is None:
-            wanted = count - protected - budget.resolve([count - protected], layer=0, shape=None, text_tokens=0)[0]
-            plan = _smallest_constant(wanted, count, protected, read)
+            wanted = tower.patches - tower.left(budget)
+            plan = _smallest_constant(wanted, tower.tokens, tower.protected, tower.read)
         else:
-            plan = self._given(blocks)
-        left, merged = count, []
-        for index in range(blocks):
-            merged.append(min(plan[index], most(left, protected)) if index < min(read, len(plan)) else 0)
+            plan = self._given(tower.blocks)
+        left, merged = tower.tokens, []
+        for index in range(tower.blocks):
+            merged.append(min(plan[index], most(left, tower.protected)) if index < min(tower.read, len(plan)) else 0)
             left -= merged[-1]
         return merged
 
@@ -74,9 +76,9 @@ class ToMe(Method):
         step = 2 * (r - first) / max(1, blocks - 1)
         return [int(first + step * index) for index in range(blocks)]
 
-    def match(self, keys: Tensor, r: int, protected: int) -> Merge | None:
-        """Return the merge of one block. keys: `[B, n, Dh]`, mean over the heads. r: the schedule's number."""
-        return bipartite_match(keys, r, protected)
+
+def _matcher(r: int, protected: int) -> Matcher:
+    return lambda keys, counts: bipartite_match(keys, r, protected)  # all rows have as many tokens
 
 
 def _is_count(value: object) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from tokenprune.base import Method, Selection
+from tokenprune.base import Selection
 from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.blocks import Block, Merger
 from tokenprune.integrations.hf.adapters import Adapter
@@ -32,22 +33,27 @@ _CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
 class TowerPatch(Merger):
     """What all merging inside a tower has in common: its tokens' provenance reaches the decoder's entry."""
 
+    pads = True  # whether rows that merge more than others are padded
+
     def __init__(
-        self, adapter: Adapter, method: Method, budget: Budget, blocks: Sequence[Block], protected: int, read: int
+        self, adapter: Adapter, method: EncoderMethod, budget: Budget, blocks: Sequence[Block], tower: Tower
     ) -> None:
-        super().__init__(method, budget, blocks, protected, read)
+        super().__init__(method, budget, blocks, tower)
         self.adapter = adapter
         self.step = Step(method, budget)  # what the engine reports the merged tokens' cut as
 
     def check_bias(self, config: Any) -> None:
         """Raise UnsupportedSetupError if the attention named by `config` takes no bias and the method needs one."""
         attention = config._attn_implementation or "eager"
-        if self.method.proportional and attention not in ("eager", "sdpa"):
-            raise UnsupportedSetupError(
-                f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which proportional "
-                'attention needs; load the model with attn_implementation={"vision_config": "sdpa", ...}, or pass '
-                "proportional=False"
-            )
+        padding = self.pads and self.method.ragged
+        if attention in ("eager", "sdpa") or not (self.method.proportional or padding):
+            return
+        why = "the padding of pictures that merge more than others" if padding else "proportional attention"
+        way_out = "" if padding else ", or pass proportional=False"
+        raise UnsupportedSetupError(
+            f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
+            f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
+        )
 
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         """Pictures were encoded: leave on `output` which of its features are one, as `tokenprune_groups`: for each
@@ -76,7 +82,7 @@ class EncoderPatch(TowerPatch):
     that take no bias; BudgetError for a budget that cannot be reached.
     """
 
-    def __init__(self, adapter: Adapter, method: Method, budget: Budget) -> None:
+    def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         family, name = adapter.config.model_type, method.name
         if adapter.unmergeable is not None:
             raise UnsupportedSetupError(f"{name} cannot act in the tower of {family!r}: {adapter.unmergeable}")
@@ -86,13 +92,13 @@ class EncoderPatch(TowerPatch):
         self.layer = _read_layer(adapter, name)
         read = self.layer if self.layer >= 0 else len(layers) + 1 + self.layer
         blocks = [Block(layer, layer.layer_norm2, layer.mlp, "attention_mask", 1) for layer in layers]
-        super().__init__(adapter, method, budget, blocks, _CLASS_TOKENS[type(layers[0]).__name__], read)
+        config, protected = adapter.config.vision_config, _CLASS_TOKENS[type(layers[0]).__name__]
+        tokens = (config.image_size // config.patch_size) ** 2 + protected
+        super().__init__(adapter, method, budget, blocks, Tower(tokens, protected, len(layers), read, self.tower))
         self.observers = [
             Observer(layer.self_attn, partial(self._observe, index)) for index, layer in enumerate(layers[:read])
         ]
         self._check_attention()
-        config = adapter.config.vision_config
-        self.plan((config.image_size // config.patch_size) ** 2 + self.protected)  # raises what cannot be reached
 
     def _check_attention(self) -> None:
         self.check_bias(self.observers[0].config)
@@ -132,8 +138,8 @@ class EncoderPatch(TowerPatch):
         if output.hidden_states is not None:
             restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
             output.hidden_states = tuple(restored)
-        output.tokenprune_owners = state.owners[self.read]
-        output.tokenprune_counts = [rows * state.owners[0].shape[0] for rows in state.counts]
+        output.tokenprune_owners = state.owners[self.shape.read]
+        output.tokenprune_counts = [sum(rows) for rows in state.counts]
         return output
 
     # -- behind the tower
@@ -147,7 +153,7 @@ class EncoderPatch(TowerPatch):
         owners = getattr(output, "tokenprune_owners", None)
         groups = None
         if modality == "image" and owners is not None:
-            groups = feature_groups(owners, output.pooler_output, self.protected)
+            groups = feature_groups(owners, output.pooler_output, self.shape.protected)
         if groups is None:
             raise UnsupportedSetupError(
                 f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
@@ -156,7 +162,7 @@ class EncoderPatch(TowerPatch):
         output.tokenprune_groups = groups
 
 
-def tower_patch(adapter: Adapter, method: Method, budget: Budget) -> TowerPatch:
+def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> TowerPatch:
     """Return the patch for the kind of tower that `adapter`'s model has; see the classes for what they raise."""
     from tokenprune.integrations.hf.packed_encoder import BLOCKS, PackedTowerPatch
 

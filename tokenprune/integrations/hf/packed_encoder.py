@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Method
 from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.blocks import Block, check_checkpointing, states
 from tokenprune.integrations.hf.adapters import Adapter
@@ -34,14 +34,16 @@ BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisio
 class Packed:
     """One forward of a packed tower. N units entered, n are left so far.
 
-    frame: long `[N]`, the picture or frame of each unit that entered. plans: for each frame the units that each block
-    merges. kept: long `[n]`, which units are left, ascending. owner: long `[N]`, for each unit that entered the place
-    among those left of the one that it is part of. size: float32 `[n]`, units that each is made of; None before a
-    merge. start: the patch at which the next piece of a block's attention starts.
+    frame: long `[N]`, the picture or frame of each unit that entered. plans: for each kind of frame (its units and its
+    budget) its frames, and what finds the merge of each block. left: units of each frame so far. kept: long `[n]`,
+    which units are left, ascending. owner: long `[N]`, for each unit that entered the place among those left of the one
+    that it is part of. size: float32 `[n]`, units that each is made of; None before a merge. start: the patch at which
+    the next piece of a block's attention starts.
     """
 
     frame: Tensor
-    plans: list[list[int]]
+    plans: list[tuple[list[int], list[Matcher | None]]]
+    left: list[int]
     kept: Tensor
     owner: Tensor
     size: Tensor | None = None
@@ -60,11 +62,14 @@ class PackedTowerPatch(TowerPatch):
     Raises UnsupportedSetupError for attention back ends that take no bias.
     """
 
-    def __init__(self, adapter: Adapter, method: Method, budget: Budget) -> None:
+    pads = False
+
+    def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         self.tower = adapter.base.visual
         self.unit = self.tower.spatial_merge_size**2  # patches that become one visual token
         blocks = [Block(block, block.norm2, block.mlp, "", 0) for block in self.tower.blocks]
-        super().__init__(adapter, method, budget, blocks, 0, len(blocks))
+        # How many units a picture has, only the picture tells: 1 stands for that.
+        super().__init__(adapter, method, budget, blocks, Tower(1, 0, len(blocks), len(blocks), self.tower))
         self.observers = []
         if method.proportional:
             attentions = [block.attn for block in self.tower.blocks]
@@ -90,20 +95,29 @@ class PackedTowerPatch(TowerPatch):
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._check_attention()  # it may have been changed after the patch
         self.end()
-        frames = []  # visual tokens of each frame
-        plans: list[list[int]] = []
+        left: list[int] = []
+        kinds: dict[tuple, list[int]] = defaultdict(list)
         for t, h, w in _grids(args, kwargs):
             count = h * w // self.unit
-            budgets = [self.budget] * t
-            if isinstance(self.budget.keep, int) and t > 1:  # a number of tokens is for the whole video
-                left = max(self.budget.keep, t)
-                budgets = [replace(self.budget, keep=left // t + (i < left % t)) for i in range(t)]
-            frames += [count] * t
-            plans += [self.method.schedule(one, count, 0, len(self.blocks), self.read) for one in budgets]
-        device = self.tower.merger.parameters().__next__().device
-        units = torch.arange(sum(frames), device=device)
-        frame = torch.repeat_interleave(torch.tensor(frames, device=device), output_size=len(units))
-        states()[id(self)] = Packed(frame, plans, units, units)
+            for keep in self._keeps(t):
+                kinds[count, keep].append(len(left))
+                left.append(count)
+        plans = [(frames, self.method.plan(*self._asked(count, keep))) for (count, keep), frames in kinds.items()]
+        device = next(self.tower.merger.parameters()).device
+        units = torch.arange(sum(left), device=device)
+        frame = torch.repeat_interleave(torch.tensor(left, device=device), output_size=len(units))
+        states()[id(self)] = Packed(frame, plans, left, units, units)
+
+    def _keeps(self, frames: int) -> list[float | int]:
+        """The budget's keep for each of the frames of a video: a number of tokens is for all of them."""
+        keep = self.budget.keep
+        if isinstance(keep, int):
+            share, over = divmod(max(keep, frames), frames)
+            return [share + (frame < over) for frame in range(frames)]
+        return [keep] * frames
+
+    def _asked(self, count: int, keep: float | int) -> tuple[Budget, Tower]:
+        return replace(self.budget, keep=keep), replace(self.shape, tokens=count)
 
     def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
         """What reads the blocks' output gets the full grid."""
@@ -174,7 +188,7 @@ class PackedTowerPatch(TowerPatch):
     def _note_qkv(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
         """Keys before the rotary embedding: what is compared is content, not place."""
         state = self.state()
-        if state is not None and any(plan[index] for plan in state.plans):
+        if state is not None and any(plan[index] for _, plan in state.plans):
             heads = self.tower.blocks[index].attn.num_heads
             state.keys = output.view(len(output), 3, heads, -1)[:, 1].float().mean(1)
 
@@ -220,20 +234,29 @@ class PackedTowerPatch(TowerPatch):
     def _match(self, state: Packed, index: int) -> Tensor | None:
         """Return for each unit left the place of the one that it joins; None if none does."""
         metric = state.keys.view(len(state.kept), -1)
-        counts = torch.bincount(state.frame[state.kept], minlength=len(state.plans)).tolist()
-        alike = defaultdict(list)  # frames of one size that merge the same number are matched at once
-        for place, (count, plan) in enumerate(zip(counts, state.plans, strict=True)):
-            alike[count, plan[index]].append(place)
-        starts = [sum(counts[:place]) for place in range(len(counts))]
-        into = None
-        for (count, r), frames in alike.items():
-            rows = torch.tensor([starts[f] for f in frames], device=metric.device)[:, None]
-            rows = rows + torch.arange(count, device=metric.device)
-            merge = self.method.match(metric[rows], r, 0) if r else None
-            if merge is not None:
-                into = torch.arange(len(metric), device=metric.device) if into is None else into
-                into[rows] = rows.gather(1, merge.keep.gather(1, merge.assign))
-        return into
+        starts = [sum(state.left[:frame]) for frame in range(len(state.left))]
+        into = torch.arange(len(metric), device=metric.device)
+        merges = False
+        for frames, plan in state.plans:
+            if plan[index] is None:
+                continue
+            counts = [state.left[frame] for frame in frames]
+            ragged = min(counts) < max(counts)
+            places = torch.arange(max(counts), device=metric.device)
+            rows = torch.tensor([starts[frame] for frame in frames], device=metric.device)[:, None] + places
+            # What lies behind a shorter frame is padding to the matcher, whatever it holds.
+            merge = plan[index](metric[rows.clamp(max=len(metric) - 1)], counts if ragged else None)
+            if merge is None:
+                continue
+            merges = True
+            target = rows.gather(1, merge.keep.gather(1, merge.assign))
+            if ragged:
+                real = places < torch.tensor(counts, device=metric.device)[:, None]
+                rows, target = rows[real], target[real]
+            into[rows] = target
+            for frame, left in zip(frames, merge.left or [merge.keep.shape[1]] * len(frames), strict=True):
+                state.left[frame] = left
+        return into if merges else None
 
 
 def _grids(args: tuple, kwargs: dict[str, Any]) -> list[list[int]]:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How calibration merges: in each block the most similar pairs of a whole batch, as many as the schedule says.
+
+The similarity of the first pair that does not merge is the block's threshold for this batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.errors import BudgetError
+from tokenprune.merging import Merge, best_partners, most, ragged_merge
+
+SCHEDULES = ("constant", "linear", "reverse_linear")
+
+
+@dataclass(frozen=True)
+class Calibrator(EncoderMethod):
+    """Merge a fixed number of tokens a block, shared out among a batch's pictures, and note the thresholds.
+
+    found: those of the last batch, for each block, one for each size of pictures in it.
+    """
+
+    name: ClassVar[str] = "dymu"
+    ragged = True
+
+    schedule: str = "constant"
+    found: dict[int, list[float]] = field(default_factory=dict)
+
+    def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
+        """Return what merges the schedule's number of tokens in each block, and notes the threshold."""
+        counts = merges_per_block(tower, tower.left(budget), self.schedule)
+        return [partial(self._match, i, r, tower.protected) if r else None for i, r in enumerate(counts)]
+
+    def thresholds(self, blocks: int) -> Tensor:
+        """Return the last batch's threshold of each of a tower's blocks, float64; 1.0 where nothing could merge."""
+        means = [sum(self.found[i]) / len(self.found[i]) if i in self.found else 1.0 for i in range(blocks)]
+        return torch.tensor(means, dtype=torch.float64)
+
+    def _match(self, block: int, r: int, protected: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
+        best, partner = best_partners(keys, protected, counts)
+        counts = counts or [keys.shape[1]] * len(keys)
+        caps = torch.tensor([most(count, protected) for count in counts], device=best.device)
+        ranked = best.sort(dim=1, descending=True, stable=True).values
+        # In a picture of odd length there may be one source more than half of it.
+        allowed = torch.arange(ranked.shape[1], device=best.device) < caps[:, None]
+        values, places = ranked.masked_fill(~allowed, -torch.inf).flatten().sort(descending=True, stable=True)
+        edges = min(r * len(counts), int(caps.sum()))
+        first_left = float(values[edges]) if edges < len(values) else 0.0
+        self.found.setdefault(block, []).append(max(0.0, first_left))
+        shares = (places[:edges] // ranked.shape[1]).bincount(minlength=len(counts))
+        return ragged_merge(best, partner, shares.tolist(), protected, counts)
+
+
+def merges_per_block(tower: Tower, left: int, schedule: str) -> list[int]:
+    """Return how many tokens each block merges so that `left` patches of a picture are left.
+
+    schedule: "constant" (what is over goes to the first blocks), "linear" (falling to 0) or "reverse_linear". What a
+    block cannot merge, because it merges at most half of its tokens, goes to the others in the same proportions. Blocks
+    whose output nobody reads merge nothing. Raises BudgetError for fewer patches than halving in each block leaves.
+    """
+    wanted, blocks = tower.patches - left, tower.read
+    reach = sum(_capped([tower.tokens] * blocks, tower))
+    for total in range(wanted, tower.tokens * blocks if wanted <= reach else 0):
+        counts = _capped(_shares(total, blocks, schedule), tower)
+        if sum(counts) == wanted:
+            return counts + [0] * (tower.blocks - blocks)
+    raise BudgetError(
+        f"dymu cannot leave {left} of {tower.patches} patches: a block merges at most half of its tokens, so after the "
+        f"{blocks} blocks that count {tower.patches - reach} are left; keep more"
+    )
+
+
+def _shares(total: int, blocks: int, schedule: str) -> list[int]:
+    """Whole numbers in the schedule's proportions that add up to `total`."""
+    if schedule == "constant" or blocks < 2:
+        share, over = divmod(total, max(1, blocks))
+        return [share + (block < over) for block in range(blocks)]
+    # Their running sums are those of (blocks - 1), ..., 1, 0, scaled and rounded.
+    whole = blocks * (blocks - 1) // 2
+    sums = [total * (whole - (blocks - block) * (blocks - block - 1) // 2) for block in range(blocks + 1)]
+    counts = [after - before for before, after in pairwise((2 * part + whole) // (2 * whole) for part in sums)]
+    return counts if schedule == "linear" else counts[::-1]
+
+
+def _capped(counts: list[int], tower: Tower) -> list[int]:
+    left, capped = tower.tokens, []
+    for count in counts:
+        capped.append(min(count, most(left, tower.protected)))
+        left -= capped[-1]
+    return capped

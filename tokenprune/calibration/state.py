@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a calibration has found so far, and the file that lets it go on after it was cut short."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from tokenprune.calibration.pictures import Pictures
+from tokenprune.encoder import Tower
+from tokenprune.errors import OptionError
+from tokenprune.thresholds import write
+
+_ENTRY = "tokenprune_calibration"
+
+
+@dataclass
+class State:
+    """sums: of the thresholds, float64 `[keeps, blocks]`, over `batches` batches of together `images` pictures.
+
+    path: where this is kept, None for nowhere. same: what must be the same for a calibration to go on.
+    """
+
+    sums: Tensor
+    path: Path | None
+    same: dict[str, Any]
+    images: int = 0
+    batches: int = 0
+
+    @staticmethod
+    def start(
+        out: str | Path | None, pictures: Pictures, tower: Tower, settings: dict[str, Any], resume: bool
+    ) -> State:
+        """Return where an earlier run stopped, or the beginning; raises OptionError if that was another calibration."""
+        same = settings | {"files": pictures.digest, "model": vars(tower.fingerprint)}
+        path = None
+        if out is not None:
+            out = Path(out)
+            if not out.parent.is_dir():
+                raise OptionError(f"cannot write {out}: there is no folder {out.parent}")
+            path = out.with_name(f"{out.name}.partial") if pictures.digest else None
+        state = State(torch.zeros(len(settings["keeps"]), tower.blocks, dtype=torch.float64), path, same)
+        if resume and path is not None and path.exists():
+            state._load()
+        return state
+
+    def _load(self) -> None:
+        remedy = "delete it, or start again with resume=False (--restart)"
+        try:
+            with safe_open(str(self.path), "pt") as file:
+                about, sums = json.loads(file.metadata()[_ENTRY]), file.get_tensor("sums")
+        except (OSError, SafetensorError, KeyError, TypeError) as error:
+            raise OptionError(f"{self.path} cannot be read as a calibration that was cut short: {remedy}") from error
+        other = [name for name, value in self.same.items() if about["same"].get(name) != value]
+        if other:
+            raise OptionError(f"{self.path} is of a calibration with other {', '.join(other)}: {remedy}")
+        self.sums, self.images, self.batches = sums, about["images"], about["batches"]
+
+    def save(self) -> None:
+        """Write what was found so far."""
+        if self.path is not None:
+            about = {"same": self.same, "images": self.images, "batches": self.batches}
+            write(self.path, save({"sums": self.sums}, {_ENTRY: json.dumps(about, sort_keys=True)}))
+
+    def remove(self) -> None:
+        """Forget it."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method of the site IN_ENCODER is: which tokens of a vision tower it merges, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from tokenprune.base import Method
+from tokenprune.budget import Budget
+from tokenprune.fingerprint import Fingerprint
+from tokenprune.merging import Merge
+
+Matcher = Callable[[Tensor, list[int] | None], Merge | None]
+
+
+@dataclass(frozen=True)
+class Tower:
+    """What is known of a vision tower before it runs.
+
+    tokens: that enter a picture's first block, `protected` (class, register) ones included; these come first. blocks:
+    how many there are; read: how many of them, from the first, reach anyone with their output. module: what the
+    fingerprint is taken of.
+    """
+
+    tokens: int
+    protected: int
+    blocks: int
+    read: int
+    module: nn.Module | None = None
+
+    @property
+    def patches(self) -> int:
+        return self.tokens - self.protected
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Tells this tower, with its weights, from others."""
+        return Fingerprint.of(self.module, read=self.read, protected=self.protected)
+
+    def left(self, budget: Budget) -> int:
+        """Return how many patches `budget` leaves of a picture."""
+        return budget.resolve([self.patches], layer=0, shape=None, text_tokens=0)[0]
+
+
+@dataclass(frozen=True)
+class EncoderMethod(Method):
+    """Base of the methods that merge tokens inside the vision tower, in each block between attention and MLP.
+
+    A subclass implements `plan`. It sees the keys of a block's attention and never a model; features, sizes, padding
+    and the way back to the full grid are the engine's.
+
+    proportional: add the logarithm of a token's size to its attention logits; make it a field to offer the choice.
+    ragged: whether pictures of one batch may merge different numbers of tokens. Then short rows are padded, which takes
+    an attention that can mask padding.
+    """
+
+    # Not annotated: these are no options, unless a subclass makes them fields.
+    proportional = True
+    ragged = False
+
+    def is_identity(self, budget: Budget) -> bool:
+        """Return whether nothing merges, so that the tower is left alone; raise OptionError for a budget that
+        contradicts the options."""
+        return budget.is_identity()
+
+    def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
+        """Return what finds the merge of each of the tower's blocks; None where a block merges nothing.
+
+        A matcher takes the keys of a block's attention, float32 `[B, n, Dh]` (mean over the heads), and the number of
+        real tokens in each row (the others are padding, behind them), or None if all are real. It returns the `Merge`,
+        or None if nothing merges (see `tokenprune.merging`). Called when the model is patched, and in each forward.
+        Blocks from `tower.read` on show no keys: theirs is None. Raises BudgetError for what cannot be reached.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement plan()")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tokenprune.base import Site
+from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.merging import threshold_match
+from tokenprune.registry import register
+from tokenprune.thresholds import Thresholds, shipped
+
+
+@register("dymu", site=Site.IN_ENCODER, paper="arXiv 2504.17040, NeurIPS 2025", merges=True)
+@dataclass(frozen=True)
+class DyMU(EncoderMethod):
+    """Merge the tokens inside the vision tower that are more similar than calibrated thresholds: simple pictures keep
+    fewer tokens than detailed ones.
+
+    `keep` is an average over pictures like those of the calibration: each picture gets a number of its own, which no
+    other picture of a batch changes. It must be one of the shares that the thresholds were calibrated for.
+
+    thresholds: what `tokenprune calibrate` wrote (a path), or what `tokenprune.calibrate` returned. Without them, those
+    that the package ships for this model, if it does (it does for the demo model).
+    proportional: add the logarithm of a token's size to its attention logits, so that a merged token counts as often as
+    its members did.
+    max_r: tokens that a block merges in one picture at most; half of them is the limit in any case.
+
+    Source: Wang et al., "DyMU: Dynamic Merging and Virtual Unmerging for Efficient VLMs", section 3.1 (dynamic token
+    merging).
+
+    Differs from the paper: similarity is the cosine of the keys, mean over heads, as in the authors' code (the paper
+    says dot product); at the tower's end every patch gets the feature of its merged token back, and the language model
+    sees one token for each merged one, at the position of its first patch.
+    """
+
+    ragged = True
+
+    thresholds: str | Path | Thresholds | None = None
+    proportional: bool = True
+    max_r: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.thresholds, (str, Path)):
+            object.__setattr__(self, "thresholds", Thresholds.load(self.thresholds))
+        fine = self.thresholds is None or isinstance(self.thresholds, Thresholds)
+        self._check(fine, f"thresholds={self.thresholds!r} must be a path or what tokenprune.calibrate returned")
+        self._check(isinstance(self.proportional, bool), f"proportional={self.proportional!r} must be True or False")
+        if self.max_r is not None:
+            self._check_int("max_r", 1)
+
+    def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
+        """Return what merges the pairs above each block's threshold."""
+        if self.is_identity(budget):
+            return [None] * tower.blocks
+        thresholds = self.thresholds or shipped(tower.fingerprint)
+        thresholds.check(tower.fingerprint)
+        return [
+            partial(threshold_match, threshold=threshold, protected=tower.protected, limit=self.max_r)
+            if threshold < 1
+            else None
+            for threshold in thresholds.for_keep(budget.keep).tolist()
+        ]

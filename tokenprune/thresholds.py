@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calibration finds out: for each block of one vision tower, how similar two tokens must be to be merged."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError
+from tokenprune.fingerprint import Fingerprint
+
+_SHIPPED = Path(__file__).resolve().parent / "assets" / "thresholds"
+_ENTRY, _VERSION = "tokenprune_thresholds", 1
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """The thresholds of one vision tower, for one or several shares of tokens to keep.
+
+    values: for each `keep` one cosine for each block, float32 `[blocks]`; 1.0 where a block merges nothing.
+    fingerprint: of the tower. images: how many it was calibrated on. settings: what else went into it, for the reader.
+    """
+
+    values: dict[float, Tensor] = field(repr=False)
+    fingerprint: Fingerprint
+    images: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def keeps(self) -> list[float]:
+        """The shares that these are for, largest first."""
+        return sorted(self.values, reverse=True)
+
+    def for_keep(self, keep: float | int | None) -> Tensor:
+        """Return the thresholds for a share; raises BudgetError for one that was not calibrated."""
+        for share, values in self.values.items():
+            if isinstance(keep, float) and abs(share - keep) < 1e-9:
+                return values
+        raise BudgetError(
+            f"keep={keep!r} was not calibrated: these thresholds are for keep={' or '.join(map(str, self.keeps))}; use "
+            "one of these shares (or 1.0, which merges nothing), or run `tokenprune calibrate` with this one"
+        )
+
+    def check(self, fingerprint: Fingerprint) -> None:
+        """Raise OptionError if these were calibrated for another tower."""
+        ours = self.fingerprint
+        if ours == fingerprint:
+            return
+        if ours.kind != fingerprint.kind:
+            what = f"a {ours.kind}, and this tower is a {fingerprint.kind}"
+        elif ours.dtype != fingerprint.dtype:
+            what = f"a tower in {ours.dtype}, and this one is in {fingerprint.dtype}"
+        else:
+            what = f"a {ours.kind} with other weights or another shape"
+        raise OptionError(f"these thresholds were calibrated for {what}: run `tokenprune calibrate` for this model")
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file; raises TokenPruneError where that is impossible."""
+        about = {
+            "version": _VERSION,
+            "fingerprint": vars(self.fingerprint),
+            "images": self.images,
+            "settings": self.settings,
+        }
+        tensors = {f"keep={keep!r}": self.values[keep] for keep in self.keeps}
+        # One entry: safetensors promises no order of several, and equal thresholds shall make equal files.
+        write(Path(path), save(tensors, {_ENTRY: json.dumps(about, sort_keys=True)}))
+
+    @staticmethod
+    def load(path: str | Path) -> Thresholds:
+        """Read what `save` wrote; raises OptionError for anything else."""
+        try:
+            with safe_open(str(path), "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise OptionError(f"cannot read {path} as thresholds: {reason}") from error
+        about = json.loads(metadata.get(_ENTRY, "{}"))
+        if about.get("version") != _VERSION:
+            raise OptionError(
+                f"{path} does not hold thresholds that this version of tokenprune can read: make it with `tokenprune "
+                "calibrate`"
+            )
+        values = {float(name.removeprefix("keep=")): tensor for name, tensor in tensors.items()}
+        return Thresholds(values, Fingerprint(**about["fingerprint"]), about["images"], about["settings"])
+
+
+@cache
+def _shipped() -> list[Thresholds]:
+    return [Thresholds.load(path) for path in sorted(_SHIPPED.glob("*.safetensors"))]
+
+
+def shipped(fingerprint: Fingerprint) -> Thresholds:
+    """Return the thresholds that the package has for a tower; raises OptionError if it has none."""
+    for one in _shipped():
+        if one.fingerprint == fingerprint:
+            return one
+    raise OptionError(
+        f"dymu has no thresholds for this model ({fingerprint.kind}, {fingerprint.dtype}): run `tokenprune calibrate "
+        "--model MODEL --images DIR --keep 0.25 --out thresholds.safetensors` (or tokenprune.calibrate), then pass "
+        'thresholds="thresholds.safetensors"'
+    )
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file in one step, so that a run that is cut short leaves the old one; raises TokenPruneError."""
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        fresh.write_bytes(content)
+        os.replace(fresh, path)
+    except OSError as error:
+        raise TokenPruneError(f"cannot write {path}: {error.strerror or error}") from error
