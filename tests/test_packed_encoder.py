@@ -7,18 +7,21 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
 from conftest import snapshot
 from oracle import close, generate_logits, reduced, survivors
+from processors import photo
 from test_encoder import PACKED, with_features
 from test_tome import naive
-from tokenprune import BudgetError, Site, UnsupportedSetupError
+from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
 from zoo import FAMILIES, Family
 
 UNIT = 4
@@ -101,7 +104,9 @@ def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], propo
             logits = logits.masked_fill(window[:, None] != window[None, :], -torch.inf)
         attended = torch.einsum("hij,jhd->ihd", logits.softmax(-1), v).flatten(1)
         x = x + at.proj(attended).view_as(x)
-        joined = sorted(naive(metric, r, 0)[0])  # the unit that stays comes first in its group, and keeps its place
+        joined = sorted(
+            naive(metric, r(metric) if callable(r) else r, 0)[0]
+        )  # the unit that stays comes first in its group, and keeps its place
         weight = torch.tensor([float(len(group)) for group in groups])
         x = torch.stack([(x[m] * weight[m, None, None]).sum(0) / weight[m].sum() for m in joined])
         groups = [[i for member in members for i in groups[member]] for members in joined]
@@ -115,6 +120,13 @@ def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], propo
         for group in groups:
             feature[group] = feature[group].mean(0)
     return (features, deepstack), groups
+
+
+def above(metric: Tensor, threshold: float) -> int:
+    """How many units DToMe merges: those with a partner more similar than the threshold, half of them at most."""
+    unit = metric / metric.norm(dim=-1, keepdim=True)
+    best = (unit[::2] @ unit[1::2].T).amax(1) if len(metric) > 1 else metric.new_zeros(0)
+    return min(int((best > threshold).sum()), len(metric) // 2)
 
 
 def _spread(merged: Tensor, groups: list[list[int]], order: list[int]) -> Tensor:
@@ -143,6 +155,51 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
         assert got.tokenprune_groups[picture].tolist() == [first[unit] for unit in range(len(want))]
         assert len(groups) == len(want) - sum(plan)
         start += patches
+
+
+def pictures(sizes: list[tuple[int, int]]) -> list[Any]:
+    return [photo(height, width, seed) for seed, (height, width) in enumerate(sizes)]
+
+
+def small_processor() -> Any:
+    return Qwen2VLImageProcessor(patch_size=4, min_pixels=64, max_pixels=10**6)
+
+
+@torch.no_grad()
+def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, build) -> None:
+    model, processor = build(family), small_processor()
+    images = pictures([(48, 64), (48, 64), (32, 56), (64, 40)])
+    thresholds = tokenprune.calibrate(model, images, processor=processor, keep=0.4, batch_size=4)
+    values = thresholds.values[0.4].tolist()
+    assert all(0 < value < 1 for value in values)
+    made = processor(images=images, return_tensors="pt")
+    with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds):
+        got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
+    start, left, total = 0, [], 0
+    for picture, grid in enumerate(made["image_grid_thw"]):
+        patches = int(grid.prod())
+        rules = [partial(above, threshold=value) for value in values]
+        (want, _), groups = naive_tower(model, made["pixel_values"][start : start + patches], grid, rules, True)
+        close(got.pooler_output[picture], want)
+        assert len(got.tokenprune_groups[picture].unique()) == len(groups)
+        left.append(len(groups) / len(want))
+        start, total = start + patches, total + patches // UNIT
+    assert len(set(left)) > 2  # each picture a share of its own
+    assert 0.3 < sum(left) / 4 < 0.5
+    with pytest.raises(OptionError, match="only the processor"):
+        tokenprune.calibrate(model, [torch.zeros(3, 32, 32)], processor=processor, keep=0.4)
+
+
+@torch.no_grad()
+def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
+    model, processor = build(FAMILIES["qwen2_vl"]), small_processor()
+    images = pictures([(48, 64)] * 5)
+    thresholds = tokenprune.calibrate(model, images, processor=processor, keep=0.5, batch_size=5)
+    made = processor(images=images, return_tensors="pt")
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds):
+        got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
+    units = int(made["image_grid_thw"][0].prod()) // UNIT
+    assert sum(len(groups.unique()) for groups in got.tokenprune_groups) == 5 * round(0.5 * units)
 
 
 @torch.no_grad()
