@@ -446,6 +446,26 @@ def test_a_failing_forward_leaves_nothing_behind(build, form: str) -> None:
         assert torch.equal(model(**inputs).logits, want)
 
 
+@torch.no_grad()
+def test_a_module_that_comes_between_is_not_fooled(build, form: str) -> None:
+    """An adapter put around a projection after the patch reads the stand-in; that must not pass for a feature."""
+
+    class Around(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + 0.1 * x.mean()
+
+    family = FAMILIES["llava"]
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
+    with tokenprune.patched(model, Merging(vtu=form), keep=0.5):
+        attention = model.model.language_model.layers[0].self_attn
+        attention.q_proj = Around(attention.q_proj)
+        assert model(**inputs).logits.isnan().any()
+
+
 def test_threads(build, form: str) -> None:
     """Three threads, all of them inside an attention module at once."""
     family = FAMILIES["llava_next"]
@@ -470,7 +490,8 @@ def test_threads(build, form: str) -> None:
 
 def test_gradients(build, form: str) -> None:
     family = FAMILIES["llava"]
-    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
+    # Rows of different width: what fills one up must not get into the gradients.
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs(images=(2, 1))
     with tokenprune.patched(model, Merging(vtu=form), keep=0.5):
         model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
     for name, parameter in model.model.language_model.layers.named_parameters():
