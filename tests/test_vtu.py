@@ -139,10 +139,12 @@ def test_queries_and_keys_with_a_norm(form: str) -> None:
     check_against_loops(family, family.build(), family.make_inputs(), form)
 
 
+YARN = dict(rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=128)
 OTHER_DECODERS = {
     "fused projections": ("phi3", {}),
     "window": ("mistral", {"sliding_window": 16}),
     "part of each head turned": ("stablelm", {}),
+    "turned and scaled": ("llama", {"rope_parameters": YARN}),
     "norm over all heads": ("olmo2", {}),
 }
 

@@ -107,7 +107,7 @@ class VirtualUnmerging(Attachable):
 
     def __init__(self, adapter: Adapter, form: str, call: Callable[[], Call | None]) -> None:
         super().__init__()
-        self.decoder, self.call, self.form = adapter.decoder, call, form
+        self.decoder, self.call = adapter.decoder, call
         if not hasattr(self.decoder, "rotary_emb"):
             raise UnsupportedSetupError(
                 f'vtu="{form}" needs a decoder with rotary positions, which {type(self.decoder).__name__} has not; use '
