@@ -604,3 +604,13 @@ def test_gradient_checkpointing_is_refused(build, form: str) -> None:
         pytest.raises(UnsupportedSetupError, match="forgotten which tokens are one"),
     ):
         model(**inputs)
+
+
+def test_arguments_for_each_token_that_nobody_knows_are_refused(build, form: str) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    with (
+        tokenprune.patched(model, Merging(vtu=form), keep=0.5),
+        pytest.raises(UnsupportedSetupError, match="per-token argument 'per_layer_inputs'"),
+    ):
+        model(**inputs, per_layer_inputs=torch.zeros(*inputs["input_ids"].shape, 2))
