@@ -270,6 +270,21 @@ def test_generate_and_composition(family: Family, model, batch: str, method: Any
 
 
 @torch.no_grad()
+def test_beams_and_samples(family: Family, model) -> None:
+    """generate() repeats each row; the copies of a row merge as the row does."""
+    inputs = family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, "tome", keep=0.5, record=True):
+        model(**inputs)
+        (cut,) = tokenprune.stats(model).cuts
+        beams = model.generate(**inputs, max_new_tokens=4, num_beams=3)
+        assert tokenprune.stats(model).cuts[0].sources == [row for row in cut.sources for _ in range(3)]
+        model.generate(**inputs, max_new_tokens=2, do_sample=True, num_return_sequences=2)
+        assert tokenprune.stats(model).cuts[0].kept == [row for row in cut.kept for _ in range(2)]
+        alone = model.generate(**family.make_inputs(images=(2, 1), only=1), max_new_tokens=4, num_beams=3)
+    assert torch.equal(beams[1, -4:], alone[0, -4:])
+
+
+@torch.no_grad()
 def test_per_prompt_budget_of_a_composed_method(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))

@@ -30,16 +30,19 @@ class DecoderShape:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         )
 
-    def layer_flops(self, tokens: float) -> float:
+    def layer_flops(self, tokens: float, attended: float | None = None) -> float:
         """Multiply-adds x 2 of one layer in prefill: projections, gated MLP, and attention over the full square (as
-        papers count it, causal masking not deducted). Norms, rotary embedding and softmax are left out."""
+        papers count it, causal masking not deducted). Norms, rotary embedding and softmax are left out.
+
+        attended: tokens of the attention's square, if they are more than those that the weights are applied to."""
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         linear = 2 * tokens * self.hidden * (2 * query + 2 * kv + 3 * self.intermediate)
-        return linear + 4 * tokens * tokens * query
+        side = tokens if attended is None else attended
+        return linear + 4 * side * side * query
 
-    def prefill_flops(self, tokens_per_layer: list[float]) -> float:
+    def prefill_flops(self, tokens_per_layer: list[float], attended: float | None = None) -> float:
         """Sum of `layer_flops` over the layers; the vision tower and the output head are not in it."""
-        return sum(self.layer_flops(tokens) for tokens in tokens_per_layer)
+        return sum(self.layer_flops(tokens, attended) for tokens in tokens_per_layer)
 
     def kv_bytes(self, tokens_per_layer: list[int], bytes_per_number: int) -> int:
         """Bytes of keys and values over all layers."""

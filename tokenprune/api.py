@@ -118,6 +118,8 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     if is_timm(model):
         if processor is not None:
             raise OptionError("a model of timm has no processor to act on: leave out processor=")
+        if unmerging := [one.name for one in methods if getattr(one, "vtu", "off") != "off"]:
+            raise OptionError(f"{unmerging[0]}: a model of timm has no language model to unmerge tokens in: no vtu=")
         _check_places(methods)
         part = timm_patch(model, methods, budgets)
         return Attachment(methods, budgets, [part], part)
@@ -125,6 +127,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     from tokenprune.integrations.hf.encoder import tower_patch
     from tokenprune.integrations.hf.engine import Engine, Step
     from tokenprune.integrations.hf.pixels import PixelPatch
+    from tokenprune.integrations.hf.unmerging import check_composition
 
     for method in methods:
         if method.site is Site.DECODE:
@@ -134,6 +137,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     whole = [stage for pair in zip(methods, budgets, strict=True) for stage in pair[0].stages(pair[1], layers)]
     stages = sorted(whole, key=lambda stage: _place(stage[0]))
     _check_places([method for method, _ in stages])
+    check_composition([method for method, _ in stages])
     parts: list[Any] = []
     for method, budget in stages:
         if method.site is Site.PRE_ENCODER:

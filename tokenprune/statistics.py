@@ -35,7 +35,8 @@ class Stats:
 
     visual_tokens_in:        visual tokens that entered the decoder.
     visual_tokens_out:       visual tokens that its last layer saw.
-    visual_tokens_per_layer: visual tokens that each decoder layer saw in prefill.
+    visual_tokens_per_layer: visual tokens that each decoder layer saw in prefill; with virtual unmerging (`vtu`) those
+                             that its weights were applied to, while attention and cache hold all of them.
     keep_ratio:              visual_tokens_out / visual_tokens_in.
     prefill_flops_ratio:     decoder prefill FLOPs against the unpatched model (closed form, accounting.py; no tower, no
     head).

@@ -41,6 +41,7 @@ class DyMU(EncoderMethod):
     thresholds: str | Path | Thresholds | None = None
     proportional: bool = True
     max_r: int | None = None
+    vtu: str = "off"
 
     def __post_init__(self) -> None:
         if isinstance(self.thresholds, (str, Path)):

@@ -17,6 +17,7 @@ from tokenprune.integrations.hf.cache import Reduction, cached_tokens, new_posit
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.report import Report
+from tokenprune.integrations.hf.unmerging import Unmerged
 from tokenprune.tokens import Segments, require
 
 
@@ -49,6 +50,7 @@ class Call:
     report: Report | None = None
     cuts: set[int] = field(default_factory=set)
     merged: Selection | None = None  # what is left of the visual tokens after a merge in the encoder
+    unmerged: Unmerged | None = None  # such tokens that stay one for the decoder's weights alone
     text: list[int] = field(default_factory=list)
     memo: dict[Any, Any] = field(default_factory=dict)
 

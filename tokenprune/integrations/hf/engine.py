@@ -34,6 +34,7 @@ from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observer
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.segments import check_placeholders, find_segments
+from tokenprune.integrations.hf.unmerging import VirtualUnmerging, form_of
 from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")
@@ -51,6 +52,8 @@ class Engine(Attachable):
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.per = steps[0].budget.per if steps else "image"
         self.record, self.stats = record, Stats()
+        form = "off" if encoder is None else form_of(encoder.method)
+        self.unmerging = None if form == "off" else VirtualUnmerging(adapter, form, self._call)
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
         self._check(steps)
 
@@ -83,6 +86,8 @@ class Engine(Attachable):
         self.hook(base.register_forward_hook(self._leave_base, always_call=True))
         self.hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
         self.hook(decoder.register_forward_hook(self._leave_decoder))
+        if self.unmerging is not None:
+            self.attach_part(self.unmerging)
         extras = type(self.adapter).after_layer is not Adapter.after_layer
         for index, layer in enumerate(decoder.layers):
             self.hook(layer.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True))
@@ -156,6 +161,9 @@ class Engine(Attachable):
             )
         if call.segments is not None and self.encoder is not None:
             call.merged = self.encoder.select(call, call.segments.to(embeds.device))
+            if self.unmerging is not None and call.merged is not None:
+                self._check_arguments(kwargs, batch, length)
+                self.unmerging.take(call, batch, length)
         if call.segments is None and call.reduction is None:
             return None
         cutting = call.segments is not None and resolve_budgets(call, self.steps, self.shape, length)
@@ -163,7 +171,11 @@ class Engine(Attachable):
             call.report = Report(self.shape, call.segments, batch, length, self.record)
             if self.encoder is not None:
                 call.report.stats.encoder_tokens_per_layer = self.encoder.counts(call)
+            if call.unmerged is not None:
+                call.report.unmerge(call, self.encoder.step)
         if not cutting and call.reduction is None:
+            if call.unmerged is not None:
+                call.report.add_time(time.perf_counter() - start)
             return None
 
         call.active = True
@@ -191,6 +203,9 @@ class Engine(Attachable):
                 "gradient checkpointing runs decoder layers a second time, without the state of the cut between them; "
                 "call model.gradient_checkpointing_disable(), or use a PRE_LLM method (it cuts before the layers)"
             )
+        self._check_arguments(kwargs, batch, length)
+
+    def _check_arguments(self, kwargs: dict[str, Any], batch: int, length: int) -> None:
         for name, value in kwargs.items():
             per_token = isinstance(value, Tensor) and value.ndim >= 2 and tuple(value.shape[:2]) == (batch, length)
             if per_token and name not in _PER_TOKEN and name not in self.adapter.extra_arguments:
@@ -260,13 +275,15 @@ class Engine(Attachable):
         if call.report is not None:
             # One assignment: other threads may run the same model.
             self.stats = call.report.finish(call.cache or getattr(output, "past_key_values", None), call.past)
-        if not call.active:
+        if call.unmerged is not None:
+            whole = call.unmerged.expand
+        elif not call.active or (call.layout.width == call.layout.length and call.layout.valid is None):
             return None
-        if call.layout.width == call.layout.length and call.layout.valid is None:
-            return None
+        else:
+            whole = call.layout.scatter_back
         if isinstance(output, tuple):
-            return (call.layout.scatter_back(output[0]), *output[1:])
-        output.last_hidden_state = call.layout.scatter_back(output.last_hidden_state)
+            return (whole(output[0]), *output[1:])
+        output.last_hidden_state = whole(output.last_hidden_state)
         return output
 
     # -- decoder layers

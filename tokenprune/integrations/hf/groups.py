@@ -48,8 +48,12 @@ def one_of_each(segments: Segments, masks: dict[str, Tensor], groups: dict[str, 
         for picture in pictures:
             flat.append(picture.to(device) + start)
             start += len(picture)
-        columns = masks[modality].nonzero()[:, 1].to(device)
-        first[masks[modality].to(device)] = columns[torch.cat(flat)]
+        mask, group = masks[modality].to(device), torch.cat(flat)
+        # For beams and samples generate() repeats each row, and the features, but not what travels with them.
+        copies = max(1, int(mask.sum()) // len(group))
+        mask, rows = mask[::copies], first[::copies]
+        rows[mask] = mask.nonzero()[:, 1][group]
+        first = rows.repeat_interleave(copies, dim=0)
     # Positions in the sequence -> places in the segment.
     rows, real = segments.row_index.expand_as(segments.position), segments.mask
     numbers = torch.arange(real.shape[1], device=device).expand_as(segments.position)

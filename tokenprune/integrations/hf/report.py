@@ -12,6 +12,7 @@ from tokenprune.tokens import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
+    from tokenprune.integrations.hf.layout import Layout
 
 
 class Report:
@@ -25,19 +26,31 @@ class Report:
         self.stats = Stats(visual_tokens_in=sum(segments.counts))
         # (first layer, visual tokens, tokens of each row) of each group of layers that see the same tokens.
         self.groups = [(0, sum(segments.counts), [length] * batch)]
+        self.whole_attention = False
 
     def add_time(self, seconds: float) -> None:
         self.stats.overhead_ms += 1000 * seconds
 
     def cut(self, call: Call, step: Any, selection: Selection, before: Segments) -> None:
         """A cut was made; `call` holds the state after it."""
+        self._note(call, call.layout, call.segments.counts, step, selection, before)
+
+    def unmerge(self, call: Call, step: Any) -> None:
+        """Tokens that the tower merged stay one for the decoder's weights, but not for its attention and cache."""
+        self.whole_attention = True
+        state = call.unmerged
+        self._note(call, state.layout, state.selection.keep.sum(1).tolist(), step, state.selection, call.segments)
+
+    def _note(
+        self, call: Call, layout: Layout, counts: list[int], step: Any, selection: Selection, before: Segments
+    ) -> None:
         widths = list(self.groups[-1][2])
-        for row, old, new in zip(before.row, before.counts, call.segments.counts, strict=True):
+        for row, old, new in zip(before.row, before.counts, counts, strict=True):
             widths[row] -= old - new
-        group = (step.layer, sum(call.segments.counts), widths)
+        group = (step.layer, sum(counts), widths)
         self.groups = [*(group for group in self.groups if group[0] < step.layer), group]
         if self.record:
-            self.stats.cuts.append(_cut_record(call, step, selection, before))
+            self.stats.cuts.append(_cut_record(call, layout, step, selection, before))
 
     def finish(self, cache: Any, past: int) -> Stats:
         """Return the `Stats`; `cache` holds what the decoder cached, None if it cached nothing."""
@@ -48,7 +61,8 @@ class Report:
         stats.visual_tokens_out = stats.visual_tokens_per_layer[-1]
         stats.keep_ratio = stats.visual_tokens_out / stats.visual_tokens_in
         rows = zip(*(widths for _, _, widths in per_layer), strict=True)
-        flops = [self.shape.prefill_flops(list(row)) for row in rows]
+        attended = self.length if self.whole_attention else None
+        flops = [self.shape.prefill_flops(list(row), attended) for row in rows]
         stats.prefill_flops_ratio = sum(flops) / (len(flops) * self.shape.prefill_flops([self.length] * layers))
         self._count_bytes(cache, past + self.length)
         return stats
@@ -65,11 +79,11 @@ class Report:
             self.stats.kv_bytes_full += held // keys.shape[-2] * (min(full, window - 1) if window else full)
 
 
-def _cut_record(call: Call, step: Any, selection: Selection, before: Segments) -> Cut:
-    positions = call.layout.positions()
-    padding = call.padding(call.layout.length)
+def _cut_record(call: Call, layout: Layout, step: Any, selection: Selection, before: Segments) -> Cut:
+    positions = layout.positions()
+    padding = call.padding(layout.length)
     if padding is not None:
-        positions = positions.masked_fill(padding.to(positions.device).gather(1, call.layout.index), -1)
+        positions = positions.masked_fill(padding.to(positions.device).gather(1, layout.index), -1)
     kept = [[call.past + p for p in row if p >= 0] for row in positions.tolist()]
     sources = None
     if selection.assign is not None:

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact form of virtual token unmerging: attention scores from the products of merged tokens.
+
+Written from the paper (DyMU, arXiv 2504.17040, equation 10). A rotary embedding turns the pair (x1, x2) of a query or
+key at position t by the angle theta t, for each pair with a theta of its own. The score of positions m and n is
+
+    sum over pairs of  (q1 k1 + q2 k2) cos(theta (t_m - t_n)) + (q1 k2 - q2 k1) sin(theta (t_m - t_n)).
+
+The products depend on the merged tokens of m and n alone: W x W of them. The angles do not, and differ between pairs,
+so the sum has to be taken for each of the L x L positions: O(L^2 D) work here as in plain attention, but one pair after
+the other instead of in one matrix product. Only the weighted sum of values gets cheaper, O(L W D), because weights of
+equal values are added up first. So this form is slower than the expanded one (as the paper's authors say of theirs),
+takes O(L^2) memory, and is there as a reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf import cache as caches
+from tokenprune.integrations.hf.masks import causal_mask
+from tokenprune.integrations.hf.observe import Observation, Observer
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.unmerging import Unmerged
+
+
+_OTHER_ANGLES = (
+    'vtu="exact" knows rotary positions that turn one half of a head against the other, by one angle for each position '
+    'and pair; this decoder has others, or none in some layers: use vtu="expanded"'
+)
+
+
+class ExactAttention(Observer):
+    """Attached to one attention module; `state` tells what was merged in the call that runs, None for other calls."""
+
+    def __init__(self, module: nn.Module, state: Callable[[], Unmerged | None]) -> None:
+        super().__init__(module, _ignore)
+        self.state = state
+        self.check(None)
+
+    def check(self, cache: Any) -> None:
+        """Raise UnsupportedSetupError for attention or a cache that this form cannot work with."""
+        attention = self.config._attn_implementation or "eager"
+        if attention not in ("eager", "sdpa"):
+            raise UnsupportedSetupError(
+                f'vtu="exact" computes attention itself, with masks as sdpa and eager attention get them, not as '
+                f'{attention!r}; load the model with one of these, or use vtu="expanded"'
+            )
+        if cache is not None:
+            try:
+                caches.check(cache)
+            except UnsupportedSetupError as error:
+                raise UnsupportedSetupError('vtu="exact" needs a dynamic cache; use vtu="expanded"') from error
+
+    def original(self) -> Callable:
+        """The attention function of the call that runs: the exact form where tokens were merged."""
+        state = self.state()
+        return super().original() if state is None else partial(exact_attention, state)
+
+
+def _ignore(observation: Observation) -> None:
+    """Nothing is to be observed."""
+
+
+def exact_attention(
+    state: Unmerged,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of L queries, as an attention function of transformers.
+
+    query: `[B, H, L, Dh]`; key, value: `[B, Hkv, P + L, Dh]`, the last L those of this call, rotated; mask: bool or
+    additive `[B or 1, 1 or H, L, P + L]`, None for a causal one. Returns `[B, L, H, Dh]`.
+    """
+    for name in ("s_aux", "softcap"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedSetupError(f'vtu="exact" does not know attention with {name}=; use vtu="expanded"')
+    length, past = query.shape[2], key.shape[2] - query.shape[2]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = query.float(), *(x.float().repeat_interleave(groups, dim=1) for x in (key, value))
+    cos, sin = _angles(state, query.shape[0])
+    merged, slot = state.layout.index.to(query.device), state.slot.to(query.device)
+    q_merged, k_merged = (_unrotated(x, cos, sin, merged, slot) for x in (q, k[:, :, past:]))
+    scores = rotary_scores(q_merged, k_merged, cos, sin, slot)
+    scores = torch.cat([q @ k[:, :, :past].transpose(2, 3), scores], dim=-1) * scaling
+    if attention_mask is None:
+        attention_mask = causal_mask(torch.ones_like(key[:, 0, :, 0], dtype=torch.bool), length, "sdpa", query.dtype)
+    attention_mask = attention_mask[..., : past + length]
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + attention_mask.float()
+    weights = nn.functional.dropout(scores.softmax(dim=-1), dropout, module.training)
+    # Positions that share a token share its value.
+    columns = slot[:, None, None, :].expand_as(weights[..., past:])
+    shared = weights.new_zeros(*weights.shape[:3], merged.shape[1]).scatter_add(3, columns, weights[..., past:])
+    output = weights[..., :past] @ v[:, :, :past] + shared @ _tokens(v[:, :, past:], merged)
+    return output.transpose(1, 2).to(query.dtype).contiguous(), None
+
+
+def _angles(state: Unmerged, batch: int) -> tuple[Tensor, Tensor]:
+    """float32 `[B, 1, L, Dr]`: cosines and sines of the angles at each position."""
+    if state.rotary is None or state.rotary[0].ndim != 3:
+        raise UnsupportedSetupError(_OTHER_ANGLES)
+    cos, sin = (x.float().expand(batch, -1, -1).unsqueeze(1) for x in state.rotary)
+    return cos, sin
+
+
+def _tokens(x: Tensor, index: Tensor) -> Tensor:
+    """`[B, H, L, D]` -> `[B, H, W, D]`; index: long `[B, W]`."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _unrotated(x: Tensor, cos: Tensor, sin: Tensor, merged: Tensor, slot: Tensor) -> Tensor:
+    """`[B, H, L, Dh]` queries or keys, rotated -> `[B, H, W, Dh]` of the merged tokens, before rotation."""
+    there = _tokens(cos, merged), _tokens(sin, merged)
+    # Some rotary embeddings scale what they turn.
+    found = rotate(_tokens(x, merged), there[0], -there[1], scale=1 / (there[0] ** 2 + there[1] ** 2))
+    # Families differ in what they turn against what, and some layers turn nothing; none of it shows in the angles. The
+    # positions of a group tell: rotated to each of them, its token must give what is there.
+    half, turned = cos.shape[-1] // 2, cos.shape[-1]
+    error = (rotate(_tokens(found, slot), cos, sin) - x)[..., :turned]
+    if bool((_pair_norms(error, half) > 0.05 * _pair_norms(x[..., :turned], half) + 1e-6).any()):
+        raise UnsupportedSetupError(_OTHER_ANGLES)
+    return found
+
+
+def _pair_norms(x: Tensor, half: int) -> Tensor:
+    return torch.hypot(x[..., :half], x[..., half:])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """Turn queries or keys `[B, H, N, Dh]` by angles `[B, 1, N, Dr]`; what is behind Dr stays."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat([(turned * cos + torch.cat([-second, first], dim=-1) * sin) * scale, rest], dim=-1)
+
+
+def rotary_scores(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, slot: Tensor) -> Tensor:
+    """Return `[B, H, L, L]`: for all positions the products of the rotated queries and keys of their tokens.
+
+    query, key: `[B, H, W, Dh]`, not rotated. cos, sin: `[B, 1, L, Dr]`. slot: long `[B, L]`, the token of a position.
+    """
+    batch, heads, width, _ = query.shape
+    rows = slot[:, None, :, None].expand(batch, heads, -1, width)
+    columns = slot[:, None, None, :].expand(batch, heads, slot.shape[1], -1)
+
+    def expand(products: Tensor) -> Tensor:
+        return products.gather(2, rows).gather(3, columns)
+
+    def outer(x: Tensor, y: Tensor) -> Tensor:
+        return x[..., :, None] * y[..., None, :]
+
+    turned, half = cos.shape[-1], cos.shape[-1] // 2
+    scores = expand(query[..., turned:] @ key[..., turned:].transpose(2, 3))
+    for pair in range(half):
+        q1, q2, k1, k2 = (x[..., place] for x in (query, key) for place in (pair, pair + half))
+        c, s = cos[..., pair], sin[..., pair]
+        scores = scores + expand(outer(q1, k1) + outer(q2, k2)) * (outer(c, c) + outer(s, s))
+        scores = scores + expand(outer(q1, k2) - outer(q2, k1)) * (outer(s, c) - outer(c, s))
+    return scores

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Virtual token unmerging: what a tower merged stays one token for the decoder's weights, and many for its attention.
+
+Visual tokens that were merged in the tower enter the decoder as equal features at different positions. Here the
+decoder keeps one hidden state for each group of them (W instead of L tokens a row), so that residuals, norms,
+projections and MLPs run on these alone. Inside each attention module queries, keys and values are expanded to all L
+positions; rotary embedding, cache and attention are those of the full prompt, and the outputs of positions that share a
+token are averaged before the output projection. The cache holds all L positions: no key or value is saved.
+
+No forward is replaced. An attention module is handed an empty stand-in of L tokens, its input projections the W real
+ones; hooks expand what they return and average what the output projection gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.base import Method, Selection, Site
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.attachable import Attachable
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.exact import ExactAttention
+from tokenprune.integrations.hf.layout import Layout, gather_tokens
+from tokenprune.tokens import Segments
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.call import Call
+
+FORMS = ("off", "expanded", "exact")
+_INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
+
+
+def form_of(method: Method) -> str:
+    """Return which form of unmerging a method asks for by its option `vtu`; raises OptionError for an unknown one."""
+    form = getattr(method, "vtu", "off")
+    if form not in FORMS:
+        raise OptionError(f"{method.name}: vtu={form!r} must be one of {', '.join(FORMS)}")
+    return form
+
+
+def check_composition(methods: Sequence[Method]) -> None:
+    """Raise OptionError for methods that act on the decoder's tokens beside one that unmerges them."""
+    for method in methods:
+        later = [other.name for other in methods if other.site.order > Site.IN_ENCODER.order]
+        if form_of(method) != "off" and later:
+            raise OptionError(
+                f'{method.name} with vtu="{method.vtu}" cannot be composed with {", ".join(later)}: what the decoder '
+                'attends to and caches are not the tokens that its layers hold; use vtu="off"'
+            )
+
+
+@dataclass
+class Unmerged:
+    """Which of a call's L tokens are one, and what the attention module that runs now was given.
+
+    selection: what is left of the visual tokens. layout: its W slots hold the first token of each group, text tokens
+    among them. slot: long `[B, L]`, the slot that each token shares. hidden: `[B, W, D]`. rotary: cosines and sines of
+    the L positions.
+    """
+
+    selection: Selection
+    layout: Layout
+    slot: Tensor
+    hidden: Tensor | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+
+    @staticmethod
+    def of(selection: Selection, segments: Segments, batch: int, length: int) -> Unmerged:
+        """selection: which visual tokens of `segments` stay, and into which the others were merged."""
+        device = segments.position.device
+        places = torch.arange(length, device=device)
+        first = places.repeat(batch, 1)
+        rows, real = segments.row_index.expand_as(segments.position), segments.mask
+        target = segments.position.gather(1, selection.assign.clamp(min=0))
+        first[rows[real], segments.position[real]] = target[real]
+        keep = first == places
+        layout, _ = Layout.full(batch, length, device).cut(keep, keep.sum(1).tolist())
+        return Unmerged(selection, layout, layout.slot_of.gather(1, first))
+
+    def first(self, x: Tensor, dim: int = 1) -> Tensor:
+        """`[B, L, D]` -> `[B, W, D]`: the first token of each group; what fills up shorter rows is of no meaning."""
+        return gather_tokens(x, self.layout.index, dim)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """`[B, W, D]` -> `[B, L, D]`: every token gets what its group has."""
+        return gather_tokens(x, self.slot, 1)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """`[B, L, D]` -> `[B, W, D]`: the mean over each group, in float32 at least."""
+        slot = self.slot.to(x.device)
+        mean = x.new_zeros(x.shape[0], self.layout.width, x.shape[2], dtype=torch.promote_types(x.dtype, torch.float32))
+        mean = mean.scatter_add(1, slot.unsqueeze(-1).expand_as(x), x.to(mean.dtype))
+        size = mean.new_zeros(mean.shape[:2]).scatter_add(1, slot, mean.new_ones(1, 1).expand_as(slot))
+        return (mean / size.clamp(min=1).unsqueeze(-1)).to(x.dtype)
+
+
+class VirtualUnmerging(Attachable):
+    """Attached to the layers of one decoder; `call` tells which call of this thread is in it.
+
+    Raises UnsupportedSetupError for decoders whose attention modules it cannot take apart.
+    """
+
+    def __init__(self, adapter: Adapter, form: str, call: Callable[[], Call | None]) -> None:
+        super().__init__()
+        self.decoder, self.call = adapter.decoder, call
+        if not hasattr(self.decoder, "rotary_emb"):
+            raise UnsupportedSetupError(
+                f'vtu="{form}" needs a decoder with rotary positions, which {type(self.decoder).__name__} has not; use '
+                'vtu="off"'
+            )
+        if type(adapter).after_layer is not Adapter.after_layer:
+            raise UnsupportedSetupError(
+                f'vtu="{form}": {adapter.config.model_type!r} adds features to its visual tokens between the decoder\'s '
+                'layers, by the positions of the full prompt; use vtu="off"'
+            )
+        self.modules = [adapter.attention_of(index) for index in range(len(self.decoder.layers))]
+        self.inputs = [_input_projections(module, form) for module in self.modules]
+        self.exact = [ExactAttention(module, self.state) for module in self.modules] if form == "exact" else []
+
+    def _attach(self) -> None:
+        self.hook(self.decoder.layers[0].register_forward_pre_hook(self._enter_layers, with_kwargs=True))
+        for module, projections in zip(self.modules, self.inputs, strict=True):
+            self.hook(module.register_forward_pre_hook(self._enter_attention, with_kwargs=True))
+            for projection in projections:
+                self.hook(projection.register_forward_pre_hook(self._enter_projection))
+                self.hook(projection.register_forward_hook(self._leave_projection))
+            self.hook(getattr(module, _OUTPUT).register_forward_pre_hook(self._enter_output))
+        for part in self.exact:
+            self.attach_part(part)
+
+    # -- a call
+
+    def state(self) -> Unmerged | None:
+        call = self.call()
+        return None if call is None else call.unmerged
+
+    def take(self, call: Call, batch: int, length: int) -> None:
+        """Take over what was merged in the tower, so that it is not cut out: `call.merged` to `call.unmerged`."""
+        if self.decoder.training and getattr(self.decoder, "gradient_checkpointing", False):
+            raise UnsupportedSetupError(
+                "gradient checkpointing runs decoder layers a second time, when it is forgotten which tokens are one; "
+                'call model.gradient_checkpointing_disable(), or use vtu="off"'
+            )
+        for part in self.exact:
+            part.check(call.cache)
+        call.unmerged = Unmerged.of(call.merged, call.segments.to(call.merged.keep.device), batch, length)
+        call.merged = None
+
+    # -- hooks
+
+    def _enter_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        state = self.state()
+        if state is None:
+            return None
+        # Features of a group are equal, so their mean is the first of them, and no rounding comes in.
+        return _with_hidden(state.first(_hidden(args, kwargs)), args, kwargs)
+
+    def _enter_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        state = self.state()
+        if state is None:
+            return None
+        hidden = state.hidden = _hidden(args, kwargs)
+        state.rotary = kwargs.get("position_embeddings")
+        # Takes no memory. Were anything but a shape read from it, the result would show.
+        stand_in = hidden.new_full((1,), torch.nan).expand(hidden.shape[0], state.slot.shape[1], hidden.shape[2])
+        return _with_hidden(stand_in, args, kwargs)
+
+    def _enter_projection(self, module: nn.Module, args: tuple) -> tuple | None:
+        state = self.state()
+        return None if state is None else (state.hidden, *args[1:])
+
+    def _leave_projection(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        state = self.state()
+        return None if state is None else state.expand(output)
+
+    def _enter_output(self, module: nn.Module, args: tuple) -> tuple | None:
+        state = self.state()
+        return None if state is None else (state.merge(args[0]), *args[1:])
+
+
+def _hidden(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _with_hidden(hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+
+def _input_projections(module: nn.Module, form: str) -> list[nn.Module]:
+    """Return the children of an attention module that read its input."""
+    children = dict(module.named_children())
+    # By name, because adapters and quantisation put other classes in the place of nn.Linear.
+    found = [children[name] for name in _INPUTS if name in children]
+    weights = {name for name, child in children.items() if any(p.ndim > 1 for p in child.parameters())}
+    other = weights - {*_INPUTS, _OUTPUT}
+    if _OUTPUT not in children or len(found) not in (1, 3) or other:
+        raise UnsupportedSetupError(
+            f'vtu="{form}" knows attention with q_proj, k_proj and v_proj, or qkv_proj, and o_proj, not '
+            f'{type(module).__name__} with {", ".join(sorted(weights)) or "none of these"}; use vtu="off"'
+        )
+    return found
