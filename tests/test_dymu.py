@@ -244,7 +244,7 @@ def test_a_batch_equals_its_single_pictures(family: Family, model) -> None:
             assert torch.equal(batch.tokenprune_owners[row], alone.tokenprune_owners[0])
             for got, want in zip(batch.hidden_states, alone.hidden_states, strict=True):
                 close(got[row], want[0], 1e-6)
-            left.append([counts for counts in alone.tokenprune_counts])
+            left.append(alone.tokenprune_counts)
     assert batch.tokenprune_counts == [sum(counts) for counts in zip(*left, strict=True)]
     kept_all = batch.tokenprune_owners.shape[1]
     kept = [len(owner.unique()) for owner in batch.tokenprune_owners]
