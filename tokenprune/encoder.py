@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from torch import Tensor, nn
 
-from tokenprune.base import Method
+from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.fingerprint import Fingerprint
 from tokenprune.merging import Merge
@@ -58,6 +59,7 @@ class EncoderMethod(Method):
     an attention that can mask padding.
     """
 
+    site: ClassVar[Site] = Site.IN_ENCODER
     # Not annotated: these are no options, unless a subclass makes them fields.
     proportional = True
     ragged = False

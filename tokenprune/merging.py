@@ -168,7 +168,7 @@ def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, co
     """Merge in each row its r best pairs; None if no row has any.
 
     best, partner: of `best_partners`. counts: the real tokens of each row. The output holds the protected tokens, then
-    what is left of A, then B, each in order of place, then padding.
+    what is left of A, then B, each in order of place, then padding; a row that merges nothing stays as it is.
     """
     if not any(r):
         return None
@@ -183,6 +183,7 @@ def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, co
     kind = (torch.arange(width, device=device) % 2).repeat(rows, 1)
     kind[:, ::2] += 2 * leaves
     kind[:, :protected] = 0
+    kind.masked_fill_(gone[:, None] == 0, 0)
     kind.masked_fill_(torch.arange(width, device=device) >= real[:, None], 2)
     sorted_ = kind.argsort(dim=1, stable=True)
     place = torch.empty_like(sorted_).scatter(1, sorted_, torch.arange(width, device=device).expand_as(sorted_))

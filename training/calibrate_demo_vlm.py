@@ -31,7 +31,7 @@ def pictures(seed: int, count: int) -> Iterator[Image.Image]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=20260202)
-    parser.add_argument("--pictures", type=int, default=2048)
+    parser.add_argument("--pictures", type=int, default=1024)
     parser.add_argument("--keeps", type=float, nargs="+", default=[0.5, 0.25, 0.11])
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("tokenprune/assets/thresholds/demo_vlm.safetensors"))

@@ -68,15 +68,19 @@ def merges_per_block(tower: Tower, left: int, schedule: str) -> list[int]:
     whose output nobody reads merge nothing. Raises BudgetError for fewer patches than halving in each block leaves.
     """
     wanted, blocks = tower.patches - left, tower.read
-    reach = sum(_capped([tower.tokens] * blocks, tower))
-    for total in range(wanted, tower.tokens * blocks if wanted <= reach else 0):
-        counts = _capped(_shares(total, blocks, schedule), tower)
-        if sum(counts) == wanted:
-            return counts + [0] * (tower.blocks - blocks)
-    raise BudgetError(
-        f"dymu cannot leave {left} of {tower.patches} patches: a block merges at most half of its tokens, so after the "
-        f"{blocks} blocks that count {tower.patches - reach} are left; keep more"
-    )
+    most_of_all = tower.tokens * blocks**2  # every block that takes part is asked for more than it can
+    reach = sum(_capped(_shares(most_of_all, blocks, schedule), tower))
+    if wanted > reach:
+        raise BudgetError(
+            f"dymu cannot leave {left} of {tower.patches} patches with schedule={schedule!r}: a block merges at most "
+            f"half of its tokens, so the {blocks} blocks that count leave {tower.patches - reach} at least; keep more"
+        )
+    total = wanted
+    while sum(counts := _capped(_shares(total, blocks, schedule), tower)) < wanted:
+        total += 1
+    for block in reversed(range(blocks)):  # one more in all may be two more here
+        counts[block] -= min(counts[block], sum(counts) - wanted)
+    return counts + [0] * (tower.blocks - blocks)
 
 
 def _shares(total: int, blocks: int, schedule: str) -> list[int]:

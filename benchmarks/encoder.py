@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much time merging saves in a vision tower the size of ViT-B, and how close it comes to its oracle.
+
+    GOMP_SPINCOUNT=0 python benchmarks/encoder.py --threads 2 --json benchmarks/results/encoder.jsonl
+
+The tower: CLIP, 12 blocks of width 768, 577 tokens (336 pixels, patches of 14), random weights, inside a LLaVA whose
+language model is never run. Patched: the tower's forward with `tome` or `dymu` at keep 0.5; `dymu` is calibrated on the
+very pictures. Oracle: the same blocks run by hand on exactly the counts that the merger left (attention on the tokens
+that enter a block, the MLP on those that leave it), where tokens go by slicing instead of matching and merging, and
+nothing is observed, biased or restored. ratio = patched time / unpatched time; efficiency = oracle time / patched time.
+All variants run in turn in one process; figures are medians over the rounds of ratios taken round by round. Beside wall
+time there is the process's CPU time (of all its threads; GOMP_SPINCOUNT=0 keeps waiting out of it): where other work
+shares the machine, wall time tells more about that work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+import tokenprune
+
+
+def build() -> LlavaForConditionalGeneration:
+    """A LLaVA that is all tower; weights large enough that pictures differ in what can be merged."""
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, image_size=336,
+        patch_size=14,
+    )  # fmt: skip
+    text = LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=5, vision_feature_layer=-1)
+    return LlavaForConditionalGeneration(config).eval()
+
+
+def pictures(rows: int) -> torch.Tensor:
+    """Noise of falling detail: the first picture is all different, the last one smooth."""
+    g = torch.Generator().manual_seed(0)
+    out = []
+    for row in range(rows):
+        side = max(4, 336 >> row)
+        coarse = torch.randn(1, 3, side, side, generator=g)
+        out.append(torch.nn.functional.interpolate(coarse, size=(336, 336), mode="bilinear"))
+    return torch.cat(out)
+
+
+def oracle(tower: torch.nn.Module, pixels: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
+    """Run the tower's blocks on given counts. counts: tokens of each row before each block, and behind the last; rows
+    are as long as the longest, as in the patched run."""
+    hidden = tower.pre_layrnorm(tower.embeddings(pixels))
+    for block, after in zip(tower.encoder.layers, counts[1:], strict=True):
+        hidden = hidden + block.self_attn(block.layer_norm1(hidden))[0]
+        hidden = hidden[:, : max(after)]
+        hidden = hidden + block.mlp(block.layer_norm2(hidden))
+    return hidden
+
+
+def counts_of(tower: torch.nn.Module, pixels: torch.Tensor) -> list[list[int]]:
+    """The tokens of each row before each block of a patched tower, and behind the last."""
+    from tokenprune.integrations import blocks
+
+    seen = []
+    end = blocks.Merger.end
+
+    def spy(self: blocks.Merger) -> blocks.Merging | None:
+        state = end(self)
+        if state is not None:
+            seen.append([*state.counts, state.left])
+        return state
+
+    blocks.Merger.end = spy
+    try:
+        tower(pixels)
+    finally:
+        blocks.Merger.end = end
+    return seen[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2], help="pictures in a batch")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device, console = torch.device(args.device), Console()
+    model = build().to(device)
+    tower = model.model.vision_tower
+
+    def clock(run: Callable[[], object]) -> tuple[float, float]:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter(), time.process_time()
+        with torch.inference_mode():
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start[0], time.process_time() - start[1]
+
+    table = Table(title=f"CLIP tower 12 x 768, 577 tokens, keep {args.keep}, {device}, {args.threads} threads")
+    for column in ("batch", "method", "left", "ms", "ratio", "efficiency", "CPU ms", "CPU ratio", "CPU efficiency"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    records = []
+    for rows in args.batches:
+        pixels = pictures(rows).to(device)
+        thresholds = tokenprune.calibrate(model, pixels, keep=args.keep, batch_size=rows, progress=False)
+        options = {"tome": {}, "dymu": {"thresholds": thresholds}}
+        counts = {}
+        with torch.inference_mode():
+            for name in options:
+                with tokenprune.patched(model, name, keep=args.keep, **options[name]):
+                    counts[name] = counts_of(tower, pixels)
+        times: dict[str, list[tuple[float, float]]] = {
+            name: [] for name in ("unpatched", *options, *(f"oracle of {name}" for name in options))
+        }
+        for round_ in track(range(-2, args.rounds), description=f"batch {rows}", console=console):
+            taken = {"unpatched": clock(lambda: tower(pixels))}  # noqa: B023
+            for name in options:
+                taken[f"oracle of {name}"] = clock(lambda: oracle(tower, pixels, counts[name]))  # noqa: B023
+                with tokenprune.patched(model, name, keep=args.keep, **options[name]):
+                    taken[name] = clock(lambda: tower(pixels))  # noqa: B023
+            if round_ >= 0:
+                for name, seconds in taken.items():
+                    times[name].append(seconds)
+        whole = times["unpatched"]
+        middle = [f"{1000 * statistics.median(clocks):.0f}" for clocks in zip(*whole, strict=True)]
+        table.add_row(str(rows), "unpatched", str(577 * rows), middle[0], "1.000", "", middle[1], "1.000", "")
+        for name in options:
+            ours, best = times[name], times[f"oracle of {name}"]
+            record = {"method": name, "batch": rows, "keep": args.keep, "counts": counts[name]}
+            cells = [str(rows), name, str(sum(counts[name][-1]))]
+            for which, place in (("wall", 0), ("cpu", 1)):
+                # Paired by round, so that a drift of the machine's speed cancels.
+                ratio = statistics.median(a[place] / b[place] for a, b in zip(ours, whole, strict=True))
+                efficiency = statistics.median(a[place] / b[place] for a, b in zip(best, ours, strict=True))
+                median = 1000 * statistics.median(a[place] for a in ours)
+                cells += [f"{median:.0f}", f"{ratio:.3f}", f"{efficiency:.3f}"]
+                record[which] = {
+                    "ratio": ratio, "efficiency": efficiency, "seconds": [a[place] for a in ours],
+                    "oracle_seconds": [a[place] for a in best], "unpatched_seconds": [a[place] for a in whole],
+                }  # fmt: skip
+            table.add_row(*cells)
+            records.append(record)
+    console.print(table)
+    if args.json:
+        header = {
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "threads": args.threads,
+            "cpus": os.cpu_count(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "tokenprune": tokenprune.__version__, "rounds": args.rounds, "load": round(os.getloadavg()[0], 2),
+        }  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text("\n".join(json.dumps(line) for line in (header, *records)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
