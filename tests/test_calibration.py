@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_as_many_pairs_are_above_the_thresholds_as_were_asked_for(family: Family
         with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found):
             output = tower_of(model)(pixels)
         counts = [*output.tokenprune_counts, sum(len(owner.unique()) for owner in output.tokenprune_owners)]
-        gone = [before - after for before, after in zip(counts, counts[1:], strict=False)]
+        gone = [before - after for before, after in itertools.pairwise(counts)]
         assert gone == [8 * r for r in plan_of(model, 0.5, schedule)]
         assert counts[-1] == 8 * (tower.protected + tower.patches // 2)
 
@@ -97,7 +98,7 @@ def test_what_each_block_merges() -> None:
     assert constant == [22] * 21 + [21] * 2 + [0]
     linear = merges_per_block(tower, 288, "linear")
     assert sum(linear) == 288 and linear == sorted(linear, reverse=True) and linear[22:] == [0, 0]
-    assert merges_per_block(tower, 288, "reverse_linear") == linear[:23][::-1] + [0]
+    assert merges_per_block(tower, 288, "reverse_linear") == [*linear[:23][::-1], 0]
     # The last of a few blocks cannot merge what is left over: the first ones merge more.
     assert merges_per_block(Tower(257, 1, 4, 4), 28, "constant") == [72, 72, 56, 28]
     assert merges_per_block(Tower(257, 1, 4, 4), 256, "constant") == [0] * 4

@@ -69,7 +69,8 @@ def naive_decoder(
     for number, group in enumerate(groups):
         owner[group] = number
     x = torch.stack([embeds[group].mean(0) for group in groups])
-    cos, sin = (part[0] for part in decoder.rotary_emb(embeds[None], positions[None]))
+    positions = positions[None] if positions.ndim == 1 else positions[:, None]  # of three axes
+    cos, sin = (part[0] for part in decoder.rotary_emb(embeds[None], positions))
     all_keys, all_values = [], []
     for layer in decoder.layers:
         at = layer.self_attn
@@ -614,3 +615,60 @@ def test_arguments_for_each_token_that_nobody_knows_are_refused(build, form: str
         pytest.raises(UnsupportedSetupError, match="per-token argument 'per_layer_inputs'"),
     ):
         model(**inputs, per_layer_inputs=torch.zeros(*inputs["input_ids"].shape, 2))
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@torch.no_grad()
+def test_rotary_positions_of_three_axes(name: str, build) -> None:
+    """Each token of a group at its own place of the picture: by hand from the patched tower's features."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    logits = {}
+    for form in FORMS:
+        with tokenprune.patched(model, Merging(vtu=form), keep=0.5):
+            logits[form] = model(**inputs).logits
+            assert tokenprune.stats(model).kv_bytes == tokenprune.stats(model).kv_bytes_full
+            features = torch.cat(
+                model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+            )
+    seen: dict[str, Any] = {}
+    decoder = model.model.language_model
+    handle = decoder.register_forward_pre_hook(lambda m, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    model(**inputs)
+    handle.remove()
+    embeds, visual = seen["inputs_embeds"].clone(), family.visual_mask(model, inputs)
+    embeds[visual] = features
+    positions = seen["position_ids"][-3:]
+    for row in range(len(embeds)):
+        real = inputs["attention_mask"][row].bool()
+        places = real.nonzero().flatten()
+        kept = embeds[row, places]
+        groups: list[list[int]] = []
+        for place, feature in enumerate(kept):
+            same = [g for g in groups if visual[row, places[place]] and torch.equal(kept[g[0]], feature)]
+            same[0].append(place) if same else groups.append([place])
+        hidden, _, _ = naive_decoder(decoder, kept, positions[:, row, places], groups)
+        want = model.lm_head(hidden)
+        for form in FORMS:
+            close(logits[form][row, places], want)
+
+
+def test_features_that_enter_between_layers_are_refused(build) -> None:
+    model = build(FAMILIES["qwen3_vl"])
+    with pytest.raises(UnsupportedSetupError, match="between the decoder's layers"):
+        tokenprune.patch(model, Merging(vtu="expanded"), keep=0.5)
+    assert not tokenprune.is_patched(model)
+
+
+def test_it_is_an_option_of_dymu(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    pixels = list(torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0)))
+    found = tokenprune.calibrate(model, pixels, keep=0.5, progress=False)
+    with torch.no_grad(), tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, vtu="expanded"):
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    assert stats.visual_tokens_out < stats.visual_tokens_in
+    assert stats.kv_bytes == stats.kv_bytes_full
+    with pytest.raises(OptionError, match="vtu='both' must be one of"):
+        tokenprune.method("dymu", vtu="both")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenprune.base import Site
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.encoder import VTU_FORMS, EncoderMethod, Matcher, Tower
 from tokenprune.merging import threshold_match
 from tokenprune.registry import register
 from tokenprune.thresholds import Thresholds, shipped
@@ -27,9 +27,11 @@ class DyMU(EncoderMethod):
     proportional: add the logarithm of a token's size to its attention logits, so that a merged token counts as often as
     its members did.
     max_r: tokens that a block merges in one picture at most; half of them is the limit in any case.
+    vtu: virtual unmerging in the decoder: "off"; "expanded" or "exact" apply its weights to the merged tokens and its
+    attention to all positions. It saves no KV memory; "exact" is a slow reference (docs/methods/vtu.md).
 
-    Source: Wang et al., "DyMU: Dynamic Merging and Virtual Unmerging for Efficient VLMs", section 3.1 (dynamic token
-    merging).
+    Source: Wang et al., "DyMU: Dynamic Merging and Virtual Unmerging for Efficient VLMs", sections 3.1 (dynamic
+    token merging) and 3.2 (virtual token unmerging).
 
     Differs from the paper: similarity is the cosine of the keys, mean over heads, as in the authors' code (the paper
     says dot product); at the tower's end every patch gets the feature of its merged token back, and the language model
@@ -51,6 +53,7 @@ class DyMU(EncoderMethod):
         self._check(isinstance(self.proportional, bool), f"proportional={self.proportional!r} must be True or False")
         if self.max_r is not None:
             self._check_int("max_r", 1)
+        self._check(self.vtu in VTU_FORMS, f"vtu={self.vtu!r} must be one of {', '.join(VTU_FORMS)}")
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what merges the pairs above each block's threshold."""

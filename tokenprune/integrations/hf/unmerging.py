@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.base import Method, Selection, Site
+from tokenprune.encoder import VTU_FORMS
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.adapters import Adapter
@@ -31,15 +32,14 @@ from tokenprune.tokens import Segments
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
 
-FORMS = ("off", "expanded", "exact")
 _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
 
 def form_of(method: Method) -> str:
     """Return which form of unmerging a method asks for by its option `vtu`; raises OptionError for an unknown one."""
     form = getattr(method, "vtu", "off")
-    if form not in FORMS:
-        raise OptionError(f"{method.name}: vtu={form!r} must be one of {', '.join(FORMS)}")
+    if form not in VTU_FORMS:
+        raise OptionError(f"{method.name}: vtu={form!r} must be one of {', '.join(VTU_FORMS)}")
     return form
 
 
@@ -115,8 +115,8 @@ class VirtualUnmerging(Attachable):
             )
         if type(adapter).after_layer is not Adapter.after_layer:
             raise UnsupportedSetupError(
-                f'vtu="{form}": {adapter.config.model_type!r} adds features to its visual tokens between the decoder\'s '
-                'layers, by the positions of the full prompt; use vtu="off"'
+                f'vtu="{form}": {adapter.config.model_type!r} adds features to its visual tokens between the '
+                'decoder\'s layers, by the positions of the full prompt; use vtu="off"'
             )
         self.modules = [adapter.attention_of(index) for index in range(len(self.decoder.layers))]
         self.inputs = [_input_projections(module, form) for module in self.modules]
