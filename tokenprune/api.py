@@ -124,7 +124,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     from tokenprune.integrations.hf.adapters import adapter_for
     from tokenprune.integrations.hf.encoder import EncoderPatch
     from tokenprune.integrations.hf.engine import Engine, Step
-    from tokenprune.integrations.hf.pixels import PixelPatch
+    from tokenprune.integrations.hf.pixels import patch_for
 
     for method in methods:
         if method.site is Site.DECODE:
@@ -137,7 +137,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     parts: list[Any] = []
     for method, budget in stages:
         if method.site is Site.PRE_ENCODER:
-            parts.append(PixelPatch(method, budget, processor, adapter))
+            parts.append(patch_for(method, budget, processor, adapter))
     if processor is not None and not parts:
         raise OptionError(f"{', '.join(one.name for one in methods)} does not act on pixels: leave out processor=")
     encoder = None

@@ -18,7 +18,7 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.pictures import Picture, collect
 from tokenprune.token_counts import Reader, countable_processors, image_processor_of, rule_for
 
-_MARK = "_tokenprune_patch"
+MARK = "_tokenprune_patch"
 
 
 class PixelPatch:
@@ -96,7 +96,7 @@ class PixelPatch:
         if self.image_processor is None:  # keep=1.0 needs none
             return
         before = type(self.image_processor)
-        if present := patch_on(self.image_processor):
+        if present := patch_on(self.processor):
             raise AlreadyPatchedError(
                 f"the processor is patched already with {present.describe()}: undo that first "
                 "(tokenprune.unpatch, tokenprune.unpatch_processor), or use a processor of its own for each model"
@@ -109,7 +109,7 @@ class PixelPatch:
             return before.preprocess(self, images, *args, **kwargs)
 
         # A subclass of the same name, not an attribute of the instance: that would end up in what it prints and saves.
-        names = {"preprocess": preprocess, _MARK: self, "__module__": before.__module__}
+        names = {"preprocess": preprocess, MARK: self, "__module__": before.__module__}
         self.image_processor.__class__ = type(before.__name__, (before,), names)
         if not self.identity and self.resizing == "target":
             tower = self.adapter.base.vision_tower
@@ -200,9 +200,17 @@ class PixelPatch:
         return args, kwargs
 
 
-def patch_on(processor: Any) -> PixelPatch | None:
-    """Return the patch that a processor or image processor carries."""
-    return getattr(type(image_processor_of(processor)), _MARK, None)
+def patch_for(method: Method, budget: Budget, processor: Any, adapter: Adapter | None = None) -> Any:
+    """Return the part of a patch that makes `processor` do what `method` says; raises as `PixelPatch` and `ViewPatch`
+    do."""
+    from tokenprune.integrations.hf.views import ViewPatch
+
+    return (ViewPatch if method.chooses_pictures else PixelPatch)(method, budget, processor, adapter)
+
+
+def patch_on(processor: Any) -> Any:
+    """Return the patch that a processor, or its image processor, carries."""
+    return getattr(type(image_processor_of(processor)), MARK, None) or getattr(type(processor), MARK, None)
 
 
 def _grid(rows: int, columns: int, share: float) -> tuple[int, int]:
