@@ -60,7 +60,7 @@ def meanings(docstring: str, options: dict[str, object]) -> dict[str, str]:
         names = match[1].split(", ") if match else []
         if names and all(one in options for one in names):
             current, line = names, match[2]
-        elif not line.strip() or not line.startswith(" ") and match:
+        elif not line.strip() or (match and not line.startswith(" ")):
             current = []
         for one in current:
             found[one] = f"{found[one]} {line.strip()}".strip()

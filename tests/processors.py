@@ -35,6 +35,11 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(DEMO)
 
 
+def special_tokenizer(**extra: str) -> Any:
+    """The shipped tokenizer with special tokens of another family."""
+    return AutoTokenizer.from_pretrained(DEMO, extra_special_tokens=extra)
+
+
 def llava() -> Any:
     """The LLaVA processor of the shipped model."""
     return AutoProcessor.from_pretrained(DEMO)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
@@ -17,7 +16,7 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 import tokenprune
-from processors import COUNTED, DEMO, LIMITS, demo_model, llava, photo, state, tokenizer
+from processors import COUNTED, LIMITS, demo_model, llava, photo, special_tokenizer, state, tokenizer
 from tokenprune import (
     AlreadyPatchedError,
     Budget,
@@ -204,20 +203,15 @@ def test_the_question_is_what_stands_behind_the_last_picture() -> None:
 # -- processors of several families
 
 
-def tokens(**extra: str) -> Any:
-    """The shipped tokenizer with special tokens of another family."""
-    return AutoTokenizer.from_pretrained(DEMO, extra_special_tokens=extra)
-
-
 def qwen() -> Any:
     frame = dict(start="<|vision_start|>", end="<|vision_end|>")
-    special = tokens(image_token="<|image_pad|>", video_token="<|video_pad|>", **frame)
+    special = special_tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>", **frame)
     return Qwen2VLProcessor(Qwen2VLImageProcessor(**LIMITS), special, Qwen2VLVideoProcessor())
 
 
 def gemma() -> Any:
     """Gemma 3 marks a picture by the token that begins it."""
-    special = tokens(boi_token="<b>", eoi_token="<e>", image_token="<soft>")
+    special = special_tokenizer(boi_token="<b>", eoi_token="<e>", image_token="<soft>")
     return Gemma3Processor(Gemma3ImageProcessor(size={"height": 32, "width": 32}), special, image_seq_length=4)
 
 
@@ -406,7 +400,6 @@ def test_one_patch_on_a_processor() -> None:
 
 
 def test_the_benchmark_leaves_it_out() -> None:
-    assert "view_select" not in Plan().methods
     plan = Plan(("view_select",), keeps=(0.5,), pictures=1, repeats=0)
     records = {one.get("method"): one for one in Bench(load(device="cpu"), plan).records() if "method" in one}
     assert "one each" in records["view_select"]["reason"]
