@@ -17,7 +17,8 @@ from conftest import snapshot
 from processors import demo_model, llava, photo, state
 from tokenprune import AlreadyPatchedError, BudgetError, Escalation, OptionError, UnknownMethodError, escalate
 from tokenprune.bench.heldout import load_heldout
-from tokenprune.two_pass import any_detailed, asks_for_detail, certainty
+from tokenprune.methods.dynres import asks_for_detail
+from tokenprune.two_pass import any_detailed, certainty
 
 QUESTION = "what color is the circle?"
 

@@ -124,6 +124,11 @@ class Method:
         raise NotImplementedError(f"{type(self).__name__} does not implement choose()")
 
     @property
+    def reads_question(self) -> bool:
+        """Whether `shares` looks at the question of a picture, which only a whole processor can tell."""
+        return False
+
+    @property
     def by_content(self) -> bool:
         """Whether a method that acts on pixels gives one picture another share than the next."""
         return False

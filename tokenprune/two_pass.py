@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +15,6 @@ from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, OptionError
 from tokenprune.registry import build
 
-# Questions about what is written or drawn fine.
-_FINE = re.compile(
-    r"\b(?:read|reads|reading|text|texts|words?|letters?|numbers?|digits?|charts?|graphs?|documents?|signs?|labels?"
-    r"|captions?|titles?|written|writing|spell|spelled|ocr)\b"
-)
 # Of ten photographs (those of scikit-image that test_dynres.py takes), one has more detail, on the scale of `dynres`.
 _SHARP = 0.9
 _OURS = ("return_dict_in_generate", "output_logits")
@@ -85,6 +79,7 @@ def escalate(
     picture; this is training-free. The thresholds are a choice, not a calibration.
     """
     from tokenprune.integrations.hf.prompts import Reader
+    from tokenprune.methods.dynres import asks_for_detail
 
     if not isinstance(text, str):
         raise OptionError(f"escalate takes one prompt at a time: text must be a str, not {type(text).__name__}")
@@ -146,11 +141,6 @@ def certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
     odds = torch.cat(tuple(logits)).float().softmax(dim=-1)
     first, second = odds[0].topk(2).values.tolist()
     return first - second, float(torch.special.entr(odds).sum(dim=-1).mean())
-
-
-def asks_for_detail(question: str) -> bool:
-    """Whether a question has a word of reading, text, numbers or charts."""
-    return _FINE.search(question.lower()) is not None
 
 
 def any_detailed(processor: Any, images: Any) -> bool:

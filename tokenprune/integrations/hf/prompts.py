@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +67,10 @@ class Reader:
         framed = [f"{re.escape(start)}{re.escape(token)}{re.escape(end)}" for start, end in _FRAMES]
         self._mark = re.compile("|".join([*framed, re.escape(token)]))
 
+    def prompts(self, text: Any) -> list[Prompt]:
+        """Return the prompts of a call's text."""
+        return [self.prompt(one) for one in ([text] if isinstance(text, str) else text)]
+
     def prompt(self, text: str) -> Prompt:
         """Cut a text at its pictures."""
         return Prompt(tuple(self._mark.findall(text)), tuple(self._mark.split(text)))
@@ -97,3 +104,26 @@ class Reader:
 def is_nested(images: Any) -> bool:
     """Whether pictures come as one list for each prompt."""
     return isinstance(images, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in images)
+
+
+def intercept(
+    processor: Any, around: Callable[[Any, Any], AbstractContextManager[tuple[Any, Any]]], names: dict[str, Any]
+) -> None:
+    """Put `around` around the calls of a processor that have both pictures and text; it takes them, and yields what the
+    processor is to take instead. names: more attributes of the class that the processor gets; its base is the old one.
+    """
+    before = type(processor)
+    signature = inspect.signature(before.__call__)
+
+    @functools.wraps(before.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments
+        if given.get("images") is None or given.get("text") is None:
+            return before.__call__(self, *args, **kwargs)
+        with around(given["images"], given["text"]) as (given["images"], given["text"]):
+            return before.__call__(*bound.args, **bound.kwargs)
+
+    # As in pixels.py: a subclass of the same name shows in nothing that the processor prints or saves.
+    own = {"__call__": call, "__module__": before.__module__, "__doc__": before.__doc__}
+    processor.__class__ = type(before.__name__, (before,), own | names)

@@ -4,17 +4,17 @@ placeholders."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import numbers
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError
 from tokenprune.integrations.hf.pixels import MARK, patch_on
-from tokenprune.integrations.hf.prompts import Reader, is_nested
+from tokenprune.integrations.hf.prompts import Reader, intercept, is_nested
 
 
 class ViewPatch:
@@ -36,20 +36,11 @@ class ViewPatch:
                 f"the processor is patched already with {present.describe()}: undo that first "
                 "(tokenprune.unpatch, tokenprune.unpatch_processor), or use a processor of its own for each model"
             )
-        before, patch = type(self.processor), self
-        signature = inspect.signature(before.__call__)
+        intercept(self.processor, self._around, {MARK: self})
 
-        @functools.wraps(before.__call__)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(self, *args, **kwargs)
-            given = bound.arguments
-            if given.get("images") is not None and given.get("text") is not None:
-                given["images"], given["text"] = patch.change(given["images"], given["text"])
-            return before.__call__(*bound.args, **bound.kwargs)
-
-        # As in pixels.py: a subclass of the same name shows in nothing that the processor prints or saves.
-        names = {"__call__": call, MARK: self, "__module__": before.__module__, "__doc__": before.__doc__}
-        self.processor.__class__ = type(before.__name__, (before,), names)
+    @contextmanager
+    def _around(self, images: Any, text: Any) -> Iterator[tuple[Any, Any]]:
+        yield self.change(images, text)
 
     def detach(self) -> None:
         self.processor.__class__ = type(self.processor).__mro__[1]
@@ -59,8 +50,7 @@ class ViewPatch:
 
     def change(self, images: Any, text: Any) -> tuple[Any, Any]:
         """Return the pictures and texts of a processor's call without those that are left out."""
-        texts = [text] if isinstance(text, str) else list(text)
-        prompts = [self.reader.prompt(one) for one in texts]
+        prompts = self.reader.prompts(text)
         rows = self.reader.rows(images, prompts)
         kept = [
             self.method.choose(self.reader.question(prompt), len(row), self._most(len(row))) if row else []
