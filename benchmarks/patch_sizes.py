@@ -11,6 +11,8 @@ tower: coarse tokens in the tower; behind it each patch gets its cell's feature 
 both:  the same, but the language model sees one token for each coarse cell.
 after: an untouched tower; the same cells become means of their embeddings behind it. What `both` loses against this is
        what the tower loses by seeing two sizes.
+
+The questions are those of benchmarks/results/bench.jsonl, where the other methods are.
 """
 
 from __future__ import annotations
@@ -31,13 +33,11 @@ from torch.nn import functional as F
 import tokenprune
 from tokenprune.base import Method, Selection, Site
 from tokenprune.bench.model import Subject, load
-from tokenprune.bench.results import UNPATCHED
 from tokenprune.bench.significance import wilson
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.registry import register
 
-READINGS = ("tower", "both", "after")
-METHODS = ("random", "pool", "divprune", "downsample", "dynres")
+READINGS = ("both", "after", "tower")
 
 
 @register("cells", site=Site.PRE_LLM, paper="none (a measurement)")
@@ -119,39 +119,34 @@ def two_sizes(subject: Subject, reading: str, tokens: int) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=50)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    console, subject, keeps = Console(), load(device="cpu"), (0.75, 0.5, 0.25)
-    plan = Plan(METHODS, keeps, pictures=args.pictures, repeats=0)
-    bench = Bench(subject, plan)
-    records: list[dict[str, Any]] = []
-    records += bench.records()
-    (whole,) = (one for one in records if one.get("method") == UNPATCHED)
-    for keep in keeps:
-        for reading in READINGS:
-            right = ""
-            for batch in bench.batches:
-                inputs = subject.inputs([example.image for example in batch], [example.question for example in batch])
-                with two_sizes(subject, reading, round(256 * keep)):
-                    answers = subject.generate(inputs)
-                right += "".join(str(int(e.is_right(a.rstrip(".")))) for e, a in zip(batch, answers, strict=True))
-            cells = int(Cells.kept[0].sum())
-            sizes = {
-                "in_tower": 256 if reading == "after" else cells,
-                "in_decoder": 256 if reading == "tower" else cells,
-            }
-            records.append({"record": "patch_sizes", "reading": reading, "keep": keep, **sizes, "right": right})
-    for record in records:
-        if "right" in record:
-            marks = record["right"] if isinstance(record["right"], list) else [record["right"]]
-            score = [sum(map(int, one)) for one in marks]
-            share = sum(score) / len(score) / len(marks[0])
-            low, high = wilson(round(share * len(marks[0])), len(marks[0]))
-            name = record.get("reading") or record["method"]
-            console.print(f"{name:>10} {record['keep']:<5} {share:.1%} [{low:.1%}, {high:.1%}]", highlight=False)
-    console.print(f"unpatched: {sum(whole['correct'].values())} of {whole['questions']}", highlight=False)
-    if args.json:
-        args.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+    console, subject = Console(), load(device="cpu")
+    bench = Bench(subject, Plan(pictures=args.pictures, repeats=0))
+    with args.json.open("w") as file:
+        file.write(json.dumps(bench.header()) + "\n")
+        for keep in (0.5, 0.25):
+            for reading in READINGS:
+                right = ""
+                for batch in bench.batches:
+                    inputs = subject.inputs([example.image for example in batch], [one.question for one in batch])
+                    with two_sizes(subject, reading, round(256 * keep)):
+                        answers = subject.generate(inputs)
+                    right += "".join(str(int(e.is_right(a.rstrip(".")))) for e, a in zip(batch, answers, strict=True))
+                cells = int(Cells.kept[0].sum())
+                record = {
+                    "reading": reading,
+                    "keep": keep,
+                    "tokens_in_tower": 256 if reading == "after" else cells,
+                    "tokens_in_decoder": 256 if reading == "tower" else cells,
+                    "right": right,
+                }
+                file.write(json.dumps({"record": "patch_sizes", **record}) + "\n")
+                file.flush()
+                low, high = wilson(right.count("1"), len(right))
+                share = right.count("1") / len(right)
+                line = f"{reading:>6} {keep:<5} {cells} tokens: {share:.1%} [{low:.1%}, {high:.1%}]"
+                console.print(line, highlight=False)
 
 
 if __name__ == "__main__":

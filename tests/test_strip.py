@@ -113,6 +113,8 @@ def test_what_cannot_be_drawn(subject: Subject) -> None:
     frames = [photo(90, 120, seed) for seed in range(2)]
     with pytest.raises(OptionError, match="nothing to draw"):
         strip.show(subject, frames, "image 2?", "view_select", 1.0)
+    with pytest.raises(OptionError, match="nothing to draw"):
+        draw.show(subject, frames[0], "image 2?", "view_select", 1.0)
     inputs = subject.inputs([frames], ["is there a star?"])
     assert strip.grids_of(subject, inputs, 2, False) == [(16, 16)] * 2
     with pytest.raises(UnsupportedSetupError, match="tiles"):

@@ -29,7 +29,7 @@ from tokenprune import (
 )
 from tokenprune.bench.model import load
 from tokenprune.bench.suite import Bench, Plan
-from tokenprune.integrations.hf.prompts import Reader
+from tokenprune.integrations.hf.prompts import PromptReader
 from tokenprune.methods.view_select import similarity
 from zoo import FAMILIES, FIRST_TEXT_ID, IMAGE, START
 
@@ -188,14 +188,14 @@ def test_wrong_options() -> None:
     ],
 )  # fmt: skip
 def test_what_is_left_of_a_text(text: str, kept: list[int], want: str) -> None:
-    reader = Reader(llava(), "a test")
+    reader = PromptReader(llava(), "a test")
     prompt = reader.prompt(text)
     assert prompt.keeping(kept) == want
     assert prompt.keeping(range(len(prompt.marks))) == text
 
 
 def test_the_question_is_what_stands_behind_the_last_picture() -> None:
-    reader = Reader(llava(), "a test")
+    reader = PromptReader(llava(), "a test")
     text = "front: <image> back: <image> what <|im_end|> now?<s> " + tokenizer().eos_token
     assert reader.question(reader.prompt(text)) in ("what now?", "what now?<s>")
 
@@ -300,6 +300,12 @@ def test_a_patched_processor_copies_and_saves(tmp_path: Any) -> None:
 
 
 # -- models
+
+
+@pytest.mark.parametrize("keep, count", [(0.5, 3), (0.49, 2), (2 / 3, 4), (0.01, 1), (2, 2), (9, 6), (1.0, 6)])
+def test_keep_is_a_share_or_a_number_of_pictures(keep: float, count: int) -> None:
+    processor = patch_processor(llava(), "view_select", keep=keep)
+    assert len(processor(images=VIEWS, text="<image>" * 6 + "what?", return_tensors="pt")["pixel_values"]) == count
 
 
 @torch.no_grad()

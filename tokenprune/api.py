@@ -37,7 +37,7 @@ def patch(
     keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 1: tokens per image (more than
                an image has keeps all of it); a `Budget`; or, for a list of methods, a list with one of these each. With
                a list of methods and a single `keep`, every method keeps that share of what reaches it. The default is
-               1.0 for methods that remove nothing.
+               1.0 for methods that remove nothing or choose between pictures.
     record:    keep the positions that survive each cut in `stats(model).cuts`.
     replace:   replace a patch that is there already, instead of raising.
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes.

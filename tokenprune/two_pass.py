@@ -78,7 +78,7 @@ def escalate(
     Source: our decision, in the spirit of VisionThink (arXiv 2507.13348), which trains a model to ask for the larger
     picture; this is training-free. The thresholds are a choice, not a calibration.
     """
-    from tokenprune.integrations.hf.prompts import Reader
+    from tokenprune.integrations.hf.prompts import PromptReader
     from tokenprune.methods.dynres import asks_for_detail
 
     if not isinstance(text, str):
@@ -87,7 +87,7 @@ def escalate(
     one = method if isinstance(method, Method) else build(method, {})
     reason = None
     if guard:
-        question = Reader(processor, "escalate").prompt(text).question
+        question = PromptReader(processor, "escalate").prompt(text).question
         reason = "question" if asks_for_detail(question) else "picture" if any_detailed(processor, images) else None
 
     margin = entropy = None

@@ -15,7 +15,8 @@ from PIL import Image, ImageDraw
 import tokenprune
 from tokenprune.bench.model import Subject
 from tokenprune.bench.suite import patched
-from tokenprune.errors import UnsupportedSetupError
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.registry import method_class
 
 CELL = 32  # pixels of a patch in the drawing
 _DARK, _BORDER, _TINT = 0.22, (255, 255, 255), 0.35
@@ -40,8 +41,10 @@ class Shown:
 def show(subject: Subject, image: Image.Image, question: str, method: str, keep: float | int) -> Shown:
     """Ask once without and once with `method`, and draw what it kept.
 
-    Raises UnsupportedSetupError where the patches of this model's pictures form no single grid.
+    Raises UnsupportedSetupError where the patches of this model's pictures form no single grid, OptionError for a
+    method that chooses between pictures.
     """
+    check_drawable(method)
     full = subject.inputs([image], [question])
     (before,) = subject.generate(full)
     with patched(subject, method, keep, record=True):
@@ -56,6 +59,12 @@ def show(subject: Subject, image: Image.Image, question: str, method: str, keep:
     pair.paste(original, (0, 0))
     pair.paste(drawing, (drawing.width + CELL // 2, 0))
     return Shown(pair, before, after, subject.visual_tokens(full), int(kept.sum()), stats)
+
+
+def check_drawable(method: str) -> None:
+    """Raise OptionError for a method of which nothing can be drawn."""
+    if method_class(method).chooses_pictures:
+        raise OptionError(f"{method} chooses between pictures, not within them: there is nothing to draw")
 
 
 def grid_of(subject: Subject, inputs: dict[str, Any]) -> tuple[int, int]:

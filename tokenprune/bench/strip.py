@@ -15,7 +15,7 @@ import tokenprune
 from tokenprune.bench import draw
 from tokenprune.bench.model import Subject
 from tokenprune.bench.suite import patched
-from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
+from tokenprune.errors import TokenPruneError, UnsupportedSetupError
 from tokenprune.registry import method_class
 
 CELL, _GAP = 16, 6  # pixels of a patch in the drawing, and between frames
@@ -63,8 +63,7 @@ def show(subject: Subject, frames: Sequence[Image.Image], question: str, method:
     A model that takes videos gets one, unless the method acts on pixels; others get the frames as pictures of one
     prompt. Raises UnsupportedSetupError where the tokens of a frame form no grid.
     """
-    if method_class(method).chooses_pictures:
-        raise OptionError(f"{method} chooses between pictures, not within them: there is nothing to draw")
+    draw.check_drawable(method)
     film = takes_video(subject) and method_class(method).site is not tokenprune.Site.PRE_ENCODER
 
     def make() -> dict[str, Any]:

@@ -30,8 +30,8 @@ Step = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. The baselines are put in front of `methods`; () means all that are registered
-    and choose within a picture.
+    """What to run. The baselines are put in front of `methods`; () means all registered ones that choose within a
+    picture.
 
     pictures: how many held-out pictures, each with one question of every kind; 0: all. seeds: methods that draw at
     random (that have an option `seed`) answer once with each. repeats: timed runs of each (method, keep); 0: no timing.

@@ -111,7 +111,6 @@ class ViewSelect(Method):
         order = sorted(range(count), key=lambda view: (view not in always, -score[view], view))
         if not wanted | always:
             wanted = {order[0]}
-        wanted |= always
         return sorted(view for place, view in enumerate(order) if view in always or (view in wanted and place < most))
 
     def _scores(self, question: str, names: list[str]) -> list[float]:

@@ -19,8 +19,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.pictures import Picture, collect
-from tokenprune.integrations.hf.prompts import Reader as PromptReader
-from tokenprune.integrations.hf.prompts import intercept
+from tokenprune.integrations.hf.prompts import PromptReader, intercept
 from tokenprune.token_counts import Reader, countable_processors, image_processor_of, rule_for
 
 MARK = "_tokenprune_patch"

@@ -53,7 +53,7 @@ class Prompt:
         return self.texts[-1]
 
 
-class Reader:
+class PromptReader:
     """Reads the prompts of one processor; raises OptionError for one that does not say how it marks pictures."""
 
     def __init__(self, processor: Any, wanted_by: str) -> None:

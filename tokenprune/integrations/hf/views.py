@@ -14,7 +14,7 @@ from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError
 from tokenprune.integrations.hf.pixels import MARK, patch_on
-from tokenprune.integrations.hf.prompts import Reader, intercept, is_nested
+from tokenprune.integrations.hf.prompts import PromptReader, intercept, is_nested
 
 
 class ViewPatch:
@@ -28,7 +28,7 @@ class ViewPatch:
         self.method, self.budget, self.processor, self.adapter = method, budget, processor, adapter
         if budget.keep is None or budget.per != "image":
             raise BudgetError(f"{method.name} takes keep as a share (a float) or a number of pictures, not {budget}")
-        self.reader = Reader(processor, method.name)
+        self.reader = PromptReader(processor, method.name)
 
     def attach(self) -> None:
         if present := patch_on(self.processor):
