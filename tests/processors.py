@@ -74,7 +74,7 @@ def asked(processor: Any, *pictures: Image.Image) -> dict[str, torch.Tensor]:
 def state(processor: Any) -> Any:
     """Everything that a patch on a processor may change."""
     image = processor.image_processor if hasattr(processor, "image_processor") else processor
-    return type(image), dict(vars(image)), image.to_json_string()
+    return (type(image), type(processor)), dict(vars(image)), image.to_json_string()
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,7 @@ def test_a_question_about_text_gets_the_full_size() -> None:
     with pytest.raises(PlaceholderMismatchError):
         grids(rows[1][:1], texts[1:2])
     # What was read in one call is not there in the next.
+    assert grids(rows, texts) != plain
     assert processor.image_processor([one for row in rows for one in row])["image_grid_thw"].tolist() == plain
     unpatch_processor(processor)
     assert state(processor) == before
