@@ -35,6 +35,11 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(DEMO)
 
 
+def special_tokenizer(**extra: str) -> Any:
+    """The shipped tokenizer with special tokens of another family."""
+    return AutoTokenizer.from_pretrained(DEMO, extra_special_tokens=extra)
+
+
 def llava() -> Any:
     """The LLaVA processor of the shipped model."""
     return AutoProcessor.from_pretrained(DEMO)
@@ -69,7 +74,7 @@ def asked(processor: Any, *pictures: Image.Image) -> dict[str, torch.Tensor]:
 def state(processor: Any) -> Any:
     """Everything that a patch on a processor may change."""
     image = processor.image_processor if hasattr(processor, "image_processor") else processor
-    return type(image), dict(vars(image)), image.to_json_string()
+    return (type(image), type(processor)), dict(vars(image)), image.to_json_string()
 
 
 @dataclass(frozen=True)

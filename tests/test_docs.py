@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def generator():
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "dev/readme.py")
+def generator(name: str = "readme"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"dev/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -30,6 +30,35 @@ def test_generated_parts_are_current() -> None:
     """`python dev/readme.py` would change nothing."""
     for page, text in generator().generated().items():
         assert page.read_text() == text, page.name
+
+
+@pytest.mark.parametrize("name", tokenprune.available_methods())
+def test_every_method_has_a_page_with_a_current_head(name: str) -> None:
+    """`python dev/docs.py` would change nothing, and somebody wrote more than the head."""
+    path = ROOT / f"docs/methods/{name}.md"
+    assert path.exists(), "run python dev/docs.py, and write the page below its head"
+    text = path.read_text()
+    assert generator("docs").page(name, text) == text, "run python dev/docs.py"
+    assert len(text.partition("<!-- head:end -->")[2].split()) > 50
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        compile(code, path.name, "exec")
+
+
+def test_the_index_of_methods_is_current() -> None:
+    docs = generator("docs")
+    assert all(path.read_text() == text for path, text in docs.written().items()), "run python dev/docs.py"
+    assert {path.stem for path in docs.FOLDER.glob("*.md")} - {"README"} == set(tokenprune.available_methods())
+
+
+def test_a_head_comes_below_the_title_and_is_written_once() -> None:
+    docs = generator("docs")
+    once = docs.page("dart", "# DART, a method\n\nText of ours.\n")
+    title, begin, *_ = [line for line in once.splitlines() if line]
+    assert (title, begin) == ("# DART, a method", "<!-- head:begin (dev/docs.py) -->")
+    assert once.endswith("<!-- head:end -->\n\nText of ours.\n")
+    assert "| `pivot_image` | `4` | how many pivots" in once and once.count("| `exact` |") == 1
+    assert docs.page("dart", once) == docs.page("dart", once.replace("EMNLP", "another")) == once
+    assert docs.page("dart", "").startswith("# dart\n")
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.relative_to(ROOT).as_posix())

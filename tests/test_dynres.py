@@ -11,10 +11,20 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 import tokenprune
-from processors import COUNTED, LIMITS, asked, demo_model, llava, photo
-from tokenprune import Budget, BudgetError, OptionError, count_visual_tokens, patch_processor, unpatch_processor
+from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, special_tokenizer, state
+from tokenprune import (
+    Budget,
+    BudgetError,
+    OptionError,
+    PlaceholderMismatchError,
+    count_visual_tokens,
+    patch_processor,
+    unpatch_processor,
+)
 from tokenprune.integrations.hf.pictures import Picture
 from tokenprune.methods.dynres import _cells, look
 
@@ -181,12 +191,62 @@ def test_llava_gives_a_call_one_size() -> None:
     assert patches(plain()) == 16
 
 
+def test_a_question_about_text_gets_the_full_size() -> None:
+    """Of a batch, only the pictures of the prompts that ask for it; alone or in a batch, flat or nested."""
+    processor = Qwen2VLProcessor(
+        Qwen2VLImageProcessor(**LIMITS), special_tokenizer(video_token="<v>"), Qwen2VLVideoProcessor()
+    )
+    before, image = state(processor), processor.image_token
+    rows = [[photo(80, 80)], [photo(80, 80, 1), photo(80, 80, 2)], [photo(80, 80, 3)]]
+    texts = [f"read {image} what color?", f"{image}{image} what does the sign read?", f"{image} is it in context?"]
+
+    def grids(images: Any, texts: list[str]) -> list[list[int]]:
+        return processor(images=images, text=texts, return_tensors="pt", padding=True)["image_grid_thw"].tolist()
+
+    patch_processor(processor, "dynres", keep=0.25)
+    plain = grids(rows, texts)
+    unpatch_processor(processor)
+    full = grids(rows, texts)
+    patch_processor(processor, "dynres", keep=0.25, question_guard=True)
+    assert grids(rows, texts) == [plain[0], full[1], full[2], plain[3]]
+    assert grids([one for row in rows for one in row], texts) == grids(rows, texts)
+    assert grids(rows[1], texts[1:2]) == full[1:3] and grids(rows[2], texts[2:]) == plain[3:]
+    with pytest.raises(PlaceholderMismatchError):
+        grids(rows[1][:1], texts[1:2])
+    # What was read in one call is not there in the next.
+    assert grids(rows, texts) != plain
+    assert processor.image_processor([one for row in rows for one in row])["image_grid_thw"].tolist() == plain
+    unpatch_processor(processor)
+    assert state(processor) == before
+    method = tokenprune.method("dynres", question_guard=True)
+    assert method.query_aware and not method.prefix_cache_safe
+    pictures = [Picture(photo(80, 80, seed), question=question) for seed, question in enumerate(["", "read", ""])]
+    got = method.shares(pictures, 0.5, "prompt")
+    assert got[1] == 1.0 and sum(got) == pytest.approx(1.5)
+    with pytest.raises(OptionError, match="whole of it"):
+        patch_processor(Qwen2VLImageProcessor(**LIMITS), "dynres", question_guard=True)
+
+
+@torch.no_grad()
+def test_the_question_guard_with_a_model() -> None:
+    model, processor = demo_model(), llava()
+    before = state(processor)
+    with tokenprune.patched(model, "dynres", keep=0.25, question_guard=True, processor=processor):
+        for question, full in (("what number?", True), ("what color?", False)):
+            made = processor(images=photo(200, 300), text=f"<image> {question}", return_tensors="pt")
+            assert (made["pixel_values"].shape[-1] == 224) == full
+            model(**made)
+    assert state(processor) == before
+
+
 def test_wrong_options() -> None:
     processor = Qwen2VLImageProcessor(**LIMITS)
     with pytest.raises(BudgetError, match="smaller min_scale"):
         patch_processor(processor, "dynres", keep=0.05)
     patch_processor(processor, "dynres", keep=0.05, min_scale=0.1)
-    for option, value in itertools.product(("min_scale", "text_guard"), (0, -1, 1.5, "0.5", None, float("nan"))):
+    for option, value in itertools.product(
+        ("min_scale", "text_guard", "question_guard"), (0, -1, 1.5, "0.5", None, float("nan"))
+    ):
         with pytest.raises(OptionError, match=option):
             tokenprune.method("dynres", **{option: value})
     with pytest.raises(OptionError, match="min_scale"):

@@ -30,7 +30,8 @@ from tokenprune import (
 )
 from zoo import FAMILIES
 
-PIXEL_METHODS = [name for name in METHODS if tokenprune.method_info(name).site is Site.PRE_ENCODER]
+INFOS = [tokenprune.method_info(name) for name in METHODS]
+PIXEL_METHODS = [info.name for info in INFOS if info.site is Site.PRE_ENCODER and not info.cls.chooses_pictures]
 
 
 @pytest.fixture

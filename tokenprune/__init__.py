@@ -16,6 +16,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "method"),
     "tokenprune.processors": ("patch_processor", "unpatch_processor"),
+    "tokenprune.two_pass": ("escalate", "Escalation"),
     "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
     "tokenprune.budget": ("Budget",),
     "tokenprune.statistics": ("Stats", "Cut"),
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from tokenprune.thresholds import Thresholds
     from tokenprune.token_counts import count_visual_tokens
     from tokenprune.tokens import VisualTokens
+    from tokenprune.two_pass import Escalation, escalate
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ def patch(
     keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 1: tokens per image (more than
                an image has keeps all of it); a `Budget`; or, for a list of methods, a list with one of these each. With
                a list of methods and a single `keep`, every method keeps that share of what reaches it. The default is
-               1.0 for methods that remove nothing.
+               1.0 for methods that remove nothing or choose between pictures.
     record:    keep the positions that survive each cut in `stats(model).cuts`.
     replace:   replace a patch that is there already, instead of raising.
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes.
@@ -126,7 +126,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     from tokenprune.integrations.hf.adapters import adapter_for
     from tokenprune.integrations.hf.encoder import tower_patch
     from tokenprune.integrations.hf.engine import Engine, Step
-    from tokenprune.integrations.hf.pixels import PixelPatch
+    from tokenprune.integrations.hf.pixels import patch_for
     from tokenprune.integrations.hf.unmerging import check_composition
 
     for method in methods:
@@ -141,7 +141,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     parts: list[Any] = []
     for method, budget in stages:
         if method.site is Site.PRE_ENCODER:
-            parts.append(PixelPatch(method, budget, processor, adapter))
+            parts.append(patch_for(method, budget, processor, adapter))
     if processor is not None and not parts:
         raise OptionError(f"{', '.join(one.name for one in methods)} does not act on pixels: leave out processor=")
     encoder = None

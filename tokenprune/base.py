@@ -81,6 +81,7 @@ class Method:
     paper: ClassVar[str] = ""
     merges: ClassVar[bool] = False
     default_keep: ClassVar[float] = 0.25
+    chooses_pictures: ClassVar[bool] = False
 
     @property
     def query_aware(self) -> bool:
@@ -115,6 +116,17 @@ class Method:
         return keep
 
     # -- at the site PRE_ENCODER
+
+    def choose(self, question: str, count: int, most: int) -> list[int]:
+        """Return which of the `count` pictures of a prompt to encode, sorted, at least one; a method with
+        `chooses_pictures` implements this instead of `score`. question: the text behind the last picture. most: how
+        many `keep` allows."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement choose()")
+
+    @property
+    def reads_question(self) -> bool:
+        """Whether `shares` looks at the question of a picture, which only a whole processor can tell."""
+        return False
 
     @property
     def by_content(self) -> bool:

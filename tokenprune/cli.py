@@ -175,31 +175,30 @@ def demo(model: ModelOption = None, device: DeviceOption = None, threads: Thread
 
 @app.command()
 def show(
-    image: Annotated[Path, typer.Argument(help="Any picture.")],
+    pictures: Annotated[
+        list[Path], typer.Argument(help="A picture; or the frames of a video: a GIF, a folder, files.")
+    ],
     method: Annotated[str, typer.Option(help="A name out of `tokenprune methods`.")] = "dart",
     keep: Annotated[str, typer.Option(help="Share of the visual tokens, or a whole number of them.")] = "0.25",
     question: Annotated[str, typer.Option(help="Some methods choose by it.")] = "what color is the circle?",
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("tokenprune.png"),
+    frames: Annotated[int, typer.Option(min=1, help="Frames of a video to take, evenly chosen.")] = 8,
     model: ModelOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
 ) -> None:
-    """Draw which patches of a picture a method keeps (clear), drops (dark) and merges (outlined)."""
-    from PIL import Image, UnidentifiedImageError
-
+    """Draw which patches of a picture, or of frames, a method keeps (clear), drops (dark) and merges (one colour)."""
+    from tokenprune.bench import draw, strip
     from tokenprune.registry import method_class
 
     method_class(method)
     (share,) = _keeps(keep, one=True)
-    try:
-        picture = Image.open(image).convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise TokenPruneError(f"cannot read {image} as a picture: {reason}") from error
+    images = strip.read_frames(pictures, frames)
     subject = _load(model, device, threads, suffix="")
-    from tokenprune.bench import draw
-
-    shown = draw.show(subject, picture, question, method, share)
+    if len(images) == 1:
+        shown = draw.show(subject, images[0], question, method, share)
+    else:
+        shown = strip.show(subject, images, question, method, share)
     try:
         shown.image.save(out)
     except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from tokenprune.api import _DEFAULT_KEEP, _budgets
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import NotPatchedError, OptionError
@@ -17,14 +18,15 @@ def patch_processor(
     processor: ProcessorT,
     method: str | Method = "downsample",
     *,
-    keep: float | Budget = 0.25,
+    keep: float | int | Budget = _DEFAULT_KEEP,
     replace: bool = False,
     **options: Any,
 ) -> ProcessorT:
     """Make a processor hand out fewer visual tokens, in place, and return it: for a model that is served elsewhere.
 
     method:  a registered name or configured `Method` that acts on pixels (its site is PRE_ENCODER).
-    keep:    float in (0, 1]: share of the visual tokens, or a `Budget` of one.
+    keep:    float in (0, 1]: share of the visual tokens, or a `Budget` of one; for a method that chooses between the
+             pictures of a prompt, an upper bound on them. Default: the method's own (0.25, or no bound).
     replace: replace a patch that is there already, instead of raising.
     options: the method's own options.
 
@@ -32,7 +34,7 @@ def patch_processor(
     family takes in any size (Qwen-VL, LLaVA-NeXT and OneVision, LFM2-VL). Raises UnsupportedSetupError for the others,
     and OptionError, BudgetError or AlreadyPatchedError; the processor is then as it was before.
     """
-    from tokenprune.integrations.hf.pixels import PixelPatch, patch_on
+    from tokenprune.integrations.hf.pixels import patch_for, patch_on
 
     if isinstance(method, Method):
         if options:
@@ -44,7 +46,8 @@ def patch_processor(
         raise OptionError(
             f"{method.name} acts on the model, not on pixels; a processor can be patched with {', '.join(fitting)}"
         )
-    made = PixelPatch(method, Budget.of(keep), processor)
+    (budget,) = _budgets(keep, [method])
+    made = patch_for(method, budget, processor)
     present = patch_on(processor)
     if present is not None and replace:
         unpatch_processor(processor)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,11 @@ from PIL import Image, ImageDraw
 import tokenprune
 from tokenprune.bench.model import Subject
 from tokenprune.bench.suite import patched
-from tokenprune.errors import UnsupportedSetupError
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.registry import method_class
 
 CELL = 32  # pixels of a patch in the drawing
-_DARK, _BORDER, _GROUP = 0.22, (255, 255, 255), (255, 214, 0)
+_DARK, _BORDER, _TINT = 0.22, (255, 255, 255), 0.35
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class Shown:
 def show(subject: Subject, image: Image.Image, question: str, method: str, keep: float | int) -> Shown:
     """Ask once without and once with `method`, and draw what it kept.
 
-    Raises UnsupportedSetupError where the patches of this model's pictures form no single grid.
+    Raises UnsupportedSetupError where the patches of this model's pictures form no single grid, OptionError for a
+    method that chooses between pictures.
     """
+    check_drawable(method)
     full = subject.inputs([image], [question])
     (before,) = subject.generate(full)
     with patched(subject, method, keep, record=True):
@@ -55,6 +59,12 @@ def show(subject: Subject, image: Image.Image, question: str, method: str, keep:
     pair.paste(original, (0, 0))
     pair.paste(drawing, (drawing.width + CELL // 2, 0))
     return Shown(pair, before, after, subject.visual_tokens(full), int(kept.sum()), stats)
+
+
+def check_drawable(method: str) -> None:
+    """Raise OptionError for a method of which nothing can be drawn."""
+    if method_class(method).chooses_pictures:
+        raise OptionError(f"{method} chooses between pictures, not within them: there is nothing to draw")
 
 
 def grid_of(subject: Subject, inputs: dict[str, Any]) -> tuple[int, int]:
@@ -74,7 +84,7 @@ def grid_of(subject: Subject, inputs: dict[str, Any]) -> tuple[int, int]:
 
 
 def patches(subject: Subject, inputs: dict[str, Any], stats: tokenprune.Stats) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each visual token of the one picture, whether it is kept (bool) and its group (int).
+    """Return, for each visual token of the one prompt, whether it is kept (bool) and its group (int).
 
     A kept token and what was merged into it share a number; a token that was dropped has -1.
     """
@@ -93,51 +103,67 @@ def patches(subject: Subject, inputs: dict[str, Any], stats: tokenprune.Stats) -
     return kept, groups
 
 
-def seen_picture(subject: Subject, inputs: dict[str, Any], image: Image.Image) -> Image.Image:
-    """Return what the model sees: a processor that crops or pads shows only a part of the picture."""
+def seen_picture(subject: Subject, inputs: dict[str, Any], image: Image.Image, number: int = 0) -> Image.Image:
+    """Return what the model sees of picture `number`: a processor that crops or pads shows only a part of it."""
     pixels, processor = inputs["pixel_values"], subject.processor.image_processor
     if pixels.ndim != 4:
         return image.convert("RGB")  # flattened patches (Qwen's families) are of the whole picture, resized
     mean, std = (torch.tensor(getattr(processor, name)).view(3, 1, 1) for name in ("image_mean", "image_std"))
-    values = (pixels[0].float().cpu() * std + mean).clamp(0, 1)
+    values = (pixels[number].float().cpu() * std + mean).clamp(0, 1)
     return Image.fromarray((values * 255).round().byte().permute(1, 2, 0).numpy())
 
 
-def draw(picture: Image.Image, kept: np.ndarray, groups: np.ndarray) -> Image.Image:
+def draw(
+    picture: Image.Image, kept: np.ndarray, groups: np.ndarray, merged: np.ndarray | None = None, cell: int = CELL
+) -> Image.Image:
     """Darken what is dropped and outline what is kept.
 
-    kept, groups: `[height, width]`, see `patches`. Where tokens are merged, groups are outlined in yellow, and a dot
-    marks the token that stands for its group.
+    kept, groups: `[height, width]`, see `patches`. Tokens that were merged into one are tinted and outlined in one
+    colour, wherever they lie, and a dot marks the one that stands for them. merged: bool `[height, width]`, which
+    tokens share their group with others, if `groups` alone cannot tell (frames of a video). cell: pixels of a patch.
     """
     height, width = kept.shape
-    picture = picture.resize((width * CELL, height * CELL), Image.Resampling.BICUBIC)
-    shown = groups >= 0
-    light = np.where(shown, 1.0, _DARK).repeat(CELL, 0).repeat(CELL, 1)[..., None]
+    merged = shared(groups) if merged is None else merged
+    picture = picture.resize((width * cell, height * cell), Image.Resampling.BICUBIC)
     pixels = np.asarray(picture, np.float32)
-    grey = pixels.mean(-1, keepdims=True)
-    mixed = np.where(light < 1, grey, pixels) * light
-    drawing = Image.fromarray(mixed.round().astype(np.uint8))
-    pen = ImageDraw.Draw(drawing)
-    merging = bool((shown & ~kept).any())
-    color = _GROUP if merging else _BORDER
+    colors = np.array([[color_of(group) for group in row] for row in groups], np.float32)
+    tint = np.where(merged[..., None], _TINT, 0.0)
+    mixed = pixels * (1 - enlarge(tint, cell)) + enlarge(colors * tint, cell)
+    drawing = np.where(enlarge(groups < 0, cell)[..., None], pixels.mean(-1, keepdims=True) * _DARK, mixed)
+    image = Image.fromarray(drawing.round().astype(np.uint8))
+    pen = ImageDraw.Draw(image)
     everything = np.pad(groups, 1, constant_values=-1)
-    for row in range(height):
-        for column in range(width):
-            group = groups[row, column]
-            if group < 0:
-                continue
-            left, top = column * CELL, row * CELL
-            right, bottom = left + CELL - 1, top + CELL - 1
-            # A line on every side behind which another group begins.
-            for (down, across), line in (
-                ((0, 1), (left, top, right, top)),
-                ((2, 1), (left, bottom, right, bottom)),
-                ((1, 0), (left, top, left, bottom)),
-                ((1, 2), (right, top, right, bottom)),
-            ):
-                if everything[row + down, column + across] != group:
-                    pen.line(line, fill=color)
-            if merging and kept[row, column]:
-                middle = (left + CELL // 2, top + CELL // 2)
-                pen.ellipse((middle[0] - 3, middle[1] - 3, middle[0] + 3, middle[1] + 3), fill=color)
-    return drawing
+    for row, column in zip(*(groups >= 0).nonzero(), strict=True):
+        color = color_of(groups[row, column]) if merged[row, column] else _BORDER
+        left, top = int(column) * cell, int(row) * cell
+        right, bottom = left + cell - 1, top + cell - 1
+        # A line on every side behind which another group begins.
+        for (down, across), line in (
+            ((0, 1), (left, top, right, top)),
+            ((2, 1), (left, bottom, right, bottom)),
+            ((1, 0), (left, top, left, bottom)),
+            ((1, 2), (right, top, right, bottom)),
+        ):
+            if everything[row + down, column + across] != groups[row, column]:
+                pen.line(line, fill=color)
+        if merged[row, column] and kept[row, column]:
+            middle, size = (left + cell // 2, top + cell // 2), max(1, cell // 10)
+            pen.ellipse((middle[0] - size, middle[1] - size, middle[0] + size, middle[1] + size), fill=color)
+    return image
+
+
+def shared(groups: np.ndarray) -> np.ndarray:
+    """Return which tokens share their group with others, bool like `groups`."""
+    _, place, count = np.unique(groups, return_inverse=True, return_counts=True)
+    return (count[place].reshape(groups.shape) > 1) & (groups >= 0)
+
+
+def color_of(group: int) -> tuple[int, int, int]:
+    """Return a bright colour; numbers that are close get colours that are not."""
+    red, green, blue = colorsys.hsv_to_rgb(float(group) * 0.61803399 % 1, 0.9, 1.0)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def enlarge(values: np.ndarray, cell: int) -> np.ndarray:
+    """`[height, width, ...]` of patches -> of pixels."""
+    return values.repeat(cell, 0).repeat(cell, 1)

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from PIL import Image
@@ -46,18 +47,28 @@ class Subject:
     def shape(self) -> DecoderShape:
         return DecoderShape.from_config(self.adapter.text_config)
 
-    def inputs(self, images: Sequence[Image.Image], questions: Sequence[str]) -> dict[str, Any]:
-        """Return the model's arguments for a left-padded batch, one picture and one question a row."""
+    def inputs(self, images: Sequence[Image.Image | Sequence[Any]], questions: Sequence[str]) -> dict[str, Any]:
+        """Return the model's arguments for a left-padded batch, one picture (or list of pictures) and one question a
+        row."""
+        rows = [row if isinstance(row, (list, tuple)) else [row] for row in images]
+        return self._asked([[{"type": "image", "image": image} for image in row] for row in rows], questions)
+
+    def film_inputs(self, frames: Sequence[Image.Image], question: str) -> dict[str, Any]:
+        """Return the model's arguments for one question about a video; all frames are taken."""
+        film = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
+        return self._asked([[{"type": "video", "video": film}]], [question], do_sample_frames=False)
+
+    def _asked(self, seen: list[list[dict[str, Any]]], questions: Sequence[str], **settings: Any) -> dict[str, Any]:
         contents = [
-            [{"type": "image", "image": image}, {"type": "text", "text": question + self.suffix}]
-            for image, question in zip(images, questions, strict=True)
+            [*row, {"type": "text", "text": question + self.suffix}]
+            for row, question in zip(seen, questions, strict=True)
         ]
         inputs = self.processor.apply_chat_template(
             [[{"role": "user", "content": content}] for content in contents],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
-            processor_kwargs={"padding": True, "return_tensors": "pt"},
+            processor_kwargs={"padding": True, "return_tensors": "pt", **settings},
         )
         dtype = self.model.dtype
         return {

@@ -30,7 +30,8 @@ Step = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. The baselines are put in front of `methods`; () means all that are registered.
+    """What to run. The baselines are put in front of `methods`; () means all registered ones that choose within a
+    picture.
 
     pictures: how many held-out pictures, each with one question of every kind; 0: all. seeds: methods that draw at
     random (that have an option `seed`) answer once with each. repeats: timed runs of each (method, keep); 0: no timing.
@@ -44,7 +45,9 @@ class Plan:
     repeats: int = 7
 
     def __post_init__(self) -> None:
-        names = self.methods or tuple(tokenprune.available_methods())
+        # Every question here has one picture, so that nothing is left to a method that chooses between pictures.
+        fitting = (name for name in tokenprune.available_methods() if not method_class(name).chooses_pictures)
+        names = self.methods or tuple(fitting)
         for name in names:
             method_class(name)  # raises with close matches
         ordered = tuple(dict.fromkeys((*BASELINES, *names)))
@@ -179,6 +182,8 @@ class Bench:
         }
 
     def _measure(self, name: str, keep: float | int, whole: Cost) -> dict[str, Any]:
+        if method_class(name).chooses_pictures:
+            raise OptionError(f"{name} chooses between the pictures of a prompt; these questions have one each")
         options = seeds_of(name, self.plan.seeds)
         passes = [self._pass(name, keep, one) for one in options]
         record = self._result(name, keep, options, [answers for answers, _ in passes], passes[0][1], whole)

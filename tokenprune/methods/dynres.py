@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +24,11 @@ _LEAST, _MOST = -4.2, -2.0
 # A cell of a page: sharp edges between few grey levels. A noisy or grassy cell is as sharp, with more levels.
 _CELL, _SHARP, _FLAT, _LEVELS = 32, 5e-3, 1e-4, 6.0
 _TEXT_SHARE = 0.4
+# Questions about what is written, or drawn fine.
+_FINE = re.compile(
+    r"\b(?:read|reads|reading|text|texts|words?|letters?|numbers?|digits?|charts?|graphs?|documents?|signs?|labels?"
+    r"|captions?|titles?|written|writing|spell|spelled|ocr)\b"
+)
 
 
 @register("dynres", site=Site.PRE_ENCODER, paper="none (statistics of arXiv 2510.18091)")
@@ -38,6 +44,8 @@ class DynRes(Method):
     min_scale:  the smallest factor for the sides of a picture; `keep` must be at least its square.
     text_guard: leave pictures of text, diagrams and screens at their full size. They are spent on top of `keep`, unless
                 the budget is shared and the other pictures can make up for them.
+    question_guard: do the same where the question (the text behind the prompt's last picture) has a word of reading,
+                text, numbers or charts. It needs the whole processor, and the choice then depends on the question.
 
     On models whose processor makes every picture one size (LLaVA), all pictures of a call get the mean of their
     shares, or the full size if one of them is text.
@@ -50,12 +58,23 @@ class DynRes(Method):
 
     min_scale: float = 0.25
     text_guard: bool = True
+    question_guard: bool = False
 
     def __post_init__(self) -> None:
         scale = self.min_scale
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
         self._check(number and 0 < scale <= 1, f"min_scale={scale!r} is not in (0, 1]")
-        self._check(isinstance(self.text_guard, bool), f"text_guard={self.text_guard!r} must be True or False")
+        for option in ("text_guard", "question_guard"):
+            value = getattr(self, option)
+            self._check(isinstance(value, bool), f"{option}={value!r} must be True or False")
+
+    @property
+    def query_aware(self) -> bool:
+        return self.question_guard
+
+    @property
+    def reads_question(self) -> bool:
+        return self.question_guard
 
     @property
     def by_content(self) -> bool:
@@ -70,16 +89,27 @@ class DynRes(Method):
 
     def shares(self, pictures: Sequence[Picture], keep: float, per: str) -> list[float]:
         looks = [look(picture.grey) for picture in pictures]
-        whole = [self.text_guard and text for _, text in looks]
+        whole = [
+            (self.text_guard and text) or (self.question_guard and asks_for_detail(picture.question))
+            for picture, (_, text) in zip(pictures, looks, strict=True)
+        ]
+        details = [detail for detail, _ in looks]
         if per == "image":
-            return [self._share(detail, kept, keep) for (detail, _), kept in zip(looks, whole, strict=True)]
+            return [self._share(detail, kept, keep) for detail, kept in zip(details, whole, strict=True)]
         levels = {
-            prompt: self._level([i for i, one in enumerate(pictures) if one.prompt == prompt], pictures, looks, keep)
+            prompt: self._level(
+                [
+                    (one.tokens, detail, kept)
+                    for one, detail, kept in zip(pictures, details, whole, strict=True)
+                    if one.prompt == prompt
+                ],
+                keep,
+            )
             for prompt in {picture.prompt for picture in pictures}
         }
         return [
             self._share(detail, kept, levels[picture.prompt])
-            for picture, (detail, _), kept in zip(pictures, looks, whole, strict=True)
+            for picture, detail, kept in zip(pictures, details, whole, strict=True)
         ]
 
     def _share(self, detail: float, whole: bool, level: float) -> float:
@@ -89,20 +119,21 @@ class DynRes(Method):
         slope = min(level - self.min_scale**2, 1 - level)
         return level + slope * (2 * detail - 1)
 
-    def _level(
-        self, members: list[int], pictures: Sequence[Picture], looks: list[tuple[float, bool]], keep: float
-    ) -> float:
-        """The level at which the members keep the share `keep` of their tokens together, by bisection: shares rise with
-        the level."""
-        total = sum(pictures[i].tokens for i in members)
+    def _level(self, members: list[tuple[int, float, bool]], keep: float) -> float:
+        """The level at which the members (tokens, detail, whole) keep the share `keep` of their tokens together, by
+        bisection: shares rise with the level."""
+        total = sum(tokens for tokens, _, _ in members)
         low, high = self.min_scale**2, 1.0
         for _ in range(40):
             level = (low + high) / 2
-            spent = sum(
-                pictures[i].tokens * self._share(looks[i][0], self.text_guard and looks[i][1], level) for i in members
-            )
+            spent = sum(tokens * self._share(detail, whole, level) for tokens, detail, whole in members)
             low, high = (low, level) if spent > keep * total else (level, high)
         return low
+
+
+def asks_for_detail(question: str) -> bool:
+    """Return whether a question has a word of reading, text, numbers or charts."""
+    return _FINE.search(question.lower()) is not None
 
 
 def look(grey: Tensor) -> tuple[float, bool]:

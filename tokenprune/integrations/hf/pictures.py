@@ -25,6 +25,7 @@ class Picture:
     image:       what the caller gave. channels: "first" or "last", None to find out.
     prompt:      number of the (inner) list it stands in, 0 if the lists are not nested. companions: pictures in it.
     count:       (height, width) -> visual tokens, None where the processor's tokens cannot be counted.
+    question:    of its prompt, for a method that `reads_question`; else empty.
     """
 
     image: Any
@@ -32,6 +33,7 @@ class Picture:
     prompt: int = 0
     companions: int = 1
     count: Callable[[int, int], int] | None = None
+    question: str = ""
 
     @cached_property
     def size(self) -> tuple[int, int]:

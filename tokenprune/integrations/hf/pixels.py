@@ -7,6 +7,9 @@ import functools
 import inspect
 import math
 import numbers
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -16,9 +19,12 @@ from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.pictures import Picture, collect
+from tokenprune.integrations.hf.prompts import PromptReader, intercept
 from tokenprune.token_counts import Reader, countable_processors, image_processor_of, rule_for
 
-_MARK = "_tokenprune_patch"
+MARK = "_tokenprune_patch"
+# The question of each picture of the processor's call that is under way, for methods that read it.
+_QUESTIONS: ContextVar[list[str] | None] = ContextVar("tokenprune_questions", default=None)
 
 
 class PixelPatch:
@@ -44,6 +50,7 @@ class PixelPatch:
         if adapter is not None and adapter.resizing is None:
             self.resizing = None
         self._check()
+        self.prompts = PromptReader(processor, method.name) if method.reads_question else None
 
     def _check(self) -> None:
         name, keep = self.method.name, self.budget.keep
@@ -96,7 +103,7 @@ class PixelPatch:
         if self.image_processor is None:  # keep=1.0 needs none
             return
         before = type(self.image_processor)
-        if present := patch_on(self.image_processor):
+        if present := patch_on(self.processor):
             raise AlreadyPatchedError(
                 f"the processor is patched already with {present.describe()}: undo that first "
                 "(tokenprune.unpatch, tokenprune.unpatch_processor), or use a processor of its own for each model"
@@ -109,9 +116,13 @@ class PixelPatch:
             return before.preprocess(self, images, *args, **kwargs)
 
         # A subclass of the same name, not an attribute of the instance: that would end up in what it prints and saves.
-        names = {"preprocess": preprocess, _MARK: self, "__module__": before.__module__}
+        names = {"preprocess": preprocess, MARK: self, "__module__": before.__module__}
         self.image_processor.__class__ = type(before.__name__, (before,), names)
-        if not self.identity and self.resizing == "target":
+        if self.identity:
+            return
+        if self.prompts is not None:
+            intercept(self.processor, self._around, {})
+        if self.resizing == "target":
             tower = self.adapter.base.vision_tower
             self._hook = tower.register_forward_pre_hook(self._interpolate, with_kwargs=True)
 
@@ -119,6 +130,8 @@ class PixelPatch:
         if self.image_processor is None:
             return
         self.image_processor.__class__ = type(self.image_processor).__mro__[1]
+        if not self.identity and self.prompts is not None:
+            self.processor.__class__ = type(self.processor).__mro__[1]
         if self._hook is not None:
             self._hook.remove()
 
@@ -127,16 +140,28 @@ class PixelPatch:
 
     # -- in a call of the processor
 
+    @contextmanager
+    def _around(self, images: Any, text: Any) -> Iterator[tuple[Any, Any]]:
+        prompts = self.prompts.prompts(text)
+        rows = self.prompts.rows(images, prompts)
+        questions = [self.prompts.question(prompt) for prompt, row in zip(prompts, rows, strict=True) for _ in row]
+        token = _QUESTIONS.set(questions)
+        try:
+            yield images, text
+        finally:
+            _QUESTIONS.reset(token)
+
     def change(self, images: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the pictures and settings of a processor's call as they have to be."""
         if self.identity:
             return images, kwargs
         read = Reader(self.processor, kwargs)
         counted = self.rule.count if self.rule else None
+        questions = iter(_QUESTIONS.get() or [])
 
         def make(image: Any, prompt: int, companions: int) -> Picture:
             count = counted and (lambda height, width: counted(read, height, width, companions))
-            return Picture(image, kwargs.get("input_data_format"), prompt, companions, count)
+            return Picture(image, kwargs.get("input_data_format"), prompt, companions, count, next(questions, ""))
 
         pictures, rebuild = collect(self.image_processor.fetch_images(images), make)
         if not pictures:
@@ -200,9 +225,17 @@ class PixelPatch:
         return args, kwargs
 
 
-def patch_on(processor: Any) -> PixelPatch | None:
-    """Return the patch that a processor or image processor carries."""
-    return getattr(type(image_processor_of(processor)), _MARK, None)
+def patch_for(method: Method, budget: Budget, processor: Any, adapter: Adapter | None = None) -> Any:
+    """Return the part of a patch that makes `processor` do what `method` says; raises as `PixelPatch` and `ViewPatch`
+    do."""
+    from tokenprune.integrations.hf.views import ViewPatch
+
+    return (ViewPatch if method.chooses_pictures else PixelPatch)(method, budget, processor, adapter)
+
+
+def patch_on(processor: Any) -> Any:
+    """Return the patch that a processor, or its image processor, carries."""
+    return getattr(type(image_processor_of(processor)), MARK, None) or getattr(type(processor), MARK, None)
 
 
 def _grid(rows: int, columns: int, share: float) -> tuple[int, int]:

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Can a trained tower take patches of two sizes without training? Measured on the shipped model (docs/apt.md).
+
+    python benchmarks/patch_sizes.py --json benchmarks/results/patch_sizes.jsonl
+
+The Adaptive Patch Transformer (arXiv 2510.18091) gives smooth cells of 2 x 2 patches one token: the cell resized to one
+patch. Here the cells with the lowest entropy of grey values become coarse, as many as the budget wants, and a coarse
+token carries the mean of its patches' positions. No weights change. Three readings of it:
+
+tower: coarse tokens in the tower; behind it each patch gets its cell's feature back, and the language model sees 256.
+both:  the same, but the language model sees one token for each coarse cell.
+after: an untouched tower; the same cells become means of their embeddings behind it. What `both` loses against this is
+       what the tower loses by seeing two sizes.
+
+The questions are those of benchmarks/results/bench.jsonl, where the other methods are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+
+import tokenprune
+from tokenprune.base import Method, Selection, Site
+from tokenprune.bench.model import Subject, load
+from tokenprune.bench.significance import wilson
+from tokenprune.bench.suite import Bench, Plan
+from tokenprune.registry import register
+
+READINGS = ("both", "after", "tower")
+
+
+@register("cells", site=Site.PRE_LLM, paper="none (a measurement)")
+@dataclasses.dataclass(frozen=True)
+class Cells(Method):
+    """Keep the first patch of each cell that the tower saw as one."""
+
+    kept: ClassVar[Tensor]
+
+    def select(self, tokens: Any) -> Selection:
+        return Selection(self.kept & tokens.mask)
+
+
+def entropy(pixels: Tensor, cell: int) -> Tensor:
+    """`[B, cells]` bits of the grey values in each cell, stretched to the picture's range; pixels: `[B, 3, H, W]`."""
+    grey = torch.einsum("bchw,c->bhw", pixels, torch.tensor([0.2989, 0.5870, 0.1140]))
+    low, high = grey.amin((1, 2), keepdim=True), grey.amax((1, 2), keepdim=True)
+    levels = ((grey - low) / (high - low).clamp(min=1e-6) * 255).long()
+    side = levels.shape[-1] // cell
+    levels = levels.view(-1, side, cell, side, cell).transpose(2, 3).reshape(-1, side * side, cell * cell)
+    histogram = torch.zeros(*levels.shape[:2], 256).scatter_add_(2, levels, torch.ones(levels.shape)) / cell**2
+    return torch.special.entr(histogram).sum(-1) / torch.log(torch.tensor(2.0))
+
+
+def cells_of(pixels: Tensor, patch: int, tokens: int) -> Tensor:
+    """Long `[B, patches]`: the first patch of each patch's cell, with `tokens` cells in all (or up to 2 fewer)."""
+    side = pixels.shape[-1] // patch
+    coarse = -(-(side**2 - tokens) // 3)
+    order = entropy(pixels, 2 * patch).argsort(dim=1, stable=True)[:, :coarse]
+    chosen = torch.zeros(len(pixels), (side // 2) ** 2, dtype=torch.bool).scatter_(1, order, True)
+    fine = torch.arange(side**2).view(side, side)
+    first = fine[::2, ::2].repeat_interleave(2, 0).repeat_interleave(2, 1).flatten()
+    inside = chosen.view(-1, side // 2, side // 2).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
+    return torch.where(inside, first, fine.flatten())
+
+
+@contextmanager
+def two_sizes(subject: Subject, reading: str, tokens: int) -> Iterator[None]:
+    """Make the tower take two sizes of patches, for the length of a `with` block."""
+    base = subject.model.model
+    embeddings, state = base.vision_tower.embeddings, {}
+
+    def embed(module: Any, args: tuple, fine: Tensor) -> Tensor:
+        pixels, patch = args[0], module.patch_size
+        cells = state["cells"] = cells_of(pixels, patch, tokens)
+        places = torch.arange(cells.shape[1])
+        Cells.kept = cells == places
+        if reading == "after":
+            return fine
+        small = F.interpolate(pixels, scale_factor=0.5, mode="bilinear", antialias=True)
+        coarse = module.patch_embedding(small).flatten(2).transpose(1, 2)
+        side = pixels.shape[-1] // patch
+        table = module.position_embedding.weight[1:].view(side // 2, 2, side // 2, 2, -1).mean((1, 3)).flatten(0, 1)
+        index = (places // side // 2) * (side // 2) + places % side // 2
+        several = (torch.zeros_like(cells).scatter_add_(1, cells, torch.ones_like(cells)) > 1)[..., None]
+        mixed = torch.where(several, (coarse + table)[:, index], fine[:, 1:])
+        kept = Cells.kept.nonzero()[:, 1].view(len(pixels), -1)
+        return torch.cat([fine[:, :1], mixed.gather(1, kept[..., None].expand(-1, -1, mixed.shape[-1]))], dim=1)
+
+    def unmerge(module: Any, args: tuple) -> tuple:
+        number = (Cells.kept.cumsum(1) - 1).gather(1, state["cells"])
+        return (args[0].gather(1, number[..., None].expand(-1, -1, args[0].shape[-1])),)
+
+    def average(module: Any, args: tuple, embeds: Tensor) -> Tensor:
+        spread = state["cells"][..., None].expand(embeds.shape)
+        return torch.zeros_like(embeds).scatter_reduce_(1, spread, embeds, "mean", include_self=False)
+
+    with ExitStack() as stack:
+        stack.callback(embeddings.register_forward_hook(embed).remove)
+        if reading == "after":
+            stack.callback(base.multi_modal_projector.register_forward_hook(average).remove)
+        else:
+            stack.callback(base.multi_modal_projector.register_forward_pre_hook(unmerge).remove)
+        if reading != "tower":
+            stack.enter_context(tokenprune.patched(subject.model, "cells", keep=tokens))
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=50)
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    console, subject = Console(), load(device="cpu")
+    bench = Bench(subject, Plan(pictures=args.pictures, repeats=0))
+    with args.json.open("w") as file:
+        file.write(json.dumps(bench.header()) + "\n")
+        for keep in (0.5, 0.25):
+            for reading in READINGS:
+                right = ""
+                for batch in bench.batches:
+                    inputs = subject.inputs([example.image for example in batch], [one.question for one in batch])
+                    with two_sizes(subject, reading, round(256 * keep)):
+                        answers = subject.generate(inputs)
+                    right += "".join(str(int(e.is_right(a.rstrip(".")))) for e, a in zip(batch, answers, strict=True))
+                cells = int(Cells.kept[0].sum())
+                record = {
+                    "reading": reading,
+                    "keep": keep,
+                    "tokens_in_tower": 256 if reading == "after" else cells,
+                    "tokens_in_decoder": 256 if reading == "tower" else cells,
+                    "right": right,
+                }
+                file.write(json.dumps({"record": "patch_sizes", **record}) + "\n")
+                file.flush()
+                low, high = wilson(right.count("1"), len(right))
+                share = right.count("1") / len(right)
+                line = f"{reading:>6} {keep:<5} {cells} tokens: {share:.1%} [{low:.1%}, {high:.1%}]"
+                console.print(line, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the generated parts of docs/methods: the head of each method's page and the index, from the registry.
+
+python dev/docs.py            # rewrite the heads and the index; a page that lacks a head gets one below its title
+python dev/docs.py --check    # exit with 1 where a page is not what this would write (the test suite checks the same)
+
+A page is `docs/methods/<name>.md`: a title, the head, and text written by hand, which is never touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import tokenprune
+
+FOLDER = Path(__file__).parent.parent / "docs/methods"
+SITES = {
+    "PRE_ENCODER": "on pixels, before the vision tower",
+    "IN_ENCODER": "inside the vision tower",
+    "PRE_LLM": "between the vision tower and the language model",
+    "ATTENTION": "on the attention pattern of prefill",
+    "IN_LLM": "inside the language model, in prefill",
+    "DECODE": "on the cache, while decoding",
+}
+YES = {True: "yes", False: "no"}
+
+
+def head(name: str) -> str:
+    """What the registry knows of a method."""
+    info = tokenprune.method_info(name)
+    rows = [
+        ("acts", f"{SITES[info.site]} (`{info.site}`)"),
+        ("query-aware", YES[info.query_aware]),
+        ("prefix-cache-safe", YES[info.prefix_cache_safe]),
+        ("merges tokens", YES[info.merges]),
+        ("needs", ", ".join(f"`{need}`" for need in sorted(info.needs)) or "nothing but the tokens"),
+        ("`keep` by default", f"{info.cls.default_keep:g}"),
+        ("source", info.paper),
+    ]
+    if info.site in ("PRE_ENCODER", "IN_ENCODER"):
+        rows = [row for row in rows if row[0] != "needs"]
+    lines = [cell(info.summary), "", "| | |", "|---|---|", *(f"| {a} | {cell(b)} |" for a, b in rows)]
+    if info.options:
+        meaning = meanings(info.cls.__doc__, info.options)
+        lines += ["", "| option | default | meaning |", "|---|---|---|"]
+        lines += [f"| `{one}` | `{default!r}` | {cell(meaning[one])} |" for one, default in info.options.items()]
+    return "\n".join(lines)
+
+
+def meanings(docstring: str, options: dict[str, object]) -> dict[str, str]:
+    """What a docstring says of each option: the text behind a line that begins with `option:` or `option, option:`."""
+    found = dict.fromkeys(options, "")
+    current: list[str] = []
+    for line in inspect.cleandoc(docstring).splitlines():
+        match = re.match(r"(\w+(?:, \w+)*): +(.*)", line)
+        names = match[1].split(", ") if match else []
+        if names and all(one in options for one in names):
+            current, line = names, match[2]
+        elif not line.strip() or (match and not line.startswith(" ")):
+            current = []
+        for one in current:
+            found[one] = f"{found[one]} {line.strip()}".strip()
+    return {one: text or "see below" for one, text in found.items()}
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def page(name: str, text: str) -> str:
+    """Return a page with its head as it has to be."""
+    made = f"<!-- head:begin (dev/docs.py) -->\n\n{head(name)}\n\n<!-- head:end -->"
+    block = re.compile(r"<!-- head:begin[^\n]*-->.*?<!-- head:end -->", re.DOTALL)
+    if block.search(text):
+        return block.sub(lambda _: made, text, count=1)
+    title, _, rest = text.partition("\n") if text.startswith("# ") else (f"# {name}", "", text)
+    return f"{title}\n\n{made}\n\n{rest.lstrip()}"
+
+
+def index() -> str:
+    """The table of all methods, in the order in which data meets them."""
+    lines = ["| method | acts | query-aware | merges | what it does |", "|---|---|---|---|---|"]
+    infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
+    for info in sorted(infos, key=lambda info: (info.site.order, info.name)):
+        summary = cell(info.summary.split(". ")[0].rstrip("."))
+        lines.append(
+            f"| [`{info.name}`]({info.name}.md) | {SITES[info.site]} | {YES[info.query_aware]} | {YES[info.merges]} "
+            f"| {summary} |"
+        )
+    return "\n".join(lines)
+
+
+def written() -> dict[Path, str]:
+    """Return every file of the folder that is generated in part, as it has to be; a page that is not there is empty."""
+    files = {}
+    for name in tokenprune.available_methods():
+        path = FOLDER / f"{name}.md"
+        files[path] = page(name, path.read_text() if path.exists() else "")
+    path = FOLDER / "README.md"
+    block = re.compile(r"(<!-- index:begin[^\n]*-->\n).*?(<!-- index:end -->)", re.DOTALL)
+    files[path] = block.sub(lambda match: f"{match[1]}\n{index()}\n\n{match[2]}", path.read_text())
+    return files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    stale = {path: text for path, text in written().items() if not path.exists() or path.read_text() != text}
+    if args.check:
+        sys.exit(bool(stale))
+    for path, text in stale.items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
