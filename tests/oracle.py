@@ -2,7 +2,8 @@
 """The unpatched model, made to compute what a pruned one must compute, with nothing borrowed from the library.
 
 Nothing is removed. From a cut's layer on, every query has the columns of the tokens that are gone masked, in prefill
-and in every decode step, whatever form of mask the layer was handed. Merging cuts also replace each kept token by the
+and in every decode step, whatever form of mask the layer was handed; from a cut made at a decode step (`Cut.step`), from
+that step on. Merging cuts also replace each kept token by the
 mean of its sources before that layer. What survives a cut is told by `stats(model).cuts` of the patched run.
 """
 
@@ -39,13 +40,17 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
         before = [cut for cut in cuts if cut.layer <= index]
         if not before:
             continue
-        alive = torch.stack([survivors(cut, length) for cut in before]).all(0)
         merges = [cut.sources for cut in before if cut.layer == index and cut.sources is not None]
 
-        def enter(module: Any, args: tuple, kwargs: dict, index=index, alive=alive, merges=merges) -> tuple:
+        def enter(module: Any, args: tuple, kwargs: dict, index=index, before=before, merges=merges) -> tuple:
             hidden = args[0] if args else kwargs.pop("hidden_states")
             cache = kwargs.get("past_key_values")
-            if not seen_before(cache, index):  # the prompt; later calls have nothing to merge
+            past = seen_before(cache, index)
+            step = past + hidden.shape[1] - length if past else 0
+            # Of the cuts of one method at one layer, the latest tells what is left.
+            now = {(cut.layer, cut.method): cut for cut in before if cut.step <= step}
+            alive = torch.stack([survivors(cut, length) for cut in now.values()]).all(0)
+            if not past:  # the prompt; later calls have nothing to merge
                 for sources in merges:
                     hidden = _merged(hidden, sources)
             mask = _without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)

@@ -22,6 +22,7 @@ _HOMES = {
     "tokenprune.base": ("Method", "Selection", "Site"),
     "tokenprune.tokens": ("VisualTokens",),
     "tokenprune.token_counts": ("count_visual_tokens",),
+    "tokenprune.fitting": ("fit_dyrate",),
     "tokenprune.errors": (
         "TokenPruneError",
         "UnknownMethodError",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from tokenprune.base import Method, Selection, Site
     from tokenprune.budget import Budget
     from tokenprune.errors import *  # noqa: F403
+    from tokenprune.fitting import fit_dyrate
     from tokenprune.processors import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.statistics import Cut, Stats
