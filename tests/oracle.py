@@ -2,9 +2,9 @@
 """The unpatched model, made to compute what a pruned one must compute, with nothing borrowed from the library.
 
 Nothing is removed. From a cut's layer on, every query has the columns of the tokens that are gone masked, in prefill
-and in every decode step, whatever form of mask the layer was handed; from a cut made at a decode step (`Cut.step`), from
-that step on. Merging cuts also replace each kept token by the
-mean of its sources before that layer. What survives a cut is told by `stats(model).cuts` of the patched run.
+and in every decode step (those of a cut made at a decode step from that step on), whatever form of mask the layer was
+handed. Merging cuts also replace each kept token by the mean of its sources before that layer. What survives a cut is
+told by `stats(model).cuts` of the patched run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
             if not past:  # the prompt; later calls have nothing to merge
                 for sources in merges:
                     hidden = _merged(hidden, sources)
-            mask = _without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
+            mask = without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
             return (hidden, *args[1:]), kwargs | {"attention_mask": mask}
 
         handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
@@ -71,7 +71,7 @@ def seen_before(cache: Any, layer: int) -> int:
     return int(cache.layers[layer].get_seq_length())
 
 
-def _without(mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, config: Any) -> Tensor:
+def without(mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, config: Any) -> Tensor:
     """Return a 4-D mask like `mask` in which nothing sees the columns of tokens that are gone."""
     batch, queries = hidden.shape[:2]
     past = seen_before(cache, layer)

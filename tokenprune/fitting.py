@@ -62,20 +62,22 @@ def fit_dyrate(
         raise OptionError(f"keep={keep!r} must be a share below 1: with keep=1 dyrate prunes nothing")
     if max_new_tokens < 2:
         raise OptionError(f"max_new_tokens={max_new_tokens!r}: the first decode step writes the second token")
+    DyRate(layer=layer, grid=grid)  # raises for bad values
     methods = [
         DyRate(rate="schedule", schedule=(number / grid,), layer=layer, grid=grid, k_min=0.0) for number in range(grid)
     ]
     features, labels = [], []
     for done, sample in enumerate(samples, 1):
         masses, classes = _label(model, sample, methods, keep, max_new_tokens, divergence)
-        features.append(masses)
-        labels.append(classes)
+        if len(classes):
+            features.append(masses)
+            labels.append(classes)
         if progress is not None:
             progress(done)
-    if not sum(map(len, labels)):
+    if not labels:
         raise TokenPruneError(
-            "nothing to fit: no sample had a picture that keep cuts and an answer of two tokens or more; ask for longer "
-            "answers, for example a description"
+            "nothing to fit: no sample had a picture that keep cuts and an answer of two tokens or more; ask for "
+            "longer answers, for example a description"
         )
     x, y = torch.cat(features).flatten(1).double(), torch.cat(labels)
     weight, bias = _regress(x, y, grid)
@@ -98,28 +100,27 @@ def _label(
         "output_logits": True,
         "return_dict_in_generate": True,
     }
+    none = torch.zeros(0, dtype=torch.long)
     full = model.generate(**sample, **options)
+    if len(full.logits) < 2:
+        return none, none
     answer = full.sequences[:, full.sequences.shape[1] - len(full.logits) :]
-    wanted = torch.stack(full.logits[1:], 1).float().log_softmax(-1) if len(full.logits) > 1 else None
-    labels, masses, rows = None, None, None
+    wanted = torch.stack(full.logits[1:], 1).float().log_softmax(-1)
+    labels = torch.zeros(wanted.shape[:2], dtype=torch.long, device=wanted.device)
     for number, method in enumerate(methods):
-        if wanted is None:
-            break
         with patched(model, method, keep=keep):
             forced = model.generate(**sample, **options, logits_processor=[_Forced(answer)])
         reduction = reduction_of(forced.past_key_values)
         if reduction is None or reduction.decode is None:
-            break  # no picture, or one so small that `keep` keeps all of it
+            return none, none  # no picture, or one so small that `keep` keeps all of it
         got = torch.stack(forced.logits[1:], 1).float().log_softmax(-1)
         near = (wanted.exp() * (wanted - got)).nan_to_num(0.0).sum(-1) <= divergence
-        labels = torch.zeros_like(near, dtype=torch.long) if labels is None else labels
-        labels = torch.where(near, number, labels)
-        masses, state = reduction.decode.masses[:, 1:], reduction.decode
-        rows = (state.start < state.visual).to(labels.device)
-    if labels is None:
-        return torch.zeros(0, 1, 4), torch.zeros(0, dtype=torch.long)
+        labels[near] = number
+    # The layers that are observed keep every token: the masses are the same under each rate.
+    state = reduction.decode
+    rows = (state.start < state.visual).to(labels.device)
     used = rows[:, None] & ~_ended(answer, model.generation_config.eos_token_id)
-    return masses[used.to(masses.device)].cpu(), labels[used].cpu()
+    return state.masses[:, 1:][used.to(state.masses.device)].cpu(), labels[used].cpu()
 
 
 def _ended(answer: Tensor, eos: int | list[int] | None) -> Tensor:

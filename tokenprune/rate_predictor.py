@@ -59,4 +59,3 @@ class RatePredictor:
             if isinstance(error, OptionError):
                 raise
             raise OptionError(f"cannot read a predictor from {path}: {error}") from error
-

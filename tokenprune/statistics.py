@@ -14,8 +14,8 @@ from tokenprune.base import Site
 class Cut:
     """One cut, kept with `patch(..., record=True)`.
 
-    site:    the `Site` ("IN_ENCODER", "PRE_LLM", "IN_LLM" or "DECODE"). layer: the decoder layer at whose input it was made (0
-             for tokens that the encoder merged). method: its name.
+    site:    the `Site` ("IN_ENCODER", "PRE_LLM", "IN_LLM" or "DECODE"). layer: the decoder layer at whose input it was
+             made (0 for tokens that the encoder merged). method: its name.
     kept:    per batch row the sorted positions, in the caller's full-length sequence, that survive so far: text and
              visual tokens, padding left out.
     sources: None for dropping; for merging, per batch row a dict from each kept visual position to the positions merged

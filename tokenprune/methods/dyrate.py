@@ -22,7 +22,7 @@ _RATES = ("attn_mass", "schedule", "predictor")
 class DyRate(DecodeMethod):
     """Keep the visual tokens attended to most, and ever fewer of them as the answer grows and looks away.
 
-    `keep` is what prefill leaves (k_0, by the rule of fastv); decoding can only lower it. keep=1.0 prunes nothing, ever.
+    `keep` is what prefill leaves (k_0, by the rule of fastv); decoding can only lower it. keep=1.0 prunes nothing.
 
     rate: "attn_mass" follows the share of attention that goes to the pictures, without training; "schedule" takes
     `schedule`; "predictor" asks a linear classifier that `tokenprune fit-dyrate` fitted to this model.
@@ -110,7 +110,7 @@ class DyRate(DecodeMethod):
         seen = mean[..., TokenType.IMG]
         share = seen / (mean.sum(-1) - mean[..., TokenType.SYS]).clamp(min=1e-12)
         age = torch.arange(share.shape[1] - 1, -1, -1, device=share.device)
-        weight = (1 - self.ema) * self.ema**age.double()
+        weight = (1 - self.ema) * self.ema ** age.double()
         weight[0] = self.ema ** age[0].double()  # the mean starts at the prompt's end
         now, first = (share * weight).sum(1), share[:, 0]
         return torch.where(first > 0, now / first.clamp(min=1e-12), (now > 0).double()).clamp(0, 1)

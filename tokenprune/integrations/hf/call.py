@@ -20,7 +20,7 @@ from tokenprune.integrations.hf.report import Report
 from tokenprune.tokens import Segments, require
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.decoding import DecodeState
+    from tokenprune.integrations.hf.decode_state import DecodeState
 
 
 @dataclass

@@ -295,7 +295,7 @@ class Engine(Attachable):
         if call is None or not call.active:
             return None
         if index and index == call.decides_at:
-            self._decide(call, args[0] if args else kwargs["hidden_states"])
+            self._decide(call)
         if index and call.starts_group(index):
             if index in call.cuts:
                 args, kwargs = self._cut_layer(call, index, args, kwargs)
@@ -323,10 +323,10 @@ class Engine(Attachable):
         call.report.add_time(time.perf_counter() - start)
         return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
-    def _decide(self, call: Call, hidden: Tensor) -> None:
+    def _decide(self, call: Call) -> None:
         """DECODE: drop more visual tokens before the layers from here on run."""
         start = time.perf_counter()
-        decoding.decide(call, hidden)
+        decoding.decide(call)
         call.decode.stats.overhead_ms += 1000 * (time.perf_counter() - start)
 
     def _layer_mask(self, call: Call, index: int, mask: Any, dtype: torch.dtype) -> Any:
