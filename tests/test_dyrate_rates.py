@@ -51,7 +51,7 @@ def test_rates_lie_on_the_grid_and_rows_are_apart(grid: int) -> None:
     share = torch.rand(64, generator=g, dtype=torch.float64)
     method = tokenprune.method("dyrate", grid=grid)
     got = method.next_rate(many, share)
-    assert torch.equal((got * grid).round() / grid, got) and 0 <= got.min() and got.max() <= (grid - 1) / grid
+    assert torch.equal((got * grid).round() / grid, got) and got.min() >= 0 and got.max() <= (grid - 1) / grid
     for row in range(0, 64, 9):
         assert torch.equal(method.next_rate(many[row : row + 1], share[row : row + 1]), got[row : row + 1])
     slow = many[..., 1].mean(2) / (many.mean(2).sum(-1) - many[..., 0].mean(2))
