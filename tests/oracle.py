@@ -2,8 +2,9 @@
 """The unpatched model, made to compute what a pruned one must compute, with nothing borrowed from the library.
 
 Nothing is removed. From a cut's layer on, every query has the columns of the tokens that are gone masked, in prefill
-and in every decode step, whatever form of mask the layer was handed. Merging cuts also replace each kept token by the
-mean of its sources before that layer. What survives a cut is told by `stats(model).cuts` of the patched run.
+and in every decode step (those of a cut made at a decode step from that step on), whatever form of mask the layer was
+handed. Merging cuts also replace each kept token by the mean of its sources before that layer. What survives a cut is
+told by `stats(model).cuts` of the patched run.
 """
 
 from __future__ import annotations
@@ -39,16 +40,20 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
         before = [cut for cut in cuts if cut.layer <= index]
         if not before:
             continue
-        alive = torch.stack([survivors(cut, length) for cut in before]).all(0)
         merges = [cut.sources for cut in before if cut.layer == index and cut.sources is not None]
 
-        def enter(module: Any, args: tuple, kwargs: dict, index=index, alive=alive, merges=merges) -> tuple:
+        def enter(module: Any, args: tuple, kwargs: dict, index=index, before=before, merges=merges) -> tuple:
             hidden = args[0] if args else kwargs.pop("hidden_states")
             cache = kwargs.get("past_key_values")
-            if not seen_before(cache, index):  # the prompt; later calls have nothing to merge
+            past = seen_before(cache, index)
+            step = past + hidden.shape[1] - length if past else 0
+            # Of the cuts of one method at one layer, the latest tells what is left.
+            now = {(cut.layer, cut.method): cut for cut in before if cut.step <= step}
+            alive = torch.stack([survivors(cut, length) for cut in now.values()]).all(0)
+            if not past:  # the prompt; later calls have nothing to merge
                 for sources in merges:
                     hidden = _merged(hidden, sources)
-            mask = _without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
+            mask = without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
             return (hidden, *args[1:]), kwargs | {"attention_mask": mask}
 
         handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
@@ -66,7 +71,7 @@ def seen_before(cache: Any, layer: int) -> int:
     return int(cache.layers[layer].get_seq_length())
 
 
-def _without(mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, config: Any) -> Tensor:
+def without(mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, config: Any) -> Tensor:
     """Return a 4-D mask like `mask` in which nothing sees the columns of tokens that are gone."""
     batch, queries = hidden.shape[:2]
     past = seen_before(cache, layer)

@@ -157,7 +157,7 @@ def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
         assert cut.kept[row] == sorted(kept)
     info = tokenprune.method_info(method)
     before, after = sum(map(sum, inputs.counts)), sum(expected(len(piece)) for row in places for piece in row)
-    layer = 2 if info.site is tokenprune.Site.IN_LLM else 0
+    layer = tokenprune.method(method).cut_layer
     assert (cut.site, cut.layer, cut.method) == (info.site.name, layer, method)
     assert stats.visual_tokens_per_layer == [before] * layer + [after] * (4 - layer)
     assert stats.visual_tokens_average == pytest.approx((before * layer + after * (4 - layer)) / 4)
@@ -209,9 +209,16 @@ def test_the_cache_grows_by_one_a_step(method: str, family: Family, model) -> No
         window = held.sliding_window - 1 if getattr(held, "is_sliding", False) else before + 3
         assert held.keys.shape[-2] == min(before + 3, window)
     assert grown.get_seq_length() == inputs["input_ids"].shape[1] + 3
-    # Statistics are those of the prefill; the steps add nothing to them.
+    # Statistics are those of the prefill; the steps add nothing to them, unless the method acts in them.
     assert after.visual_tokens_per_layer == stats.visual_tokens_per_layer
-    assert (after.kv_bytes, after.prefill_flops_ratio) == (stats.kv_bytes, stats.prefill_flops_ratio)
+    assert after.prefill_flops_ratio == stats.prefill_flops_ratio
+    if tokenprune.method_info(method).site is not tokenprune.Site.DECODE:
+        assert after.kv_bytes == stats.kv_bytes
+
+
+def early(method: str) -> tokenprune.Method:
+    """The method, not so deep in the decoder that the zoo's four layers leave it nothing to save."""
+    return tokenprune.method(method, **({"layer": 2} if tokenprune.method(method).cut_layer > 2 else {}))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +227,7 @@ def test_the_cache_grows_by_one_a_step(method: str, family: Family, model) -> No
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float, build) -> None:
     model = build(FAMILIES["llava"])  # pictures of 36 tokens
-    stats = run(model, method, budget, FAMILIES["llava"].make_inputs())[1]
+    stats = run(model, early(method), budget, FAMILIES["llava"].make_inputs())[1]
     assert stats.visual_tokens_average / stats.visual_tokens_in == pytest.approx(average, abs=1 / 36)
 
 
@@ -228,7 +235,7 @@ def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float,
 @pytest.mark.parametrize("batch", [dict(only=0), dict(padding=None), dict(rows=3, padding=None)], ids=["1", "2", "3"])
 def test_flops_target_is_met_in_a_model(method: str, batch: dict, build) -> None:
     family = FAMILIES["llava"]
-    stats = run(build(family), method, Budget(flops_share=0.75), family.make_inputs(**batch))[1]
+    stats = run(build(family), early(method), Budget(flops_share=0.75), family.make_inputs(**batch))[1]
     assert stats.prefill_flops_ratio == pytest.approx(0.75, abs=0.02)
 
 

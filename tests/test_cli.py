@@ -105,7 +105,7 @@ def test_show_writes_a_picture(tmp_path: Path) -> None:
 
 
 def test_errors_are_one_line_that_helps(tmp_path: Path) -> None:
-    assert "did you mean 'dart'" in refused("bench", "--methods", "drat")
+    assert "or 'dart'?" in refused("bench", "--methods", "drat")
     assert "did you mean 'dart'" in refused("show", PICTURE, "--method", "drat")
     assert "shares" not in refused("bench", "--keep", "a")
     assert "0.25" in refused("bench", "--keep", "a")

@@ -32,7 +32,7 @@ CASES = [
 
 
 def options(method: str, layer: int | None = None) -> dict[str, int]:
-    cuts_inside = tokenprune.method_info(method).site is tokenprune.Site.IN_LLM
+    cuts_inside = tokenprune.method_info(method).site in (tokenprune.Site.IN_LLM, tokenprune.Site.DECODE)
     return {"layer": layer} if layer and cuts_inside else {}
 
 

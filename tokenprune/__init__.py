@@ -26,6 +26,7 @@ _HOMES = {
     "tokenprune.thresholds": ("Thresholds",),
     "tokenprune.tokens": ("VisualTokens",),
     "tokenprune.token_counts": ("count_visual_tokens",),
+    "tokenprune.fitting": ("fit_dyrate",),
     "tokenprune.errors": (
         "TokenPruneError",
         "UnknownMethodError",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from tokenprune.calibration.run import calibrate
     from tokenprune.encoder import EncoderMethod, Tower
     from tokenprune.errors import *  # noqa: F403
+    from tokenprune.fitting import fit_dyrate
     from tokenprune.processors import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.statistics import Cut, Stats

@@ -85,7 +85,9 @@ def _methods(method: str | Method | Sequence[str | Method], options: dict[str, A
 
 
 def _place(method: Method) -> tuple[int, int]:
-    return method.site.order, method.cut_layer
+    # What acts while decoding makes its first cut like a method inside the decoder.
+    site = Site.IN_LLM if method.site is Site.DECODE else method.site
+    return site.order, method.cut_layer
 
 
 def _check_places(methods: Sequence[Method]) -> None:
@@ -129,9 +131,6 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     from tokenprune.integrations.hf.pixels import patch_for
     from tokenprune.integrations.hf.unmerging import check_composition
 
-    for method in methods:
-        if method.site is Site.DECODE:
-            raise OptionError(f"{method.name}: this engine does not act at the site {method.site} yet")
     adapter = adapter_for(model)
     layers = len(adapter.decoder.layers)
     whole = [stage for pair in zip(methods, budgets, strict=True) for stage in pair[0].stages(pair[1], layers)]
@@ -149,7 +148,8 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
         if method.site is Site.IN_ENCODER and not method.is_identity(budget):
             encoder = tower_patch(adapter, method, budget)
             parts.append(encoder)
-    steps = [Step(method, budget) for method, budget in stages if method.site in (Site.PRE_LLM, Site.IN_LLM)]
+    sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
+    steps = [Step(method, budget) for method, budget in stages if method.site in sites]
     engine = Engine(adapter, steps, record, encoder)
     return Attachment(methods, budgets, [*parts, engine], engine)
 

@@ -58,13 +58,17 @@ class Selection:
 
         score: float `[S, N]`, higher is kept; padding is ignored.
         """
-        score = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
-        # Two stable sorts instead of one: -inf is a legal score, so padding cannot be marked by a value.
-        order = score.argsort(dim=1, descending=True, stable=True)
-        order = order.gather(1, (~tokens.mask).gather(1, order).to(torch.uint8).argsort(dim=1, stable=True))
-        wanted = torch.arange(score.shape[1], device=score.device) < tokens.budget[:, None]
-        keep = torch.zeros_like(tokens.mask).scatter_(1, order, wanted)
-        return Selection(keep & tokens.mask)
+        return Selection(top_mask(score, tokens.mask, tokens.budget))
+
+
+def top_mask(score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    """bool `[S, N]`: the `count` (long `[S]`) highest scores of each row among `mask`; see `Selection.top`."""
+    score = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
+    # Two stable sorts instead of one: -inf is a legal score, so padding cannot be marked by a value.
+    order = score.argsort(dim=1, descending=True, stable=True)
+    order = order.gather(1, (~mask).gather(1, order).to(torch.uint8).argsort(dim=1, stable=True))
+    wanted = torch.arange(score.shape[1], device=score.device) < count[:, None]
+    return torch.zeros_like(mask).scatter_(1, order, wanted) & mask
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Method:
     @property
     def cut_layer(self) -> int:
         """The decoder layer at whose input the cut is made (0 for PRE_LLM)."""
-        return int(getattr(self, "layer", 0)) if self.site is Site.IN_LLM else 0
+        return int(getattr(self, "layer", 0)) if self.site in (Site.IN_LLM, Site.DECODE) else 0
 
     def score(self, tokens: VisualTokens) -> Tensor:
         """Return how good each visual token is, float `[S, N]`; higher is kept."""

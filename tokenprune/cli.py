@@ -250,6 +250,33 @@ def calibrate(
     console.print(f"written: {out} (calibrated on {found.images} pictures)", markup=False, soft_wrap=True)
 
 
+@app.command("fit-dyrate")
+def fit_dyrate(
+    out: Annotated[Path, typer.Option(help="The predictor file to write.")] = Path("predictor.safetensors"),
+    images: Annotated[Path | None, typer.Option(help="Folder of pictures; default: drawn scenes.")] = None,
+    question: Annotated[str, typer.Option(help="Asked about each picture of --images.")] = "Describe this picture.",
+    limit: Annotated[int, typer.Option(min=1, help="How many pictures.")] = 24,
+    keep: Annotated[float, typer.Option(help="Share that prefill keeps; use the same with dyrate.")] = 0.5,
+    layer: Annotated[int, typer.Option(help="As in dyrate.")] = 3,
+    grid: Annotated[int, typer.Option(min=1, help="As in dyrate.")] = 10,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 32,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Fit the predictor of `dyrate` to a model: how many visual tokens each step of an answer can do without."""
+    from tokenprune.bench.fitting import fit
+
+    subject = _load(model, device, threads, suffix="")
+    options = dict(keep=keep, layer=layer, grid=grid, max_new_tokens=max_new_tokens)
+    with _progress() as step:
+        seen = fit(subject, out, images, question, limit, step, options)
+    console = _console()
+    console.print(f"{sum(seen.labels)} decode steps; right on {seen.accuracy:.1%} of them; steps a rate:")
+    console.print(", ".join(f"{number / grid:g}: {count}" for number, count in enumerate(seen.labels)), markup=False)
+    console.print(f"written: {out}", markup=False, soft_wrap=True)
+
+
 def _keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
     try:
         keeps = tuple(int(part) if part.strip().isdigit() else float(part) for part in text.split(",") if part.strip())

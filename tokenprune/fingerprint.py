@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell one vision tower from another by its shape and its weights."""
+"""Tell whether what was fitted to one model is used with another: by its shapes and its weights."""
 
 from __future__ import annotations
 
@@ -45,3 +45,9 @@ def _digest(parameter: torch.Tensor) -> str:
     places = torch.linspace(0, len(flat) - 1, min(_SAMPLES, len(flat)), dtype=torch.float64).long()
     sample = flat[places.to(flat.device)].double().cpu().numpy().tobytes()
     return hashlib.sha256(f"{tuple(parameter.shape)}".encode() + sample).hexdigest()
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return dtype and digest of the `Fingerprint` of `module` as one string."""
+    made = Fingerprint.of(module)
+    return f"{made.dtype}:{made.digest}"

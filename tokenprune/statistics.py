@@ -14,12 +14,14 @@ from tokenprune.base import Site
 class Cut:
     """One cut, kept with `patch(..., record=True)`.
 
-    site:    the `Site` ("IN_ENCODER", "PRE_LLM" or "IN_LLM"). layer: the decoder layer at whose input it was made (0
-             for tokens that the encoder merged). method: its name.
+    site:    the `Site` ("IN_ENCODER", "PRE_LLM", "IN_LLM" or "DECODE"). layer: the decoder layer at whose input it was
+             made (0 for tokens that the encoder merged). method: its name.
     kept:    per batch row the sorted positions, in the caller's full-length sequence, that survive so far: text and
              visual tokens, padding left out.
     sources: None for dropping; for merging, per batch row a dict from each kept visual position to the positions merged
              into it.
+    step:    the decode step at which it was made, 0 in prefill. A cut of a later step at the same layer tells anew what
+             is left of the prompt.
     """
 
     site: Site
@@ -27,6 +29,7 @@ class Cut:
     method: str
     kept: list[list[int]]
     sources: list[dict[int, list[int]]] | None = None
+    step: int = 0
 
 
 @dataclass
@@ -41,11 +44,13 @@ class Stats:
     prefill_flops_ratio:     decoder prefill FLOPs against the unpatched model (closed form, accounting.py; no tower, no
     head).
     kv_bytes, kv_bytes_full: bytes of the keys and values of the prompt, as cached and as the unpatched model would
-    cache them.
+    cache them; with a method that acts while decoding, those after the last step, answer included.
     encoder_tokens_per_layer: tokens that entered each block of the vision tower, class tokens included, if a method
                               acts there; else empty.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
     cuts:                    one `Cut` per cut in order, with record=True; else empty.
+    decode_rates, decode_kept: for each decode step, for each batch row, the pruning rate in force and how many visual
+                             tokens are left, if a method acts while decoding; else empty.
     """
 
     visual_tokens_in: int = 0
@@ -58,6 +63,8 @@ class Stats:
     encoder_tokens_per_layer: list[int] = field(default_factory=list)
     overhead_ms: float = 0.0
     cuts: list[Cut] = field(default_factory=list)
+    decode_rates: list[list[float]] = field(default_factory=list)
+    decode_kept: list[list[int]] = field(default_factory=list)
 
     @property
     def visual_tokens_average(self) -> float:

@@ -107,7 +107,8 @@ def _title(results: Results) -> str:
 
 def _cost_notes(results: Results) -> list[str]:
     timing = next((row.timing for row in results.rows if row.timing), None)
-    inside = ", ".join(dict.fromkeys(row.method for row in results.rows if row.site == "IN_LLM")) or "none here"
+    sites = ("IN_LLM", "DECODE")
+    inside = ", ".join(dict.fromkeys(row.method for row in results.rows if row.site in sites)) or "none here"
     meaning = ", ".join(f"{mark} = not better than {name}" for name, mark in MARKS.items())
     notes = [
         "Visual tokens: of a picture as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean "

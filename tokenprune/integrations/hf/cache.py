@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from tokenprune.errors import UnsupportedSetupError
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.decode_state import DecodeState
 
 
 @dataclass
@@ -25,11 +29,13 @@ class Reduction:
 
     length: the logical length. slots: per group of layers (first layer, long `[B, n]` of logical positions, -1 = empty
     slot); groups are ordered, each reaching to the first layer of the next. ragged: whether any slot may be empty.
+    decode: what a method that acts while decoding remembers.
     """
 
     length: int
     slots: list[tuple[int, Tensor]]
     ragged: bool
+    decode: DecodeState | None = None
 
     def of_layer(self, layer: int) -> Tensor:
         """long `[B, n]`: the slots of the group that `layer` belongs to."""
@@ -37,6 +43,11 @@ class Reduction:
 
     def map(self, change) -> None:
         self.slots = [(first, change(slots)) for first, slots in self.slots]
+
+    def map_rows(self, change) -> None:
+        self.map(change)
+        if self.decode is not None:
+            self.decode.map(change)
 
 
 class _ReducedMixin:
@@ -53,21 +64,28 @@ class _ReducedMixin:
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.tokenprune_reduction.length + query_length, 0
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        decode = self.tokenprune_reduction.decode
+        return (keys, values) if decode is None else decode.seen(keys, values)
+
     def reset(self) -> None:
         super().reset()
         restore(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self.tokenprune_reduction.map(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
+        self.tokenprune_reduction.map_rows(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self.tokenprune_reduction.map(lambda slots: slots.repeat_interleave(repeats, dim=0))
+        self.tokenprune_reduction.map_rows(lambda slots: slots.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.tokenprune_reduction.map(lambda slots: slots[indices])
+        self.tokenprune_reduction.map_rows(lambda slots: slots[indices.to(slots.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
         reduction = self.tokenprune_reduction
@@ -87,6 +105,8 @@ class _ReducedMixin:
         super().crop(-remove)
         reduction.length = length
         reduction.map(lambda slots: slots[:, :-remove])
+        if reduction.decode is not None:
+            reduction.decode.crop(length)
 
 
 @functools.cache

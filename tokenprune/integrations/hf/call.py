@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.unmerging import Unmerged
 from tokenprune.tokens import Segments, require
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.decode_state import DecodeState
 
 
 @dataclass
@@ -49,6 +52,9 @@ class Call:
     observation: Observation | None = None
     report: Report | None = None
     cuts: set[int] = field(default_factory=set)
+    decode: DecodeState | None = None  # of the cache as it came
+    started: DecodeState | None = None  # of this call's cut
+    decides_at: int | None = None
     merged: Selection | None = None  # what is left of the visual tokens after a merge in the encoder
     unmerged: Unmerged | None = None  # such tokens that stay one for the decoder's weights alone
     text: list[int] = field(default_factory=list)
@@ -140,11 +146,16 @@ class Call:
         columns = self.columns_of(layer)
         key = ("mask", self.group, id(mask), columns.shape[1])
         if key not in self.memo:
+            view = None
+            if self.decode is not None and layer >= self.decode.layer:
+                columns, view = self.decode.arrange(columns)
             if mask is None:
                 made = masks.causal_mask(columns >= 0, self.layout.width, attention, dtype)
             else:
                 made = masks.gather_mask(mask, self.rows(), self.arrival_columns(columns))
-            self.memo[key] = (mask, made)
+            self.memo[key] = (mask, made, view)
+        if self.decode is not None:
+            self.decode.view = self.memo[key][2]
         return self.memo[key][1]
 
 
@@ -176,7 +187,7 @@ class Sources:
         seen = self.observation(f"{kind}_attention" if kind == "last_row" else "received_attention")
         width = self.call.layout.width
         if kind == "last_row":
-            return seen.rows(self._last_slot())[:, :, 0, -width:]
+            return seen.rows(self.last_slot())[:, :, 0, -width:]
         padding = self._padding()
         valid = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
         if padding is not None:
@@ -202,7 +213,7 @@ class Sources:
         padding = self.call.padding(self.call.layout.length)
         return None if padding is None else padding.to(self.hidden.device)
 
-    def _last_slot(self) -> Tensor:
+    def last_slot(self) -> Tensor:
         """long `[B, 1]`: the slot of each row's last token that is not padding."""
         layout, padding = self.call.layout, self._padding()
         if padding is None:

@@ -24,7 +24,7 @@ from tokenprune.base import Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf import cache as caches
-from tokenprune.integrations.hf import masks
+from tokenprune.integrations.hf import decoding, masks
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.cutting import Step, apply, cut, resolve_budgets
@@ -60,7 +60,7 @@ class Engine(Attachable):
     def _check(self, steps: list[Step]) -> None:
         layers = self.shape.layers
         for step in steps:
-            if step.method.site is Site.IN_LLM and not 1 <= step.layer < layers:
+            if step.method.site is not Site.PRE_LLM and not 1 <= step.layer < layers:
                 raise OptionError(
                     f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
                     f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
@@ -69,6 +69,9 @@ class Engine(Attachable):
                 raise OptionError(
                     f"{step.method.name}: a PRE_LLM method cannot need {sorted(step.method.needs)}: no layer ran yet"
                 )
+        decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
+        for method in decoding_methods:
+            decoding.check(method, self.decoder, len(decoding_methods) - 1)
         if len({step.budget.per for step in steps}) > 1:
             raise OptionError("composed methods must share their Budget's per=")
 
@@ -153,6 +156,8 @@ class Engine(Attachable):
         call.reduction = caches.reduction_of(call.cache)
         call.past = int(call.cache.get_seq_length()) if call.cache is not None else 0
         batch, length = embeds.shape[:2]
+        if call.reduction is not None and (decode := call.reduction.decode) is not None:
+            call.decode, decode.view = decode, None
         if call.past == 0:
             self.stats = Stats()
         if call.outputs and length > 1:
@@ -180,6 +185,12 @@ class Engine(Attachable):
 
         call.active = True
         call.ragged = call.reduction is not None and call.reduction.ragged
+        if call.decode is not None:
+            call.ragged = call.ragged or call.decode.hides
+            step = self.steps.get(call.decode.layer)
+            # Another patch than the one that made the cache leaves it as it is.
+            if length == 1 and step is not None and step.method == call.decode.method:
+                call.decides_at = step.layer
         call.layout = call.arrival = Layout.full(batch, length, embeds.device)
         if cutting:
             self._check_setup(kwargs, batch, length)
@@ -198,6 +209,9 @@ class Engine(Attachable):
         cache = kwargs.get("past_key_values")
         if isinstance(cache, Cache):
             caches.check(cache)
+        for step in self.steps.values():
+            if step.method.site is Site.DECODE:
+                decoding.check_setup(step.method, self.adapter.text_config, batch)
         if self.decoder.training and getattr(self.decoder, "gradient_checkpointing", False) and any(self.steps):
             raise UnsupportedSetupError(
                 "gradient checkpointing runs decoder layers a second time, without the state of the cut between them; "
@@ -271,10 +285,13 @@ class Engine(Attachable):
             return None
         if call.active and call.cache is not None:
             length = call.past + call.layout.length
-            caches.attach(call.cache, caches.Reduction(length, call.columns, call.ragged))
+            decode = call.started or call.decode
+            caches.attach(call.cache, caches.Reduction(length, call.columns, call.ragged, decode))
         if call.report is not None:
             # One assignment: other threads may run the same model.
             self.stats = call.report.finish(call.cache or getattr(output, "past_key_values", None), call.past)
+        elif call.decode is not None:
+            self.stats = decoding.finish(call)
         if call.unmerged is not None:
             whole = call.unmerged.expand
         elif not call.active or (call.layout.width == call.layout.length and call.layout.valid is None):
@@ -294,6 +311,8 @@ class Engine(Attachable):
         call = self._call()
         if call is None or not call.active:
             return None
+        if index and index == call.decides_at:
+            self._decide(call)
         if index and call.starts_group(index):
             if index in call.cuts:
                 args, kwargs = self._cut_layer(call, index, args, kwargs)
@@ -313,9 +332,19 @@ class Engine(Attachable):
         """IN_LLM: cut the hidden states that arrive at a layer."""
         start = time.perf_counter()
         hidden = args[0] if args else kwargs["hidden_states"]
-        hidden = cut(call, self.steps[index], hidden, self.adapter)
+        step = self.steps[index]
+        if step.method.site is Site.DECODE:
+            hidden = decoding.cut(call, step, hidden, self.adapter, self.record)
+        else:
+            hidden = cut(call, step, hidden, self.adapter)
         call.report.add_time(time.perf_counter() - start)
         return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+    def _decide(self, call: Call) -> None:
+        """DECODE: drop more visual tokens before the layers from here on run."""
+        start = time.perf_counter()
+        decoding.decide(call)
+        call.decode.stats.overhead_ms += 1000 * (time.perf_counter() - start)
 
     def _layer_mask(self, call: Call, index: int, mask: Any, dtype: torch.dtype) -> Any:
         if call.layout is call.arrival and call.reduction is None:
@@ -332,7 +361,7 @@ class Engine(Attachable):
 
     def _observe(self, layer: int, observation: Any) -> None:
         call = self._call()
-        if call is not None and call.active and layer in call.cuts:
+        if call is not None and call.active and (layer in call.cuts or layer == call.decides_at):
             call.observation = observation
 
 

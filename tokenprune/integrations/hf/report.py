@@ -64,19 +64,23 @@ class Report:
         attended = self.length if self.whole_attention else None
         flops = [self.shape.prefill_flops(list(row), attended) for row in rows]
         stats.prefill_flops_ratio = sum(flops) / (len(flops) * self.shape.prefill_flops([self.length] * layers))
-        self._count_bytes(cache, past + self.length)
+        stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, past + self.length)
         return stats
 
-    def _count_bytes(self, cache: Any, full: int) -> None:
-        """Bytes from the cache itself: closed forms would hide a cut that frees nothing."""
-        for layer in getattr(cache, "layers", []):
-            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-            if keys is None or not keys.numel():
-                continue
-            held = keys.numel() * keys.element_size() + values.numel() * values.element_size()
-            window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
-            self.stats.kv_bytes += held
-            self.stats.kv_bytes_full += held // keys.shape[-2] * (min(full, window - 1) if window else full)
+
+def count_bytes(cache: Any, full: int) -> tuple[int, int]:
+    """Return the bytes that the cache itself holds, closed forms would hide a cut that frees nothing; and what it would
+    hold of `full` tokens."""
+    total, total_full = 0, 0
+    for layer in getattr(cache, "layers", []):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or not keys.numel():
+            continue
+        held = keys.numel() * keys.element_size() + values.numel() * values.element_size()
+        window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+        total += held
+        total_full += held // keys.shape[-2] * (min(full, window - 1) if window else full)
+    return total, total_full
 
 
 def _cut_record(call: Call, layout: Layout, step: Any, selection: Selection, before: Segments) -> Cut:

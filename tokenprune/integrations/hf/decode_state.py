@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cache remembers while visual tokens are removed from it step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import top_mask
+from tokenprune.decode import DecodeMethod, TokenType
+from tokenprune.statistics import Cut, Stats
+
+
+@dataclass
+class DecodeState:
+    """Lives on a cache, beside its `Reduction`. B rows, N visual tokens in the row with most.
+
+    stats: those of the prefill, which the steps go on. record: whether every cut is noted there.
+    types: long `[B, prompt]`, the `TokenType` of each position of the prompt. real: bool, what of it is no padding.
+    position: long `[B, N]`, logical position of each visual token, -1 = none. available: bool `[B, N]`, those whose
+    keys and values the layers from the cut on hold; kept: those that they attend to.
+    visual, start, count: long `[B]`, visual tokens of each row, kept by prefill, kept now; on the host, like
+    rate: float64 `[B]`, the rate in force.
+    masses: float32 `[B, 1 + T, H, 4]`, see `DecodeMethod.next_rate`; times: the logical position of each of T steps.
+    view: long `[B, K]`, the keys that the next layer is to see (mode "index"), None = all.
+    """
+
+    method: DecodeMethod
+    stats: Stats
+    record: bool
+    types: Tensor
+    real: Tensor
+    position: Tensor
+    available: Tensor
+    kept: Tensor
+    visual: Tensor
+    start: Tensor
+    count: Tensor
+    rate: Tensor
+    masses: Tensor
+    times: list[int]
+    view: Tensor | None = None
+
+    @property
+    def layer(self) -> int:
+        return self.method.layer
+
+    @property
+    def prompt(self) -> int:
+        return self.types.shape[1]
+
+    @property
+    def hides(self) -> bool:
+        """Whether the cache holds tokens that its layers must not see."""
+        return self.method.mode != "evict" and bool((self.count < self.start).any())
+
+    # -- following the cache
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a change of the cache's rows."""
+        for item in dataclasses.fields(self):
+            if isinstance(value := getattr(self, item.name), Tensor):
+                setattr(self, item.name, change(value))
+
+    def crop(self, length: int) -> None:
+        """Forget the steps of tokens that were taken back; what these steps dropped stays dropped."""
+        self.times = [time for time in self.times if time < length]
+        self.masses = self.masses[:, : 1 + len(self.times)]
+
+    def seen(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values `[B, H, K, D]` that the next layer is to see."""
+        if self.view is None:
+            return keys, values
+        return gather_keys(keys, self.view), gather_keys(values, self.view)
+
+    def arrange(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logical positions `[B, K]` of the keys that a layer from the cut on is to see out of `columns`, -1
+        = hidden, and which of these keys they are (None: all)."""
+        if not self.hides:
+            return columns, None
+        stays = (columns >= 0) & ~self.gone(columns)
+        if self.method.mode == "mask":
+            return columns.masked_fill(~stays, -1), None
+        view, stays = to_the_right(stays)
+        return columns.gather(1, view).masked_fill(~stays, -1), view
+
+    def gone(self, columns: Tensor) -> Tensor:
+        """bool like `columns` (logical positions): those of visual tokens that are available but not kept."""
+        gone = self.available & ~self.kept
+        # What is not gone is written to a scratch entry at the end.
+        flags = gone.new_zeros(gone.shape[0], self.prompt + 1)
+        flags.scatter_(1, torch.where(gone, self.position, self.prompt), True)[:, -1] = False
+        return flags.to(columns.device).gather(1, columns.clamp(0, self.prompt))
+
+    # -- a step
+
+    def decide(self, row: Tensor, time: int) -> bool:
+        """Take in a decode step; returns whether tokens are dropped (or return) by it.
+
+        row: float32 `[B, H, time + 1]`, attention of the token at the logical position `time`.
+        """
+        self.masses = torch.cat([self.masses, sum_by_type(row, self.types)[:, None].to(self.masses.device)], dim=1)
+        self.times.append(time)
+        changed = self.method.decides(len(self.times)) and self._choose(row)
+        self.stats.decode_rates.append(self.rate.tolist())
+        self.stats.decode_kept.append(self.count.tolist())
+        if changed and self.record:
+            step, kept = time - self.prompt + 1, self._kept_positions()
+            self.stats.cuts.append(Cut(self.method.site, self.layer, self.method.name, kept, step=step))
+        return changed
+
+    def _choose(self, row: Tensor) -> bool:
+        method, prunable = self.method, self.start < self.visual
+        share = self.start.double() / self.visual.clamp(min=1)
+        rate = method.next_rate(self.masses, share.to(self.masses.device)).double().cpu().clamp(0, method.max_rate)
+        if method.batch_policy == "shared" and bool(prunable.any()):
+            rate = rate.masked_fill(~prunable, 0).max().expand_as(rate)
+        if method.monotone:
+            rate = torch.maximum(rate, self.rate)
+        self.rate = torch.where(prunable, rate, 0.0)
+        count = ((1 - self.rate) * self.visual - 1e-6).ceil().long()
+        count = torch.maximum(count, torch.tensor([method.fewest(number) for number in self.visual.tolist()]))
+        count = torch.where(prunable, torch.minimum(count, self.start), self.start)
+        if method.monotone:
+            count = torch.minimum(count, self.count)
+        if method.monotone and torch.equal(count, self.count):
+            return False
+        index = self.position.clamp(min=0)[:, None].expand(-1, row.shape[1], -1)
+        score = row.to(index.device).gather(2, index).mean(1)
+        pool = self.kept if method.monotone else self.available
+        self.kept, before = top_mask(score, pool, count.to(score.device)), self.kept
+        self.count = count
+        return method.monotone or not torch.equal(self.kept, before)
+
+    def _kept_positions(self) -> list[list[int]]:
+        alive = self.real & (self.types != TokenType.IMG)
+        alive = torch.cat([alive, alive.new_zeros(alive.shape[0], 1)], dim=1)
+        alive.scatter_(1, torch.where(self.kept, self.position, self.prompt), True)
+        return [row[:-1].nonzero().flatten().tolist() for row in alive]
+
+
+def sum_by_type(row: Tensor, types: Tensor) -> Tensor:
+    """float32 `[B, H, 4]`: a row of attention `[B, H, L]` summed over the types of its tokens; behind the prompt all is
+    answer."""
+    types = torch.nn.functional.pad(types.to(row.device), (0, row.shape[2] - types.shape[1]), value=int(TokenType.RES))
+    masses = row.new_zeros(*row.shape[:2], len(TokenType))
+    return masses.scatter_add_(2, types[:, None].expand_as(row), row)
+
+
+def to_the_right(stays: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slots (long `[B, K']`) that bring those that stay to the right end, K' the most of a row, and which of
+    them do stay."""
+    width = int(stays.sum(1).max())
+    view = stays.to(torch.uint8).argsort(dim=1, stable=True)[:, stays.shape[1] - width :]
+    return view, stays.gather(1, view)
+
+
+def gather_keys(states: Tensor, view: Tensor) -> Tensor:
+    """`[B, H, K, D]` -> `[B, H, K', D]`, in memory of its own."""
+    index = view.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return states.gather(2, index)

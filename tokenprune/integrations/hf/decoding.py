@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remove visual tokens while the answer is written: the site DECODE.
+
+What is needed for that lives on the cache, beside its `Reduction`, and follows it when rows are repeated, reordered or
+selected. It is made by the cut in prefill. A later call with one new token observes the layer before the cut, decides,
+and applies the decision to the layers from there on: `evict` takes keys and values out of the cache, `mask` hides them,
+`index` keeps them and hands the attention a gathered view. Calls with several tokens (a user's next turn, drafts that
+are not accepted yet) decide nothing: what was kept before stays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from tokenprune.decode import DecodeMethod, TokenType
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.hf import cutting
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.decode_state import DecodeState, gather_keys, sum_by_type, to_the_right
+from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.hf.report import count_bytes
+from tokenprune.statistics import Stats
+from tokenprune.tokens import Segments, require
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.cache import Reduction
+    from tokenprune.integrations.hf.call import Call
+
+
+# -- what the engine calls
+
+
+def check(method: Any, decoder: Any, others: int) -> None:
+    """Raise OptionError if `method` cannot act while decoding in this model. others: methods of that site beside it."""
+    if not isinstance(method, DecodeMethod):
+        raise OptionError(f"{method.name}: a method at the site DECODE must derive from tokenprune.decode.DecodeMethod")
+    if others:
+        raise OptionError(f"{method.name}: only one of the composed methods can act while decoding")
+    method.check_model(decoder)
+
+
+def check_setup(method: DecodeMethod, config: Any, batch: int) -> None:
+    """Raise UnsupportedSetupError where rows of different lengths could not be told apart in a sliding window."""
+    kinds = (getattr(config, "layer_types", None) or ())[method.layer :]
+    sliding = any("sliding" in kind for kind in kinds) or (
+        not kinds and getattr(config, "sliding_window", None) is not None
+    )
+    if method.mode == "evict" and sliding and batch > 1 and "flash" in config._attn_implementation:
+        raise UnsupportedSetupError(
+            f"{method.name}: mode='evict' with several rows, sliding-window layers and flash attention at once: flash "
+            "kernels cannot leave out single slots of a window; use mode='mask', one row at a time, or sdpa"
+        )
+
+
+def cut(call: Call, step: cutting.Step, hidden: Tensor, adapter: Adapter, record: bool) -> Tensor:
+    """Make the cut of the prefill, and note in `call.started` what the decode steps will need."""
+    layout, before = call.layout.to(hidden.device), call.segments.to(hidden.device)
+    query = cutting.Sources(call, hidden, adapter).last_slot()
+    row = _row(call, query, call.past + layout.length)
+    hidden = cutting.cut(call, step, hidden, adapter)
+    call.started = _begin(call, step.method, row, before, record)
+    return hidden
+
+
+def decide(call: Call) -> None:
+    """Decide at the input of the cut's layer."""
+    state = call.decode
+    row = _row(call, torch.zeros_like(call.layout.index), call.past + 1)  # the one token of the call
+    call.observation = None
+    changed = state.decide(row, call.past)
+    if changed and state.method.mode == "evict":
+        _evict(call.cache, call.reduction, state)
+        call.ragged = call.ragged or call.reduction.ragged
+    call.ragged = call.ragged or state.hides
+
+
+def finish(call: Call) -> Stats:
+    """Return the statistics after a call that went on from an earlier prefill."""
+    stats = call.decode.stats
+    stats.kv_bytes, stats.kv_bytes_full = count_bytes(call.cache, call.past + call.layout.length)
+    return stats
+
+
+# -- the parts
+
+
+def _row(call: Call, query: Tensor, length: int) -> Tensor:
+    """float32 `[B, H, length]`: attention of one token (slot `query`, `[B, 1]`) over logical positions, in the layer
+    before the current one."""
+    seen: Observation = require(call.observation, "last_row_attention")
+    with torch.no_grad():
+        row = seen.rows(query.to(seen.query.device))[:, :, 0]
+    columns = call.columns[-1][1].to(row.device)[:, -row.shape[2] :]  # a sliding layer sees the last ones
+    target = torch.where(columns < 0, length, columns)[:, None].expand_as(row)
+    return row.new_zeros(*row.shape[:2], length + 1).scatter_add_(2, target, row)[..., :length]
+
+
+def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, record: bool) -> DecodeState:
+    """Return the state after the prefill's cut. before: the visual tokens that reached it."""
+    visual = torch.stack([mask.to(before.mask.device) for mask in call.visual.values()]).any(0)
+    position, kept = _places(before, call.segments, visual)
+    text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))
+    types = torch.where(visual, int(TokenType.IMG), text)
+    available, previous = kept, call.decode
+    if call.past:
+        # All that came before belongs to the prompt now; pictures of earlier turns compete with the new ones.
+        earlier = types.new_full((len(types), call.past), int(TokenType.SYS))
+        if previous is not None:
+            earlier[:, previous.prompt :] = TokenType.INS
+            earlier[:, : previous.prompt] = previous.types
+            seen = (earlier == TokenType.IMG).any(1, keepdim=True)
+            types = types.masked_fill(seen & (types == TokenType.SYS), int(TokenType.INS))
+        types = torch.cat([earlier, types], dim=1)
+        position = torch.where(position < 0, -1, position + call.past)
+    if previous is not None:
+        position = torch.cat([previous.position, position], dim=1)
+        available = torch.cat([previous.available, kept], dim=1)
+        kept = torch.cat([previous.kept, kept], dim=1)
+    real = torch.ones_like(types, dtype=torch.bool)
+    if (padding := call.padding(types.shape[1])) is not None:
+        real[:, -padding.shape[1] :] = ~padding.to(real.device)
+    number, count = (position >= 0).sum(1).cpu(), kept.sum(1).cpu()
+    return DecodeState(
+        method=method,
+        stats=call.report.stats,
+        record=record,
+        types=types,
+        real=real,
+        position=position,
+        available=available,
+        kept=kept,
+        visual=number,
+        start=available.sum(1).cpu(),
+        count=count,
+        rate=torch.where(number > 0, 1 - count.double() / number.clamp(min=1), 0.0),
+        masses=sum_by_type(row, types)[:, None],
+        times=[],
+    )
+
+
+def _places(before: Segments, after: Segments, visual: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions of each row's tokens before a cut (long `[B, N]`, -1 = none), and which of them are there
+    after it. visual: bool `[B, L]`."""
+    rows: list[list[Tensor]] = [[before.position.new_zeros(0)] for _ in visual]
+    for segment, row in enumerate(before.row):
+        rows[row].append(before.position[segment, : before.counts[segment]])
+    position = torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in rows], True, -1)
+    alive = torch.zeros_like(visual)
+    alive[after.row_index.expand_as(after.position)[after.mask], after.position[after.mask]] = True
+    return position, alive.gather(1, position.clamp(min=0)) & (position >= 0)
+
+
+def _evict(cache: Cache, reduction: Reduction, state: DecodeState) -> None:
+    """Take the keys and values of dropped tokens out of the layers from the cut on: memory is freed.
+
+    Rows that hold fewer tokens than the widest are filled on the left with empty slots.
+    """
+    ends = [*(first for first, _ in reduction.slots[1:]), len(cache.layers)]
+    for place, (first, slots) in enumerate(reduction.slots):
+        if first < state.layer:
+            continue
+        stays = (slots >= 0) & ~state.gone(slots)
+        views: dict[int, Tensor] = {}
+        for layer in cache.layers[first : ends[place]]:
+            held = layer.keys.shape[-2]
+            if held not in views:
+                # A sliding layer holds the last slots only. Where it has lost a slot that the new slots of a short row
+                # reach back to, it gets another one there: too old for the window, and masked by it.
+                views[held] = to_the_right(stays[:, stays.shape[1] - held :])[0]
+            layer.keys, layer.values = gather_keys(layer.keys, views[held]), gather_keys(layer.values, views[held])
+        view, valid = to_the_right(stays)
+        reduction.slots[place] = (first, slots.gather(1, view).masked_fill(~valid, -1))
+        reduction.ragged = reduction.ragged or not bool(valid.all())
+    state.available = state.kept

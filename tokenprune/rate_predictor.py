@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The linear classifier that turns attention masses into a pruning rate, and its file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tokenprune.errors import OptionError
+
+_KIND = "tokenprune dyrate predictor"
+
+
+@dataclass(frozen=True, eq=False)
+class RatePredictor:
+    """weight: float32 `[K, 4 H]`, bias: float32 `[K]`, over K rates 0, 1/K .. (K-1)/K and the masses of H heads.
+
+    layer: the decoder layer at whose input tokens are dropped. model: `fingerprint` of the decoder it was fitted to.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    layer: int
+    model: str
+
+    @property
+    def grid(self) -> int:
+        """K, the number of rates."""
+        return self.weight.shape[0]
+
+    def classes(self, masses: Tensor) -> Tensor:
+        """long `[B]`: the index of the rate for masses `[B, H, 4]`."""
+        weight, bias = self.weight.to(masses.device), self.bias.to(masses.device)
+        return (masses.float().flatten(1) @ weight.T + bias).argmax(dim=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the classifier to a safetensors file."""
+        told = {"kind": _KIND, "layer": str(self.layer), "model": self.model}
+        try:
+            save_file({"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}, str(path), told)
+        except (OSError, SafetensorError) as error:
+            raise OptionError(f"cannot write {path}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> RatePredictor:
+        """Read what `save` wrote; raises OptionError for any other file."""
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                told = file.metadata() or {}
+                if told.get("kind") != _KIND:
+                    raise OptionError(f"{path} holds no predictor of `tokenprune fit-dyrate`")
+                weight, bias = file.get_tensor("weight"), file.get_tensor("bias")
+            return cls(weight, bias, int(told["layer"]), told["model"])
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            if isinstance(error, OptionError):
+                raise
+            raise OptionError(f"cannot read a predictor from {path}: {error}") from error
