@@ -43,6 +43,8 @@ class Stats:
     cache them.
     encoder_tokens_per_layer: tokens that entered each block of the vision tower, class tokens included, if a method
                               acts there; else empty.
+    attention_blocks:        context blocks that prefill attention went in, over all rows, if a method acts there; else 0.
+    notes:                   what a method did not do for this prompt, and why.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
     cuts:                    one `Cut` per cut in order, with record=True; else empty.
     """
@@ -55,6 +57,8 @@ class Stats:
     kv_bytes: int = 0
     kv_bytes_full: int = 0
     encoder_tokens_per_layer: list[int] = field(default_factory=list)
+    attention_blocks: int = 0
+    notes: list[str] = field(default_factory=list)
     overhead_ms: float = 0.0
     cuts: list[Cut] = field(default_factory=list)
 

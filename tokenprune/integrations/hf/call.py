@@ -50,6 +50,8 @@ class Call:
     cuts: set[int] = field(default_factory=set)
     merged: Selection | None = None  # what is left of the visual tokens after a merge in the encoder
     text: list[int] = field(default_factory=list)
+    blocks: Any = None  # a BlockPlan, if this call's attention goes in blocks
+    notes: list[str] = field(default_factory=list)
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def padding(self, length: int) -> Tensor | None:

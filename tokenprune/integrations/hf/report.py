@@ -25,6 +25,8 @@ class Report:
         self.stats = Stats(visual_tokens_in=sum(segments.counts))
         # (first layer, visual tokens, tokens of each row) of each group of layers that see the same tokens.
         self.groups = [(0, sum(segments.counts), [length] * batch)]
+        # Of layers whose attention goes in blocks: pairs of query and key of each row.
+        self.pairs: dict[int, list[int]] = {}
 
     def add_time(self, seconds: float) -> None:
         self.stats.overhead_ms += 1000 * seconds
@@ -48,10 +50,15 @@ class Report:
         stats.visual_tokens_out = stats.visual_tokens_per_layer[-1]
         stats.keep_ratio = stats.visual_tokens_out / stats.visual_tokens_in
         rows = zip(*(widths for _, _, widths in per_layer), strict=True)
-        flops = [self.shape.prefill_flops(list(row)) for row in rows]
+        flops = [self.shape.prefill_flops(list(row), self._attention(index, row)) for index, row in enumerate(rows)]
         stats.prefill_flops_ratio = sum(flops) / (len(flops) * self.shape.prefill_flops([self.length] * layers))
         self._count_bytes(cache, past + self.length)
         return stats
+
+    def _attention(self, row: int, widths: tuple[int, ...]) -> list[float]:
+        """The share of causal attention's pairs that each layer computes for a row."""
+        full = [width * (width + 1) // 2 for width in widths]
+        return [self.pairs[layer][row] / all_ if layer in self.pairs else 1.0 for layer, all_ in enumerate(full)]
 
     def _count_bytes(self, cache: Any, full: int) -> None:
         """Bytes from the cache itself: closed forms would hide a cut that frees nothing."""
