@@ -27,16 +27,16 @@ class PEVLM(Method):
     min_frames: int >= 1; prompts with fewer frames of video keep full attention, and the stats say so. None: one and a
     half times a sink and a block.
     sink_mode: "text+frames", or "text" for a sink without frames.
-    position_mode: "sequential" keeps the positions of full attention; "reuse" starts every context block where the first
-    one starts (as APE and Star Attention do).
+    position_mode: "sequential" keeps the positions of full attention; "reuse" starts every context block where the
+    first one starts (as APE and Star Attention do).
     dense_layers: decoder layers, counted from 0, that keep full attention.
     only_single_video: prompts with more than one video or picture keep full attention.
     implementation: "blocks" (time and memory linear in the frames) or "mask" (one dense mask, for comparison).
 
     Source: Kang et al., "PEVLM: Parallel Encoding for Vision-Language Models". Its body could not be read: the rule is
     from the abstracts of v1-v3 [A], the four ICLR reviews [R], machine-written review summaries of v1 [M] and the
-    caption of figure 1 [C]. Sink of text and first frames [M, C], blocks cut at frames [M], sequential positions [M, R],
-    an end that attends to everything [A, M].
+    caption of figure 1 [C]. A sink of text and first frames [M, C], blocks cut at frames [M], sequential positions
+    [M, R], an end that attends to everything [A, M].
 
     Differs from the paper: a reconstruction, not a reproduction. Sizes of sink and block, `min_frames`, the last block,
     the block that text between frames joins (that of the frame it precedes) and prompts with several videos or pictures

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,17 +77,17 @@ class BlockAttention(Attachable):
         for other in others:
             if "received_attention" in other.reads:
                 raise OptionError(
-                    f"{other.name} ranks tokens by the attention they receive from all others, but with {name} those of "
-                    "one block never see another, nor the question; use a method that reads the last token's attention "
-                    "or none"
+                    f"{other.name} ranks tokens by the attention they receive from all others, but with {name} the "
+                    "tokens of a block never see another block, nor the question; use a method that reads the last "
+                    "token's attention, or none"
                 )
         if wrong := [layer for layer in method.dense_layers if layer >= layers]:
             raise OptionError(f"{name}: dense_layers={wrong} are out of range: this decoder has {layers} layers")
         self.layers = [layer for layer in range(layers) if layer not in method.dense_layers]
         if sliding := [layer for layer in self.layers if _is_sliding(adapter.text_config, layer)]:
             raise UnsupportedSetupError(
-                f"{name} cannot act in decoder layers with a sliding window, here {sliding}: keep them as they are with "
-                f"dense_layers={sliding}"
+                f"{name} cannot act in decoder layers with a sliding window, here {sliding}: keep them as they are "
+                f"with dense_layers={sliding}"
             )
         self.taps = [_BlockTap(adapter.attention_of(layer), partial(self._attend, layer)) for layer in self.layers]
 
@@ -115,7 +116,7 @@ class BlockAttention(Attachable):
             )
         call.blocks = BlockPlan(ids)
         if self.method.position_mode == "reuse":
-            kwargs["position_ids"] = reused_positions(kwargs.get("position_ids"), ids)
+            kwargs["position_ids"] = reused_positions(kwargs.get("position_ids"), ids, kwargs["inputs_embeds"].device)
         if not call.cuts and call.merged is None:
             self.take_mask(kwargs)
 
@@ -129,7 +130,7 @@ class BlockAttention(Attachable):
         """Return the block ids of a call's tokens; why there are none, in words; None for a step of decoding."""
         if call.past:
             return "the cache holds an earlier part of the conversation" if call.outputs and length > 1 else None
-        if not any(bool(mask.any()) for mask in call.visual.values()):
+        if call.segments is None:
             return "it holds no video"
         mask = call.arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
@@ -224,18 +225,18 @@ class _BlockTap(Tap):
 def _ids(starts: list[int], length: int) -> Tensor:
     """long `[length]`: block ids from what `Method.block_starts` returns; all of it sink without any."""
     ids = torch.full((length,), SINK)
-    for number, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for number, (start, end) in enumerate(pairwise(starts)):
         ids[start:end] = number + 1
     if starts:
         ids[starts[-1] :] = TAIL
     return ids
 
 
-def reused_positions(positions: Tensor | None, ids: Tensor) -> Tensor:
+def reused_positions(positions: Tensor | None, ids: Tensor, device: torch.device) -> Tensor:
     """Return positions (`[..., B or 1, L]`; None: counted) with which every context block starts where its row's first
     one does; sink and tail keep theirs. ids: long `[B, L]`."""
     if positions is None:
-        positions = torch.arange(ids.shape[1])[None]
+        positions = torch.arange(ids.shape[1], device=device)[None]
     moved = positions.expand(*positions.shape[:-2], *ids.shape).clone()
     # Qwen-VL hands over the plain positions of the text before those of the three axes; masks are made of them.
     axes = moved[1:] if moved.ndim == 3 and moved.shape[0] == 4 else moved

@@ -183,6 +183,7 @@ class Engine(Attachable):
                 call.report.stats.encoder_tokens_per_layer = self.encoder.counts(call)
             call.report.stats.notes = call.notes
         if not cutting and call.reduction is None:
+            call.report.add_time(time.perf_counter() - start)
             return None if call.blocks is None else (args, kwargs)
 
         call.active = True
@@ -322,7 +323,9 @@ class Engine(Attachable):
         return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
     def _layer_mask(self, call: Call, index: int, mask: Any, dtype: torch.dtype) -> Any:
-        if call.layout is call.arrival and call.reduction is None or call.blocks is not None and index in self.blocks:
+        if call.blocks is not None and index in self.blocks:
+            return None  # it knows itself who attends to whom
+        if call.layout is call.arrival and call.reduction is None:
             return mask  # the decoder made it for exactly these tokens
         return call.layer_mask(mask, index, self._attention(), dtype)
 
