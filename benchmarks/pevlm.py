@@ -68,7 +68,8 @@ def build() -> Qwen2VLForConditionalGeneration:
     torch.manual_seed(0)
     text = dict(
         vocab_size=1024, hidden_size=HEADS * WIDTH, intermediate_size=2 * HEADS * WIDTH, num_hidden_layers=2,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=2**14, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=2**14,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None,
         rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[8, 12, 12]),
     )  # fmt: skip
     vision = dict(depth=1, num_heads=2, embed_dim=32, hidden_size=HEADS * WIDTH, mlp_ratio=2, patch_size=4)
