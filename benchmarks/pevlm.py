@@ -15,10 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -126,8 +125,9 @@ def times(rounds: int, console: Console) -> dict[tuple[str, str, int], list[floa
     return seconds
 
 
-def rise(what: str, way: str, frames: int) -> int:
+def rise(what: str, way: str, frames: int, threads: int) -> int:
     """Bytes that this process's peak rises by in one run."""
+    torch.set_num_threads(threads)
     model = None if what == "attention" else build()
 
     def made(count: int) -> Callable[[], object]:
@@ -158,22 +158,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--point", help=argparse.SUPPRESS)  # one measurement of memory, in a process of its own
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if args.point:
-        what, way, frames = args.point.split(",")
-        print(rise(what, way, int(frames)))
-        return
-
     console = Console()
-    seconds = times(args.rounds, console)
-    command = [sys.executable, __file__, "--threads", str(args.threads), "--point"]
     points = [(what, way, frames) for what in ("attention", "prefill", "padded") for frames in FRAMES for way in WAYS]
     peaks = {}
     for point in track(points, description="memory", console=console):
-        asked = subprocess.run([*command, ",".join(map(str, point))], capture_output=True, text=True, check=True)
-        peaks[point] = int(asked.stdout)
+        # Forked before this process computed anything: nothing of torch's is shared but its code.
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            peaks[point] = pool.apply(rise, (*point, args.threads))
+    torch.set_num_threads(args.threads)
+    seconds = times(args.rounds, console)
     pairs = {frames: parts(frames).pairs for frames in FRAMES}
     full_pairs = {frames: (TEXT + frames * PER_FRAME) * (TEXT + frames * PER_FRAME + 1) // 2 for frames in FRAMES}
 

@@ -304,6 +304,26 @@ def test_last_row_attention_does_not_see_padding(family: Family, build) -> None:
         assert [position - before for position in of_row] == alone
 
 
+@pytest.mark.parametrize("other", [None, "random", "fastv"])
+@torch.no_grad()
+def test_no_mask_of_all_pairs(other: str | None, build) -> None:
+    """Padding, and rows that lose different numbers of tokens, make no layer get a dense mask."""
+    family, masks = FAMILIES["qwen2_5_vl"], []
+    model, inputs = build(family), family.make_inputs(**BATCHES["mixed"])
+    method = tokenprune.method("pevlm", **SMALL)
+    with tokenprune.patched(model, [method, *([other] if other else [])], keep=[1.0, *([0.4] if other else [])]):
+        handles = [
+            layer.self_attn.register_forward_pre_hook(
+                lambda m, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+            )
+            for layer in model.get_submodule(family.decoder).layers
+        ]
+        model(**inputs)
+        for handle in handles:
+            handle.remove()
+    assert masks == [None] * 4
+
+
 @pytest.mark.parametrize("first", ["observer", "computes"])
 @pytest.mark.parametrize("leaves_first", ["observer", "computes"])
 def test_two_at_one_module_in_any_order(first: str, leaves_first: str, build) -> None:
