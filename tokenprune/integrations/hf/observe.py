@@ -128,8 +128,8 @@ class Tap:
         self.module = module
         if not hasattr(self.config, "_attn_implementation"):
             raise UnsupportedModelError(
-                f"{type(module).__name__} does not look its attention function up in a config, so attention scores "
-                "cannot be read; use a method that needs none (`tokenprune methods` lists what each needs)"
+                f"{type(module).__name__} does not look its attention function up in a config, so its attention can be "
+                "neither read nor changed; use a method that needs none (`tokenprune methods` lists what each needs)"
             )
 
     @property
