@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How time and memory of a prefill grow with the frames of a video: attention in blocks (pevlm) beside full attention.
 
-    python benchmarks/pevlm.py --threads 2 --json benchmarks/results/pevlm.jsonl
+    python benchmarks/pevlm.py --json benchmarks/results/pevlm.jsonl
 
 32 visual tokens a frame and 64 text tokens, on a Qwen2-VL decoder with random weights; the video is encoded beforehand.
 "attention" is one layer's attention alone, "prefill" the model's forward, "padded" that of two rows of which one is
 padded on the left (memory alone: full attention then makes a mask of all pairs). Blocks are those of the defaults, with
-min_frames=1 so that the short videos too are read in blocks. Times: both ways in turn in one process, medians over the
-rounds. Memory: what the peak of a fresh process rises by. Exponents: straight lines through the logarithms.
+min_frames=1 so that the short videos too are read in blocks. Times: processor time of one thread, both ways in turn in
+one process, medians over the rounds. Memory: what the peak of a fresh process rises by. Exponents: straight lines
+through the logarithms.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def prefill(frames: int, way: str, model: Qwen2VLForConditionalGeneration, rows:
 
 
 def times(rounds: int, console: Console) -> dict[tuple[str, str, int], list[float]]:
-    """Seconds of each run; what is compared takes turns."""
+    """Processor seconds of each run, which a busy machine changes little; what is compared takes turns."""
     model = build()
     runs = {("attention", way, frames): attention(frames, way) for frames in FRAMES for way in WAYS}
     runs |= {("prefill", way, frames): prefill(frames, way, model) for frames in FRAMES for way in WAYS}
@@ -117,11 +118,11 @@ def times(rounds: int, console: Console) -> dict[tuple[str, str, int], list[floa
     for round_ in track(range(-1, rounds), description="times", console=console):
         for key, run in runs.items():
             getattr(run, "patched", lambda: None)()
-            start = time.perf_counter()
+            start = time.process_time()
             with torch.inference_mode():
                 run()
             if round_ >= 0:
-                seconds[key].append(time.perf_counter() - start)
+                seconds[key].append(time.process_time() - start)
     return seconds
 
 
@@ -156,7 +157,7 @@ def exponent(values: dict[int, float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console = Console()

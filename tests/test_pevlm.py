@@ -137,6 +137,29 @@ def test_rows_with_different_frames(families: str, build) -> None:
 
 
 @torch.no_grad()
+def test_rows_that_are_alike(build) -> None:
+    """Rows of the same lengths are computed together, and come back in their places."""
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(**BATCHES["left"])
+    twice = {key: value.repeat(2, *[1] * (value.ndim - 1)) for key, value in inputs.items()}
+    with tokenprune.patched(model, "pevlm", **SMALL):
+        close(model(**twice).logits, model(**inputs).logits.repeat(2, 1, 1))
+
+
+@pytest.mark.parametrize("batch", ["left", "mixed"])
+def test_beams(batch: str, family: Family, build) -> None:
+    model, inputs = build(family), family.make_inputs(**BATCHES[batch])
+    beams = dict(max_new_tokens=3, num_beams=3, return_dict_in_generate=True, output_scores=True)
+    with tokenprune.patched(model, "pevlm", **SMALL):
+        got = model.generate(**inputs, **beams)
+        assert tokenprune.stats(model).attention_blocks == 3 * 3 * (2 if batch == "left" else 1)
+    with blocked(family, model, block_ids(inputs).repeat_interleave(3, 0)):
+        want = model.generate(**inputs, **beams)
+    assert torch.equal(got.sequences, want.sequences)
+    close(got.sequences_scores, want.sequences_scores)
+
+
+@torch.no_grad()
 def test_one_block_and_a_large_sink_are_full_attention(family: Family, build) -> None:
     model, inputs = build(family), family.make_inputs(video=13, images=(0,))
     full = model(**inputs).logits
@@ -308,7 +331,7 @@ def test_last_row_attention_does_not_see_padding(family: Family, build) -> None:
 @torch.no_grad()
 def test_no_mask_of_all_pairs(other: str | None, build) -> None:
     """Padding, and rows that lose different numbers of tokens, make no layer get a dense mask."""
-    family, masks = FAMILIES["qwen2_5_vl"], []
+    family, masks, padding = FAMILIES["qwen2_5_vl"], [], []
     model, inputs = build(family), family.make_inputs(**BATCHES["mixed"])
     method = tokenprune.method("pevlm", **SMALL)
     with tokenprune.patched(model, [method, *([other] if other else [])], keep=[1.0, *([0.4] if other else [])]):
@@ -318,10 +341,15 @@ def test_no_mask_of_all_pairs(other: str | None, build) -> None:
             )
             for layer in model.get_submodule(family.decoder).layers
         ]
+        handles.append(
+            model.get_submodule(family.decoder).register_forward_pre_hook(
+                lambda m, args, kwargs: padding.append(kwargs["attention_mask"]), with_kwargs=True
+            )
+        )
         model(**inputs)
         for handle in handles:
             handle.remove()
-    assert masks == [None] * 4
+    assert masks == [None] * 4 and padding[0].all()
 
 
 @pytest.mark.parametrize("first", ["observer", "computes"])
@@ -381,9 +409,9 @@ def test_what_keeps_full_attention(build) -> None:
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
     own = {**inputs, "attention_mask": causal, "position_ids": torch.arange(length).expand(3, 1, -1)}
     assert "caller's own" in note(own, None)
-    gap = {**inputs, "attention_mask": inputs["attention_mask"].clone()}
-    gap["attention_mask"][:, 2] = 0
-    assert "has gaps" in note(gap, None)
+    batch = family.make_inputs(video=13, images=(0, 1), padding=None)
+    batch["attention_mask"][1, 2] = 0  # in the row without a video
+    assert "has gaps" in note(batch, model(**batch).logits)
     ends = dict(family.make_inputs(video=13, images=(0,)))
     last = int((ends["input_ids"] == VIDEO).nonzero()[-1, 1]) + 1
     for key in ("input_ids", "attention_mask", "mm_token_type_ids"):
@@ -424,9 +452,12 @@ def test_other_back_ends_and_caches(family: Family, build) -> None:
     inputs = family.make_inputs(**BATCHES["left"])
     with tokenprune.patched(build(family), "pevlm", **SMALL):
         want = build(family)(**inputs).logits[real_of(inputs)]
-        static = StaticCache(config=build(family).config.get_text_config(), max_cache_len=300)
-        close(build(family)(**inputs, past_key_values=static).logits[real_of(inputs)], want)
         close(build(family)(**inputs, use_cache=False).logits[real_of(inputs)], want)
+    for implementation in ("mask", "blocks"):
+        static = StaticCache(config=build(family).config.get_text_config(), max_cache_len=300)
+        with tokenprune.patched(build(family), "pevlm", **SMALL, implementation=implementation):
+            close(build(family)(**inputs, past_key_values=static).logits[real_of(inputs)], want)
+            assert tokenprune.stats(build(family)).attention_blocks == 6
     for attention in ("eager", "flash_stand_in"):
         model = build(family, attention)
         with tokenprune.patched(model, "pevlm", **SMALL):
@@ -501,6 +532,7 @@ def test_what_is_refused(build) -> None:
     everyone = [tokenprune.method("fastv", query="all"), "pevlm"]
     refused(model, everyone, OptionError, "never see", keep=[0.5, 1.0])
     refused(model, "pevlm", OptionError, r"dense_layers=\[4\]", dense_layers=[0, 4])
+    refused(model, "pevlm", OptionError, "names all layers", dense_layers=[0, 1, 2, 3])
     refused(model, ["pevlm", "pevlm"], OptionError, "same place")
     for name, family in FAMILIES.items():
         if not family.video:

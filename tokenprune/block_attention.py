@@ -8,6 +8,7 @@ to everything. The parts of a row stand in this order, without gaps; padding is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -54,8 +55,8 @@ def attend_in_blocks(
 ) -> Tensor:
     """Return the output of rows that have the same parts, `[B, H, L, Dv]`, zeros at padding.
 
-    query: `[B, H, L, D]`; key: `[B, Hkv, L, D]`; value: `[B, Hkv, L, Dv]`. Each block is a call of its own: nothing
-    larger than sink and block, or a number of queries by all keys, is ever made.
+    query: `[B, H, L, D]`; key: `[B, Hkv, L, D]`; value: `[B, Hkv, L, Dv]`. Neighbouring blocks of one size are a batch,
+    each with a copy of the sink; no mask is larger than a number of queries by all keys.
     """
     width = value.shape[-1]
     pieces = [query.new_zeros(*query.shape[:2], parts.before, width)]
@@ -63,16 +64,26 @@ def attend_in_blocks(
     sink = slice(start, start + parts.sink)
     pieces += _causal_attention(query[:, :, sink], key[:, :, sink], value[:, :, sink], scale, dropout)
     start += parts.sink
-    for size in parts.blocks:
-        own = slice(start, start + size)
-        # Sink and first block stand side by side; of the others each takes a copy of the sink.
-        keys, values = (torch.cat([x[:, :, sink], x[:, :, own]], 2) for x in (key, value))
-        pieces += _causal_attention(query[:, :, own], keys, values, scale, dropout)
-        start += size
+    for size, run in groupby(parts.blocks):
+        count = len(list(run))
+        own = slice(start, start + count * size)
+        queries, keys, values = (_split(x[:, :, own], count) for x in (query, key, value))
+        keys, values = (
+            torch.cat([x[:, :, sink].repeat_interleave(count, 0), blocks], 2)
+            for x, blocks in ((key, keys), (value, values))
+        )
+        output = torch.cat(_causal_attention(queries, keys, values, scale, dropout), 2)
+        pieces.append(output.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3))
+        start += count * size
     tail, whole = slice(start, start + parts.tail), slice(parts.before, start + parts.tail)
     pieces += _causal_attention(query[:, :, tail], key[:, :, whole], value[:, :, whole], scale, dropout)
     pieces.append(query.new_zeros(*query.shape[:2], parts.after, width))
     return torch.cat(pieces, 2)
+
+
+def _split(x: Tensor, count: int) -> Tensor:
+    """`[B, H, count * N, D]` -> `[B * count, H, N, D]`."""
+    return x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -84,6 +84,8 @@ class BlockAttention(Attachable):
         if wrong := [layer for layer in method.dense_layers if layer >= layers]:
             raise OptionError(f"{name}: dense_layers={wrong} are out of range: this decoder has {layers} layers")
         self.layers = [layer for layer in range(layers) if layer not in method.dense_layers]
+        if not self.layers:
+            raise OptionError(f"{name}: dense_layers names all layers, so nothing would be done; leave some out")
         if sliding := [layer for layer in self.layers if _is_sliding(adapter.text_config, layer)]:
             raise UnsupportedSetupError(
                 f"{name} cannot act in decoder layers with a sliding window, here {sliding}: keep them as they are "
@@ -117,8 +119,7 @@ class BlockAttention(Attachable):
         call.blocks = BlockPlan(ids)
         if self.method.position_mode == "reuse":
             kwargs["position_ids"] = reused_positions(kwargs.get("position_ids"), ids, kwargs["inputs_embeds"].device)
-        if not call.cuts and call.merged is None:
-            self.take_mask(kwargs)
+        self.take_mask(kwargs)
 
     def take_mask(self, kwargs: dict[str, Any]) -> None:
         """Keep the decoder from making a dense mask that no layer reads."""
@@ -136,16 +137,15 @@ class BlockAttention(Attachable):
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return "the attention mask is one of the caller's own, of more than two axes"
         real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask[:, -length:].bool().cpu()
+        places = [row.nonzero().flatten().tolist() for row in real]
+        if any(of_row and of_row[-1] - of_row[0] + 1 != len(of_row) for of_row in places):
+            return "the attention mask has gaps"
 
         rows, reasons = [], []
         for row, visuals in enumerate(self._visuals(call, batch)):
-            places = real[row].nonzero().flatten().tolist()
-            if isinstance(visuals, str):
-                starts = visuals
-            elif not places or places[-1] - places[0] + 1 != len(places):
-                starts = "its attention mask has gaps"
-            else:
-                starts = self.method.block_starts(visuals, places[-1] + 1)
+            starts = visuals
+            if isinstance(visuals, list):
+                starts = self.method.block_starts(visuals, places[row][-1] + 1 if places[row] else 0)
             reasons += [starts] if isinstance(starts, str) else []
             rows.append(_ids([] if isinstance(starts, str) else starts, length).masked_fill(~real[row], PADDING))
         if len(reasons) == batch:
@@ -158,17 +158,16 @@ class BlockAttention(Attachable):
         """Return the videos and pictures of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.features_per_picture else {}
         segments = find_segments(call.visual, outputs, "image")
-        frames = getattr(call.outputs.get("video"), "tokenprune_frames", None)
-        videos = iter(frames or ())
-        known = frames is not None and len(frames) == segments.modality.count("video")
+        encoded = getattr(call.outputs.get("video"), "tokenprune_frames", None)
+        videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
+        frames = [iter(of_row) for of_row in _frames_of_rows(encoded or [], videos, batch)]
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         for row, modality, count, position in zip(
             segments.row, segments.modality, segments.counts, segments.position.tolist(), strict=True
         ):
-            if modality == "video" and not known:
-                visual = None
-            else:
-                visual = Visual.of(modality, position[:count], next(videos) if modality == "video" else 1)
+            # A picture is one frame; of a video of which nothing is known, 0 make none.
+            number = next(frames[row], 0) if modality == "video" else 1
+            visual = Visual.of(modality, position[:count], number)
             if visual is None:
                 rows[row] = "it is not known which tokens of its video are a frame: pass pixels to the patched model"
             elif isinstance(rows[row], list):
@@ -220,6 +219,20 @@ class _BlockTap(Tap):
     def __init__(self, module: nn.Module, compute: Callable[..., Any]) -> None:
         super().__init__(module)
         self.compute = compute
+
+
+def _frames_of_rows(encoded: list[int], rows: list[int], batch: int) -> list[list[int]]:
+    """Return the frames of each video of each row, nothing where it is not known.
+
+    encoded: of each video that the tower saw; rows: the row of each video in the prompt. These are more where
+    `generate` repeats rows after encoding them, as it does for beams: copies stand side by side.
+    """
+    copies, rest = divmod(len(rows), max(1, len(encoded)))
+    if not encoded or rest or not copies or batch % copies:
+        return [[] for _ in range(batch)]
+    left = iter(encoded)
+    originals = [list(islice(left, rows.count(row))) for row in range(0, batch, copies)]
+    return [originals[row // copies] for row in range(batch)]
 
 
 def _ids(starts: list[int], length: int) -> Tensor:
