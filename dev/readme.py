@@ -23,6 +23,7 @@ SITES = {
     "PRE_ENCODER": "pixels",
     "IN_ENCODER": "vision tower",
     "PRE_LLM": "pre-LLM",
+    "ATTENTION": "prefill attention",
     "IN_LLM": "in-LLM",
     "DECODE": "decoding",
 }
