@@ -19,7 +19,9 @@ METHODS = tokenprune.available_methods()
 # What acts on pixels needs a processor; these tests hand the model ready-made tensors. What acts in the encoder changes
 # the features, so that an oracle with the unpatched encoder does not fit: see test_encoder.py.
 _BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
-MODEL_METHODS = [name for name in METHODS if tokenprune.method_info(name).site not in _BEFORE_THE_DECODER]
+# What acts on attention removes nothing, so there is no cut to look at: see test_pevlm.py.
+_ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
+MODEL_METHODS = [name for name in METHODS if tokenprune.method_info(name).site not in _ELSEWHERE]
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
 _pristine: dict[tuple[str, str], Any] = {}
@@ -46,6 +48,12 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
             seen[f"{name}.{key}"] = value
         seen[f"{name}.class"] = type(module)
     return seen
+
+
+def check_takes(family: Family, method: str) -> None:
+    """Skip the test if `method` refuses models of `family`."""
+    if tokenprune.method_info(method).site is Site.ATTENTION and not family.video:
+        pytest.skip(f"{family.name} takes no video, and {method} says so (test_pevlm.py)")
 
 
 def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[int]]]:

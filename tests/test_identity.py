@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tokenprune
-from conftest import METHODS, MODEL_METHODS
+from conftest import METHODS, MODEL_METHODS, check_takes
 from oracle import generate_logits
 from zoo import Family
 
@@ -28,6 +28,7 @@ def method(request: pytest.FixtureRequest) -> str:
 @torch.no_grad()
 @pytest.mark.parametrize("batch", BATCHES)
 def test_forward_is_bit_equal(method: str, family: Family, model, batch: str) -> None:
+    check_takes(family, method)
     if batch == "video" and not family.video:
         pytest.skip(f"{family.name} takes no video here")
     inputs = family.make_inputs(**BATCHES[batch])
@@ -46,6 +47,7 @@ def test_forward_is_bit_equal(method: str, family: Family, model, batch: str) ->
 
 
 def test_generate_is_bit_equal(method: str, family: Family, model) -> None:
+    check_takes(family, method)
     inputs = family.make_inputs()
     assert (inputs["attention_mask"][:, 0] == 0).any(), "the batch must be padded on the left"
     logits, tokens, _ = generate_logits(model, inputs, 8)

@@ -65,7 +65,7 @@ class Family:
     picture: Callable[[Any, torch.Generator, int], Picture]  # (size, generator, pictures in this row)
     sizes: tuple[Any, ...]
     decoder: str = "model.language_model"
-    video: Callable[[torch.Generator], Picture] | None = None
+    video: Callable[[torch.Generator, int | None], Picture] | None = None  # (generator, frames of 4 tokens or None)
     collate: Callable[[list[list[Picture]]], dict[str, torch.Tensor]] = field(default=lambda rows: join(rows))
     types: str | None = None  # name under which the processor hands over token types (0 text, 1 image, 2 video)
 
@@ -91,12 +91,13 @@ class Family:
         images: int | Sequence[int] = 1,
         seed: int = 0,
         sizes: Sequence[Any] | None = None,
-        video: bool = False,
+        video: bool | int | Sequence[int] = False,
         only: int | None = None,
     ) -> Inputs:
         """A batch ready for ``model(**inputs)``: two rows with one picture each unless told otherwise.
 
-        ``images`` counts pictures (of each row, if a sequence); ``video`` adds one to row 0, before its pictures.
+        ``images`` counts pictures (of each row, if a sequence); ``video`` adds one to row 0, before its pictures: True
+        for a short one, a number for one of as many frames of 4 tokens, a sequence with one of these for each row.
         ``padding=None`` writes more text at the end of the shorter rows instead of padding them. ``only=i`` gives row i
         alone, without padding. Other ``sizes`` are in the unit of the family's own (see its ``picture``).
         """
@@ -106,16 +107,18 @@ class Family:
         if padding not in ("left", "right", None):
             raise ValueError(f"padding={padding!r}")
         sizes = self.sizes if sizes is None else sizes
+        videos = list(video) if isinstance(video, Sequence) else [video]
+        videos += [False] * (len(images) - len(videos))
         ids, pictures, used = [], [], 0
         for row, number in enumerate(images):
             # Each row draws from its own generator: it is the same row in whatever batch it stands.
             g = torch.Generator().manual_seed(1000 * seed + row)
             shown = [self.picture(sizes[(used + i) % len(sizes)], g, number) for i in range(number)]
             used += number
-            if video and row == 0:
+            if videos[row]:
                 if self.video is None:
                     raise ValueError(f"{self.name} takes no video here")
-                shown.insert(0, self.video(g))
+                shown.insert(0, self.video(g, None if videos[row] is True else videos[row]))
             prompt = [BOS, *words(3 + row, g)]
             for i, picture in enumerate(shown):
                 prompt += [*(words(3, g) if i else []), *picture.ids]
@@ -206,8 +209,9 @@ def onevision_picture(size: tuple[int, int], g: torch.Generator, in_row: int) ->
     return Picture([IMAGE] * 17, {"pixel_values": noise(1, 3, 16, 16, g=g), "image_sizes": torch.tensor([size])})
 
 
-def onevision_video(g: torch.Generator) -> Picture:
-    return Picture([VIDEO] * (5 * 4 + 1), {"pixel_values_videos": noise(1, 5, 3, 16, 16, g=g)})
+def onevision_video(g: torch.Generator, frames: int | None) -> Picture:
+    frames = frames or 5
+    return Picture([VIDEO] * (frames * 4 + 1), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
 
 
 def anyres_collate(rows: list[list[Picture]], count_rows: bool = False) -> dict[str, torch.Tensor]:
@@ -230,8 +234,8 @@ def qwen_picture(size: tuple[int, int], g: torch.Generator, _: int, patch: int =
     return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
-def qwen_video(g: torch.Generator, seconds: float | None = None, stamped: bool = False) -> Picture:
-    t, h, w = 3, 6, 8
+def qwen_video(g: torch.Generator, frames: int | None, seconds: float | None = None, stamped: bool = False) -> Picture:
+    t, h, w = (3, 6, 8) if frames is None else (frames, 4, 4)
     pixels = {"pixel_values_videos": noise(t * h * w, 3 * 2 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
     if seconds is not None:
         pixels["second_per_grid_ts"] = torch.tensor([seconds])
@@ -311,9 +315,9 @@ def _families() -> list[Family]:
         Family("qwen2_vl", qwen_config([2, 3, 3], qwen2_vision), qwen_picture, grids,
                video=qwen_video, types="mm_token_type_ids"),
         Family("qwen2_5_vl", qwen_config([2, 3, 3], qwen25_vision), qwen_picture, grids,
-               video=lambda g: qwen_video(g, seconds=0.5), types="mm_token_type_ids"),
+               video=lambda g, frames: qwen_video(g, frames, seconds=0.5), types="mm_token_type_ids"),
         Family("qwen3_vl", qwen_config([4, 2, 2], qwen3_vision, head_dim=HEAD_DIM), qwen_picture, grids,
-               video=lambda g: qwen_video(g, stamped=True), types="mm_token_type_ids"),
+               video=lambda g, frames: qwen_video(g, frames, stamped=True), types="mm_token_type_ids"),
         Family("internvl", dict(text_config={**TEXT, "model_type": "qwen2"}, image_seq_length=16,
                                 vision_config={**tower("internvl_vision", 32), "layer_scale_init_value": 1.0}),
                internvl_picture, (2, 1, 3)),

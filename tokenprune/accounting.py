@@ -30,19 +30,19 @@ class DecoderShape:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         )
 
-    def layer_flops(self, tokens: float, attended: float | None = None) -> float:
+    def layer_flops(self, tokens: float, attention: float = 1.0) -> float:
         """Multiply-adds x 2 of one layer in prefill: projections, gated MLP, and attention over the full square (as
         papers count it, causal masking not deducted). Norms, rotary embedding and softmax are left out.
 
-        attended: tokens of the attention's square, if they are more than those that the weights are applied to."""
+        attention: share of causal attention's pairs of query and key that are computed."""
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         linear = 2 * tokens * self.hidden * (2 * query + 2 * kv + 3 * self.intermediate)
-        side = tokens if attended is None else attended
-        return linear + 4 * side * side * query
+        return linear + 4 * tokens * tokens * query * attention
 
-    def prefill_flops(self, tokens_per_layer: list[float], attended: float | None = None) -> float:
+    def prefill_flops(self, tokens_per_layer: list[float], attention_per_layer: list[float] | None = None) -> float:
         """Sum of `layer_flops` over the layers; the vision tower and the output head are not in it."""
-        return sum(self.layer_flops(tokens, attended) for tokens in tokens_per_layer)
+        attention = attention_per_layer or [1.0] * len(tokens_per_layer)
+        return sum(self.layer_flops(*layer) for layer in zip(tokens_per_layer, attention, strict=True))
 
     def kv_bytes(self, tokens_per_layer: list[int], bytes_per_number: int) -> int:
         """Bytes of keys and values over all layers."""

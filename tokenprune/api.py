@@ -126,6 +126,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
         part = timm_patch(model, methods, budgets)
         return Attachment(methods, budgets, [part], part)
     from tokenprune.integrations.hf.adapters import adapter_for
+    from tokenprune.integrations.hf.block_attention import BlockAttention
     from tokenprune.integrations.hf.encoder import tower_patch
     from tokenprune.integrations.hf.engine import Engine, Step
     from tokenprune.integrations.hf.pixels import patch_for
@@ -150,7 +151,11 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
             parts.append(encoder)
     sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
     steps = [Step(method, budget) for method, budget in stages if method.site in sites]
-    engine = Engine(adapter, steps, record, encoder)
+    blocks = None
+    for method, budget in stages:
+        if method.site is Site.ATTENTION:
+            blocks = BlockAttention(adapter, method, budget, [other for other, _ in stages])
+    engine = Engine(adapter, steps, record, encoder, blocks)
     return Attachment(methods, budgets, [*parts, engine], engine)
 
 

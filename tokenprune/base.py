@@ -15,6 +15,7 @@ from tokenprune.errors import OptionError
 
 if TYPE_CHECKING:
     from tokenprune.budget import Budget
+    from tokenprune.frames import Visual
     from tokenprune.integrations.hf.pictures import Picture
     from tokenprune.tokens import VisualTokens
 
@@ -93,6 +94,11 @@ class Method:
         return False
 
     @property
+    def reads(self) -> frozenset[str]:
+        """Which of its class's `needs` this one reads, with the options it has."""
+        return self.needs
+
+    @property
     def prefix_cache_safe(self) -> bool:
         """Whether the kept set depends only on what comes before the end of the image."""
         return not self.query_aware
@@ -144,6 +150,14 @@ class Method:
 
     def check_keep(self, keep: float) -> None:
         """Raise BudgetError if a method that acts on pixels cannot reach the share `keep`."""
+
+    # -- at the site ATTENTION
+
+    def block_starts(self, visuals: Sequence[Visual], end: int) -> list[int] | str:
+        """Return where in a prompt of `end` tokens each context block starts, and at last where the part that attends
+        to everything does; or, in words, why the prompt keeps full attention. What comes before the first block is the
+        sink. A method that acts on attention implements this instead of `score`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement block_starts()")
 
     def _check_int(self, option: str, low: int | None = None) -> None:
         value = getattr(self, option)

@@ -47,6 +47,8 @@ class Stats:
     cache them; with a method that acts while decoding, those after the last step, answer included.
     encoder_tokens_per_layer: tokens that entered each block of the vision tower, class tokens included, if a method
                               acts there; else empty.
+    attention_blocks:        context blocks that prefill attention went in, over all rows; 0 for full attention.
+    notes:                   what a method did not do for this prompt, and why.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
     cuts:                    one `Cut` per cut in order, with record=True; else empty.
     decode_rates, decode_kept: for each decode step, for each batch row, the pruning rate in force and how many visual
@@ -61,6 +63,8 @@ class Stats:
     kv_bytes: int = 0
     kv_bytes_full: int = 0
     encoder_tokens_per_layer: list[int] = field(default_factory=list)
+    attention_blocks: int = 0
+    notes: list[str] = field(default_factory=list)
     overhead_ms: float = 0.0
     cuts: list[Cut] = field(default_factory=list)
     decode_rates: list[list[float]] = field(default_factory=list)
@@ -82,5 +86,6 @@ class Stats:
             f"Stats(visual tokens {self.visual_tokens_in} -> {self.visual_tokens_out} ({self.keep_ratio:.1%}), "
             f"{self.visual_tokens_average:.1f} on average over layers, prefill FLOPs {self.prefill_flops_ratio:.1%}, "
             f"KV {self.kv_bytes / 2**20:.2f} of {self.kv_bytes_full / 2**20:.2f} MiB, "
-            f"overhead {self.overhead_ms:.2f} ms)"
+            + (f"attention in {self.attention_blocks} blocks, " if self.attention_blocks else "")
+            + f"overhead {self.overhead_ms:.2f} ms)"
         )

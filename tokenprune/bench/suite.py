@@ -19,7 +19,7 @@ from tokenprune.bench.model import Subject
 from tokenprune.bench.results import MARKS, SCHEMA, UNPATCHED
 from tokenprune.bench.scenes import KINDS
 from tokenprune.bench.timing import compare
-from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.registry import method_class
 
 BASELINES = tuple(MARKS)
@@ -128,7 +128,12 @@ def patched(subject: Subject, name: str, keep: float | int, **options: Any) -> A
     """Return a context in which the subject's model is patched; methods that act on pixels get its processor."""
     if name == UNPATCHED:
         return nullcontext()
-    if method_class(name).site is tokenprune.Site.PRE_ENCODER:
+    site = method_class(name).site
+    if site is tokenprune.Site.ATTENTION:
+        raise UnsupportedSetupError(
+            f"{name} acts on videos, and here are pictures only: it would leave them as they are"
+        )
+    if site is tokenprune.Site.PRE_ENCODER:
         options["processor"] = subject.processor
     return tokenprune.patched(subject.model, name, keep=keep, **options)
 

@@ -40,6 +40,10 @@ class FastV(Method):
     def query_aware(self) -> bool:
         return True
 
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"last_row_attention" if self.query == "last" else "received_attention"})
+
     def score(self, tokens: VisualTokens) -> Tensor:
         attention = tokens.last_row_attention if self.query == "last" else tokens.received_attention
         return attention.mean(dim=1)

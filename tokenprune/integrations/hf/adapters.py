@@ -108,6 +108,17 @@ class Adapter:
         merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
         return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
 
+    def video_frames(self, arguments: dict[str, Any]) -> list[int] | None:
+        """Return how many frames of each video reach the decoder, from the arguments of `get_video_features`; None
+        where they do not tell."""
+        grids = self.grids("video", arguments)
+        if grids is not None:
+            return [frames for frames, _, _ in grids]
+        pixels = arguments.get("pixel_values_videos", arguments.get("pixel_values"))
+        if isinstance(pixels, Tensor) and pixels.ndim == 5:  # [videos, frames, 3, H, W]
+            return [pixels.shape[1]] * pixels.shape[0]
+        return None
+
     # -- per-token arguments of the decoder beyond the common ones
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:

@@ -58,6 +58,8 @@ class Call:
     merged: Selection | None = None  # what is left of the visual tokens after a merge in the encoder
     unmerged: Unmerged | None = None  # such tokens that stay one for the decoder's weights alone
     text: list[int] = field(default_factory=list)
+    blocks: Any = None  # a BlockPlan, if this call's attention goes in blocks
+    notes: list[str] = field(default_factory=list)
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def padding(self, length: int) -> Tensor | None:

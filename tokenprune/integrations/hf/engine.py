@@ -26,6 +26,7 @@ from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf import cache as caches
 from tokenprune.integrations.hf import decoding, masks
 from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.block_attention import BlockAttention
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.cutting import Step, apply, cut, resolve_budgets
 from tokenprune.integrations.hf.encoder import TowerPatch
@@ -45,8 +46,16 @@ _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "p
 class Engine(Attachable):
     """Holds the hooks of one patched model. The state of a forward lives in a `Call`, that of a cache on the cache."""
 
-    def __init__(self, adapter: Adapter, steps: list[Step], record: bool, encoder: TowerPatch | None = None) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        steps: list[Step],
+        record: bool,
+        encoder: TowerPatch | None = None,
+        blocks: BlockAttention | None = None,
+    ) -> None:
         super().__init__()
+        self.blocks = blocks
         self.adapter, self.decoder, self.encoder = adapter, adapter.decoder, encoder
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
@@ -79,6 +88,9 @@ class Engine(Attachable):
 
     def _attach(self) -> None:
         base, decoder = self.adapter.base, self.decoder
+        if self.blocks is not None:
+            self.blocks.current = self._call
+            self.attach_part(self.blocks)
         for step in self.steps.values():
             if step.method.needs:
                 observer = Observer(self.adapter.attention_of(step.layer - 1), partial(self._observe, step.layer))
@@ -132,6 +144,8 @@ class Engine(Attachable):
         grids = self.adapter.grids(modality, arguments)
         if grids is not None and hasattr(output, "pooler_output"):
             output.tokenprune_grids = grids
+        if modality == "video" and hasattr(output, "pooler_output"):
+            output.tokenprune_frames = self.adapter.video_frames(arguments)
         if self.encoder is not None:
             self.encoder.note(modality, arguments, output)
         if (call := self._call()) is not None:
@@ -169,6 +183,10 @@ class Engine(Attachable):
             if self.unmerging is not None and call.merged is not None:
                 self._check_arguments(kwargs, batch, length)
                 self.unmerging.take(call, batch, length)
+        if self.blocks is not None:
+            self.blocks.enter(call, kwargs, batch, length)
+            if call.past == 0:
+                self.stats.notes = call.notes
         if call.segments is None and call.reduction is None:
             return None
         cutting = call.segments is not None and resolve_budgets(call, self.steps, self.shape, length)
@@ -176,12 +194,13 @@ class Engine(Attachable):
             call.report = Report(self.shape, call.segments, batch, length, self.record)
             if self.encoder is not None:
                 call.report.stats.encoder_tokens_per_layer = self.encoder.counts(call)
+            call.report.stats.notes = call.notes
             if call.unmerged is not None:
                 call.report.unmerge(call, self.encoder.step)
         if not cutting and call.reduction is None:
-            if call.unmerged is not None:
+            if call.report is not None:
                 call.report.add_time(time.perf_counter() - start)
-            return None
+            return None if call.blocks is None else (args, kwargs)
 
         call.active = True
         call.ragged = call.reduction is not None and call.reduction.ragged
@@ -199,6 +218,8 @@ class Engine(Attachable):
         call.extras = self.adapter.take_extras(kwargs, call.layout) if call.segments is not None else None
         if cutting and (0 in call.cuts or call.merged is not None):
             self._cut_entry(call, kwargs)
+            if call.blocks is not None:
+                self.blocks.take_mask(kwargs)
         call.arrival = call.layout
         call.open_group(0)
         if call.report is not None:
@@ -347,6 +368,8 @@ class Engine(Attachable):
         call.decode.stats.overhead_ms += 1000 * (time.perf_counter() - start)
 
     def _layer_mask(self, call: Call, index: int, mask: Any, dtype: torch.dtype) -> Any:
+        if call.blocks is not None and index in self.blocks:
+            return None  # it knows itself who attends to whom
         if call.layout is call.arrival and call.reduction is None:
             return mask  # the decoder made it for exactly these tokens
         return call.layer_mask(mask, index, self._attention(), dtype)

@@ -16,7 +16,6 @@ takes O(L^2) memory, and is there as a reference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import cache as caches
 from tokenprune.integrations.hf.masks import causal_mask
-from tokenprune.integrations.hf.observe import Observation, Observer
+from tokenprune.integrations.hf.observe import Tap
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.unmerging import Unmerged
@@ -37,11 +36,11 @@ _OTHER_ANGLES = (
 )
 
 
-class ExactAttention(Observer):
+class ExactAttention(Tap):
     """Attached to one attention module; `state` tells what was merged in the call that runs, None for other calls."""
 
     def __init__(self, module: nn.Module, state: Callable[[], Unmerged | None]) -> None:
-        super().__init__(module, _ignore)
+        super().__init__(module)
         self.state = state
         self.check(None)
 
@@ -59,14 +58,14 @@ class ExactAttention(Observer):
             except UnsupportedSetupError as error:
                 raise UnsupportedSetupError('vtu="exact" needs a dynamic cache; use vtu="expanded"') from error
 
-    def original(self) -> Callable:
-        """The attention function of the call that runs: the exact form where tokens were merged."""
+    def compute(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return the exact form's output where tokens were merged in the call that runs."""
         state = self.state()
-        return super().original() if state is None else partial(exact_attention, state)
-
-
-def _ignore(observation: Observation) -> None:
-    """Nothing is to be observed."""
+        if state is None:
+            return None
+        return exact_attention(state, self.module, query, key, value, attention_mask, **kwargs)
 
 
 def exact_attention(

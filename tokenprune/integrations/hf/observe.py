@@ -4,7 +4,8 @@
 transformers looks its attention function up by name in `module.config` on every call. The observed module alone gets a
 copy of its config that names our function; that calls the original with a view of the module whose config is the
 original one, so outputs are bit-equal and back ends that ask for their own name (flash attention) still find it. No
-other module, and no config of the model, changes.
+other module, and no config of the model, changes. Several may stand at one module (`Tap`): those that read, and one
+that computes the attention itself (block_attention.py).
 """
 
 from __future__ import annotations
@@ -103,29 +104,12 @@ class _ModuleView:
         return getattr(self.__dict__["_module"], name)
 
 
-class Observer:
-    """Attached to one attention module; `record` gets every `Observation` until `detach`, and may return a mask to be
-    used instead of the observed one."""
+class _Taps(list["Tap"]):
+    """All that stand at one attention module, in the order in which they came, and its own config."""
 
-    def __init__(self, module: nn.Module, record: Callable[[Observation], Tensor | None]) -> None:
-        self.module, self.record, self.config = module, record, getattr(module, "config", None)
-        if not hasattr(self.config, "_attn_implementation"):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} does not look its attention function up in a config, so attention scores "
-                "cannot be read; use a method that needs none (`tokenprune methods` lists what each needs)"
-            )
-
-    def attach(self) -> None:
-        for name in _NAMES:
-            ALL_ATTENTION_FUNCTIONS.register(name, observed_attention)
-        observed = copy.copy(self.config)
-        observed._attn_implementation_internal = _NAMES["flash" in (self.config._attn_implementation or "")]
-        self.module.config = observed
-        self.module._tokenprune_observer = self
-
-    def detach(self) -> None:
-        self.module.config = self.config
-        del self.module._tokenprune_observer
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.config = module, module.config
 
     def original(self) -> Callable:
         """The attention function that the module would use, looked up anew: it may have been changed after the
@@ -137,14 +121,73 @@ class Observer:
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
 
 
+class Tap:
+    """Stands at one attention module from `attach` to `detach`, in any order with others."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        if not hasattr(self.config, "_attn_implementation"):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} does not look its attention function up in a config, so its attention can be "
+                "neither read nor changed; use a method that needs none (`tokenprune methods` lists what each needs)"
+            )
+
+    @property
+    def config(self) -> Any:
+        """The module's own config."""
+        taps = self.module.__dict__.get("_tokenprune_taps")
+        return getattr(self.module, "config", None) if taps is None else taps.config
+
+    def attach(self) -> None:
+        for name in _NAMES:
+            ALL_ATTENTION_FUNCTIONS.register(name, observed_attention)
+        if "_tokenprune_taps" not in self.module.__dict__:
+            self.module._tokenprune_taps = _Taps(self.module)
+            observed = copy.copy(self.module.config)
+            observed._attn_implementation_internal = _NAMES["flash" in (self.config._attn_implementation or "")]
+            self.module.config = observed
+        self.module._tokenprune_taps.append(self)
+
+    def detach(self) -> None:
+        taps = self.module._tokenprune_taps
+        taps.remove(self)
+        if not taps:
+            self.module.config = taps.config
+            del self.module._tokenprune_taps
+
+    def record(self, observation: Observation) -> Tensor | None:
+        """One attention call is about to be computed; return a mask to be used instead of the observed one, or None."""
+
+    def compute(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return the output (`[B, Q, H, Dv]`) in the original function's place, and which keys are real (bool `[B, K]`,
+        None = all); or None to leave the call to it."""
+        return None
+
+
+class Observer(Tap):
+    """Attached to one attention module; `record` gets every `Observation` until `detach`, and may return a mask."""
+
+    def __init__(self, module: nn.Module, record: Callable[[Observation], Tensor | None]) -> None:
+        super().__init__(module)
+        self.record = record
+
+
 def observed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function of an observed module: hand queries and keys on, then do what the original does."""
-    observer: Observer = module._tokenprune_observer
+    taps: _Taps = module._tokenprune_taps
     scaling = kwargs.get("scaling")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    mask = observer.record(Observation(query, key, attention_mask, scaling, kwargs.get("softcap")))
-    attention_mask = attention_mask if mask is None else mask
-    return observer.original()(_ModuleView(module, observer.config), query, key, value, attention_mask, **kwargs)
+    answers = (tap.compute(query, key, value, attention_mask, **kwargs | {"scaling": scaling}) for tap in taps)
+    computed = next((answer for answer in answers if answer is not None), None)
+    mask = attention_mask if computed is None else computed[1]
+    for tap in taps:
+        given = tap.record(Observation(query, key, mask, scaling, kwargs.get("softcap")))
+        attention_mask = attention_mask if given is None else given
+    if computed is not None:
+        return computed[0], None
+    return taps.original()(_ModuleView(module, taps.config), query, key, value, attention_mask, **kwargs)

@@ -27,6 +27,8 @@ class Report:
         # (first layer, visual tokens, tokens of each row) of each group of layers that see the same tokens.
         self.groups = [(0, sum(segments.counts), [length] * batch)]
         self.whole_attention = False
+        # Of layers whose attention goes in blocks: pairs of query and key of each row.
+        self.pairs: dict[int, list[int]] = {}
 
     def add_time(self, seconds: float) -> None:
         self.stats.overhead_ms += 1000 * seconds
@@ -61,11 +63,18 @@ class Report:
         stats.visual_tokens_out = stats.visual_tokens_per_layer[-1]
         stats.keep_ratio = stats.visual_tokens_out / stats.visual_tokens_in
         rows = zip(*(widths for _, _, widths in per_layer), strict=True)
-        attended = self.length if self.whole_attention else None
-        flops = [self.shape.prefill_flops(list(row), attended) for row in rows]
+        flops = [self.shape.prefill_flops(list(row), self._attention(index, row)) for index, row in enumerate(rows)]
         stats.prefill_flops_ratio = sum(flops) / (len(flops) * self.shape.prefill_flops([self.length] * layers))
         stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, past + self.length)
         return stats
+
+    def _attention(self, row: int, widths: tuple[int, ...]) -> list[float]:
+        """The share of causal attention's pairs that each layer computes for a row; above 1 where attention runs over
+        more tokens than the layer's weights."""
+        if self.whole_attention:
+            return [(self.length / width) ** 2 for width in widths]
+        full = [width * (width + 1) // 2 for width in widths]
+        return [self.pairs[layer][row] / all_ if layer in self.pairs else 1.0 for layer, all_ in enumerate(full)]
 
 
 def count_bytes(cache: Any, full: int) -> tuple[int, int]:

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from tokenprune.base import Method, Site
+from tokenprune.frames import Visual
+from tokenprune.registry import register
+
+_LONG_TEXT = 32  # text between two visuals that is longer than this is a block of its own
+
+
+@register("pevlm", site=Site.ATTENTION, paper="arXiv 2506.19651")
+@dataclass(frozen=True)
+class PEVLM(Method):
+    """Prefill a video in blocks of frames that see the prompt's start and themselves; removes no tokens.
+
+    The sink is everything before the first frame and the first frames of the (first) video; the other frames form
+    context blocks, which attend to the sink and to themselves; what follows the last frame attends to everything. Every
+    token stays in the cache, and decoding is as ever.
+
+    sink_frames: int >= 1, frames in the sink (frames as the decoder sees them: Qwen's towers join two of a video's).
+    block_frames: int >= 1, frames in a context block; a last block of fewer than half of them joins the one before it.
+    min_frames: int >= 1; prompts with fewer frames of video keep full attention, and the stats say so. None: one and a
+    half times a sink and a block.
+    sink_mode: "text+frames", or "text" for a sink without frames.
+    position_mode: "sequential" keeps the positions of full attention; "reuse" starts every context block where the
+    first one starts (as APE and Star Attention do).
+    dense_layers: decoder layers, counted from 0, that keep full attention.
+    only_single_video: prompts with more than one video or picture keep full attention.
+    implementation: "blocks" (time and memory linear in the frames) or "mask" (one dense mask, for comparison).
+
+    Source: Kang et al., "PEVLM: Parallel Encoding for Vision-Language Models". Its body could not be read: the rule is
+    from the abstracts of v1-v3 [A], the four ICLR reviews [R], machine-written review summaries of v1 [M] and the
+    caption of figure 1 [C]. A sink of text and first frames [M, C], blocks cut at frames [M], sequential positions
+    [M, R], an end that attends to everything [A, M].
+
+    Differs from the paper: a reconstruction, not a reproduction. Sizes of sink and block, `min_frames`, the last block,
+    the block that text between frames joins (that of the frame it precedes) and prompts with several videos or pictures
+    could not be established and are our decision.
+    """
+
+    default_keep: ClassVar[float] = 1.0
+
+    sink_frames: int = 8
+    block_frames: int = 16
+    min_frames: int | None = None
+    sink_mode: str = "text+frames"
+    position_mode: str = "sequential"
+    dense_layers: Sequence[int] = ()
+    only_single_video: bool = False
+    implementation: str = "blocks"
+
+    def __post_init__(self) -> None:
+        self._check_int("sink_frames", 1)
+        self._check_int("block_frames", 1)
+        if self.min_frames is not None:
+            self._check_int("min_frames", 1)
+        for option, values in _CHOICES.items():
+            value = getattr(self, option)
+            self._check(value in values, f"{option}={value!r} must be {' or '.join(map(repr, values))}")
+        good = isinstance(self.dense_layers, (list, tuple)) and all(
+            isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in self.dense_layers
+        )
+        self._check(good, f"dense_layers={self.dense_layers!r} must be a list of layers, ints >= 0")
+        self._check(
+            isinstance(self.only_single_video, bool),
+            f"only_single_video={self.only_single_video!r} must be True or False",
+        )
+
+    @property
+    def fewest_frames(self) -> int:
+        """Frames of video that a prompt needs to be read in blocks."""
+        sink = self.sink_frames if self.sink_mode == "text+frames" else 0
+        return (3 * (sink + self.block_frames) + 1) // 2 if self.min_frames is None else self.min_frames
+
+    def block_starts(self, visuals: Sequence[Visual], end: int) -> list[int] | str:
+        videos = [number for number, visual in enumerate(visuals) if visual.modality == "video"]
+        frames = sum(len(visuals[number].frames) for number in videos)
+        if not videos:
+            return "it holds no video"
+        if self.only_single_video and len(visuals) > 1:
+            return "it holds more than one video or picture (only_single_video)"
+        if frames < self.fewest_frames:
+            return f"its {frames} frames are fewer than min_frames={self.fewest_frames}"
+        tail = visuals[-1].frames[-1][1]
+        if tail >= end:
+            return "nothing follows its last frame, so no token would see all of it"
+
+        first, *later = visuals[videos[0] :]
+        sink = first.frames[: self.sink_frames] if self.sink_mode == "text+frames" else ()
+        starts, behind = [], sink[-1][1] if sink else first.frames[0][0]
+        for number, rest in enumerate([first.frames[len(sink) :], *(visual.frames for visual in later)]):
+            if number and rest[0][0] - behind > _LONG_TEXT:
+                starts.append(behind)
+                behind = rest[0][0]
+            for chunk in self._chunks(rest):
+                starts.append(behind)
+                behind = chunk[-1][1]
+        return [*starts, tail] if starts else "its sink holds all of its frames"
+
+    def _chunks(self, frames: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], ...]]:
+        """Return the frames of each block; see `block_frames`."""
+        firsts = list(range(0, len(frames), self.block_frames))
+        if len(firsts) > 1 and 2 * (len(frames) - firsts[-1]) < self.block_frames:
+            firsts.pop()
+        return [frames[a:b] for a, b in pairwise([*firsts, len(frames)])]
+
+
+_CHOICES = {
+    "sink_mode": ("text+frames", "text"),
+    "position_mode": ("sequential", "reuse"),
+    "implementation": ("blocks", "mask"),
+}
