@@ -87,6 +87,16 @@ class Adapter:
             return None
         return _UNMERGEABLE.get(family, "it is not known what becomes of its patches")
 
+    @property
+    def patch_layout(self) -> str | None:
+        """How patches of the vision tower become visual tokens; None if this is not known.
+
+        "tiles": each row of the tower is a square tile, and a square of one or more patches makes a token.
+        "packed": tiles whose features are reordered, cropped and set apart by newlines (`pack_image_features`).
+        "runs": patches of all pictures on one axis, ordered so that consecutive ones make a token.
+        """
+        return _PATCH_LAYOUTS.get(self.config.model_type)
+
     # -- reading a call
 
     def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
@@ -216,6 +226,15 @@ _UNMERGEABLE = {
         ),
         "its tower attends in windows of a grid, or gives patches a rotary place on it, and joins 2 x 2 patches to a "
         "token behind it": "qwen2_vl qwen2_5_vl qwen3_vl",
+    }.items()
+    for family in families.split()
+}
+_PATCH_LAYOUTS = {
+    family: layout
+    for layout, families in {
+        "tiles": "llava internvl gemma3 idefics3 smolvlm",
+        "packed": "llava_next llava_onevision",
+        "runs": "qwen2_vl qwen2_5_vl qwen3_vl",
     }.items()
     for family in families.split()
 }
