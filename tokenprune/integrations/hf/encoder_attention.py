@@ -220,9 +220,8 @@ def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module
                     return tower, list(blocks)
     found = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
     raise UnsupportedSetupError(
-        f"{name} reads attention inside the vision tower, and knows the towers CLIP, SigLIP (also those of Idefics3 and "
-        f"SmolVLM), InternVL and Qwen-VL of transformers, not the one of {found}; use a method that acts behind the "
-        "tower"
+        f"{name} reads attention inside the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
+        f"and SmolVLM), InternVL and Qwen-VL of transformers, not {found}; use a method that acts behind the tower"
     )
 
 
