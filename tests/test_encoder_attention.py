@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForImageTextToText, LlavaConfig
 
 import tokenprune
-from conftest import MODEL_METHODS, pieces, snapshot
+from conftest import MODEL_METHODS, snapshot
 from oracle import close, reduced
 from tokenprune import Method, OptionError, Selection, Site, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.hf import adapters
@@ -263,16 +263,25 @@ def test_any_block_can_be_read(build, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenprune.patch(build(FAMILIES["qwen2_5_vl"]), make_seer((2,))[0], keep=0.5)
 
 
+@torch.no_grad()
+def in_one_thread(model: Any, job: Any) -> Tensor:
+    return model(**job).logits
+
+
 def test_threads(family: Family, model) -> None:
     """Two threads in the tower at once see their own pictures."""
     jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (1, 0)])]
     with tokenprune.patched(model, "vscan", keep=0.3):
-        alone = [model(**job).logits for job in jobs]
+        alone = [in_one_thread(model, job) for job in jobs]
         meet = threading.Barrier(len(jobs))
-        handle = attentions_of(model)[0].register_forward_pre_hook(lambda *_: meet.wait(20) and None)
+
+        def wait(*_: Any) -> None:
+            meet.wait(20)
+
+        handle = attentions_of(model)[0].register_forward_pre_hook(wait)
         try:
             with ThreadPoolExecutor(len(jobs)) as pool:
-                together = list(pool.map(lambda job: model(**job).logits, jobs))
+                together = list(pool.map(lambda job: in_one_thread(model, job), jobs))
         finally:
             handle.remove()
     for got, want in zip(together, alone, strict=True):
@@ -382,4 +391,3 @@ def test_one_patch_in_place_of_another(build) -> None:
     tokenprune.patch(model, "vscan", keep=0.3, replace=True)
     assert torch.equal(model(**inputs).logits, first)
     tokenprune.unpatch(model)
-    assert [len(p) for p in pieces(family, inputs)[0]]

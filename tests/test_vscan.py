@@ -359,16 +359,16 @@ def test_composition(methods: list, keep: Any, family: Family, model) -> None:
         close(got[alive], model(**inputs).logits[alive])
 
 
-def test_beams(build) -> None:
-    for name in ("llava", "qwen2_5_vl", "llava_next"):
-        family = FAMILIES[name]
-        model, inputs = build(family), family.make_inputs(images=(2, 1))
-        beams = dict(max_new_tokens=3, num_beams=2)
-        with tokenprune.patched(model, "vscan", keep=0.3, record=True):
-            got = model.generate(**inputs, **beams)
-            cuts = tokenprune.stats(model).cuts
-        for cut in cuts:
-            each = len(cut.kept) // len(inputs["input_ids"])
-            cut.kept, cut.sources = cut.kept[::each], cut.sources and cut.sources[::each]
-        with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
-            assert torch.equal(got, model.generate(**inputs, **beams))
+@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
+@torch.no_grad()
+def test_beams(batch: dict, family: Family, model) -> None:
+    """Pictures are encoded once, and their features then repeated for each beam."""
+    inputs = family.make_inputs(**batch)
+    beams = dict(max_new_tokens=3, num_beams=2)
+    (cut, _) = cuts_of(model, inputs)
+    with tokenprune.patched(model, "vscan", keep=0.3, record=True):
+        got = model.generate(**inputs, **beams)
+        cuts = tokenprune.stats(model).cuts
+    assert cuts[0].kept == [row for row in cut.kept for _ in range(2)]
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        assert torch.equal(got, model.generate(**inputs, **beams))

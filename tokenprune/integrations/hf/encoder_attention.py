@@ -164,19 +164,28 @@ class EncodedTokens:
                     f"these {modality} features were not encoded by the patched model, so the attention in its vision "
                     "tower is not known: pass pixels"
                 )
-            count = len(encoded.placed.cells)
-            if int(mask.sum()) != count:
+            count, found = len(encoded.placed.cells), int(mask.sum())
+            copies = max(1, found // count)  # generate repeats each row for beams, after its pictures were encoded
+            own = mask[::copies]
+            if int(own.sum()) != count or not torch.equal(own.repeat_interleave(copies, 0), mask):
                 raise UnsupportedSetupError(
-                    f"the prompt holds {int(mask.sum())} {modality} placeholders, but the vision tower's patches make "
-                    f"{count} tokens: the two cannot be matched"
+                    f"the prompt holds {found} {modality} placeholders, but the vision tower's patches make {count} "
+                    "tokens: the two cannot be matched"
                 )
             if self.index is None:
                 self.index = torch.zeros(mask.shape, dtype=torch.long, device=device)
-            self.index[mask] = torch.arange(start, start + count, device=device)
+            numbers = torch.zeros_like(self.index[::copies])
+            numbers[own] = torch.arange(start, start + count, device=device)
+            self.index += numbers.repeat_interleave(copies, 0)
             self.parts.append(encoded)
             start += count
 
     def attention(self, layer: int | float, segments: Segments) -> Tensor:
+        if any(layer not in part.scores for part in self.parts):
+            raise UnsupportedSetupError(
+                f"the attention of block {layer} of the vision tower was not read: a method names all that it reads in "
+                "its encoder_layers; features that were encoded under another patch do not have it, then pass pixels"
+            )
         flat = torch.cat([part.scores[layer].to(self.device) for part in self.parts])
         return flat[self._tokens(segments)].masked_fill(~segments.mask.unsqueeze(-1), 0).transpose(1, 2)
 
