@@ -186,18 +186,23 @@ def make_seer(layers: tuple = (0.25, -1), site: str = "PRE_LLM") -> tuple[Any, l
     return Seer(), seen
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("site", ["PRE_LLM", "IN_LLM"])
+CASES = [
+    pytest.param(family, batch, id=f"{name}-{batch}")
+    for name, family in FAMILIES.items()
+    for batch in BATCHES
+    if batch != "video" or family.video
+]
+
+
+@pytest.mark.parametrize(("family", "batch"), CASES)
 @torch.no_grad()
-def test_scores_and_places(batch: str, site: str, family: Family, build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_and_places(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a method sees is what the maps of the eager tower say, on either back end, in a forward and in generate."""
-    if batch == "video" and not family.video:
-        pytest.skip(f"{family.name} takes no video here")
     inputs = family.make_inputs(**BATCHES[batch])
     model = build(family, "eager")
     cells, scores = naive_scores(family, model, inputs, monkeypatch, (0.25, -1))
     flat = {tuple(place): i for i, place in enumerate(family.visual_mask(model, inputs).nonzero().tolist())}
-    method, seen = make_seer(site=site)
+    method, seen = make_seer(site="IN_LLM" if batch == "text beside" else "PRE_LLM")
     for model in (build(family), build(family, "eager")):
         with tokenprune.patched(model, method, keep=0.5):
             model(**inputs)

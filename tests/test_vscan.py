@@ -12,7 +12,7 @@ from torch import Tensor
 import tokenprune
 from conftest import pieces
 from oracle import close, generate_logits, reduced, survivors
-from test_encoder_attention import naive_scores
+from test_encoder_attention import BATCHES, CASES, naive_scores
 from test_methods import made_up, raster, unit
 from tokenprune import Budget, BudgetError, OptionError, Selection
 from tokenprune.tokens import Patches
@@ -229,13 +229,11 @@ def cuts_of(model: Any, inputs: Any, keep: Any = 0.3, **options: Any) -> list:
         return tokenprune.stats(model).cuts
 
 
-@pytest.mark.parametrize("batch", [{"images": (1, 2)}, {"video": True, "images": (1, 0)}], ids=["pictures", "video"])
+@pytest.mark.parametrize(("family", "batch"), [case for case in CASES if "text" not in case.id])
 @torch.no_grad()
-def test_stage_1_in_a_model(batch: dict, family: Family, build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_1_in_a_model(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens that the towers' own attention maps, and the decoder's own embeddings, ask for."""
-    if "video" in batch and not family.video:
-        pytest.skip(f"{family.name} takes no video here")
-    model, inputs = build(family, "eager"), family.make_inputs(**batch)
+    model, inputs = build(family, "eager"), family.make_inputs(**BATCHES[batch])
     cells, scores = naive_scores(family, model, inputs, monkeypatch, (0.25, -1))
     embeds: list[Tensor] = []
     layer = model.get_submodule(family.decoder).layers[0]
