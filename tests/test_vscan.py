@@ -341,12 +341,18 @@ def test_questions_and_sites(family: Family, model) -> None:
 
 COMPOSED = [
     (["vscan", tokenprune.method("fastv", layer=3)], [0.4, 0.6]),  # fastv reads layer 2, where vscan cuts by its own
+    (
+        [tokenprune.method("fastv", layer=1), "vscan"],
+        [0.6, 0.4],
+    ),  # the layout that stage 2 looks ahead on is cut already
     ([tokenprune.method("vscan", stage2=False), "dart"], 0.5),
     (["divprune", tokenprune.method("vscan", layer=1).stages(Budget(keep=0.3), 4)[1][0]], 0.5),
 ]
 
 
-@pytest.mark.parametrize(("methods", "keep"), COMPOSED, ids=["vscan fastv", "stage 1 dart", "divprune stage 2"])
+@pytest.mark.parametrize(
+    ("methods", "keep"), COMPOSED, ids=["vscan fastv", "fastv vscan", "stage 1 dart", "divprune stage 2"]
+)
 @torch.no_grad()
 def test_composition(methods: list, keep: Any, family: Family, model) -> None:
     inputs = family.make_inputs(images=(1, 2))
