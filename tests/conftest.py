@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import tokenprune
-from tokenprune import Site
+from tokenprune import Budget, Site
 from zoo import FAMILIES, IMAGE, VIDEO, Family
 
 METHODS = tokenprune.available_methods()
@@ -22,6 +22,8 @@ _BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
 # What acts on attention removes nothing, so there is no cut to look at: see test_pevlm.py.
 _ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
 MODEL_METHODS = [name for name in METHODS if tokenprune.method_info(name).site not in _ELSEWHERE]
+# Methods that cut once and keep what they are asked for; the others spread their budget over several cuts.
+SINGLE_CUT = [name for name in MODEL_METHODS if len(tokenprune.method(name).stages(Budget(keep=0.3), 4)) == 1]
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
 _pristine: dict[tuple[str, str], Any] = {}

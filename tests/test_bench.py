@@ -339,6 +339,21 @@ def test_merged_patches_share_a_group(subject: Subject) -> None:
     assert set(np.unique(groups, return_counts=True)[1]) == {4}  # squares of 2 x 2
 
 
+def test_groups_whose_token_is_dropped_later_are_dropped(subject: Subject) -> None:
+    with suite.patched(subject, "vscan", 0.25, record=True):
+        inputs = subject.inputs([noise()], ["is there a star?"])
+        subject.generate(inputs)
+        merge, cut = tokenprune.stats(subject.model).cuts
+        kept, groups = draw.patches(subject, inputs, tokenprune.stats(subject.model))
+    first = inputs["input_ids"][0].tolist().index(subject.model.config.image_token_id)
+    want = np.full(256, -1)
+    for target, sources in merge.sources[0].items():
+        if target in cut.kept[0]:
+            want[[source - first for source in sources]] = target - first
+    assert kept.sum() == 32 < (want >= 0).sum() < 256
+    np.testing.assert_array_equal(groups, want)
+
+
 def test_the_picture_shown_is_the_crop_that_the_model_sees(subject: Subject) -> None:
     wide = Image.new("RGB", (448, 224), (255, 0, 0))
     wide.paste((0, 0, 255), (112, 0, 336, 224))  # the middle square is all that the processor leaves

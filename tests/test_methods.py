@@ -15,7 +15,7 @@ from torch import Tensor
 import tokenprune
 from conftest import METHODS, MODEL_METHODS
 from tokenprune import Selection, Site, VisualTokens, registry
-from tokenprune.tokens import Segments
+from tokenprune.tokens import Patches, Segments
 
 
 def made_up(
@@ -35,12 +35,28 @@ def made_up(
         attention=lambda kind: given["attention"],
         slots=lambda where, segments: where,
         text_after=lambda segments: (texts, given.get("text_mask", torch.ones(rows, text, dtype=torch.bool))),
+        encoder_attention=lambda layer, segments: given.get("encoder", {}).get(layer, values["keys"][:, :longest, 0])[
+            :, None
+        ],
+        patches=lambda segments: given.get("patches") or raster(counts, grids or [None] * rows),
     )
     segments = Segments(
         row=list(range(rows)), ordinal=[0] * rows, counts=counts, position=position.where(mask, torch.tensor(0)),
         mask=mask, grids=grids or [None] * rows, modality=["image"] * rows,
     )  # fmt: skip
     return VisualTokens(segments, keep, sources)
+
+
+def raster(counts: list[int], grids: list[tuple[int, int, int] | None]) -> Patches:
+    """Patches in raster order; of an unknown grid they are one row. Padding is in no tile."""
+    cells = torch.zeros(6, len(counts), max(counts), dtype=torch.long)
+    cells[0] = -1
+    for row, count in enumerate(counts):
+        _, height, width = grids[row] or (1, 1, count)
+        for i in range(count):
+            place = (i // (height * width), i // width % height, i % width)
+            cells[:, row, i] = torch.tensor([*place, height, width, 1])
+    return Patches(*cells)
 
 
 def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:

@@ -35,7 +35,7 @@ def look_inside(family: Family, model: Any, inputs: Any, layer: int) -> tuple[Te
 def kept_of(model: Any, inputs: Any, method: str, keep: float, **options: Any) -> list[set[int]]:
     with torch.no_grad(), tokenprune.patched(model, method, keep=keep, record=True, **options):
         model(**inputs)
-        return [set(row) for row in tokenprune.stats(model).cuts[0].kept]
+        return [set(row) for row in tokenprune.stats(model).cuts[-1].kept]
 
 
 def compare(kept: list[set[int]], family: Family, inputs: Any, choose: Any) -> None:
@@ -92,7 +92,11 @@ def test_fastv_in_a_model(query: str, layer: int, padding: str, family: Family, 
         compare(kept, family, inputs, choose)
 
 
-CONFIGURED = [*map(tokenprune.method, MODEL_METHODS), tokenprune.method("dart", pivot_text=0)]
+CONFIGURED = [
+    *map(tokenprune.method, MODEL_METHODS),
+    tokenprune.method("dart", pivot_text=0),
+    tokenprune.method("vscan", stage2=False),
+]
 
 
 def asked_twice(family: Family, model: Any, method: Any) -> tuple[list[set[int]], list[set[int]]]:

@@ -108,6 +108,13 @@ class Method:
         """The decoder layer at whose input the cut is made (0 for PRE_LLM)."""
         return int(getattr(self, "layer", 0)) if self.site in (Site.IN_LLM, Site.DECODE) else 0
 
+    @property
+    def encoder_layers(self) -> tuple[int | float, ...]:
+        """The blocks of the vision tower whose attention the method reads (needs "encoder_attention"): an int is the
+        index of a block, counted back from the last block that the model reads if negative (-1 is that block itself); a
+        float between 0 and 1 is a share of the depth."""
+        return ()
+
     def score(self, tokens: VisualTokens) -> Tensor:
         """Return how good each visual token is, float `[S, N]`; higher is kept."""
         raise NotImplementedError(f"{type(self).__name__} implements neither score() nor select()")

@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "tokenprune.methods"
 # "hidden" is always there; naming it is allowed.
-NEEDS = frozenset({"hidden", "keys", "last_row_attention", "received_attention"})
+NEEDS = frozenset(
+    {"hidden", "keys", "last_row_attention", "received_attention", "next_row_attention", "encoder_attention"}
+)
 
 _METHODS: dict[str, type[Method]] = {}
 _loaded = False
@@ -53,7 +55,8 @@ def register(
     """Register a frozen dataclass derived from `Method` under `name`.
 
     site: where it acts. paper: where it comes from ("arXiv 2403.06764, ECCV 2024", or "none" for a baseline).
-    needs: what the engine must observe for it, out of "keys", "last_row_attention", "received_attention".
+    needs: what the engine must observe for it, out of "keys", "last_row_attention", "received_attention",
+    "next_row_attention" and, at PRE_LLM too, "encoder_attention" (see `Method.encoder_layers`).
     merges: whether kept tokens absorb others.
     Raises RegistrationError for a taken name, a class that is no frozen dataclass or no Method (at the site IN_ENCODER:
     no EncoderMethod), an unknown need, or a missing docstring.

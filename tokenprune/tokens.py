@@ -71,6 +71,25 @@ class TextTokens:
         return self._gather("keys", self._position)
 
 
+@dataclass(frozen=True)
+class Patches:
+    """Where in the vision tower visual tokens come from; all long `[S, N]`.
+
+    tile:          number of the tile of a picture, or of the frame of a video; -1 for what is no patch (newlines, a
+                   class token) and for padding.
+    row, column:   place on the tile's grid of tokens.
+    height, width: size of that grid.
+    size:          patches that a token is made of.
+    """
+
+    tile: Tensor
+    row: Tensor
+    column: Tensor
+    height: Tensor
+    width: Tensor
+    size: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class VisualTokens:
     """Visual tokens at the place where a method acts. S segments (images), N tokens in the longest, D model width.
@@ -131,6 +150,26 @@ class VisualTokens:
         """float32 `[S, H, N]`: mean attention that each visual token receives from all tokens that may see it, in the
         layer before the cut (needs "received_attention")."""
         return self._attention("received")
+
+    @cached_property
+    def next_row_attention(self) -> Tensor:
+        """float32 `[S, H, N]`: softmax attention that the last prompt token would pay to each visual token in the layer
+        behind the cut, by that layer's own projections, if nothing was cut (needs "next_row_attention")."""
+        return self._attention("next_row")
+
+    def encoder_attention(self, layer: int | float) -> Tensor:
+        """float32 `[S, H, N]`: attention that visual tokens get in a block of the vision tower (needs
+        "encoder_attention"), 0 for tokens that are no patch.
+
+        The class token's attention to each patch where the tower has one, else the mean over all patches of the tile or
+        frame. A token made of several patches gets their mean. layer: one of the method's `encoder_layers`.
+        """
+        return self._sources.encoder_attention(layer, self.segments)
+
+    @cached_property
+    def patches(self) -> Patches:
+        """Where in the vision tower the tokens come from (needs "encoder_attention")."""
+        return self._sources.patches(self.segments)
 
     def _attention(self, kind: str) -> Tensor:
         columns = self._sources.attention(kind)  # [B, H, W] over the slots of the sequence

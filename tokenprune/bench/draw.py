@@ -95,12 +95,12 @@ def patches(subject: Subject, inputs: dict[str, Any], stats: tokenprune.Stats) -
     if stats.cuts:
         alive = set(stats.cuts[-1].kept[0])
         kept = np.array([position in alive for position in place])
-        groups[~kept] = -1
     for cut in stats.cuts:
+        into = np.arange(len(place))
         for target, sources in (cut.sources[0] if cut.sources else {}).items():
-            for source in sources:
-                groups[index[source]] = index[target]
-    return kept, groups
+            into[[index[source] for source in sources]] = index[target]
+        groups = into[groups]
+    return kept, np.where(kept[groups], groups, -1)  # a later cut may drop what earlier ones merged into
 
 
 def seen_picture(subject: Subject, inputs: dict[str, Any], image: Image.Image, number: int = 0) -> Image.Image:

@@ -87,6 +87,16 @@ class Adapter:
             return None
         return _UNMERGEABLE.get(family, "it is not known what becomes of its patches")
 
+    @property
+    def patch_layout(self) -> str | None:
+        """How patches of the vision tower become visual tokens; None if this is not known.
+
+        "tiles": each row of the tower is a square tile, and a square of one or more patches makes a token.
+        "packed": tiles whose features are reordered, cropped and set apart by newlines (`pack_image_features`).
+        "runs": patches of all pictures on one axis, ordered so that consecutive ones make a token.
+        """
+        return _PATCH_LAYOUTS.get(self.config.model_type)
+
     # -- reading a call
 
     def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
@@ -226,6 +236,15 @@ _UNMERGEABLE = {
         "it joins neighbouring patches of its grid to a token (pixel shuffle), so each token holds several patches": (
             "internvl idefics3 smolvlm"
         ),
+    }.items()
+    for family in families.split()
+}
+_PATCH_LAYOUTS = {
+    family: layout
+    for layout, families in {
+        "tiles": "llava internvl gemma3 idefics3 smolvlm",
+        "packed": "llava_next llava_onevision",
+        "runs": "qwen2_vl qwen2_5_vl qwen3_vl",
     }.items()
     for family in families.split()
 }

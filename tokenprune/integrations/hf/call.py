@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,12 @@ from tokenprune.base import Selection
 from tokenprune.integrations.hf import masks
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cache import Reduction, cached_tokens, new_positions
+from tokenprune.integrations.hf.encoder_attention import EncodedTokens
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.unmerging import Unmerged
-from tokenprune.tokens import Segments, require
+from tokenprune.tokens import Patches, Segments, require
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.decode_state import DecodeState
@@ -50,6 +52,8 @@ class Call:
     ragged: bool = False
     extras: Any = None
     observation: Observation | None = None
+    ahead: Observation | None = None  # of the layer behind the cut, made for the cut
+    looking: bool = False  # whether a layer is run only to see its queries and keys
     report: Report | None = None
     cuts: set[int] = field(default_factory=set)
     decode: DecodeState | None = None  # of the cache as it came
@@ -186,15 +190,25 @@ class Sources:
 
     def attention(self, kind: str) -> Tensor:
         """float32 `[B, H, W]`: attention over the slots of the current layout."""
-        seen = self.observation(f"{kind}_attention" if kind == "last_row" else "received_attention")
+        seen = require(self.call.ahead if kind == "next_row" else self.call.observation, f"{kind}_attention")
         width = self.call.layout.width
-        if kind == "last_row":
+        if kind in ("last_row", "next_row"):
             return seen.rows(self.last_slot())[:, :, 0, -width:]
         padding = self._padding()
         valid = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
         if padding is not None:
             valid = ~padding.gather(1, self.call.layout.index)
         return seen.received(valid if self.call.layout.valid is None else valid & self.call.layout.valid)
+
+    @cached_property
+    def encoded(self) -> EncodedTokens:
+        return EncodedTokens(self.call, self.hidden.device)
+
+    def encoder_attention(self, layer: int | float, segments: Segments) -> Tensor:
+        return self.encoded.attention(layer, segments)
+
+    def patches(self, segments: Segments) -> Patches:
+        return self.encoded.patches(segments)
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         """Positions (long `[S, M]`) and mask of the text tokens behind each segment."""

@@ -74,7 +74,7 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     tokens = VisualTokens(segments, budget, Sources(call, hidden, adapter))
     with torch.no_grad():
         selection = step.method.select(tokens)
-    call.observation = None
+    call.observation = call.ahead = None
     return apply(call, step, selection, hidden, adapter)
 
 

@@ -30,15 +30,18 @@ from tokenprune.integrations.hf.block_attention import BlockAttention
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.cutting import Step, apply, cut, resolve_budgets
 from tokenprune.integrations.hf.encoder import TowerPatch
+from tokenprune.integrations.hf.encoder_attention import EncoderAttention
 from tokenprune.integrations.hf.features import FeatureRecorder
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
-from tokenprune.integrations.hf.observe import Observer
+from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.segments import check_placeholders, find_segments
 from tokenprune.integrations.hf.unmerging import VirtualUnmerging, form_of
 from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")
+# What methods see of the decoder layer before the cut.
+_OF_THE_LAYER_BEFORE = {"keys", "last_row_attention", "received_attention"}
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
 
@@ -65,6 +68,14 @@ class Engine(Attachable):
         self.unmerging = None if form == "off" else VirtualUnmerging(adapter, form, self._call)
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
         self._check(steps)
+        # A method that will not cut needs to see nothing.
+        seers = [s.method for s in steps if "encoder_attention" in s.method.needs and not s.budget.is_identity()]
+        if seers and encoder is not None:
+            raise OptionError(
+                f"{seers[0].name} reads the attention of the vision tower's patches, and {encoder.method.name} merges "
+                "them on the way: use one of the two"
+            )
+        self.attention = EncoderAttention(adapter, seers) if seers else None
 
     def _check(self, steps: list[Step]) -> None:
         layers = self.shape.layers
@@ -74,10 +85,8 @@ class Engine(Attachable):
                     f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
                     f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
                 )
-            if step.method.site is Site.PRE_LLM and step.method.needs:
-                raise OptionError(
-                    f"{step.method.name}: a PRE_LLM method cannot need {sorted(step.method.needs)}: no layer ran yet"
-                )
+            if step.method.site is Site.PRE_LLM and (needs := step.method.needs - {"encoder_attention"}):
+                raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {sorted(needs)}: no layer ran yet")
         decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
         for method in decoding_methods:
             decoding.check(method, self.decoder, len(decoding_methods) - 1)
@@ -91,10 +100,10 @@ class Engine(Attachable):
         if self.blocks is not None:
             self.blocks.current = self._call
             self.attach_part(self.blocks)
-        for step in self.steps.values():
-            if step.method.needs:
-                observer = Observer(self.adapter.attention_of(step.layer - 1), partial(self._observe, step.layer))
-                self.attach_part(observer)
+        for layer in sorted(self._observed()):
+            self.attach_part(Observer(self.adapter.attention_of(layer), partial(self._observe, layer)))
+        if self.attention is not None:
+            self.attach_part(self.attention)
         for modality in _MODALITIES:
             self._record_features(modality)
         self.hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
@@ -108,6 +117,11 @@ class Engine(Attachable):
             self.hook(layer.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True))
             if extras:
                 self.hook(layer.register_forward_hook(partial(self._leave_layer, index)))
+
+    def _observed(self) -> set[int]:
+        """The decoder layers whose attention is read."""
+        before = {step.layer - 1 for step in self.steps.values() if step.method.needs & _OF_THE_LAYER_BEFORE}
+        return before | {step.layer for step in self.steps.values() if "next_row_attention" in step.method.needs}
 
     def _record_features(self, modality: str) -> None:
         """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
@@ -148,6 +162,8 @@ class Engine(Attachable):
             output.tokenprune_frames = self.adapter.video_frames(arguments)
         if self.encoder is not None:
             self.encoder.note(modality, arguments, output)
+        if self.attention is not None:
+            self.attention.note(modality, arguments, output)
         if (call := self._call()) is not None:
             self._match_features(call, modality, output)
 
@@ -338,6 +354,10 @@ class Engine(Attachable):
             if index in call.cuts:
                 args, kwargs = self._cut_layer(call, index, args, kwargs)
             call.open_group(index)
+        return args, self._layer_arguments(call, index, args, kwargs)
+
+    def _layer_arguments(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a layer beside the hidden states, for the current layout."""
         if "attention_mask" in kwargs:
             dtype = (args[0] if args else kwargs["hidden_states"]).dtype
             kwargs["attention_mask"] = self._layer_mask(call, index, kwargs["attention_mask"], dtype)
@@ -347,13 +367,15 @@ class Engine(Attachable):
             for name, dim in (("position_embeddings", -2), ("position_ids", -1)):
                 if kwargs.get(name) is not None:
                     kwargs[name] = call.gathered(kwargs[name], dim)
-        return args, kwargs
+        return kwargs
 
     def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM: cut the hidden states that arrive at a layer."""
         start = time.perf_counter()
         hidden = args[0] if args else kwargs["hidden_states"]
         step = self.steps[index]
+        if "next_row_attention" in step.method.needs:
+            call.ahead = self._look_ahead(call, index, args, kwargs)
         if step.method.site is Site.DECODE:
             hidden = decoding.cut(call, step, hidden, self.adapter, self.record)
         else:
@@ -366,6 +388,32 @@ class Engine(Attachable):
         start = time.perf_counter()
         decoding.decide(call)
         call.decode.stats.overhead_ms += 1000 * (time.perf_counter() - start)
+
+    def _look_ahead(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+        """What the attention of layer `index` would see of the tokens that arrive at it, if none were cut.
+
+        The layer runs until its attention function is called, so its own norms, projections and rotary embedding apply,
+        whatever the family calls them; the cache is left out, and nothing behind is computed.
+        """
+        call.open_group(index)
+        call.group = -index  # masks of the uncut layout are remembered apart from those after the cut
+        kwargs = self._layer_arguments(call, index, args, dict(kwargs))
+        call.columns.pop()
+        kwargs = {name: None if value is call.cache else value for name, value in kwargs.items()}
+        call.looking = True
+        try:
+            with torch.no_grad():
+                self.decoder.layers[index].forward(*args, **kwargs)  # not a call: that would enter our own hooks
+        except _SeenError as seen:
+            observation = seen.observation
+        else:
+            raise UnsupportedSetupError(f"decoder layer {index} ran without calling its attention function")
+        finally:
+            call.looking = False
+        if caches.cached_tokens(call.cache, index):
+            past = call.cache.layers[index].keys.to(observation.key.device)
+            observation.key = torch.cat([past, observation.key], dim=2)
+        return observation
 
     def _layer_mask(self, call: Call, index: int, mask: Any, dtype: torch.dtype) -> Any:
         if call.blocks is not None and index in self.blocks:
@@ -382,10 +430,23 @@ class Engine(Attachable):
             return (self.adapter.after_layer(call.extras, index, output[0]), *output[1:])
         return self.adapter.after_layer(call.extras, index, output)
 
-    def _observe(self, layer: int, observation: Any) -> None:
+    def _observe(self, layer: int, observation: Observation) -> None:
         call = self._call()
-        if call is not None and call.active and (layer in call.cuts or layer == call.decides_at):
+        if call is None or not call.active:
+            return
+        if call.looking:
+            raise _SeenError(observation)
+        cuts = layer + 1 in call.cuts and self.steps[layer + 1].method.needs & _OF_THE_LAYER_BEFORE
+        if cuts or layer + 1 == call.decides_at:
             call.observation = observation
+
+
+class _SeenError(Exception):
+    """Ends the run of a layer of which only the attention's queries and keys are wanted."""
+
+    def __init__(self, observation: Observation) -> None:
+        super().__init__("a layer was run only to see its queries and keys")
+        self.observation = observation
 
 
 _calls = threading.local()

@@ -115,18 +115,24 @@ class Packed:
 
     def follow(self, groups: Tensor, packed: Tensor) -> Tensor:
         """groups: long `[tiles, tokens]`, first of each feature's group in its tile; packed: one picture's numbers."""
-        ids = packed[:, 0].round().long()
-        if not torch.equal(packed[:, 1], _check(ids.double())):
-            raise UnsupportedSetupError(
-                "this picture has so many tiles that the model interpolates its features, so that they belong to no "
-                "merged token; use a smaller picture, or a method that acts behind the tower"
-            )
+        ids = self.numbers(packed)
         tile, token = ids // self.tokens, ids % self.tokens
         group = torch.where(ids < 0, -1, tile * self.tokens + groups[tile.clamp(min=0), token])
         places = torch.arange(len(ids), device=ids.device)
         group = torch.where(group < 0, int(group.max()) + 1 + places, group)  # newlines: each for itself
         first = torch.full((int(group.max()) + 1,), len(ids), device=ids.device)
         return first.scatter_reduce(0, group, places, "amin")[group]
+
+    @staticmethod
+    def numbers(packed: Tensor) -> Tensor:
+        """long `[features]`: for each feature of a picture the number of the one that was packed, -1 for a newline."""
+        ids = packed[:, 0].round().long()
+        if not torch.equal(packed[:, 1], _check(ids.double())):
+            raise UnsupportedSetupError(
+                "this picture has so many tiles that the model interpolates its features, so that none of them is a "
+                "patch of the tower; use a smaller picture, or a method that acts behind the tower"
+            )
+        return ids
 
 
 def _check(ids: Tensor) -> Tensor:

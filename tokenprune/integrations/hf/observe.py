@@ -31,7 +31,7 @@ class Observation:
     """What one attention call saw, after rotary embedding and cache update.
 
     query: `[B, H, Q, Dh]`; key: `[B, Hkv, K, Dh]`; mask: as handed to the attention function; scaling: factor before
-    softmax.
+    softmax; causal: what no mask means; starts: where packed sequences begin and end, if several share one axis.
     """
 
     query: Tensor
@@ -39,6 +39,8 @@ class Observation:
     mask: Tensor | None
     scaling: float
     softcap: float | None = None
+    causal: bool = True
+    starts: Tensor | None = None
 
     def keys(self, queries: int) -> Tensor:
         """`[B, Q, Hkv * Dh]`: keys of the last `queries` tokens, heads flattened."""
@@ -65,10 +67,11 @@ class Observation:
         if self.mask is not None and self.mask.ndim == 4:
             rows = self._mask_rows(index)
             return rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
-        # No mask: causal; a 2-D mask (flash): causal and padding.
+        # No mask: causal, or everything; a 2-D mask (flash): the same and padding.
         keys, queries = self.key.shape[2], self.query.shape[2]
         slots = torch.arange(keys, device=index.device)
-        seen = slots <= (index + (keys - queries))[:, None, :, None]
+        last = index + (keys - queries) if self.causal else torch.full_like(index, keys)
+        seen = slots <= last[:, None, :, None]
         return seen if self.mask is None else seen & self.mask[:, None, None, -keys:].bool()
 
     def _mask_rows(self, index: Tensor) -> Tensor:
@@ -182,11 +185,15 @@ def observed_attention(
     scaling = kwargs.get("scaling")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
+    causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
     answers = (tap.compute(query, key, value, attention_mask, **kwargs | {"scaling": scaling}) for tap in taps)
     computed = next((answer for answer in answers if answer is not None), None)
     mask = attention_mask if computed is None else computed[1]
+    seen = Observation(query, key, mask, scaling, kwargs.get("softcap"), causal, kwargs.get("cu_seq_lens_q"))
     for tap in taps:
-        given = tap.record(Observation(query, key, mask, scaling, kwargs.get("softcap")))
+        given = tap.record(seen)
         attention_mask = attention_mask if given is None else given
     if computed is not None:
         return computed[0], None

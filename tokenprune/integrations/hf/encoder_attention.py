@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention inside the vision tower, brought to the visual tokens that the patches become.
+
+Queries and keys of the wanted blocks are read as they reach the attention function (after rotary embedding, once), and
+scores are made of them in chunks of rows: no attention map, any back end. The scores travel with the tower's output,
+since `generate` encodes pictures before any forward.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.base import Method
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.attachable import Attachable
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.groups import PackRecorder, take_packed
+from tokenprune.integrations.hf.observe import Observation, Observer
+from tokenprune.integrations.hf.patches import Placed, place
+from tokenprune.tokens import Patches, Segments
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.call import Call
+
+# The blocks that are known, and how many class tokens stand before the patches.
+_CLASS_TOKENS = {
+    "CLIPEncoderLayer": 1,
+    "InternVLVisionLayer": 1,
+    "SiglipEncoderLayer": 0,
+    "Idefics3EncoderLayer": 0,
+    "SmolVLMEncoderLayer": 0,
+    "Qwen2VLVisionBlock": 0,
+    "Qwen2_5_VLVisionBlock": 0,
+    "Qwen3VLVisionBlock": 0,
+}
+_ROWS = 512  # attention rows that are made at a time, over all pictures
+
+
+class EncoderAttention(Attachable):
+    """Reads the attention of the blocks that `methods` name in their `encoder_layers`.
+
+    Raises UnsupportedSetupError for towers that are not known and families whose tokens cannot be traced to patches,
+    OptionError for blocks that there are not.
+    """
+
+    def __init__(self, adapter: Adapter, methods: Sequence[Method]) -> None:
+        super().__init__()
+        self.adapter, self.name = adapter, ", ".join(method.name for method in methods)
+        family = adapter.config.model_type
+        if adapter.patch_layout is None:
+            raise UnsupportedSetupError(
+                f"{self.name} reads attention inside the vision tower, but of {family!r} it is not known how its "
+                "patches become visual tokens; use a method that acts behind the tower, or say so in the adapter's "
+                "patch_layout"
+            )
+        self.tower, blocks = _find_blocks(adapter, self.name)
+        self.protected = _CLASS_TOKENS[type(blocks[0]).__name__]
+        self.attentions = [_attention_of(block) for block in blocks]
+        self.places = {
+            layer: self._block(method, layer, len(blocks)) for method in methods for layer in method.encoder_layers
+        }
+        for index in set(self.places.values()):
+            Observer(self.attentions[index], self._record)  # raises what cannot be observed
+
+    def _block(self, method: Method, layer: int | float, depth: int) -> int:
+        """Return the index of the block that a method means by `layer`; see `Method.encoder_layers`."""
+        read = _read_block(self.adapter, depth)
+        # Blocks that attend in windows do not compare one window's patches with another's.
+        whole = getattr(self.adapter.config.vision_config, "fullatt_block_indexes", None) or range(depth)
+        if isinstance(layer, float):
+            if not 0 < layer < 1:
+                raise OptionError(f"{method.name}: {layer} is no share of the vision tower's depth: use 0 < share < 1")
+            index = math.ceil(layer * (read + 1)) - 1
+            return next((block for block in sorted(whole) if block >= index), max(whole))
+        index = layer if layer >= 0 else read + 1 + layer
+        if not 0 <= index < depth:
+            raise OptionError(
+                f"{method.name}: the vision tower has {depth} blocks, of which the model reads up to number {read}; "
+                f"there is no block {layer}"
+            )
+        if index not in whole:
+            raise OptionError(
+                f"{method.name}: block {index} of this tower attends in windows, so that its scores do not compare "
+                f"patches of the whole picture; use one of {sorted(whole)}"
+            )
+        return index
+
+    # -- inside the tower
+
+    def _attach(self) -> None:
+        for index in sorted(set(self.places.values())):
+            self.attach_part(Observer(self.attentions[index], partial(self._record, index)))
+        self.hook(self.tower.register_forward_pre_hook(self._enter_tower))
+        self.hook(self.tower.register_forward_hook(self._leave_tower))
+        pack = getattr(self.adapter.base, "pack_image_features", None)
+        if pack is not None:
+            self.replace(self.adapter.base, "pack_image_features", PackRecorder(pack))
+
+    def _enter_tower(self, module: nn.Module, args: tuple) -> None:
+        take_packed()  # what a call that failed may have left
+        _states()[id(self)] = {index: [] for index in self.places.values()}
+
+    def _record(self, index: int, observation: Observation) -> None:
+        state = _states().get(id(self))
+        if state is not None:  # else gradient checkpointing runs the block again
+            with torch.no_grad():
+                state[index] += [_scores(piece, self.protected).transpose(1, 2) for piece in _sequences(observation)]
+
+    def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
+        state = _states().pop(id(self), None)
+        if isinstance(output, tuple):
+            raise UnsupportedSetupError(f"{self.name}: the tower must return an output object; use return_dict")
+        if state is not None:
+            output.tokenprune_attention = state
+
+    # -- behind the tower
+
+    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        """Pictures were encoded: leave the scores of their visual tokens on `output`, as `tokenprune_encoded`."""
+        state = getattr(output, "tokenprune_attention", None)
+        packed = take_packed()
+        if state is None:
+            return
+        del output.tokenprune_attention
+        # [rows of the tower, patches, H] of each block; rows of different length (packed runs) are laid end to end.
+        if not all(state.values()):
+            raise UnsupportedSetupError(f"{self.name}: not all blocks of the vision tower showed their attention")
+        layers = [
+            torch.cat(pieces) if len({piece.shape[1] for piece in pieces}) == 1 else torch.cat(pieces, dim=1)
+            for pieces in state.values()
+        ]
+        placed = place(self.adapter, modality, arguments, output, torch.cat(layers, dim=-1), packed)
+        scores = dict(zip(state, placed.scores.split([x.shape[-1] for x in layers], dim=-1), strict=True))
+        output.tokenprune_encoded = Encoded({layer: scores[index] for layer, index in self.places.items()}, placed)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """scores: for each of a method's `encoder_layers` float32 `[tokens, H]`, all pictures of a call end to end."""
+
+    scores: dict[int | float, Tensor]
+    placed: Placed
+
+
+class EncodedTokens:
+    """What the tower's attention says of a call's visual tokens."""
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        # For each position of the prompt the number of its visual token, over all modalities.
+        self.device, self.parts, start = device, [], 0
+        self.index = None
+        for modality, output in call.outputs.items():
+            encoded, mask = getattr(output, "tokenprune_encoded", None), call.visual[modality].to(device)
+            if encoded is None:
+                raise UnsupportedSetupError(
+                    f"these {modality} features were not encoded by the patched model, so the attention in its vision "
+                    "tower is not known: pass pixels"
+                )
+            count, found = len(encoded.placed.cells), int(mask.sum())
+            copies = max(1, found // count)  # generate repeats each row for beams, after its pictures were encoded
+            own = mask[::copies]
+            if int(own.sum()) != count or not torch.equal(own.repeat_interleave(copies, 0), mask):
+                raise UnsupportedSetupError(
+                    f"the prompt holds {found} {modality} placeholders, but the vision tower's patches make {count} "
+                    "tokens: the two cannot be matched"
+                )
+            if self.index is None:
+                self.index = torch.zeros(mask.shape, dtype=torch.long, device=device)
+            numbers = torch.zeros_like(self.index[::copies])
+            numbers[own] = torch.arange(start, start + count, device=device)
+            self.index += numbers.repeat_interleave(copies, 0)
+            self.parts.append(encoded)
+            start += count
+
+    def attention(self, layer: int | float, segments: Segments) -> Tensor:
+        if any(layer not in part.scores for part in self.parts):
+            raise UnsupportedSetupError(
+                f"the attention of block {layer} of the vision tower was not read: a method names all that it reads in "
+                "its encoder_layers; features that were encoded under another patch do not have it, then pass pixels"
+            )
+        flat = torch.cat([part.scores[layer].to(self.device) for part in self.parts])
+        return flat[self._tokens(segments)].masked_fill(~segments.mask.unsqueeze(-1), 0).transpose(1, 2)
+
+    def patches(self, segments: Segments) -> Patches:
+        cells = torch.cat([part.placed.cells.to(self.device) for part in self.parts])[self._tokens(segments)]
+        tile = cells[..., 0].masked_fill(~segments.mask, -1)
+        first = tile.masked_fill(tile < 0, torch.iinfo(torch.long).max).amin(1, keepdim=True)
+        return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1))
+
+    def _tokens(self, segments: Segments) -> Tensor:
+        return self.index[segments.row_index, segments.position]
+
+
+def _sequences(observation: Observation) -> list[Observation]:
+    """Split what flash attention gets, several sequences on one axis, into one observation each."""
+    if observation.starts is None:
+        return [observation]
+    lengths = observation.starts.diff().tolist()
+    pairs = zip(observation.query.split(lengths, 2), observation.key.split(lengths, 2), strict=True)
+    return [Observation(query, key, None, observation.scaling, causal=False) for query, key in pairs]
+
+
+def _scores(seen: Observation, protected: int) -> Tensor:
+    """float32 `[B, H, patches]`: the attention of the class token, else what each patch receives on average."""
+    rows, _, queries = seen.query.shape[:3]
+    first = torch.zeros(rows, 1, dtype=torch.long, device=seen.query.device)
+    if protected:
+        return seen.rows(first)[:, :, 0, protected:]
+    # Patches of padding are keys that nobody sees, and their own rows do not count.
+    valid = seen.visible(first)[:, 0, 0].expand(rows, queries)
+    return seen.received(valid, chunk=max(1, _ROWS // rows))
+
+
+def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module]]:
+    for attribute in ("vision_tower", "visual", "vision_model"):
+        tower = getattr(adapter.base, attribute, None)
+        for module in tower.modules() if tower is not None else ():
+            for blocks in (getattr(module, which, None) for which in ("layers", "layer", "blocks")):
+                known = isinstance(blocks, nn.ModuleList) and blocks
+                if known and all(type(block).__name__ in _CLASS_TOKENS for block in blocks):
+                    return tower, list(blocks)
+    found = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
+    raise UnsupportedSetupError(
+        f"{name} reads attention inside the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
+        f"and SmolVLM), InternVL and Qwen-VL of transformers, not {found}; use a method that acts behind the tower"
+    )
+
+
+def _attention_of(block: nn.Module) -> nn.Module:
+    return next(getattr(block, name) for name in ("self_attn", "attn", "attention") if hasattr(block, name))
+
+
+def _read_block(adapter: Adapter, depth: int) -> int:
+    """Return the index of the last block whose output the model reads."""
+    read = getattr(adapter.config, "vision_feature_layer", None)
+    # Numbers of hidden states: 0 is the tower's input, -1 the output of its last block.
+    states = [-1] if read is None else [read] if isinstance(read, int) else list(read)
+    return max(max(state if state >= 0 else depth + 1 + state for state in states) - 1, 0)
+
+
+def _states() -> dict[int, dict[int, list[Tensor]]]:
+    return _thread.__dict__.setdefault("states", {})
+
+
+_thread = threading.local()

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From patches of a vision tower to visual tokens: what a token is made of, and where on the grid it was."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.groups import Packed
+from tokenprune.integrations.hf.segments import feature_total
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Visual tokens of all pictures of a call, end to end.
+
+    scores: `[tokens, C]`, means over each token's patches, 0 for what is no patch.
+    cells: long `[tokens, 6]`: tile or frame, row, column, height, width, size (see `Patches`); tiles are numbered
+    through, -1 is no patch.
+    """
+
+    scores: Tensor
+    cells: Tensor
+
+
+def place(
+    adapter: Adapter, modality: str, arguments: dict[str, Any], output: Any, scores: Tensor, packed: Packed | None
+) -> Placed:
+    """Bring scores of patches to the visual tokens that are made of them.
+
+    modality, arguments, output: what was encoded, what `get_image_features` (or that of videos) was given, and what it
+    returned. scores: `[rows of the tower, patches, C]`. packed: what `pack_image_features` did.
+    Raises UnsupportedSetupError where the two do not fit together.
+    """
+    layout = adapter.patch_layout
+    if layout == "runs":
+        placed = _runs(adapter, adapter.grids(modality, arguments), scores.flatten(0, 1))
+    elif modality == "video":
+        placed = _pooled(adapter, arguments, scores)
+    elif layout == "packed":
+        placed = _packed(adapter, arguments, scores, packed)
+    else:
+        placed = _tiles(adapter, arguments, output, scores)
+    if placed is None:
+        raise UnsupportedSetupError(
+            f"the {modality} features of this {adapter.config.model_type!r} do not tell which patches of the vision "
+            "tower they were made of; leave them out of the prompt, or use a method that acts behind the tower"
+        )
+    return placed
+
+
+def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.device) -> Tensor:
+    """long `[tiles * height * width, 6]`."""
+    axes = [torch.arange(n, device=device) for n in (tiles, height, width)]
+    cells = torch.cartesian_prod(*axes).view(-1, 3)
+    return torch.cat([cells, cells.new_tensor([height, width, size]).expand(len(cells), 3)], dim=1)
+
+
+def _no_patch(cells: Tensor) -> Tensor:
+    """long `[1, 6]`: the cell of a token that is no patch, beside `cells`."""
+    return torch.cat([cells.new_full((1, 1), -1), torch.zeros_like(cells[:1, 1:3]), cells[:1, 3:]], dim=1)
+
+
+def _patch_grid(adapter: Adapter, arguments: dict[str, Any], patches: int) -> tuple[int, int] | None:
+    """Return (height, width) of the tower's grid: the pixels tell, where they may be of any size."""
+    pixels, patch = arguments.get("pixel_values"), adapter.config.vision_config.patch_size
+    sides = (patch, patch) if isinstance(patch, int) else tuple(patch)
+    if isinstance(pixels, Tensor) and pixels.ndim >= 4:
+        height, width = (side // of for side, of in zip(pixels.shape[-2:], sides, strict=True))
+        if height * width == patches:
+            return height, width
+    side = math.isqrt(patches)
+    return (side, side) if side * side == patches else None
+
+
+def _tiles(adapter: Adapter, arguments: dict[str, Any], output: Any, scores: Tensor) -> Placed | None:
+    rows, patches, channels = scores.shape
+    total, grid = feature_total(output), _patch_grid(adapter, arguments, patches)
+    if not total or total % rows or grid is None:
+        return None
+    tokens = total // rows
+    leading = int(tokens == patches + 1)  # the class token is a feature, too
+    side = math.isqrt(patches // (tokens - leading)) if tokens > leading else 0
+    if not side or side * side * (tokens - leading) != patches or grid[0] % side or grid[1] % side:
+        return None
+    height, width = grid[0] // side, grid[1] // side
+    mean = scores.view(rows, height, side, width, side, channels).mean((2, 4)).view(rows, -1, channels)
+    cells = _grid_cells(rows, height, width, side * side, scores.device).view(rows, -1, 6)
+    if leading:
+        mean = torch.nn.functional.pad(mean, (0, 0, 1, 0))
+        cells = torch.cat([_no_patch(cells[0]).expand(rows, 1, 6), cells], dim=1)
+    return Placed(mean.flatten(0, 1), cells.flatten(0, 1))
+
+
+def _packed(adapter: Adapter, arguments: dict[str, Any], scores: Tensor, packed: Packed | None) -> Placed | None:
+    tiles, patches, channels = scores.shape
+    grid = _patch_grid(adapter, arguments, patches)
+    if packed is None or packed.tokens != patches or grid is None:
+        return None
+    cells = _grid_cells(tiles, *grid, 1, scores.device)
+    ids = torch.cat([packed.numbers(picture) for picture in packed.pictures])
+    newline = (ids < 0).unsqueeze(-1)
+    ids = ids.clamp(min=0)
+    flat = scores.reshape(-1, channels)[ids].masked_fill(newline, 0)
+    return Placed(flat, torch.where(newline, _no_patch(cells), cells[ids]))
+
+
+def _runs(adapter: Adapter, grids: list[tuple[int, int, int]] | None, scores: Tensor) -> Placed | None:
+    vision = adapter.config.vision_config
+    size = vision.spatial_merge_size**2
+    if grids is None or sum(map(math.prod, grids)) * size != len(scores):
+        return None
+    tokens = scores.view(-1, size, scores.shape[-1]).mean(1)
+    cells, start = [], 0
+    for frames, height, width in grids:
+        cells.append(_grid_cells(frames, height, width, size, scores.device))
+        cells[-1][:, 0] += start  # frames of all pictures are numbered through
+        start += frames
+    cells = torch.cat(cells)
+    window = getattr(vision, "window_size", None)
+    if window and getattr(vision, "fullatt_block_indexes", None) is not None:
+        # Inside the tower tokens stand window by window; each window, and each token in it, in raster order.
+        side = window // vision.spatial_merge_size // vision.patch_size
+        keys = [cells[:, 2], cells[:, 1], cells[:, 2] // side, cells[:, 1] // side, cells[:, 0]]
+        order = torch.arange(len(cells), device=cells.device)
+        for key in keys:
+            order = order[key[order].argsort(stable=True)]
+        tokens = torch.empty_like(tokens).index_copy(0, order, tokens)
+    return Placed(tokens, cells)
+
+
+def _pooled(adapter: Adapter, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
+    """Videos of LLaVA-OneVision: frames are pooled like pictures, and a newline follows each video."""
+    pool = getattr(adapter.base, "apply_pooling", None)
+    videos = arguments.get("pixel_values_videos")
+    if pool is None or videos is None or len(scores) % len(videos):
+        return None
+    pooled = pool(scores)
+    side, frames = math.isqrt(pooled.shape[1]), len(scores) // len(videos)
+    if side * side != pooled.shape[1]:
+        return None
+    cells = _grid_cells(len(scores), side, side, 4, scores.device).view(len(videos), -1, 6)
+    newline = _no_patch(cells[0]).expand(len(videos), 1, 6)
+    flat = torch.nn.functional.pad(pooled.reshape(len(videos), frames * side * side, -1), (0, 0, 0, 1))
+    return Placed(flat.flatten(0, 1), torch.cat([cells, newline], dim=1).flatten(0, 1))

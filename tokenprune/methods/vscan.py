@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from tokenprune.base import Method, Selection, Site
+from tokenprune.budget import Budget
+from tokenprune.errors import BudgetError
+from tokenprune.registry import register
+from tokenprune.tokens import Patches, VisualTokens
+
+_ROWS = 1024  # rows of the similarity matrix that are made at a time
+
+
+@register("vscan", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2505.22654, TMLR 2026", merges=True)
+@dataclass(frozen=True)
+class VScan(Method):
+    """Scan the vision tower's attention globally and window by window, merge what is not picked, cut again halfway.
+
+    Stage 1, before the decoder: one part of each tile's tokens (or frame's) is picked window by window by the attention
+    of an early block of the tower, the rest among all others by the attention of the last block that the model reads.
+    Scores are the class token's attention to a patch, or, in towers without one, what the patch receives on average.
+    Every other token is merged into the most similar picked one of its tile. Stage 2, inside the decoder: the third of
+    them that the last prompt token attends to most goes on.
+
+    keep: tokens averaged over the decoder's layers; stage 1 keeps three times as many as stage 2, as far as there are.
+    layer: int >= 1 or None (the middle), decoder layer at whose input stage 2 cuts, ranked by that layer's own
+    attention.
+    stage2: False leaves out stage 2: the choice then knows nothing of the question and is safe with a prefix cache;
+    stage 1 keeps all of `keep`.
+    local: share in [0, 1] of stage 1's picks that is made window by window.
+    local_layer: the early block, an int (see `Method.encoder_layers`) or a share of the depth between 0 and 1.
+    window: side of a window in tokens; None is 6 where a token is one patch, 4 where it is several. What does not fill
+    a window belongs to the last one.
+    merge: False drops what is not picked.
+
+    Source: Zhang et al., "VScan: Rethinking Visual Token Reduction for Efficient Large Vision-Language Models", section
+    on the method; the authors' code for what it leaves open (blocks, windows, schedule, plain mean).
+
+    Differs from the paper: tokens keep their positions of the full prompt (the LLaVA code renumbers them); where the
+    windows do not divide the local picks, each window gets its equal part and the best of the next ones get the rest
+    (the LLaVA code drops the rest, the Qwen code picks greedily under a cap); tiles share the picks by their tokens
+    that are left after unpadding; newlines are always kept by stage 1, count as kept, and compete in stage 2; keys and
+    queries are rotated once in tower and decoder (the Qwen code twice, or not at all); a local pick is never picked
+    again; a tile of which nothing is picked is merged into the most similar picks of the other tiles.
+    """
+
+    layer: int | None = None
+    stage2: bool = True
+    local: float = 0.5
+    local_layer: int | float = 0.25
+    window: int | None = None
+    merge: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layer is not None:
+            self._check_int("layer", 1)
+        if self.window is not None:
+            self._check_int("window", 1)
+        for option in ("stage2", "merge"):
+            value = getattr(self, option)
+            self._check(isinstance(value, bool), f"{option}={value!r} must be True or False")
+        fine = isinstance(self.local, (int, float)) and not isinstance(self.local, bool) and 0 <= self.local <= 1
+        self._check(fine, f"local={self.local!r} must be a share in [0, 1]")
+        if isinstance(self.local_layer, float):
+            self._check(0 < self.local_layer < 1, f"local_layer={self.local_layer!r} must be an int or between 0 and 1")
+        else:
+            self._check_int("local_layer")
+
+    @property
+    def query_aware(self) -> bool:
+        return self.stage2
+
+    @property
+    def encoder_layers(self) -> tuple[int | float, ...]:
+        return self.local_layer, -1
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        if budget.per != "image":
+            raise BudgetError(f"vscan scans each picture by itself: it cannot share {budget} among them")
+        first = dataclasses.replace(self, stage2=False)
+        if not self.stage2:
+            return [(first, budget)]
+        layer = layers // 2 if self.layer is None else self.layer
+        self._check(1 <= layer < layers, f"layer={layer} is out of range: this decoder has {layers} layers")
+        if budget.is_identity():
+            return [(first, budget)]
+        if budget.flops_share is not None:
+            raise BudgetError(
+                f"vscan cannot solve {budget} for two cuts: say keep, average_tokens or kv_share, or pass stage2=False"
+            )
+        # T1 * layer + T2 * (layers - layer) = average * layers, with T1 = 3 * T2 as far as there are so many.
+        spread = layers / (layer + (layers - layer) / 3)
+        if budget.average_tokens is not None or isinstance(budget.keep, numbers.Integral):
+            average = budget.average_tokens or budget.keep
+            early = Budget(keep=max(1, round(average * spread)))
+            return [(first, early), (_Middle(layer, layers, average), Budget(keep=max(1, round(average))))]
+        share = budget.kv_share or budget.keep
+        early = min(1.0, share * spread)
+        late = (share * layers - early * layer) / (layers - layer) / early
+        return [(first, Budget(keep=float(early))), (_Middle(layer, layers), Budget(keep=min(1.0, late)))]
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        patches = tokens.patches
+        local, last = (tokens.encoder_attention(layer).mean(dim=1) for layer in self.encoder_layers)
+        picked = self._pick(tokens, local.nan_to_num(nan=-torch.inf), last.nan_to_num(nan=-torch.inf))
+        keep = picked | (tokens.mask & (patches.tile < 0))
+        if not self.merge:
+            return Selection(keep)
+        itself = torch.arange(keep.shape[1], device=keep.device)
+        assign = torch.where(keep, itself, most_similar(tokens.hidden, picked, patches.tile))
+        return Selection(keep, assign.masked_fill(~tokens.mask, -1))
+
+    def _pick(self, tokens: VisualTokens, local: Tensor, last: Tensor) -> Tensor:
+        """bool `[S, N]`: the patches that either scan picks. local, last: the scores of the two, `[S, N]`."""
+        patches, mask = tokens.patches, tokens.mask
+        real = patches.tile >= 0
+        tiles = int(patches.tile.max()) + 1
+        tile = torch.where(real, patches.tile, tiles)  # what is no patch is in a tile that picks nothing
+        wanted = (tokens.budget - (mask & ~real).sum(1)).clamp(min=1)
+        picks = shares(torch.zeros_like(tile[:, :1]).expand(-1, tiles + 1).scatter_add(1, tile, real.long()), wanted)
+        scanned = (picks.double() * self.local).long()
+        # Best of each window first, then second best of each, and so on.
+        turn = rank(tile * patches.height.amax() * patches.width.amax() + windows(patches, self.window), local)
+        near = rank(tile, -turn, local) < scanned.gather(1, tile)
+        far = rank(tile, (~near).byte(), last) < (picks - scanned).gather(1, tile)
+        return real & (near | far)
+
+
+def shares(counts: Tensor, wanted: Tensor) -> Tensor:
+    """Split `wanted` (long `[S]`) among tiles of `counts` (long `[S, T]`) tokens: proportionally, none gets more than
+    it has, and what does not divide goes to the first ones."""
+    total = counts.sum(1, keepdim=True).clamp(min=1)
+    up_to = (counts.cumsum(1) * wanted[:, None] + total - 1).div(total, rounding_mode="floor")
+    return up_to.diff(dim=1, prepend=torch.zeros_like(up_to[:, :1]))
+
+
+def windows(patches: Patches, side: int | None) -> Tensor:
+    """long `[S, N]`: the number of each patch's window in its tile; what is left over belongs to the last one."""
+    side = torch.where(patches.size > 1, 4, 6) if side is None else torch.full_like(patches.size, side)
+    down, across = ((length // side).clamp(min=1) for length in (patches.height, patches.width))
+    row, column = torch.minimum(patches.row // side, down - 1), torch.minimum(patches.column // side, across - 1)
+    return row * across + column
+
+
+def rank(group: Tensor, *keys: Tensor) -> Tensor:
+    """long `[S, N]`: the place of each token in its group, largest first; a later key, then the order, breaks ties."""
+    order = torch.arange(group.shape[1], device=group.device).expand_as(group)
+    for key in reversed(keys):
+        order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))
+    order = order.gather(1, group.gather(1, order).argsort(dim=1, stable=True))
+    groups = group.gather(1, order)
+    place = torch.arange(group.shape[1], device=group.device) - torch.searchsorted(groups, groups)
+    return torch.empty_like(order).scatter_(1, order, place)
+
+
+def most_similar(features: Tensor, picked: Tensor, tile: Tensor) -> Tensor:
+    """long `[S, N]`: for each token the picked one of its tile that is most similar by cosine, the first of equals; of
+    any tile where its own has none."""
+    unit, count, found = normalize(features.float(), dim=-1), features.shape[1], []
+    for start in range(0, count, _ROWS):
+        rows = slice(start, start + _ROWS)
+        allowed = picked[:, None, :] & (tile[:, rows, None] == tile[:, None, :])
+        allowed = torch.where(allowed.any(-1, keepdim=True), allowed, picked[:, None, :])
+        likeness = (unit[:, rows] @ unit.transpose(1, 2)).nan_to_num(nan=-2.0).masked_fill(~allowed, -torch.inf)
+        best = likeness.amax(-1, keepdim=True)
+        # argmax promises no order among equals.
+        places = torch.arange(count, device=tile.device)
+        found.append(torch.where(allowed & (likeness == best), places, count).amin(-1))
+    return torch.cat(found, dim=1)
+
+
+@dataclass(frozen=True)
+class _Middle(Method):
+    """Stage 2: keep what the last prompt token attends to most in the layer behind the cut.
+
+    layer, layers: where it cuts, out of how many. average: tokens per picture, averaged over the layers, that it and
+    stage 1 are to reach; None leaves it at the share that the budget says.
+    """
+
+    layer: int
+    layers: int
+    average: float | None = None
+
+    name: ClassVar[str] = "vscan"
+    site: ClassVar[Site] = Site.IN_LLM
+    needs: ClassVar[frozenset[str]] = frozenset({"next_row_attention"})
+
+    @property
+    def query_aware(self) -> bool:
+        return True
+
+    def budget(self, count: int, keep: int) -> int:
+        if self.average is None:
+            return keep
+        return round((self.average * self.layers - count * self.layer) / (self.layers - self.layer))
+
+    def score(self, tokens: VisualTokens) -> Tensor:
+        return tokens.next_row_attention.mean(dim=1)
