@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of README.md: the methods from the registry, the numbers from the committed raw files.
+"""Write the generated parts of README.md and docs: methods from the registry, numbers from the committed raw files.
 
-python dev/readme.py            # rewrite README.md and docs/images/bench.png
-python dev/readme.py --check    # exit with 1 where README.md is not what this would write (the test suite calls it)
+python dev/readme.py            # rewrite the pages and docs/images/bench.png
+python dev/readme.py --check    # exit with 1 where a page is not what this would write
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import tokenprune
 
@@ -23,6 +24,7 @@ SITES = {
     "PRE_ENCODER": "pixels",
     "IN_ENCODER": "vision tower",
     "PRE_LLM": "pre-LLM",
+    "ATTENTION": "attention",
     "IN_LLM": "in-LLM",
     "DECODE": "decoding",
 }
@@ -48,20 +50,49 @@ def methods() -> str:
 
 
 def bench() -> str:
-    """The benchmark's tables, from its raw file."""
-    from tokenprune.bench.results import read_records, summarise
+    """The benchmark's tables in full, from its raw file."""
     from tokenprune.bench.tables import tables, to_markdown
 
     if not BENCH.exists():
         return "(not measured yet)"
-    results = summarise(read_records(BENCH))
-    parts = ["![accuracy against visual tokens](docs/images/bench.png)"]
-    for table in tables(results):
-        parts.append(to_markdown(table).strip())
-    parts.append(
-        f"Raw data: [{BENCH.relative_to(ROOT)}]({BENCH.relative_to(ROOT)}), written by `tokenprune bench --json`."
+    parts = [to_markdown(table).strip() for table in tables(_results())]
+    name = BENCH.relative_to(ROOT)
+    return "\n\n".join([*parts, f"Raw data: [{name}](../{name}), written by `tokenprune bench --json`."])
+
+
+def summary() -> str:
+    """The benchmark in short: accuracy of each method at each keep, and how many tokens that is."""
+    if not BENCH.exists():
+        return "(not measured yet)"
+    results = _results()
+    keeps = sorted({row.keep for row in results.rows if row.site is not None}, reverse=True)
+    by_place = {(row.method, row.keep): row for row in results.rows}
+    lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
+    for name in dict.fromkeys(row.method for row in results.rows if row.site is not None):
+        rows = [by_place.get((name, keep)) for keep in keeps]
+        lines.append(f"| `{name}` | " + " | ".join(map(_summary_cell, rows)) + " |")
+    base = results.baseline
+    note = (
+        f"Percent right of {base.questions} questions (unpatched {100 * base.overall.value:.1f}) @ visual tokens "
+        f"averaged over the decoder's layers (unpatched {base.tokens_average:.0f}). ≤rnd, ≤down: not significantly "
+        "better than `random`, than `downsample`, at the same keep. ▼n: n of the eight kinds of questions fell by more "
+        "than 20 points. Times, FLOPs, KV bytes, intervals and every kind: [the full tables](docs/benchmark.md)."
     )
-    return "\n\n".join(parts)
+    return "\n\n".join(["![accuracy against visual tokens](docs/images/bench.png)", "\n".join(lines), note])
+
+
+def _summary_cell(row: Any) -> str:
+    if row is None:
+        return ""
+    lost = sum(share.collapsed for share in row.kinds.values())
+    marks = [*row.marks, *([f"▼{lost}"] if lost else [])]
+    return f"{100 * row.overall.value:.1f} @{row.tokens_average:.0f} {' '.join(marks)}".strip()
+
+
+def _results() -> Any:
+    from tokenprune.bench.results import read_records, summarise
+
+    return summarise(read_records(BENCH))
 
 
 def prefill() -> str:
@@ -88,21 +119,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    path = ROOT / "README.md"
-    before = after = path.read_text()
-    for name, make in (("methods", methods), ("bench", bench), ("prefill", prefill)):
-        block = re.compile(rf"(<!-- {name}:begin[^\n]*-->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-        text = make()
-        after = block.sub(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", after)
+    stale = [path for path, text in generated().items() if path.read_text() != text]
     if args.check:
-        sys.exit(before != after)
-    path.write_text(after)
+        sys.exit(bool(stale))
+    for path in stale:
+        path.write_text(generated()[path])
     if BENCH.exists():
         from tokenprune.bench.plot import plot_png
-        from tokenprune.bench.results import read_records, summarise
 
-        (ROOT / "docs/images/bench.png").write_bytes(plot_png(summarise(read_records(BENCH))))
+        (ROOT / "docs/images/bench.png").write_bytes(plot_png(_results()))
 
+
+def generated() -> dict[Path, str]:
+    """Return what each page with generated parts must hold."""
+    return {
+        ROOT / page: _filled((ROOT / page).read_text(), {name: make() for name, make in parts.items()})
+        for page, parts in PAGES.items()
+    }
+
+
+def _filled(page: str, parts: dict[str, str]) -> str:
+    for name, text in parts.items():
+        block = re.compile(rf"(<!-- {name}:begin[^\n]*-->\n).*?(<!-- {name}:end -->)", re.DOTALL)
+        page = block.sub(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page)
+    return page
+
+
+PAGES = {
+    "README.md": {"methods": methods, "summary": summary, "prefill": prefill},
+    "docs/benchmark.md": {"bench": bench},
+}
 
 if __name__ == "__main__":
     main()

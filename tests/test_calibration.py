@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from test_cli import call, refused
 from test_dymu import Picture, mixed, naive_groups, naive_scores, tower_shape
 from test_encoder import SUPPORTED, blocks_of, tiles, tower_of
 from test_timm import build as build_timm
-from tokenprune import AlreadyPatchedError, BudgetError, OptionError, Thresholds, TokenPruneError, Tower
+from tokenprune import (
+    AlreadyPatchedError,
+    BudgetError,
+    OptionError,
+    Thresholds,
+    TokenPruneError,
+    Tower,
+    UnsupportedSetupError,
+)
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
 from tokenprune.calibration.merge import merges_per_block
@@ -86,7 +95,7 @@ def test_as_many_pairs_are_above_the_thresholds_as_were_asked_for(family: Family
         with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found):
             output = tower_of(model)(pixels)
         counts = [*output.tokenprune_counts, sum(len(owner.unique()) for owner in output.tokenprune_owners)]
-        gone = [before - after for before, after in zip(counts, counts[1:], strict=False)]
+        gone = [before - after for before, after in pairwise(counts)]
         assert gone == [8 * r for r in plan_of(model, 0.5, schedule)]
         assert counts[-1] == 8 * (tower.protected + tower.patches // 2)
 
@@ -97,7 +106,7 @@ def test_what_each_block_merges() -> None:
     assert constant == [22] * 21 + [21] * 2 + [0]
     linear = merges_per_block(tower, 288, "linear")
     assert sum(linear) == 288 and linear == sorted(linear, reverse=True) and linear[22:] == [0, 0]
-    assert merges_per_block(tower, 288, "reverse_linear") == linear[:23][::-1] + [0]
+    assert merges_per_block(tower, 288, "reverse_linear") == [*linear[:23][::-1], 0]
     # The last of a few blocks cannot merge what is left over: the first ones merge more.
     assert merges_per_block(Tower(257, 1, 4, 4), 28, "constant") == [72, 72, 56, 28]
     assert merges_per_block(Tower(257, 1, 4, 4), 256, "constant") == [0] * 4
@@ -267,8 +276,12 @@ def test_refused(folder: Path, tmp_path: Path, build) -> None:
         assert snapshot(model) == was
     with tokenprune.patched(timm_model, "tome", keep=0.5), pytest.raises(AlreadyPatchedError, match="unpatch"):
         found_by(timm_model, torch.zeros(1, 3, 24, 24))
-    with pytest.raises(tokenprune.UnsupportedSetupError, match="dymu cannot act in the tower of 'gemma3'"):
-        found_by(build(FAMILIES["gemma3"]), torch.zeros(1, 3, 32, 32))
+    for name in ("gemma3", "qwen2_5_vl"):
+        other = build(FAMILIES[name])
+        with pytest.raises(UnsupportedSetupError, match=f"dymu cannot act in the tower of '{name}'"):
+            found_by(other, torch.zeros(1, 3, 32, 32))
+        with pytest.raises(UnsupportedSetupError, match=f"dymu cannot act in the tower of '{name}'"):
+            tokenprune.patch(other, "dymu", keep=0.5)
 
 
 def test_a_tower_that_was_trained_on_is_another(build) -> None:

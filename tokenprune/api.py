@@ -122,7 +122,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
         part = timm_patch(model, methods, budgets)
         return Attachment(methods, budgets, [part], part)
     from tokenprune.integrations.hf.adapters import adapter_for
-    from tokenprune.integrations.hf.encoder import EncoderPatch
+    from tokenprune.integrations.hf.encoder import tower_patch
     from tokenprune.integrations.hf.engine import Engine, Step
     from tokenprune.integrations.hf.pixels import PixelPatch
 
@@ -143,7 +143,7 @@ def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record
     encoder = None
     for method, budget in stages:
         if method.site is Site.IN_ENCODER and not method.is_identity(budget):
-            encoder = EncoderPatch(adapter, method, budget)
+            encoder = tower_patch(adapter, method, budget)
             parts.append(encoder)
     steps = [Step(method, budget) for method, budget in stages if method.site in (Site.PRE_LLM, Site.IN_LLM)]
     engine = Engine(adapter, steps, record, encoder)

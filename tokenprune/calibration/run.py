@@ -117,9 +117,9 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> Merger:
     if is_timm(model):
         return timm_patch(model, [calibrator], [Budget.of(keep)])
     from tokenprune.integrations.hf.adapters import adapter_for
-    from tokenprune.integrations.hf.encoder import EncoderPatch
+    from tokenprune.integrations.hf.encoder import tower_patch
 
-    return EncoderPatch(adapter_for(model), calibrator, Budget.of(keep))
+    return tower_patch(adapter_for(model), calibrator, Budget.of(keep))
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Merging:
 class Merger(Attachable):
     """Attached to the blocks of one tower, in their order; the state of a forward is kept per thread.
 
-    tower: what the method is told; its `tokens` are those of a picture as the config has it.
+    tower: what the method is told; its `tokens` are those of a picture as the config has it, 0 if pictures differ.
     Raises BudgetError for a budget that is neither a share nor a number of tokens, or that cannot be reached.
     """
 
@@ -89,7 +89,8 @@ class Merger(Attachable):
                 f"patches or a number of them, not {budget}"
             )
         self.method, self.budget, self.blocks, self.shape = method, budget, list(blocks), tower
-        self.plan(tower.tokens)  # raises what cannot be reached
+        if tower.tokens:
+            self.plan(tower.tokens)  # raises what cannot be reached
 
     # -- attaching
 
@@ -109,11 +110,11 @@ class Merger(Attachable):
     # -- the state of this thread
 
     def state(self) -> Merging | None:
-        return _states().get(id(self))
+        return states().get(id(self))
 
     def end(self) -> Merging | None:
         """Forget this thread's state and return it."""
-        return _states().pop(id(self), None)
+        return states().pop(id(self), None)
 
     def plan(self, count: int) -> list[Matcher | None]:
         """What finds the merge of each block, for `count` tokens that enter."""
@@ -126,13 +127,9 @@ class Merger(Attachable):
         hidden = args[0] if args else kwargs["hidden_states"]
         if index == 0:
             rows, count = hidden.shape[:2]
-            if module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
-                raise UnsupportedSetupError(
-                    "gradient checkpointing runs the tower's blocks a second time, when what they merged is forgotten; "
-                    "switch it off for the vision tower"
-                )
+            check_checkpointing(module)
             owner = torch.arange(count, device=hidden.device).expand(rows, -1)
-            _states()[id(self)] = Merging(self.plan(count), [owner], [count] * rows)
+            states()[id(self)] = Merging(self.plan(count), [owner], [count] * rows)
         state = self.state()
         if state is None:
             return None
@@ -196,7 +193,17 @@ class Merger(Attachable):
         return (merged, *output[1:]) if isinstance(output, tuple) else merged
 
 
-def _states() -> dict[int, Merging]:
+def check_checkpointing(block: nn.Module) -> None:
+    """Raise UnsupportedSetupError if `block` would run a second time in the backward pass."""
+    if block.training and torch.is_grad_enabled() and getattr(block, "gradient_checkpointing", False):
+        raise UnsupportedSetupError(
+            "gradient checkpointing runs the tower's blocks a second time, when what they merged is forgotten; switch "
+            "it off for the vision tower"
+        )
+
+
+def states() -> dict[int, Any]:
+    """What each `Merger` (by id) holds of the forward that this thread is in."""
     return _thread.__dict__.setdefault("states", {})
 
 

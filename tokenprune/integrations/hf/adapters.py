@@ -204,8 +204,9 @@ _REASONS = {
     ),
 }
 _UNSUPPORTED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
-# Families that hand the decoder one feature for each patch of a tower, at most newlines between.
-_PATCH_TOKENS = {"llava", "llava_next", "llava_onevision"}
+# Families that hand the decoder one feature for each patch of a tower, at most newlines between; or one for each unit
+# of 2 x 2 patches that stand together in a packed tower (packed_encoder.py).
+_PATCH_TOKENS = {"llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 _UNMERGEABLE = {
     "gemma3": "it averages 4 x 4 patches (or the like) of its grid to a token, behind the tower",
 } | {
@@ -214,8 +215,6 @@ _UNMERGEABLE = {
         "it joins neighbouring patches of its grid to a token (pixel shuffle), so each token holds several patches": (
             "internvl idefics3 smolvlm"
         ),
-        "its tower attends in windows of a grid, or gives patches a rotary place on it, and joins 2 x 2 patches to a "
-        "token behind it": "qwen2_vl qwen2_5_vl qwen3_vl",
     }.items()
     for family in families.split()
 }

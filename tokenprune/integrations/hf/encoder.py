@@ -8,6 +8,7 @@ visual token of each group is kept, the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,50 @@ from tokenprune.tokens import Segments
 _CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
 
 
-class EncoderPatch(Merger):
+class TowerPatch(Merger):
+    """What all merging inside a tower has in common: its tokens' provenance reaches the decoder's entry."""
+
+    def __init__(
+        self, adapter: Adapter, method: EncoderMethod, budget: Budget, blocks: Sequence[Block], tower: Tower
+    ) -> None:
+        super().__init__(method, budget, blocks, tower)
+        self.adapter = adapter
+        self.step = Step(method, budget)  # what the engine reports the merged tokens' cut as
+
+    def check_bias(self, config: Any) -> None:
+        """Raise UnsupportedSetupError if the attention named by `config` takes no bias and the method needs one."""
+        attention = config._attn_implementation or "eager"
+        if attention in ("eager", "sdpa") or not (self.method.proportional or self.method.ragged):
+            return
+        why, way_out = "proportional attention needs", ", or pass proportional=False"
+        if self.method.ragged:
+            why, way_out = "the padding of pictures that merge more than others needs", ""
+        raise UnsupportedSetupError(
+            f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why}; load the "
+            f'model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
+        )
+
+    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        """Pictures were encoded: leave on `output` which of its features are one, as `tokenprune_groups`: for each
+        picture, for each feature, the first feature of its group (long `[features]`)."""
+        raise NotImplementedError
+
+    def select(self, call: Call, segments: Segments) -> Selection | None:
+        """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""
+        for modality, output in call.outputs.items():
+            if getattr(output, "tokenprune_groups", None) is None:
+                raise UnsupportedSetupError(
+                    f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
+                )
+        groups = {modality: output.tokenprune_groups for modality, output in call.outputs.items()}
+        return one_of_each(segments, call.visual, groups)
+
+    def counts(self, call: Call) -> list[int]:
+        """Tokens that entered each of the tower's blocks, for all pictures of a call."""
+        return [sum(counts) for counts in zip(*(o.tokenprune_counts for o in call.outputs.values()), strict=True)]
+
+
+class EncoderPatch(TowerPatch):
     """Merges inside the tower of `adapter`'s model, and tells which visual tokens became one.
 
     Raises UnsupportedSetupError for towers and projectors whose tokens cannot be merged, and for attention back ends
@@ -40,7 +84,7 @@ class EncoderPatch(Merger):
         family, name = adapter.config.model_type, method.name
         if adapter.unmergeable is not None:
             raise UnsupportedSetupError(f"{name} cannot act in the tower of {family!r}: {adapter.unmergeable}")
-        self.adapter, self.tower = adapter, adapter.base.vision_tower
+        self.tower = adapter.base.vision_tower
         self.encoder = _encoder(self.tower, name)
         layers = list(self.encoder.layers)
         self.layer = _read_layer(adapter, name)
@@ -48,27 +92,14 @@ class EncoderPatch(Merger):
         blocks = [Block(layer, layer.layer_norm2, layer.mlp, "attention_mask", 1) for layer in layers]
         config, protected = adapter.config.vision_config, _CLASS_TOKENS[type(layers[0]).__name__]
         tokens = (config.image_size // config.patch_size) ** 2 + protected
-        super().__init__(method, budget, blocks, Tower(tokens, protected, len(layers), read, self.tower))
+        super().__init__(adapter, method, budget, blocks, Tower(tokens, protected, len(layers), read, self.tower))
         self.observers = [
             Observer(layer.self_attn, partial(self._observe, index)) for index, layer in enumerate(layers[:read])
         ]
-        self.step = Step(method, budget)  # what the engine reports the merged tokens' cut as
         self._check_attention()
 
     def _check_attention(self) -> None:
-        attention = self.observers[0].config._attn_implementation or "eager"
-        if attention in ("eager", "sdpa") or not (self.method.proportional or self.method.ragged):
-            return
-        why = (
-            "the padding of pictures that merge more than others needs"
-            if self.method.ragged
-            else "proportional attention needs"
-        )
-        way_out = "" if self.method.ragged else ", or pass proportional=False"
-        raise UnsupportedSetupError(
-            f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why}; load the "
-            f'model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
-        )
+        self.check_bias(self.observers[0].config)
 
     def _attach(self) -> None:
         super()._attach()
@@ -112,8 +143,6 @@ class EncoderPatch(Merger):
     # -- behind the tower
 
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """Pictures were encoded: leave on `output` which of its features are one, as `tokenprune_groups`: for each
-        picture, for each feature, the first feature of its group (long `[features]`)."""
         asked = arguments.get("vision_feature_layer")
         if asked is not None and asked != self.layer:
             raise UnsupportedSetupError(
@@ -130,19 +159,15 @@ class EncoderPatch(Merger):
             )
         output.tokenprune_groups = groups
 
-    def select(self, call: Call, segments: Segments) -> Selection | None:
-        """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""
-        for modality, output in call.outputs.items():
-            if getattr(output, "tokenprune_groups", None) is None:
-                raise UnsupportedSetupError(
-                    f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
-                )
-        groups = {modality: output.tokenprune_groups for modality, output in call.outputs.items()}
-        return one_of_each(segments, call.visual, groups)
 
-    def counts(self, call: Call) -> list[int]:
-        """Tokens that entered each of the tower's blocks, for all pictures of a call."""
-        return [sum(counts) for counts in zip(*(o.tokenprune_counts for o in call.outputs.values()), strict=True)]
+def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> TowerPatch:
+    """Return the patch for the kind of tower that `adapter`'s model has; see the classes for what they raise."""
+    from tokenprune.integrations.hf.packed_encoder import BLOCKS, PackedTowerPatch
+
+    blocks = getattr(getattr(adapter.base, "visual", None), "blocks", None)
+    if adapter.unmergeable is None and blocks and type(blocks[0]).__name__ in BLOCKS:
+        return PackedTowerPatch(adapter, method, budget)
+    return EncoderPatch(adapter, method, budget)
 
 
 def _encoder(tower: nn.Module, name: str) -> nn.Module:

@@ -28,7 +28,7 @@ from tokenprune.integrations.hf import masks
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.cutting import Step, apply, cut, resolve_budgets
-from tokenprune.integrations.hf.encoder import EncoderPatch
+from tokenprune.integrations.hf.encoder import TowerPatch
 from tokenprune.integrations.hf.features import FeatureRecorder
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observer
@@ -44,7 +44,7 @@ _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "p
 class Engine(Attachable):
     """Holds the hooks of one patched model. The state of a forward lives in a `Call`, that of a cache on the cache."""
 
-    def __init__(self, adapter: Adapter, steps: list[Step], record: bool, encoder: EncoderPatch | None = None) -> None:
+    def __init__(self, adapter: Adapter, steps: list[Step], record: bool, encoder: TowerPatch | None = None) -> None:
         super().__init__()
         self.adapter, self.decoder, self.encoder = adapter, adapter.decoder, encoder
         self.shape = DecoderShape.from_config(adapter.text_config)

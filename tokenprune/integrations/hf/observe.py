@@ -104,9 +104,10 @@ class _ModuleView:
 
 
 class Observer:
-    """Attached to one attention module; `record` gets every `Observation` until `detach`."""
+    """Attached to one attention module; `record` gets every `Observation` until `detach`, and may return a mask to be
+    used instead of the observed one."""
 
-    def __init__(self, module: nn.Module, record: Callable[[Observation], None]) -> None:
+    def __init__(self, module: nn.Module, record: Callable[[Observation], Tensor | None]) -> None:
         self.module, self.record, self.config = module, record, getattr(module, "config", None)
         if not hasattr(self.config, "_attn_implementation"):
             raise UnsupportedModelError(
@@ -144,5 +145,6 @@ def observed_attention(
     scaling = kwargs.get("scaling")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    observer.record(Observation(query, key, attention_mask, scaling, kwargs.get("softcap")))
+    mask = observer.record(Observation(query, key, attention_mask, scaling, kwargs.get("softcap")))
+    attention_mask = attention_mask if mask is None else mask
     return observer.original()(_ModuleView(module, observer.config), query, key, value, attention_mask, **kwargs)
