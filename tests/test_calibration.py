@@ -20,7 +20,15 @@ from test_cli import call, refused
 from test_dymu import Picture, mixed, naive_groups, naive_scores, tower_shape
 from test_encoder import SUPPORTED, blocks_of, tiles, tower_of
 from test_timm import build as build_timm
-from tokenprune import AlreadyPatchedError, BudgetError, OptionError, Thresholds, TokenPruneError, Tower
+from tokenprune import (
+    AlreadyPatchedError,
+    BudgetError,
+    OptionError,
+    Thresholds,
+    TokenPruneError,
+    Tower,
+    UnsupportedSetupError,
+)
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
 from tokenprune.calibration.merge import merges_per_block
@@ -268,8 +276,12 @@ def test_refused(folder: Path, tmp_path: Path, build) -> None:
         assert snapshot(model) == was
     with tokenprune.patched(timm_model, "tome", keep=0.5), pytest.raises(AlreadyPatchedError, match="unpatch"):
         found_by(timm_model, torch.zeros(1, 3, 24, 24))
-    with pytest.raises(tokenprune.UnsupportedSetupError, match="dymu cannot act in the tower of 'gemma3'"):
-        found_by(build(FAMILIES["gemma3"]), torch.zeros(1, 3, 32, 32))
+    for name in ("gemma3", "smolvlm"):
+        other = build(FAMILIES[name])
+        with pytest.raises(UnsupportedSetupError, match=f"dymu cannot act in the tower of '{name}'"):
+            found_by(other, torch.zeros(1, 3, 32, 32))
+        with pytest.raises(UnsupportedSetupError, match=f"dymu cannot act in the tower of '{name}'"):
+            tokenprune.patch(other, "dymu", keep=0.5)
 
 
 def test_a_tower_that_was_trained_on_is_another(build) -> None:

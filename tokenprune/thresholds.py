@@ -21,7 +21,7 @@ _SHIPPED = Path(__file__).resolve().parent / "assets" / "thresholds"
 _ENTRY, _VERSION = "tokenprune_thresholds", 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Thresholds:
     """The thresholds of one vision tower, for one or several shares of tokens to keep.
 
