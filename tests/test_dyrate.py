@@ -268,6 +268,8 @@ def test_a_picture_in_the_second_turn(mode: str, build) -> None:
         state = reduction_of(cache).decode
         # 36 tokens each: 15 left after rate 0.6, and 18 of the new picture.
         assert state.visual.tolist() == [72] and state.count.tolist() == [15 + 18]
+        kinds = state.types[0].tolist()
+        assert 0 not in kinds[kinds.index(1) :], "only what comes before the first picture of all is the system prompt"
         assert state.masses.shape[1] == 1 and not state.masses[..., 3].any()
         steps(model, {"attention_mask": mask}, cache, words(1, 4, seed=2))
         assert state.count.tolist() == [4]
