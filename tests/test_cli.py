@@ -105,8 +105,8 @@ def test_show_writes_a_picture(tmp_path: Path) -> None:
 
 
 def test_errors_are_one_line_that_helps(tmp_path: Path) -> None:
-    assert "or 'dart'?" in refused("bench", "--methods", "drat")
-    assert "did you mean 'dart'" in refused("show", PICTURE, "--method", "drat")
+    assert "did you mean 'dart'" in refused("bench", "--methods", "dartt")
+    assert "did you mean 'dart'" in refused("show", PICTURE, "--method", "dartt")
     assert "shares" not in refused("bench", "--keep", "a")
     assert "0.25" in refused("bench", "--keep", "a")
     assert "is not one number" in refused("show", PICTURE, "--keep", "0.5,0.25")

@@ -268,6 +268,8 @@ def test_a_picture_in_the_second_turn(mode: str, build) -> None:
         state = reduction_of(cache).decode
         # 36 tokens each: 15 left after rate 0.6, and 18 of the new picture.
         assert state.visual.tolist() == [72] and state.count.tolist() == [15 + 18]
+        kinds = state.types[0].tolist()
+        assert 0 not in kinds[kinds.index(1) :], "only what comes before the first picture of all is the system prompt"
         assert state.masses.shape[1] == 1 and not state.masses[..., 3].any()
         steps(model, {"attention_mask": mask}, cache, words(1, 4, seed=2))
         assert state.count.tolist() == [4]
@@ -333,12 +335,13 @@ def test_another_patch_leaves_the_cache_as_it_is(mode: str, build) -> None:
         cache, _ = prefill(model, inputs)
         steps(model, inputs, cache, text[:, :1])
     results = []
-    for method in ("divprune", tokenprune.method("dyrate", layer=1)):
+    for method in ("divprune", tokenprune.method("dyrate", layer=1), tokenprune.method("fastv", layer=2)):
         with tokenprune.patched(model, method, keep=0.3):
             other = copy.deepcopy(cache)
             results.append(steps(model, inputs, other, text, done=1))
             assert reduction_of(other).decode.count.tolist() == [15, 15]
-    close(*results)
+    close(results[1], results[0])
+    close(results[2], results[0])
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,6 @@ class Engine(Attachable):
         call.active = True
         call.ragged = call.reduction is not None and call.reduction.ragged
         if call.decode is not None:
-            call.ragged = call.ragged or call.decode.hides
             step = self.steps.get(call.decode.layer)
             # Another patch than the one that made the cache leaves it as it is.
             if length == 1 and step is not None and step.method == call.decode.method:
