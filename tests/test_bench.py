@@ -270,7 +270,7 @@ def test_a_plan_is_checked_before_any_work() -> None:
     # Questions about one picture have no use for a method that chooses between pictures.
     assert set(suite.Plan().methods) == set(tokenprune.available_methods()) - {"view_select"}
     with pytest.raises(UnknownMethodError, match="did you mean 'dart'"):
-        suite.Plan(methods=("drat",))
+        suite.Plan(methods=("dartt",))
     with pytest.raises(TokenPruneError, match="keep"):
         suite.Plan(keeps=(1.5,))
     with pytest.raises(OptionError, match="at least one keep"):

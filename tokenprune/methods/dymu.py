@@ -28,7 +28,7 @@ class DyMU(EncoderMethod):
     its members did.
     max_r: tokens that a block merges in one picture at most; half of them is the limit in any case.
     vtu: virtual unmerging in the decoder: "off"; "expanded" or "exact" apply its weights to the merged tokens and its
-    attention to all positions. It saves no KV memory; "exact" is a slow reference (docs/methods/vtu.md).
+    attention to all positions. It saves no KV memory; "exact" is a slow reference (docs/vtu.md).
 
     Source: Wang et al., "DyMU: Dynamic Merging and Virtual Unmerging for Efficient VLMs", sections 3.1 (dynamic
     token merging) and 3.2 (virtual token unmerging).
