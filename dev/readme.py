@@ -20,6 +20,8 @@ import tokenprune
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "benchmarks/results/bench.jsonl"
 PREFILL = ROOT / "benchmarks/results/prefill.jsonl"
+ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
+VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
 SITES = {
     "PRE_ENCODER": "pixels",
     "IN_ENCODER": "vision tower",
@@ -30,22 +32,20 @@ SITES = {
 }
 
 
-def link(path: Path) -> str:
+def link(path: Path, up: str = "") -> str:
     name = path.relative_to(ROOT).as_posix()
-    return f"[{name}]({name})"
+    return f"[{name}]({up}{name})"
 
 
 def methods() -> str:
     """The table of methods, from the registry."""
     lines = ["| method | acts | query-aware | prefix-cache-safe | what it does | source |", "|---|---|---|---|---|---|"]
-    for name in tokenprune.available_methods():
-        info = tokenprune.method_info(name)
+    infos = map(tokenprune.method_info, tokenprune.available_methods())
+    for info in sorted(infos, key=lambda info: info.site.order):
         yes = {True: "yes", False: "no"}
         summary = info.summary.split(". ")[0].rstrip(".")
-        lines.append(
-            f"| `{name}` | {SITES[info.site]} | {yes[info.query_aware]} | {yes[info.prefix_cache_safe]} "
-            f"| {summary} | {info.paper} |"
-        )
+        name, safe = f"[`{info.name}`](docs/methods/{info.name}.md)", yes[info.prefix_cache_safe]
+        lines.append(f"| {name} | {SITES[info.site]} | {yes[info.query_aware]} | {safe} | {summary} | {info.paper} |")
     return "\n".join(lines)
 
 
@@ -56,8 +56,7 @@ def bench() -> str:
     if not BENCH.exists():
         return "(not measured yet)"
     parts = [to_markdown(table).strip() for table in tables(_results())]
-    name = BENCH.relative_to(ROOT)
-    return "\n\n".join([*parts, f"Raw data: [{name}](../{name}), written by `tokenprune bench --json`."])
+    return "\n\n".join([*parts, f"Raw data: {link(BENCH, '../')}, written by `tokenprune bench --json`."])
 
 
 def summary() -> str:
@@ -115,6 +114,55 @@ def prefill() -> str:
     return "\n\n".join([setting, "\n".join(lines), f"By `python benchmarks/prefill.py`; raw data: {link(PREFILL)}."])
 
 
+def encoder() -> str:
+    """The table of the time that merging saves in a vision tower, from its raw file."""
+    header, *records = (json.loads(line) for line in ENCODER.read_text().splitlines())
+    lines = [
+        "| method | pictures at once | tokens left of them | time / unpatched, wall (CPU) | efficiency, wall (CPU) |",
+        "|---|---|---|---|---|",
+    ]
+    for one in records:
+        left = ", ".join(map(str, one["counts"][-1]))
+        wall, cpu = one["wall"], one["cpu"]
+        lines.append(
+            f"| `{one['method']}` | {one['batch']} | {left} | {wall['ratio']:.2f} ({cpu['ratio']:.2f}) "
+            f"| {wall['efficiency']:.3f} ({cpu['efficiency']:.3f}) |"
+        )
+    setting = (
+        f"A CLIP tower of ViT-B's size, {records[0]['counts'][0][0]} tokens a picture, random weights, on "
+        f"{header['device']}, {header['threads']} threads, torch {header['torch']}. The oracle runs the same blocks by "
+        "hand on exactly the tokens that were left, by slicing: efficiency 1.0 means that matching and merging are "
+        "free. CPU time leaves out what other work on the machine took."
+    )
+    return "\n\n".join(
+        [setting, "\n".join(lines), f"By `python benchmarks/encoder.py`; raw data: {link(ENCODER, '../')}."]
+    )
+
+
+def video() -> str:
+    """The table of how prefill grows with the frames of a video, from its raw file."""
+    header, *records = (json.loads(line) for line in VIDEO.read_text().splitlines())
+    frames = header["frames"]
+    lines = ["| | attention | " + " | ".join(f"{n} frames" for n in frames) + " | exponent |"]
+    lines.append("|---" * (3 + len(frames)) + "|")
+    for one in records:
+        values = " | ".join(_measured(one["what"], value) for value in one["values"])
+        lines.append(f"| {one['what']} | {one['way']} | {values} | {one['exponent']:.2f} |")
+    setting = (
+        f"Prefill of a video of {header['tokens_per_frame']} tokens a frame; a small decoder with random weights on "
+        f"{header['device']}, one thread, torch {header['torch']}, transformers "
+        f"{header['transformers']}; `pevlm` with sink_frames={header['sink_frames']}, "
+        f"block_frames={header['block_frames']} and min_frames=1, full attention beside it. Times are CPU time. The "
+        "exponent is that of a power of the number of frames, fitted to all points."
+    )
+    return "\n\n".join([setting, "\n".join(lines), f"By `python benchmarks/pevlm.py`; raw data: {link(VIDEO, '../')}."])
+
+
+def _measured(what: str, value: float) -> str:
+    scale = {"millions": 1e-6, "ms": 1e3, "MiB": 2**-20}[what.rsplit(maxsplit=1)[-1]]
+    return f"{value * scale:.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
@@ -147,7 +195,7 @@ def _filled(page: str, parts: dict[str, str]) -> str:
 
 PAGES = {
     "README.md": {"methods": methods, "summary": summary, "prefill": prefill},
-    "docs/benchmark.md": {"bench": bench},
+    "docs/benchmark.md": {"bench": bench, "encoder": encoder, "video": video},
 }
 
 if __name__ == "__main__":
