@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why some methods do badly on the shipped model: the same choice of tokens, made in other ways (docs/benchmark.md).
+
+    python benchmarks/losers.py --json benchmarks/results/losers.jsonl
+
+tome, dymu (merging in the tower), three readings of the very same groups of patches:
+
+both:  as the method is: the tower's blocks run on merged tokens, the language model sees one token for each group.
+tower: the tower merges, but the language model sees all 256 features. What this loses, the tower loses.
+after: an untouched tower; the same groups become means of its embeddings behind it. What this loses, the groups lose.
+
+uniform, two readings of even distances:
+
+raster: as the method is, every n-th patch in reading order, which on a square grid is always the same columns.
+grid:   the same number spread over rows and columns alike.
+
+The questions are those of benchmarks/results/bench.jsonl, where the other methods are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import tokenprune
+from tokenprune.base import Method, Selection, Site
+from tokenprune.bench.model import Subject, load
+from tokenprune.bench.significance import wilson
+from tokenprune.bench.suite import Bench, Plan
+from tokenprune.registry import register
+
+SIDE = 16  # of the shipped model's grid of patches
+KEEPS = (0.5, 0.25, 0.11)
+
+
+@register("replay", site=Site.PRE_LLM, paper="none (a measurement)")
+@dataclasses.dataclass(frozen=True)
+class Replay(Method):
+    """Keep the visual tokens that are set from outside."""
+
+    kept: ClassVar[Tensor]
+
+    def select(self, tokens: Any) -> Selection:
+        return Selection(self.kept & tokens.mask)
+
+    def budget(self, count: int, keep: int) -> int:
+        return count - 1  # anything but all: the selection decides
+
+
+def groups_of(subject: Subject, inputs: Any, method: str, keep: float) -> Tensor:
+    """Long `[B, 256]`: for each patch of each picture the first patch of its group."""
+    model = subject.model
+    with torch.no_grad(), tokenprune.patched(model, method, keep=keep):
+        output = model.model.get_image_features(inputs["pixel_values"])
+    return torch.stack(output.tokenprune_groups)
+
+
+@contextmanager
+def reading(subject: Subject, inputs: Any, method: str, keep: float, how: str) -> Iterator[None]:
+    """Make the model see `inputs` as a reading says, for the length of a `with` block."""
+    model = subject.model
+    with ExitStack() as stack:
+        if how == "both":
+            stack.enter_context(tokenprune.patched(model, method, keep=keep))
+        elif how == "tower":
+            with tokenprune.patched(model, method, keep=keep), torch.no_grad():
+                output = model.model.get_image_features(inputs["pixel_values"])
+            features = torch.stack(list(output.pooler_output))
+            stack.callback(model.model.multi_modal_projector.register_forward_hook(lambda *_: features).remove)
+        elif how == "after":
+            groups = groups_of(subject, inputs, method, keep)
+            Replay.kept = groups == torch.arange(groups.shape[1])
+
+            def average(module: Any, args: tuple, embeds: Tensor) -> Tensor:
+                spread = groups[..., None].expand(embeds.shape)
+                return torch.zeros_like(embeds).scatter_reduce_(1, spread, embeds, "mean", include_self=False)
+
+            stack.callback(model.model.multi_modal_projector.register_forward_hook(average).remove)
+            stack.enter_context(tokenprune.patched(model, "replay", keep=0.5))
+        elif how == "raster":
+            stack.enter_context(tokenprune.patched(model, "uniform", keep=keep))
+        else:
+            Replay.kept = even_on_grid(round(keep * SIDE**2)).expand(len(inputs["pixel_values"]), -1)
+            stack.enter_context(tokenprune.patched(model, "replay", keep=0.5))
+        yield
+
+
+def even_on_grid(count: int) -> Tensor:
+    """bool `[256]`: about `count` patches at even distances in both directions, every other row shifted by half."""
+    per_row = max(1, round(count**0.5))
+    rows = max(1, round(count / per_row))
+    kept = torch.zeros(SIDE, SIDE, dtype=torch.bool)
+    for number in range(rows):
+        row = int((number + 0.5) * SIDE / rows)
+        shift = 0.25 if number % 2 else 0.75
+        for column in range(per_row):
+            kept[row, int((column + shift) * SIDE / per_row)] = True
+    return kept.flatten()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=50)
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    console, subject = Console(), load(device="cpu")
+    bench = Bench(subject, Plan(pictures=args.pictures, repeats=0))
+    plan = [(method, how) for method in ("tome", "dymu") for how in ("both", "tower", "after")]
+    plan += [("uniform", "raster"), ("uniform", "grid")]
+    with args.json.open("w") as file:
+        file.write(json.dumps(bench.header()) + "\n")
+        for keep in KEEPS:
+            for method, how in plan:
+                right, seen = "", []
+                for batch in bench.batches:
+                    inputs = subject.inputs([example.image for example in batch], [one.question for one in batch])
+                    with reading(subject, inputs, method, keep, how):
+                        answers = subject.generate(inputs)
+                        if tokenprune.is_patched(subject.model):
+                            seen.append(tokenprune.stats(subject.model).visual_tokens_out / len(batch))
+                    right += "".join(str(int(e.is_right(a.rstrip(".")))) for e, a in zip(batch, answers, strict=True))
+                tokens = sum(seen) / len(seen) if seen else SIDE**2
+                record = {"method": method, "reading": how, "keep": keep, "tokens_in_decoder": tokens, "right": right}
+                file.write(json.dumps({"record": "losers", **record}) + "\n")
+                file.flush()
+                low, high = wilson(right.count("1"), len(right))
+                share = right.count("1") / len(right)
+                line = f"{method:>8} {how:>6} {keep:<5} {tokens:5.0f} tokens: {share:.1%} [{low:.1%}, {high:.1%}]"
+                console.print(line, highlight=False)
+
+
+if __name__ == "__main__":
+    main()
