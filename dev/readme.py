@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "benchmarks/results/bench.jsonl"
 PREFILL = ROOT / "benchmarks/results/prefill.jsonl"
 ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
+LOSERS = ROOT / "benchmarks/results/losers.jsonl"
 VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
 SITES = {
     "PRE_ENCODER": "pixels",
@@ -139,6 +140,24 @@ def encoder() -> str:
     )
 
 
+def losers() -> str:
+    """The table of how methods that do badly fare when their choice is made in other ways, from its raw file."""
+    records = [json.loads(line) for line in LOSERS.read_text().splitlines()[1:]]
+    keeps = list(dict.fromkeys(one["keep"] for one in records))
+    lines = ["| method | reading | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |"]
+    lines.append("|---" * (2 + len(keeps)) + "|")
+    for method, reading in dict.fromkeys((one["method"], one["reading"]) for one in records):
+        found = {one["keep"]: one for one in records if (one["method"], one["reading"]) == (method, reading)}
+        cells = [
+            f"{100 * one['right'].count('1') / len(one['right']):.1f} @{one['tokens_in_decoder']:.0f}"
+            for one in found.values()
+        ]
+        lines.append(f"| `{method}` | {reading} | " + " | ".join(cells) + " |")
+    source = f"By `python benchmarks/losers.py`; raw data: {link(LOSERS, '../')}."
+    note = f"Percent right @ visual tokens in the decoder. {source}"
+    return "\n\n".join(["\n".join(lines), note])
+
+
 def video() -> str:
     """The table of how prefill grows with the frames of a video, from its raw file."""
     header, *records = (json.loads(line) for line in VIDEO.read_text().splitlines())
@@ -195,7 +214,7 @@ def _filled(page: str, parts: dict[str, str]) -> str:
 
 PAGES = {
     "README.md": {"methods": methods, "summary": summary, "prefill": prefill},
-    "docs/benchmark.md": {"bench": bench, "encoder": encoder, "video": video},
+    "docs/benchmark.md": {"bench": bench, "losers": losers, "encoder": encoder, "video": video},
 }
 
 if __name__ == "__main__":
