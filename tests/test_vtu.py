@@ -577,7 +577,8 @@ def test_unknown_decoders(build) -> None:
 @torch.no_grad()
 def test_what_the_exact_form_does_not_know(kind: str, extra: dict, words: str) -> None:
     family = with_decoder(kind, **extra)
-    model, inputs = family.build(), family.make_inputs()
+    # transformers 5.23 knows that sdpa drops the soft cap of Gemma 2, and refuses it.
+    model, inputs = family.build("eager" if kind == "gemma2" else "sdpa"), family.make_inputs()
     with (
         tokenprune.patched(model, Merging(vtu="exact"), keep=0.5),
         pytest.raises(UnsupportedSetupError, match=words),
