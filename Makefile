@@ -12,7 +12,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-oldest demo lint clean distclean
+.PHONY: help setup test test-newest demo lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -24,9 +24,6 @@ test: setup ## run the tests
 
 test-newest: .venv-newest/.setup-done ## run the tests with the newest transformers tested (constraints-newest.txt)
 	$(TEST_ENV) .venv-newest/bin/python $(PYTEST)
-
-test-oldest: .venv-oldest/.setup-done ## run the tests with the oldest transformers supported (constraints-oldest.txt)
-	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST)
 
 demo: setup ## prune the demo model, then run the benchmark on it
 	HF_HUB_OFFLINE=1 .venv/bin/tokenprune demo
@@ -40,12 +37,10 @@ clean: ## remove builds and caches
 	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-newest .venv-oldest
+	rm -rf .venv .venv-newest
 
 .venv/.setup-done: constraints.txt
 .venv-newest/.setup-done: constraints.txt constraints-newest.txt
-.venv-oldest/.setup-done: constraints.txt constraints-oldest.txt
-
 # The last constraints file named wins: it replaces the pins of the packages it names. torch comes first, so that no other
 # package can bring another build of it; torchvision comes without its dependencies for the same reason.
 %/.setup-done: pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py

@@ -2,7 +2,7 @@
 """How model families hand pictures to their decoder. One adapter covers the common contract; a quirk is an override
 here.
 
-The common contract of transformers (>= 5.16): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
+The common contract of transformers (>= 5.19): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
 into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., past_key_values=...)`.
 """
 
