@@ -166,5 +166,5 @@ def test_a_list_of_methods_is_refused_with_the_way_out() -> None:
 
 
 def test_an_unknown_processor_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UnsupportedSetupError, match="SiglipImageProcessor makes tokens is not known.*'pool', instead"):
+    with pytest.raises(UnsupportedSetupError, match=r"SiglipImageProcessor makes tokens is not known.*'pool', instead"):
         tokenprune.patch_processor(SiglipImageProcessor(), "dynres")
