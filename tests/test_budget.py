@@ -269,3 +269,9 @@ def test_statistics(build) -> None:
             "kv_bytes", "kv_bytes_full", "overhead_ms", "cuts"} <= values.keys()  # fmt: skip
     text = repr(stats)
     assert f"{stats.visual_tokens_in} -> {stats.visual_tokens_out}" in text and "KV" in text
+
+
+def test_a_budget_shows_what_was_given() -> None:
+    """Error messages quote it."""
+    assert repr(Budget(keep=64)) == "Budget(keep=64)"
+    assert repr(Budget(average_tokens=192, per="prompt")) == "Budget(average_tokens=192, per='prompt')"

@@ -183,3 +183,5 @@ def test_the_command(tmp_path) -> None:
     assert "1 decode steps" in shown and RatePredictor.load(out).grid == 2
     assert "no pictures" in refused("fit-dyrate", "--out", out, "--images", tmp_path, *few)
     assert "no folder" in refused("fit-dyrate", "--out", tmp_path / "there/p.safetensors", *few)
+    (tmp_path / "broken.png").write_bytes(b"not a picture")
+    assert "cannot read" in refused("fit-dyrate", "--out", out, "--images", tmp_path, *few)

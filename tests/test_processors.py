@@ -158,3 +158,13 @@ def test_patch_processor_says_what_it_cannot_do() -> None:
         patch_processor(Qwen2VLImageProcessor(), keep=64)
     with pytest.raises(OptionError, match="sharpness"):
         patch_processor(Qwen2VLImageProcessor(), sharpness=1)
+
+
+def test_a_list_of_methods_is_refused_with_the_way_out() -> None:
+    with pytest.raises(OptionError, match=r"one method.*tokenprune\.patch"):
+        tokenprune.patch_processor(llava(), ["dynres", "tome"])
+
+
+def test_an_unknown_processor_is_refused_with_the_way_out() -> None:
+    with pytest.raises(UnsupportedSetupError, match=r"SiglipImageProcessor makes tokens is not known.*'pool', instead"):
+        tokenprune.patch_processor(SiglipImageProcessor(), "dynres")

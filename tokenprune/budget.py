@@ -53,6 +53,10 @@ class Budget:
             limit = "" if given[0] == "average_tokens" else ", and at most 1"
             raise BudgetError(f"{given[0]}={value!r} is out of range: it must be positive{limit}")
 
+    def __repr__(self) -> str:
+        given = [f"{name}={getattr(self, name)!r}" for name in _TARGETS if getattr(self, name) is not None]
+        return f"Budget({', '.join([*given, f'per={self.per!r}'] if self.per != 'image' else given)})"
+
     @staticmethod
     def _check_keep(keep: float | int) -> None:
         if isinstance(keep, numbers.Integral):

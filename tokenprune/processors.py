@@ -36,6 +36,8 @@ def patch_processor(
     """
     from tokenprune.integrations.hf.pixels import patch_for, patch_on
 
+    if isinstance(method, (list, tuple)):
+        raise OptionError("patch_processor takes one method: those that act on the model go to tokenprune.patch")
     if isinstance(method, Method):
         if options:
             raise OptionError(f"options {', '.join(options)} are ignored by a configured method: set them on it")

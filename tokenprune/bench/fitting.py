@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from tokenprune.bench.model import Subject
 from tokenprune.bench.scenes import draw_scene
+from tokenprune.calibration.pictures import SUFFIXES, read_picture
 from tokenprune.errors import TokenPruneError
 from tokenprune.fitting import Fit, fit_dyrate
 
@@ -47,14 +48,9 @@ def _scenes(limit: int) -> Iterator[tuple[Image.Image, str]]:
 
 
 def _folder(folder: Path, question: str, limit: int) -> Iterator[tuple[Image.Image, str]]:
-    found = 0
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if found == limit:
-            break
-        try:
-            yield Image.open(path).convert("RGB"), question
-        except (UnidentifiedImageError, OSError):
-            continue  # not a picture
-        found += 1
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [path for path in paths if path.suffix.lower() in SUFFIXES][:limit]
+    for path in found:
+        yield read_picture(path), question
     if not found:
         raise TokenPruneError(f"--images {folder} holds no pictures: name a folder of image files")

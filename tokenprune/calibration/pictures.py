@@ -68,7 +68,7 @@ class Pixels:
 
     def _tiles(self, item: Any) -> Tensor:
         if isinstance(item, (str, Path)):
-            item = _read(Path(item))
+            item = read_picture(Path(item))
         if isinstance(item, Image.Image):
             item = self._process(item.convert("RGB"))
         if not isinstance(item, Tensor) or item.ndim not in (3, 4):
@@ -97,7 +97,7 @@ class PackedPixels(Pixels):
 
     def __call__(self, batch: list[Any]) -> tuple[Tensor, ...]:
         """Return float `[patches, values]` and long `[pictures, 3]`."""
-        opened = [_read(Path(item)) if isinstance(item, (str, Path)) else item for item in batch]
+        opened = [read_picture(Path(item)) if isinstance(item, (str, Path)) else item for item in batch]
         for item in opened:
             if not isinstance(item, Image.Image):
                 raise OptionError(
@@ -111,7 +111,8 @@ class PackedPixels(Pixels):
         return made["pixel_values"].to(device, self.weights.dtype), made["image_grid_thw"].to(device)
 
 
-def _read(path: Path) -> Image.Image:
+def read_picture(path: Path) -> Image.Image:
+    """Return the picture in a file; raises TokenPruneError for what is none."""
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")

@@ -72,7 +72,7 @@ class BlockAttention(Attachable):
         if "video" not in adapter.placeholders:
             raise UnsupportedSetupError(
                 f"{name} acts on videos, and prompts of {adapter.config.model_type!r} hold none: its config names no "
-                "video token"
+                "video token; use a method that acts on pictures too, such as divprune"
             )
         for other in others:
             if "received_attention" in other.reads:

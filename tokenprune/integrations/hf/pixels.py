@@ -72,7 +72,7 @@ class PixelPatch:
         if self.resizing is None:
             raise UnsupportedSetupError(
                 f"{name}: how {type(self.image_processor).__name__} makes tokens is not known; known are "
-                f"{', '.join(countable_processors())}"
+                f"{', '.join(countable_processors())}; use a method that acts on the model, such as 'pool', instead"
             )
         if self.rule is None and self.resizing == "input" and "height" in Reader(self.processor).size():
             raise UnsupportedSetupError(
