@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from tokenprune.frames import Visual
 from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.copies import of_each_piece
 from tokenprune.integrations.hf.observe import Tap
 from tokenprune.integrations.hf.segments import find_segments
 
@@ -160,13 +161,13 @@ class BlockAttention(Attachable):
         segments = find_segments(call.visual, outputs, "image")
         encoded = getattr(call.outputs.get("video"), "tokenprune_frames", None)
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
-        frames = [iter(of_row) for of_row in _frames_of_rows(encoded or [], videos, batch)]
+        frames = iter(of_each_piece(encoded or [], videos))
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         for row, modality, count, position in zip(
             segments.row, segments.modality, segments.counts, segments.position.tolist(), strict=True
         ):
             # A picture is one frame; of a video of which nothing is known, 0 make none.
-            number = next(frames[row], 0) if modality == "video" else 1
+            number = 1 if modality == "image" else next(frames) or 0
             visual = Visual.of(modality, position[:count], number)
             if visual is None:
                 rows[row] = "it is not known which tokens of its video are a frame: pass pixels to the patched model"
@@ -219,20 +220,6 @@ class _BlockTap(Tap):
     def __init__(self, module: nn.Module, compute: Callable[..., Any]) -> None:
         super().__init__(module)
         self.compute = compute
-
-
-def _frames_of_rows(encoded: list[int], rows: list[int], batch: int) -> list[list[int]]:
-    """Return the frames of each video of each row, nothing where it is not known.
-
-    encoded: of each video that the tower saw; rows: the row of each video in the prompt. These are more where
-    `generate` repeats rows after encoding them, as it does for beams: copies stand side by side.
-    """
-    copies, rest = divmod(len(rows), max(1, len(encoded)))
-    if not encoded or rest or not copies or batch % copies:
-        return [[] for _ in range(batch)]
-    left = iter(encoded)
-    originals = [list(islice(left, rows.count(row))) for row in range(0, batch, copies)]
-    return [originals[row // copies] for row in range(batch)]
 
 
 def _ids(starts: list[int], length: int) -> Tensor:

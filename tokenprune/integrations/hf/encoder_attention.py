@@ -22,6 +22,7 @@ from tokenprune.base import Method
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.copies import number_features
 from tokenprune.integrations.hf.groups import PackRecorder, take_packed
 from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.patches import Placed, place
@@ -164,19 +165,9 @@ class EncodedTokens:
                     f"these {modality} features were not encoded by the patched model, so the attention in its vision "
                     "tower is not known: pass pixels"
                 )
-            count, found = len(encoded.placed.cells), int(mask.sum())
-            copies = max(1, found // count)  # generate repeats each row for beams, after its pictures were encoded
-            own = mask[::copies]
-            if int(own.sum()) != count or not torch.equal(own.repeat_interleave(copies, 0), mask):
-                raise UnsupportedSetupError(
-                    f"the prompt holds {found} {modality} placeholders, but the vision tower's patches make {count} "
-                    "tokens: the two cannot be matched"
-                )
-            if self.index is None:
-                self.index = torch.zeros(mask.shape, dtype=torch.long, device=device)
-            numbers = torch.zeros_like(self.index[::copies])
-            numbers[own] = torch.arange(start, start + count, device=device)
-            self.index += numbers.repeat_interleave(copies, 0)
+            count = len(encoded.placed.cells)
+            numbers = number_features(modality, mask, count) + start
+            self.index = numbers if self.index is None else torch.where(mask, numbers, self.index)
             self.parts.append(encoded)
             start += count
 
