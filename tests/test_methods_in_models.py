@@ -92,6 +92,26 @@ def test_fastv_in_a_model(query: str, layer: int, padding: str, family: Family, 
         compare(kept, family, inputs, choose)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name, grid", [("llava_onevision", None), ("qwen2_5_vl", (4, 2, 2)), ("qwen3_vl", (4, 2, 2))])
+def test_a_video_is_no_square(name: str, grid: Any, build) -> None:
+    """A number of tokens that is a square says nothing of a video's shape, as it does of a picture's."""
+    seen = []
+
+    class Look(tokenprune.Method):
+        name = "look"
+
+        def select(self, tokens: tokenprune.VisualTokens) -> tokenprune.Selection:
+            seen.extend(zip(tokens.counts, tokens.grids, strict=True))
+            return tokenprune.Selection.top(tokens.mask.float(), tokens)
+
+    family = FAMILIES[name]
+    frames = 2 if grid is None else 4  # of 4 tokens, in LLaVA-OneVision with a newline behind the last
+    with tokenprune.patched(build(family), Look(), keep=0.5):
+        build(family)(**family.make_inputs(video=frames, images=(0,)))
+    assert seen == [(9 if grid is None else 16, grid)]
+
+
 CONFIGURED = [
     *map(tokenprune.method, MODEL_METHODS),
     tokenprune.method("dart", pivot_text=0),

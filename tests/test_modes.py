@@ -122,6 +122,20 @@ def test_beams(method: str, batch: dict, family: Family, model) -> None:
     close(got.sequences_scores, want.sequences_scores)
 
 
+@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"video": (True, False)}], ids=["pictures", "video"])
+def test_beams_keep_the_shape_of_pictures(batch: dict, family: Family, model) -> None:
+    """`generate` repeats rows after it has encoded pictures: `pool` must find its rectangles in each copy."""
+    if "video" in batch and not family.video:
+        pytest.skip(f"{family.name} takes no video here")
+    inputs = family.make_inputs(**batch)
+    (want,) = cuts_of(model, "pool", inputs)
+    with tokenprune.patched(model, "pool", keep=0.3, record=True):
+        model.generate(**inputs, max_new_tokens=1, num_beams=2)
+        (got,) = tokenprune.stats(model).cuts
+    assert got.kept == [row for row in want.kept for _ in range(2)]
+    assert got.sources == [row for row in want.sources for _ in range(2)]
+
+
 @pytest.mark.parametrize("method", SITES)
 def test_samples(method: str, family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))

@@ -215,7 +215,7 @@ def test_each_token_its_own_group_is_the_model(family: Family, model, form: str)
     before = model(**inputs).logits
     with tokenprune.patched(model, Merging(r=0, vtu=form)):
         assert torch.equal(model(**inputs).logits, before)  # nothing to do
-        encoder, seen = model._tokenprune_patch.engine.encoder, []
+        encoder, seen = model._tokenprune_patch.engine.parts[0], []
 
         def all_for_themselves(call: Any, segments: Any) -> Selection:
             seen.append(segments)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from tokenprune.base import Method, Site
+from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
 from tokenprune.registry import build
@@ -55,7 +55,7 @@ def patch(
             f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, "
             "or pass replace=True"
         )
-    made = _attachment(model, methods, budgets, record, processor)
+    made = Attachment(methods, budgets, _parts(model, methods, budgets, record, processor))
     if present is not None:
         unpatch(model)
     try:
@@ -84,24 +84,6 @@ def _methods(method: str | Method | Sequence[str | Method], options: dict[str, A
     return [one if isinstance(one, Method) else build(one, options) for one in given]
 
 
-def _place(method: Method) -> tuple[int, int]:
-    # What acts while decoding makes its first cut like a method inside the decoder.
-    site = Site.IN_LLM if method.site is Site.DECODE else method.site
-    return site.order, method.cut_layer
-
-
-def _check_places(methods: Sequence[Method]) -> None:
-    """Raise OptionError if two methods act at the same place."""
-    seen: dict[tuple[int, int], Method] = {}
-    for one in methods:
-        first = seen.setdefault(_place(one), one)
-        if first is not one:
-            raise OptionError(
-                f"{first.name} and {one.name} act at the same place ({one.site}, layer {one.cut_layer}): composed "
-                "methods must act at different sites or layers"
-            )
-
-
 def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:
     if keep is _DEFAULT_KEEP:
         return [Budget.of(method.default_keep) for method in methods]
@@ -114,56 +96,25 @@ def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:
     return [Budget.of(keep)] * len(methods)
 
 
-def _attachment(model: Any, methods: list[Method], budgets: list[Budget], record: bool, processor: Any) -> Attachment:
+def _parts(model: Any, methods: list[Method], budgets: list[Budget], record: bool, processor: Any) -> list[Any]:
+    """Return what has to be attached to `model`, in order; the last part has the statistics."""
     from tokenprune.integrations.timm import is_timm, timm_patch
 
     if is_timm(model):
         if processor is not None:
             raise OptionError("a model of timm has no processor to act on: leave out processor=")
-        if unmerging := [one.name for one in methods if getattr(one, "vtu", "off") != "off"]:
-            raise OptionError(f"{unmerging[0]}: a model of timm has no language model to unmerge tokens in: no vtu=")
-        _check_places(methods)
-        part = timm_patch(model, methods, budgets)
-        return Attachment(methods, budgets, [part], part)
-    from tokenprune.integrations.hf.adapters import adapter_for
-    from tokenprune.integrations.hf.block_attention import BlockAttention
-    from tokenprune.integrations.hf.encoder import tower_patch
-    from tokenprune.integrations.hf.engine import Engine, Step
-    from tokenprune.integrations.hf.pixels import patch_for
-    from tokenprune.integrations.hf.unmerging import check_composition
+        return [timm_patch(model, methods, budgets)]
+    from tokenprune.integrations.hf.assembly import hf_parts
 
-    adapter = adapter_for(model)
-    layers = len(adapter.decoder.layers)
-    whole = [stage for pair in zip(methods, budgets, strict=True) for stage in pair[0].stages(pair[1], layers)]
-    stages = sorted(whole, key=lambda stage: _place(stage[0]))
-    _check_places([method for method, _ in stages])
-    check_composition([method for method, _ in stages])
-    parts: list[Any] = []
-    for method, budget in stages:
-        if method.site is Site.PRE_ENCODER:
-            parts.append(patch_for(method, budget, processor, adapter))
-    if processor is not None and not parts:
-        raise OptionError(f"{', '.join(one.name for one in methods)} does not act on pixels: leave out processor=")
-    encoder = None
-    for method, budget in stages:
-        if method.site is Site.IN_ENCODER and not method.is_identity(budget):
-            encoder = tower_patch(adapter, method, budget)
-            parts.append(encoder)
-    sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
-    steps = [Step(method, budget) for method, budget in stages if method.site in sites]
-    blocks = None
-    for method, budget in stages:
-        if method.site is Site.ATTENTION:
-            blocks = BlockAttention(adapter, method, budget, [other for other, _ in stages])
-    engine = Engine(adapter, steps, record, encoder, blocks)
-    return Attachment(methods, budgets, [*parts, engine], engine)
+    return hf_parts(model, methods, budgets, record, processor)
 
 
 class Attachment:
-    """What `patch` leaves on a model: the parts that were attached to it, and where its statistics are."""
+    """What `patch` leaves on a model: the parts that were attached to it; the last one, the engine, has the
+    statistics."""
 
-    def __init__(self, methods: list[Method], budgets: list[Budget], parts: list[Any], engine: Any) -> None:
-        self.methods, self.budgets, self.parts, self.engine = methods, budgets, parts, engine
+    def __init__(self, methods: list[Method], budgets: list[Budget], parts: list[Any]) -> None:
+        self.methods, self.budgets, self.parts, self.engine = methods, budgets, parts, parts[-1]
 
     def attach(self) -> None:
         done = []

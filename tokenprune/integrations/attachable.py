@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -47,3 +48,21 @@ class Attachable:
         before = module.__dict__.get(name)
         self._undo.append(partial(delattr, module, name) if before is None else partial(setattr, module, name, before))
         setattr(module, name, value)
+
+
+def hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a block or layer of transformers is called with first."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def with_hidden_states(hidden: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return the arguments of such a call with others in their place."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+
+def states() -> dict[int, Any]:
+    """What each part (by id) knows of the forward that this thread is in: parts are shared by threads."""
+    return _thread.__dict__.setdefault("states", {})
+
+
+_thread = threading.local()

@@ -8,7 +8,6 @@ result to them, which is the block's output, and hands the block a zero to add t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import BudgetError, UnsupportedSetupError
-from tokenprune.integrations.attachable import Attachable
+from tokenprune.integrations.attachable import Attachable, hidden_states, states
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Merger(Attachable):
     # -- hooks
 
     def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = hidden_states(args, kwargs)
         if index == 0:
             rows, count = hidden.shape[:2]
             check_checkpointing(module)
@@ -199,11 +198,3 @@ def check_checkpointing(block: nn.Module) -> None:
             "gradient checkpointing runs the tower's blocks a second time, when what they merged is forgotten; switch "
             "it off for the vision tower"
         )
-
-
-def states() -> dict[int, Any]:
-    """What each `Merger` (by id) holds of the forward that this thread is in."""
-    return _thread.__dict__.setdefault("states", {})
-
-
-_thread = threading.local()

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Tower
-from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
+from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.blocks import Block, Merger
+from tokenprune.integrations.places import check_places
 from tokenprune.statistics import Stats
 
 
@@ -26,6 +27,9 @@ def is_timm(model: Any) -> bool:
 
 def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Budget]) -> TimmPatch:
     """Return the patch of a timm model; raises UnsupportedModelError for anything but merging in a plain one."""
+    if unmerging := [method.name for method in methods if getattr(method, "vtu", "off") != "off"]:
+        raise OptionError(f"{unmerging[0]}: a model of timm has no language model to unmerge tokens in: no vtu=")
+    check_places(methods)
     others = [method.name for method in methods if method.site is not Site.IN_ENCODER]
     if others:
         raise UnsupportedModelError(

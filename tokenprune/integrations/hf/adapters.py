@@ -80,6 +80,11 @@ class Adapter:
         raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
 
     @property
+    def attention(self) -> str:
+        """Name of the decoder's attention implementation; it may change after the patch."""
+        return self.text_config._attn_implementation
+
+    @property
     def unmergeable(self) -> str | None:
         """Why the patches of this family cannot be merged in its tower; None if its visual tokens are its patches."""
         family = self.config.model_type

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,11 +21,14 @@ from tokenprune.block_attention import PADDING, SINK, TAIL, Parts, attend_by_mas
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.frames import Visual
-from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.copies import of_each_piece
+from tokenprune.integrations.hf.masks import sliding_layers
 from tokenprune.integrations.hf.observe import Tap
+from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.segments import find_segments
+from tokenprune.integrations.hf.setup_checks import reruns_layers
 
 # What some families' attention functions take that the block attention does not compute.
 _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window")
@@ -33,9 +36,16 @@ _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """ids: long `[B, L]`, the block of each token of a call's full sequence, on the CPU (see block_attention.py)."""
+    """ids: long `[B, L]`, the block of each token of a call's full sequence, on the CPU (see block_attention.py).
+    layers: those of the decoder that attend so; everywhere: whether these are all."""
 
     ids: Tensor
+    layers: Sequence[int]
+    everywhere: bool
+
+    def mask(self, embeds: Tensor) -> Tensor:
+        """What the decoder is handed, so that it makes no dense mask that no layer reads."""
+        return torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
 
     def at(self, call: Call) -> tuple[Tensor, dict[Parts, list[int]]]:
         """Return the ids of the tokens that the current layer holds, and the rows that have the same parts."""
@@ -53,8 +63,8 @@ class BlockPlan:
         return call.memo[key]
 
 
-class BlockAttention(Attachable):
-    """Stands at the attention of the decoder's layers; `current`, set by the engine, returns the thread's `Call`.
+class BlockAttention(Part):
+    """Stands at the attention of the decoder's layers.
 
     Raises BudgetError, OptionError or UnsupportedSetupError for what does not go together with attention in blocks.
     """
@@ -62,7 +72,6 @@ class BlockAttention(Attachable):
     def __init__(self, adapter: Adapter, method: Method, budget: Budget, others: Sequence[Method]) -> None:
         super().__init__()
         self.adapter, self.method = adapter, method
-        self.current: Callable[[], Call | None] = lambda: None
         name, layers = method.name, len(adapter.decoder.layers)
         if not budget.is_identity():
             raise BudgetError(
@@ -86,46 +95,42 @@ class BlockAttention(Attachable):
         self.layers = [layer for layer in range(layers) if layer not in method.dense_layers]
         if not self.layers:
             raise OptionError(f"{name}: dense_layers names all layers, so nothing would be done; leave some out")
-        if sliding := [layer for layer in self.layers if _is_sliding(adapter.text_config, layer)]:
+        if sliding := [layer for layer in sliding_layers(adapter.text_config) if layer in self.layers]:
             raise UnsupportedSetupError(
                 f"{name} cannot act in decoder layers with a sliding window, here {sliding}: keep them as they are "
                 f"with dense_layers={sliding}"
             )
         self.taps = [_BlockTap(adapter.attention_of(layer), partial(self._attend, layer)) for layer in self.layers]
 
-    def __contains__(self, layer: int) -> bool:
-        return layer in self.layers
-
     def _attach(self) -> None:
         for tap in self.taps:
             self.attach_part(tap)
 
-    # -- once a forward, at the decoder's entry
+    # -- once a forward, behind the tower and at the decoder's entry
 
-    def enter(self, call: Call, kwargs: dict[str, Any], batch: int, length: int) -> None:
+    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        if modality == "video" and hasattr(output, "pooler_output"):
+            output.tokenprune_frames = self.adapter.video_frames(arguments)
+
+    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
         """Plan the blocks of a call that brings a video, and note why where there are none."""
-        ids = self._plan(call, batch, length)
+        embeds = kwargs["inputs_embeds"]
+        ids = self._plan(call, *embeds.shape[:2])
         if isinstance(ids, str):
             call.notes.append(f"{self.method.name}: full attention, because {ids}")
             return
         if ids is None:
             return
-        decoder = self.adapter.decoder
-        if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+        if reruns_layers(self.adapter.decoder):
             raise UnsupportedSetupError(
                 f"gradient checkpointing runs decoder layers a second time, without the blocks of {self.method.name}; "
                 "call model.gradient_checkpointing_disable()"
             )
-        call.blocks = BlockPlan(ids)
+        call.blocks = BlockPlan(ids, self.layers, len(self.layers) == len(self.adapter.decoder.layers))
         if self.method.position_mode == "reuse":
-            kwargs["position_ids"] = reused_positions(kwargs.get("position_ids"), ids, kwargs["inputs_embeds"].device)
-        self.take_mask(kwargs)
-
-    def take_mask(self, kwargs: dict[str, Any]) -> None:
-        """Keep the decoder from making a dense mask that no layer reads."""
-        embeds = kwargs["inputs_embeds"]
-        if len(self.layers) == len(self.adapter.decoder.layers):
-            kwargs["attention_mask"] = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+            kwargs["position_ids"] = reused_positions(kwargs.get("position_ids"), ids, embeds.device)
+        if call.blocks.everywhere:
+            kwargs["attention_mask"] = call.blocks.mask(embeds)
 
     def _plan(self, call: Call, batch: int, length: int) -> Tensor | str | None:
         """Return the block ids of a call's tokens; why there are none, in words; None for a step of decoding."""
@@ -160,13 +165,13 @@ class BlockAttention(Attachable):
         segments = find_segments(call.visual, outputs, "image")
         encoded = getattr(call.outputs.get("video"), "tokenprune_frames", None)
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
-        frames = [iter(of_row) for of_row in _frames_of_rows(encoded or [], videos, batch)]
+        frames = iter(of_each_piece(encoded or [], videos))
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         for row, modality, count, position in zip(
             segments.row, segments.modality, segments.counts, segments.position.tolist(), strict=True
         ):
             # A picture is one frame; of a video of which nothing is known, 0 make none.
-            number = next(frames[row], 0) if modality == "video" else 1
+            number = 1 if modality == "image" else next(frames) or 0
             visual = Visual.of(modality, position[:count], number)
             if visual is None:
                 rows[row] = "it is not known which tokens of its video are a frame: pass pixels to the patched model"
@@ -221,20 +226,6 @@ class _BlockTap(Tap):
         self.compute = compute
 
 
-def _frames_of_rows(encoded: list[int], rows: list[int], batch: int) -> list[list[int]]:
-    """Return the frames of each video of each row, nothing where it is not known.
-
-    encoded: of each video that the tower saw; rows: the row of each video in the prompt. These are more where
-    `generate` repeats rows after encoding them, as it does for beams: copies stand side by side.
-    """
-    copies, rest = divmod(len(rows), max(1, len(encoded)))
-    if not encoded or rest or not copies or batch % copies:
-        return [[] for _ in range(batch)]
-    left = iter(encoded)
-    originals = [list(islice(left, rows.count(row))) for row in range(0, batch, copies)]
-    return [originals[row // copies] for row in range(batch)]
-
-
 def _ids(starts: list[int], length: int) -> Tensor:
     """long `[length]`: block ids from what `Method.block_starts` returns; all of it sink without any."""
     ids = torch.full((length,), SINK)
@@ -259,10 +250,3 @@ def reused_positions(positions: Tensor | None, ids: Tensor, device: torch.device
             first = int((of_row == 1).nonzero()[0])
             axes[..., row, places] += axes[..., row, first : first + 1] - axes[..., row, places[:1]]
     return moved
-
-
-def _is_sliding(config: Any, layer: int) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return "sliding" in kinds[layer]
-    return getattr(config, "sliding_window", None) is not None

@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tokenprune.base import Selection
+from tokenprune.integrations.attachable import hidden_states
 from tokenprune.integrations.hf import masks
 from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.cache import Reduction, cached_tokens, new_positions
+from tokenprune.integrations.hf.cache import Reduction, attach, cached_tokens, new_positions, reduction_of
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.report import Report
-from tokenprune.integrations.hf.unmerging import Unmerged
 from tokenprune.tokens import Patches, Segments, require
 
 if TYPE_CHECKING:
+    from tokenprune.integrations.hf.block_attention import BlockPlan
+    from tokenprune.integrations.hf.cutting import Merged
     from tokenprune.integrations.hf.decode_state import DecodeState
+    from tokenprune.integrations.hf.unmerging import Unmerged
 
 
 @dataclass
@@ -59,10 +61,10 @@ class Call:
     decode: DecodeState | None = None  # of the cache as it came
     started: DecodeState | None = None  # of this call's cut
     decides_at: int | None = None
-    merged: Selection | None = None  # what is left of the visual tokens after a merge in the encoder
+    merged: Merged | None = None  # what is left of the visual tokens after a merge in the encoder
     unmerged: Unmerged | None = None  # such tokens that stay one for the decoder's weights alone
     text: list[int] = field(default_factory=list)
-    blocks: Any = None  # a BlockPlan, if this call's attention goes in blocks
+    blocks: BlockPlan | None = None  # if this call's attention goes in blocks
     notes: list[str] = field(default_factory=list)
     memo: dict[Any, Any] = field(default_factory=dict)
 
@@ -76,6 +78,20 @@ class Call:
     def padding_per_row(self, length: int) -> list[int]:
         padding = self.padding(length)
         return [0] * (max(self.segments.row) + 1) if padding is None else padding.sum(1).tolist()
+
+    # -- the cache
+
+    def take_cache(self, cache: Cache | None) -> None:
+        """Read what the decoder's cache holds."""
+        self.cache, self.reduction = cache, reduction_of(cache)
+        self.past = int(cache.get_seq_length()) if cache is not None else 0
+        self.ragged = self.reduction is not None and self.reduction.ragged
+
+    def leave_cache(self) -> None:
+        """Note on the cache what it holds now."""
+        if self.active and self.cache is not None:
+            length, decode = self.past + self.layout.length, self.started or self.decode
+            attach(self.cache, Reduction(length, self.columns, self.ragged, decode))
 
     # -- which keys a layer holds
 
@@ -145,8 +161,23 @@ class Call:
             self.memo[key] = (value, gather_tokens(value, rows, dim))
         return self.memo[key][1]
 
+    def layer_arguments(self, layer: int, args: tuple, kwargs: dict[str, Any], attention: str) -> dict[str, Any]:
+        """Return the arguments of a layer beside the hidden states, for the current layout."""
+        if "attention_mask" in kwargs or self.ragged:
+            dtype = hidden_states(args, kwargs).dtype
+            kwargs["attention_mask"] = self.layer_mask(kwargs.get("attention_mask"), layer, attention, dtype)
+        if self.layout is not self.arrival:
+            for name, dim in (("position_embeddings", -2), ("position_ids", -1)):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = self.gathered(kwargs[name], dim)
+        return kwargs
+
     def layer_mask(self, mask: Any, layer: int, attention: str, dtype: torch.dtype) -> Any:
         """Return the attention mask of a layer. mask: what the decoder made for the arrival layout."""
+        if self.blocks is not None and layer in self.blocks.layers:
+            return None  # it knows itself who attends to whom
+        if self.layout is self.arrival and self.reduction is None:
+            return mask  # the decoder made it for exactly these tokens
         if mask is None and not self.ragged:
             return None
         columns = self.columns_of(layer)

@@ -32,6 +32,14 @@ class Step:
         return self.method.cut_layer
 
 
+@dataclass(frozen=True)
+class Merged:
+    """What is left of a call's visual tokens after a merge in the tower, and the step that it is reported as."""
+
+    step: Step
+    selection: Selection
+
+
 def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, length: int) -> bool:
     """Note which steps will cut tokens of this call; returns whether any will."""
     visual = [0] * (max(call.segments.row) + 1)
@@ -41,7 +49,7 @@ def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, len
     if any(step.budget.flops_share is not None for step in steps.values()):
         padding = call.padding_per_row(length)
     call.text = [length - of_row - pads for of_row, pads in zip(visual, padding, strict=False)]
-    counts = call.segments.counts if call.merged is None else call.merged.keep.sum(1).tolist()
+    counts = call.segments.counts if call.merged is None else call.merged.selection.keep.sum(1).tolist()
     for layer, step in steps.items():
         keep = _resolve(call, step, counts, shape)
         if keep != counts:

@@ -10,6 +10,7 @@ are not accepted yet) decide nothing: what was kept before stays.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import cutting
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.decode_state import DecodeState, gather_keys, sum_by_type, to_the_right
+from tokenprune.integrations.hf.masks import sliding_layers
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.report import count_bytes
 from tokenprune.statistics import Stats
@@ -45,15 +47,24 @@ def check(method: Any, decoder: Any, others: int) -> None:
 
 def check_setup(method: DecodeMethod, config: Any, batch: int) -> None:
     """Raise UnsupportedSetupError where rows of different lengths could not be told apart in a sliding window."""
-    kinds = (getattr(config, "layer_types", None) or ())[method.layer :]
-    sliding = any("sliding" in kind for kind in kinds) or (
-        not kinds and getattr(config, "sliding_window", None) is not None
-    )
+    sliding = any(layer >= method.layer for layer in sliding_layers(config))
     if method.mode == "evict" and sliding and batch > 1 and "flash" in config._attn_implementation:
         raise UnsupportedSetupError(
             f"{method.name}: mode='evict' with several rows, sliding-window layers and flash attention at once: flash "
             "kernels cannot leave out single slots of a window; use mode='mask', one row at a time, or sdpa"
         )
+
+
+def take_up(call: Call, steps: dict[int, cutting.Step], length: int) -> None:
+    """Go on with what the cache of a call of `length` tokens remembers."""
+    if call.reduction is None or call.reduction.decode is None:
+        return
+    call.decode = call.reduction.decode
+    call.decode.view = None
+    step = steps.get(call.decode.layer)
+    # Another patch than the one that made the cache leaves it as it is.
+    if length == 1 and step is not None and step.method == call.decode.method:
+        call.decides_at = step.layer
 
 
 def cut(call: Call, step: cutting.Step, hidden: Tensor, adapter: Adapter, record: bool) -> Tensor:
@@ -67,8 +78,8 @@ def cut(call: Call, step: cutting.Step, hidden: Tensor, adapter: Adapter, record
 
 
 def decide(call: Call) -> None:
-    """Decide at the input of the cut's layer."""
-    state = call.decode
+    """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
+    start, state = time.perf_counter(), call.decode
     row = _row(call, torch.zeros_like(call.layout.index), call.past + 1)  # the one token of the call
     call.observation = None
     changed = state.decide(row, call.past)
@@ -76,6 +87,7 @@ def decide(call: Call) -> None:
         _evict(call.cache, call.reduction, state)
         call.ragged = call.ragged or call.reduction.ragged
     call.ragged = call.ragged or state.hides
+    state.stats.overhead_ms += 1000 * (time.perf_counter() - start)
 
 
 def finish(call: Call) -> Stats:

@@ -21,17 +21,23 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.blocks import Block, Merger
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
-from tokenprune.integrations.hf.cutting import Step
+from tokenprune.integrations.hf.cutting import Merged, Step
 from tokenprune.integrations.hf.groups import PackRecorder, feature_groups, one_of_each, take_packed
 from tokenprune.integrations.hf.observe import Observation, Observer
+from tokenprune.integrations.hf.part import Part
 from tokenprune.tokens import Segments
 
 # The blocks that are known, and how many class tokens stand before the patches.
 _CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
 
 
-class TowerPatch(Merger):
-    """What all merging inside a tower has in common: its tokens' provenance reaches the decoder's entry."""
+class TowerPatch(Merger, Part):
+    """What all merging inside a tower has in common: its tokens' provenance reaches the decoder's entry.
+
+    When pictures were encoded, a subclass leaves on the output which of its features are one, as `tokenprune_groups`:
+    for each picture, for each feature, the first feature of its group (long `[features]`); and as `tokenprune_counts`
+    the tokens that entered each block.
+    """
 
     pads = True  # whether rows that merge more than others are padded
 
@@ -55,10 +61,13 @@ class TowerPatch(Merger):
             f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
         )
 
-    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """Pictures were encoded: leave on `output` which of its features are one, as `tokenprune_groups`: for each
-        picture, for each feature, the first feature of its group (long `[features]`)."""
-        raise NotImplementedError
+    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+        if call.segments is None:
+            return
+        selection = self.select(call, call.segments.to(kwargs["inputs_embeds"].device))
+        call.report.stats.encoder_tokens_per_layer = self.counts(call)
+        if selection is not None:
+            call.merged = Merged(self.step, selection)
 
     def select(self, call: Call, segments: Segments) -> Selection | None:
         """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""

@@ -9,7 +9,6 @@ since `generate` encodes pictures before any forward.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +19,12 @@ from torch import Tensor, nn
 
 from tokenprune.base import Method
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.attachable import Attachable
+from tokenprune.integrations.attachable import states
 from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.copies import number_features
 from tokenprune.integrations.hf.groups import PackRecorder, take_packed
 from tokenprune.integrations.hf.observe import Observation, Observer
+from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.patches import Placed, place
 from tokenprune.tokens import Patches, Segments
 
@@ -44,7 +45,7 @@ _CLASS_TOKENS = {
 _ROWS = 512  # attention rows that are made at a time, over all pictures
 
 
-class EncoderAttention(Attachable):
+class EncoderAttention(Part):
     """Reads the attention of the blocks that `methods` name in their `encoder_layers`.
 
     Raises UnsupportedSetupError for towers that are not known and families whose tokens cannot be traced to patches,
@@ -106,16 +107,16 @@ class EncoderAttention(Attachable):
 
     def _enter_tower(self, module: nn.Module, args: tuple) -> None:
         take_packed()  # what a call that failed may have left
-        _states()[id(self)] = {index: [] for index in self.places.values()}
+        states()[id(self)] = {index: [] for index in self.places.values()}
 
     def _record(self, index: int, observation: Observation) -> None:
-        state = _states().get(id(self))
+        state = states().get(id(self))
         if state is not None:  # else gradient checkpointing runs the block again
             with torch.no_grad():
                 state[index] += [_scores(piece, self.protected).transpose(1, 2) for piece in _sequences(observation)]
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
-        state = _states().pop(id(self), None)
+        state = states().pop(id(self), None)
         if isinstance(output, tuple):
             raise UnsupportedSetupError(f"{self.name}: the tower must return an output object; use return_dict")
         if state is not None:
@@ -164,19 +165,9 @@ class EncodedTokens:
                     f"these {modality} features were not encoded by the patched model, so the attention in its vision "
                     "tower is not known: pass pixels"
                 )
-            count, found = len(encoded.placed.cells), int(mask.sum())
-            copies = max(1, found // count)  # generate repeats each row for beams, after its pictures were encoded
-            own = mask[::copies]
-            if int(own.sum()) != count or not torch.equal(own.repeat_interleave(copies, 0), mask):
-                raise UnsupportedSetupError(
-                    f"the prompt holds {found} {modality} placeholders, but the vision tower's patches make {count} "
-                    "tokens: the two cannot be matched"
-                )
-            if self.index is None:
-                self.index = torch.zeros(mask.shape, dtype=torch.long, device=device)
-            numbers = torch.zeros_like(self.index[::copies])
-            numbers[own] = torch.arange(start, start + count, device=device)
-            self.index += numbers.repeat_interleave(copies, 0)
+            count = len(encoded.placed.cells)
+            numbers = number_features(modality, mask, count) + start
+            self.index = numbers if self.index is None else torch.where(mask, numbers, self.index)
             self.parts.append(encoded)
             start += count
 
@@ -244,10 +235,3 @@ def _read_block(adapter: Adapter, depth: int) -> int:
     # Numbers of hidden states: 0 is the tower's input, -1 the output of its last block.
     states = [-1] if read is None else [read] if isinstance(read, int) else list(read)
     return max(max(state if state >= 0 else depth + 1 + state for state in states) - 1, 0)
-
-
-def _states() -> dict[int, dict[int, list[Tensor]]]:
-    return _thread.__dict__.setdefault("states", {})
-
-
-_thread = threading.local()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenprune.base import Selection
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.copies import number_features
 from tokenprune.tokens import Segments
 
 _thread = threading.local()
@@ -49,11 +50,10 @@ def one_of_each(segments: Segments, masks: dict[str, Tensor], groups: dict[str, 
             flat.append(picture.to(device) + start)
             start += len(picture)
         mask, group = masks[modality].to(device), torch.cat(flat)
-        # For beams and samples generate() repeats each row, and the features, but not what travels with them.
-        copies = max(1, int(mask.sum()) // len(group))
-        mask, rows = mask[::copies], first[::copies]
-        rows[mask] = mask.nonzero()[:, 1][group]
-        first = rows.repeat_interleave(copies, dim=0)
+        numbers = number_features(modality, mask, len(group))[mask]
+        columns = torch.empty_like(group)
+        columns[numbers] = mask.nonzero()[:, 1]  # copies of a row have their features in the same columns
+        first[mask] = columns[group[numbers]]
     # Positions in the sequence -> places in the segment.
     rows, real = segments.row_index.expand_as(segments.position), segments.mask
     numbers = torch.arange(real.shape[1], device=device).expand_as(segments.position)

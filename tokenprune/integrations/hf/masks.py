@@ -8,6 +8,8 @@ Causality, padding, sliding windows and picture-wide attention all survive such 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,3 +63,11 @@ def causal_mask(valid: Tensor, queries: int, attention: str, dtype: torch.dtype)
         f"attn_implementation={attention!r} cannot be used with rows that keep different numbers of tokens; load the "
         'model with "sdpa", "eager" or "flash_attention_2"'
     )
+
+
+def sliding_layers(config: Any) -> list[int]:
+    """Return the decoder layers that attend in a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return [layer for layer, kind in enumerate(kinds) if "sliding" in kind]
+    return [] if getattr(config, "sliding_window", None) is None else list(range(config.num_hidden_layers))

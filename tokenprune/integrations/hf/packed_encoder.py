@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.blocks import Block, check_checkpointing, states
+from tokenprune.integrations.attachable import states
+from tokenprune.integrations.blocks import Block, check_checkpointing
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.encoder import TowerPatch
 from tokenprune.integrations.hf.groups import first_of_group
@@ -148,9 +149,6 @@ class PackedTowerPatch(TowerPatch):
         if features:  # of blocks at which not all members of a group were one yet
             output.deepstack_features = [_mean_of_groups(x, owner) for x in features]
         return output
-
-    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """Pictures were encoded: `output` carries which of its features are one since the tower was left."""
 
     # -- hooks of the blocks
 

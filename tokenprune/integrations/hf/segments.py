@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError
+from tokenprune.integrations.hf.copies import of_each_piece
 from tokenprune.tokens import Segments
 
 
@@ -82,19 +84,18 @@ def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str) -
 
 def _pieces(modality: str, rows: Tensor, columns: Tensor, output: Any) -> list[tuple]:
     counts = feature_counts(output)
-    grids = getattr(output, "tokenprune_grids", None)
+    grids = getattr(output, "tokenprune_grids", None) or []
     if counts is None or sum(counts) != len(rows):
         breaks = (rows.diff() != 0) | (columns.diff() != 1)
         ends = (breaks.nonzero().flatten() + 1).tolist()
-        counts, grids = [b - a for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)], None
-    if grids is None or len(grids) != len(counts):
-        grids = [None] * len(counts)
-    pieces, start = [], 0
-    for count, grid in zip(counts, grids, strict=True):
-        if count:
-            grid = grid if grid is not None and math.prod(grid) == count else _square(count)
-            pieces.append((int(rows[start]), columns[start : start + count], grid, modality))
-        start += count
+        counts, grids = [b - a for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)], []
+    spans = [(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True) if count]
+    of_rows = [int(rows[start]) for start, _ in spans]
+    pieces = []
+    for row, (start, end), grid in zip(of_rows, spans, of_each_piece(grids, of_rows), strict=True):
+        if grid is None or math.prod(grid) != end - start:
+            grid = _square(end - start) if modality == "image" else None
+        pieces.append((row, columns[start:end], grid, modality))
     return pieces
 
 

@@ -13,7 +13,7 @@ ones; hooks expand what they return and average what the output projection gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from tokenprune.base import Method, Selection, Site
 from tokenprune.encoder import VTU_FORMS
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.attachable import Attachable
+from tokenprune.integrations.attachable import hidden_states, with_hidden_states
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.exact import ExactAttention
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.hf.setup_checks import check_arguments, reruns_layers
 from tokenprune.tokens import Segments
 
 if TYPE_CHECKING:
@@ -99,15 +101,15 @@ class Unmerged:
         return (mean / size.clamp(min=1).unsqueeze(-1)).to(x.dtype)
 
 
-class VirtualUnmerging(Attachable):
-    """Attached to the layers of one decoder; `call` tells which call of this thread is in it.
+class VirtualUnmerging(Part):
+    """Attached to the layers of one decoder.
 
     Raises UnsupportedSetupError for decoders whose attention modules it cannot take apart.
     """
 
-    def __init__(self, adapter: Adapter, form: str, call: Callable[[], Call | None]) -> None:
+    def __init__(self, adapter: Adapter, form: str) -> None:
         super().__init__()
-        self.decoder, self.call = adapter.decoder, call
+        self.adapter, self.decoder = adapter, adapter.decoder
         if not hasattr(self.decoder, "rotary_emb"):
             raise UnsupportedSetupError(
                 f'vtu="{form}" needs a decoder with rotary positions, which {type(self.decoder).__name__} has not; use '
@@ -136,19 +138,24 @@ class VirtualUnmerging(Attachable):
     # -- a call
 
     def state(self) -> Unmerged | None:
-        call = self.call()
+        call = self.current()
         return None if call is None else call.unmerged
 
-    def take(self, call: Call, batch: int, length: int) -> None:
+    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
         """Take over what was merged in the tower, so that it is not cut out: `call.merged` to `call.unmerged`."""
-        if self.decoder.training and getattr(self.decoder, "gradient_checkpointing", False):
+        if call.merged is None:
+            return
+        check_arguments(self.adapter, kwargs)
+        if reruns_layers(self.decoder):
             raise UnsupportedSetupError(
                 "gradient checkpointing runs decoder layers a second time, when it is forgotten which tokens are one; "
                 'call model.gradient_checkpointing_disable(), or use vtu="off"'
             )
         for part in self.exact:
             part.check(call.cache)
-        call.unmerged = Unmerged.of(call.merged, call.segments.to(call.merged.keep.device), batch, length)
+        selection, (batch, length) = call.merged.selection, kwargs["inputs_embeds"].shape[:2]
+        call.unmerged = Unmerged.of(selection, call.segments.to(selection.keep.device), batch, length)
+        call.report.unmerge(call, call.merged.step)
         call.merged = None
 
     # -- hooks
@@ -158,17 +165,17 @@ class VirtualUnmerging(Attachable):
         if state is None:
             return None
         # Features of a group are equal, so their mean is the first of them, and no rounding comes in.
-        return _with_hidden(state.first(_hidden(args, kwargs)), args, kwargs)
+        return with_hidden_states(state.first(hidden_states(args, kwargs)), args, kwargs)
 
     def _enter_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         state = self.state()
         if state is None:
             return None
-        hidden = state.hidden = _hidden(args, kwargs)
+        hidden = state.hidden = hidden_states(args, kwargs)
         state.rotary = kwargs.get("position_embeddings")
         # Takes no memory. Were anything but a shape read from it, the result would show.
         stand_in = hidden.new_full((1,), torch.nan).expand(hidden.shape[0], state.slot.shape[1], hidden.shape[2])
-        return _with_hidden(stand_in, args, kwargs)
+        return with_hidden_states(stand_in, args, kwargs)
 
     def _enter_projection(self, module: nn.Module, args: tuple) -> tuple | None:
         state = self.state()
@@ -181,14 +188,6 @@ class VirtualUnmerging(Attachable):
     def _enter_output(self, module: nn.Module, args: tuple) -> tuple | None:
         state = self.state()
         return None if state is None else (state.merge(args[0]), *args[1:])
-
-
-def _hidden(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    return args[0] if args else kwargs["hidden_states"]
-
-
-def _with_hidden(hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
 def _input_projections(module: nn.Module, form: str) -> list[nn.Module]:

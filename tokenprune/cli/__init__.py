@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line. Nothing heavy is imported before a command needs it: `tokenprune --help` must answer at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from tokenprune.cli.common import get_console
+from tokenprune.cli.fitting import calibrate, fit_dyrate
+from tokenprune.cli.looking import demo, methods, show
+from tokenprune.cli.measuring import bench, report
+from tokenprune.errors import TokenPruneError
+
+
+class _Group(TyperGroup):
+    """Turns our own errors into one red line and exit code 2; other exceptions are bugs and keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TokenPruneError as error:
+            from rich.text import Text
+
+            get_console(error=True).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Prune the visual tokens of vision-language models, and see what that costs.",
+)
+for command in (methods, bench, report, demo, show, calibrate, fit_dyrate):
+    app.command()(command)
+
+
+def main() -> None:
+    """Entry point of the `tokenprune` command."""
+    app(prog_name="tokenprune")

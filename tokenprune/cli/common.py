@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: options, the console, loading a model, and showing how far a run is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenprune.errors import TokenPruneError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tokenprune.bench.model import Subject
+
+_PIPED_WIDTH = 160
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Directory or hub id; default: the small model in the package.")
+]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if there is one.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's choice.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+
+
+def get_console(error: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=error, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(stderr=error, highlight=False, width=_PIPED_WIDTH)
+    return console
+
+
+def load_subject(
+    model: str | None, device: str | None, threads: int | None, dtype: str = "auto", suffix: str | None = None
+) -> Subject:
+    import torch
+    from transformers.utils import logging
+
+    from tokenprune.bench.model import load
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if model is None:
+        logging.disable_progress_bar()
+    return load(model, device=device, dtype=dtype, suffix=suffix)
+
+
+def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
+    try:
+        keeps = tuple(int(part) if part.strip().isdigit() else float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        keeps = ()
+    if not keeps or (one and len(keeps) > 1):
+        wanted = "one number" if one else "numbers with commas between them"
+        hint = "a share such as 0.25, or a whole number of tokens per image"
+        raise TokenPruneError(f"--keep {text!r} is not {wanted}: use {hint}")
+    return keeps
+
+
+@contextmanager
+def show_progress() -> Iterator[Any]:
+    """Yield a function that takes (label, done, total): a bar on a terminal, else a line for each new label."""
+    console = get_console(error=True)
+    if not console.is_terminal:
+        last = [""]
+
+        def line(label: str, done: int, total: int) -> None:
+            if label != last[0]:
+                last[0] = label
+                console.print(f"{done:>5}/{total} {label}", markup=False)
+
+        yield line
+        return
+    from rich import progress as bars
+
+    times = (bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
+    columns = (bars.TextColumn("{task.description:<18}"), bars.BarColumn(), bars.MofNCompleteColumn(), *times)
+    with bars.Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("")
+        yield lambda label, done, total: progress.update(task, description=label, completed=done, total=total)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune methods`, `demo` and `show`: see what there is and what it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenprune.cli.common import DeviceOption, ModelOption, ThreadsOption, get_console, load_subject, read_keeps
+from tokenprune.errors import TokenPruneError
+
+
+def methods() -> None:
+    """List the methods that are registered."""
+    import tokenprune
+    from tokenprune.bench.tables import Cell, Table, to_rich
+
+    def yes(value: bool) -> Cell:
+        return Cell("yes" if value else "no")
+
+    rows = []
+    for name in tokenprune.available_methods():
+        info = tokenprune.method_info(name)
+        flags = [yes(info.query_aware), yes(info.prefix_cache_safe), yes(info.merges)]
+        rows.append([Cell(name), Cell(info.site.name), *flags, Cell(info.paper), Cell(info.summary)])
+    columns = ("method", "site", "query-aware", "prefix-cache-safe", "merges", "paper", "what it does")
+    table = to_rich(Table("Methods", columns, rows))
+    for column in table.columns[1:]:
+        column.justify = "left"
+    get_console().print(table)
+
+
+def demo(model: ModelOption = None, device: DeviceOption = None, threads: ThreadsOption = None) -> None:
+    """Ask four held-out questions before and after pruning."""
+    from rich.text import Text
+
+    from tokenprune.bench.demo import KEEP, run
+    from tokenprune.bench.tables import to_rich
+
+    subject = load_subject(model, device, threads)
+    console = get_console()
+    for table in run(subject):
+        console.print(to_rich(table))
+        for note in table.notes:
+            console.print(Text(note, style="dim"))
+    console.print(f"Draw what a method keeps: tokenprune show IMAGE --method dart --keep {KEEP}")
+
+
+def show(
+    pictures: Annotated[
+        list[Path], typer.Argument(help="A picture; or the frames of a video: a GIF, a folder, files.")
+    ],
+    method: Annotated[str, typer.Option(help="A name out of `tokenprune methods`.")] = "dart",
+    keep: Annotated[str, typer.Option(help="Share of the visual tokens, or a whole number of them.")] = "0.25",
+    question: Annotated[str, typer.Option(help="Some methods choose by it.")] = "what color is the circle?",
+    out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("tokenprune.png"),
+    frames: Annotated[int, typer.Option(min=1, help="Frames of a video to take, evenly chosen.")] = 8,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Draw which patches of a picture, or of frames, a method keeps (clear), drops (dark) and merges (one colour)."""
+    from tokenprune.bench import draw, strip
+    from tokenprune.registry import method_class
+
+    method_class(method)
+    (share,) = read_keeps(keep, one=True)
+    images = strip.read_frames(pictures, frames)
+    subject = load_subject(model, device, threads, suffix="")
+    if len(images) == 1:
+        shown = draw.show(subject, images[0], question, method, share)
+    else:
+        shown = strip.show(subject, images, question, method, share)
+    try:
+        shown.image.save(out)
+    except (OSError, ValueError) as error:
+        raise TokenPruneError(f"cannot write {out}: {error}") from error
+    console = get_console()
+    console.print(f"{question}  unpatched: {shown.before!r}  {method} {share:g}: {shown.after!r}", markup=False)
+    average = shown.stats.visual_tokens_average
+    counts = f"{shown.tokens_in} → {shown.tokens_out}"
+    console.print(f"visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
+    console.print(f"written: {out}", markup=False, soft_wrap=True)

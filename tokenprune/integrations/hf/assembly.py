@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the parts of a patch out of methods and budgets: one place where it is decided which part does what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from tokenprune.base import Method, Site
+from tokenprune.budget import Budget
+from tokenprune.errors import OptionError
+from tokenprune.integrations.hf.adapters import adapter_for
+from tokenprune.integrations.hf.block_attention import BlockAttention
+from tokenprune.integrations.hf.cutting import Step
+from tokenprune.integrations.hf.encoder import TowerPatch, tower_patch
+from tokenprune.integrations.hf.encoder_attention import EncoderAttention
+from tokenprune.integrations.hf.engine import Engine
+from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.hf.pixels import patch_for
+from tokenprune.integrations.hf.setup_checks import check_steps
+from tokenprune.integrations.hf.unmerging import VirtualUnmerging, check_composition, form_of
+from tokenprune.integrations.places import check_places, place_of
+
+
+def hf_parts(
+    model: nn.Module, methods: Sequence[Method], budgets: Sequence[Budget], record: bool, processor: Any
+) -> list[Any]:
+    """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
+    yet, and everything that cannot work is refused."""
+    adapter = adapter_for(model)
+    layers = len(adapter.decoder.layers)
+    stages = [stage for pair in zip(methods, budgets, strict=True) for stage in pair[0].stages(pair[1], layers)]
+    stages.sort(key=lambda stage: place_of(stage[0]))
+    acting = [method for method, _ in stages]
+    check_places(acting)
+    check_composition(acting)
+
+    pixels, steps = [], []
+    parts: list[Part] = []
+    for method, budget in stages:
+        match method.site:
+            case Site.PRE_ENCODER:
+                pixels.append(patch_for(method, budget, processor, adapter))
+            case Site.IN_ENCODER if not method.is_identity(budget):
+                parts.append(tower_patch(adapter, method, budget))
+                if (form := form_of(method)) != "off":
+                    parts.append(VirtualUnmerging(adapter, form))
+            case Site.ATTENTION:
+                parts.append(BlockAttention(adapter, method, budget, acting))
+            case Site.PRE_LLM | Site.IN_LLM | Site.DECODE:
+                steps.append(Step(method, budget))
+    if processor is not None and not pixels:
+        raise OptionError(f"{', '.join(one.name for one in methods)} does not act on pixels: leave out processor=")
+    check_steps(steps, adapter)
+    # A method that will not cut needs to see nothing.
+    readers = [s.method for s in steps if "encoder_attention" in s.method.needs and not s.budget.is_identity()]
+    if readers:
+        if merging := [part.method for part in parts if isinstance(part, TowerPatch)]:
+            raise OptionError(
+                f"{readers[0].name} reads the attention of the vision tower's patches, and {merging[0].name} merges "
+                "them on the way: use one of the two"
+            )
+        parts.append(EncoderAttention(adapter, readers))
+    return [*pixels, Engine(adapter, steps, parts, record)]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""See the attention of a decoder layer before it runs: for methods that cut at its input by what it attends to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.cache import cached_tokens
+from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.observe import Observation
+
+
+class SeenError(Exception):
+    """Ends the run of a layer of which only the attention's queries and keys are wanted; whoever observes the layer
+    raises it while `Call.looking`."""
+
+    def __init__(self, observation: Observation) -> None:
+        super().__init__("a layer was run only to see its queries and keys")
+        self.observation = observation
+
+
+def look_ahead(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+    """What the attention of `layer` would see of the tokens that arrive at it, if none were cut.
+
+    The layer runs until its attention function is called, so its own norms, projections and rotary embedding apply,
+    whatever the family calls them; the cache is left out, and nothing behind is computed.
+    """
+    call.open_group(layer)
+    call.group = -layer  # masks of the uncut layout are remembered apart from those after the cut
+    kwargs = call.layer_arguments(layer, args, dict(kwargs), adapter.attention)
+    call.columns.pop()
+    kwargs = {name: None if value is call.cache else value for name, value in kwargs.items()}
+    call.looking = True
+    try:
+        with torch.no_grad():
+            adapter.decoder.layers[layer].forward(*args, **kwargs)  # not a call: that would enter our own hooks
+    except SeenError as seen:
+        observation = seen.observation
+    else:
+        raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")
+    finally:
+        call.looking = False
+    if cached_tokens(call.cache, layer):
+        past = call.cache.layers[layer].keys.to(observation.key.device)
+        observation.key = torch.cat([past, observation.key], dim=2)
+    return observation

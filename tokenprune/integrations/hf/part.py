@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine tells the parts of a patch that do more than cut tokens inside the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tokenprune.integrations.attachable import Attachable
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.call import Call
+
+
+class Part(Attachable):
+    """Attached with the engine. `current`, set by it, returns the `Call` that this thread is in; a subclass overrides
+    what it wants to know of."""
+
+    current: Callable[[], Call | None]
+
+    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        """Pictures were encoded. What is to be known of them later is left on `output`: `generate` encodes pictures
+        before any forward.
+
+        modality: "image" or "video". arguments, output: of `get_image_features` or `get_video_features`.
+        """
+
+    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+        """A decoder that is handed `kwargs` is entered; they may be changed. What is to be done in it is left on
+        `call`, whose segments and report are there if it brings pictures."""

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoder can be cut with: checks before a model is patched, and before anything is cut in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from tokenprune.base import Site
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.hf import cache as caches
+from tokenprune.integrations.hf import decoding
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.cutting import Step
+
+# Arguments of a decoder that hold one entry per token and are known to the engine.
+_PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
+
+
+def check_steps(steps: list[Step], adapter: Adapter) -> None:
+    """Raise OptionError for cuts that cannot be made in this decoder, or not together."""
+    layers = len(adapter.decoder.layers)
+    for step in steps:
+        if step.method.site is not Site.PRE_LLM and not 1 <= step.layer < layers:
+            raise OptionError(
+                f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
+                f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
+            )
+        if step.method.site is Site.PRE_LLM and (needs := step.method.needs - {"encoder_attention"}):
+            raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {sorted(needs)}: no layer ran yet")
+    decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
+    for method in decoding_methods:
+        decoding.check(method, adapter.decoder, len(decoding_methods) - 1)
+    if len({step.budget.per for step in steps}) > 1:
+        raise OptionError("composed methods must share their Budget's per=")
+
+
+def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedSetupError if a decoder that is called with `kwargs` cannot be cut by `steps`."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache):
+        caches.check(cache)
+    for step in steps:
+        if step.method.site is Site.DECODE:
+            decoding.check_setup(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
+    if reruns_layers(adapter.decoder) and any(step.layer for step in steps):
+        raise UnsupportedSetupError(
+            "gradient checkpointing runs decoder layers a second time, without the state of the cut between them; "
+            "call model.gradient_checkpointing_disable(), or use a PRE_LLM method (it cuts before the layers)"
+        )
+    check_arguments(adapter, kwargs)
+
+
+def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedSetupError if the decoder got an argument with an entry for each token that nobody would cut."""
+    shape = kwargs["inputs_embeds"].shape[:2]
+    for name, value in kwargs.items():
+        per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape
+        if per_token and name not in _PER_TOKEN and name not in adapter.extra_arguments:
+            raise UnsupportedSetupError(
+                f"the decoder of {adapter.config.model_type!r} got the per-token argument {name!r}, which its "
+                "adapter does not know how to cut; override take_extras in an adapter for this family"
+            )
+
+
+def reruns_layers(decoder: nn.Module) -> bool:
+    """Whether the backward pass will run the decoder's layers again (gradient checkpointing)."""
+    return decoder.training and getattr(decoder, "gradient_checkpointing", False)
