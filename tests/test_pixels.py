@@ -283,3 +283,31 @@ def test_keep_one_is_the_identity(method: str, demo: Any) -> None:
             tokenprune.unpatch(demo)
         else:
             unpatch_processor(processor)
+
+
+@torch.no_grad()
+def test_four_sites_in_one_patch_each_tell_what_they_took() -> None:
+    """dynres shrinks the picture, tome merges in the tower, divprune drops at the entry, fastv inside the decoder."""
+    model, processor = demo_model(), llava()
+    picture = photo(256, 256)
+    plan = ["dynres", "tome", "divprune", "fastv"]
+
+    def run(keep) -> tokenprune.Stats:
+        with torch.no_grad(), tokenprune.patched(model, plan, keep=keep, processor=processor):
+            inputs = processor(images=[picture], text=["<image> What is this?"], return_tensors="pt")
+            model(**inputs)
+            return tokenprune.stats(model)
+
+    stats = run([0.6, 0.5, 0.75, 0.5])
+    assert [(one.method, one.site, one.layer) for one in stats.removals] == [
+        ("tome", "IN_ENCODER", 0), ("divprune", "PRE_LLM", 0), ("fastv", "IN_LLM", 2),
+    ]  # fmt: skip
+    entered = stats.visual_tokens_in
+    assert entered < 256  # dynres
+    shares = [one.after / one.before for one in stats.removals]
+    assert shares == pytest.approx([0.5, 0.75, 0.5], abs=0.02)
+    assert [one.before for one in stats.removals] == [entered, *(one.after for one in stats.removals[:-1])]
+    assert stats.visual_tokens_out == stats.removals[-1].after
+    assert stats.as_dict()["removals"][0]["method"] == "tome"
+    one_keep = run(0.7)
+    assert one_keep.visual_tokens_out == pytest.approx(one_keep.visual_tokens_in * 0.7**3, abs=2)

@@ -19,7 +19,7 @@ _HOMES = {
     "tokenprune.two_pass": ("escalate", "Escalation"),
     "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
     "tokenprune.budget": ("Budget",),
-    "tokenprune.statistics": ("Stats", "Cut"),
+    "tokenprune.statistics": ("Stats", "Cut", "Removal"),
     "tokenprune.base": ("Method", "Selection", "Site"),
     "tokenprune.encoder": ("EncoderMethod", "Tower"),
     "tokenprune.calibration.run": ("calibrate",),
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from tokenprune.fitting import fit_dyrate
     from tokenprune.processors import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
-    from tokenprune.statistics import Cut, Stats
+    from tokenprune.statistics import Cut, Removal, Stats
     from tokenprune.thresholds import Thresholds
     from tokenprune.token_counts import count_visual_tokens
     from tokenprune.tokens import VisualTokens

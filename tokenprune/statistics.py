@@ -33,6 +33,20 @@ class Cut:
 
 
 @dataclass
+class Removal:
+    """What one method took away in prefill: visual tokens before and after, over the whole batch.
+
+    site, layer, method: as in `Cut`.
+    """
+
+    site: Site
+    layer: int
+    method: str
+    before: int
+    after: int
+
+
+@dataclass
 class Stats:
     """Counts over the whole batch of the last forward or generate; a text-only prompt gives zeros and ratios of 1.
 
@@ -45,6 +59,8 @@ class Stats:
     head).
     kv_bytes, kv_bytes_full: bytes of the keys and values of the prompt, as cached and as the unpatched model would
     cache them; with a method that acts while decoding, those after the last step, answer included.
+    removals:                one `Removal` for each cut of prefill, in order. What methods on pixels save is not
+                             among them: their tokens never enter the model.
     encoder_tokens_per_layer: tokens that entered each block of the vision tower, class tokens included, if a method
                               acts there; else empty.
     attention_blocks:        context blocks that prefill attention went in, over all rows; 0 for full attention.
@@ -62,6 +78,7 @@ class Stats:
     prefill_flops_ratio: float = 1.0
     kv_bytes: int = 0
     kv_bytes_full: int = 0
+    removals: list[Removal] = field(default_factory=list)
     encoder_tokens_per_layer: list[int] = field(default_factory=list)
     attention_blocks: int = 0
     notes: list[str] = field(default_factory=list)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Selection
-from tokenprune.statistics import Cut, Stats
+from tokenprune.statistics import Cut, Removal, Stats
 from tokenprune.tokens import Segments
 
 if TYPE_CHECKING:
@@ -46,10 +46,12 @@ class Report:
     def _note(
         self, call: Call, layout: Layout, counts: list[int], step: Any, selection: Selection, before: Segments
     ) -> None:
+        was, now = sum(before.counts), sum(counts)
+        self.stats.removals.append(Removal(step.method.site, step.layer, step.method.name, was, now))
         widths = list(self.groups[-1][2])
         for row, old, new in zip(before.row, before.counts, counts, strict=True):
             widths[row] -= old - new
-        group = (step.layer, sum(counts), widths)
+        group = (step.layer, now, widths)
         self.groups = [*(group for group in self.groups if group[0] < step.layer), group]
         if self.record:
             self.stats.cuts.append(_cut_record(call, layout, step, selection, before))
