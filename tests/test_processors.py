@@ -168,3 +168,13 @@ def test_a_list_of_methods_is_refused_with_the_way_out() -> None:
 def test_an_unknown_processor_is_refused_with_the_way_out() -> None:
     with pytest.raises(UnsupportedSetupError, match=r"SiglipImageProcessor makes tokens is not known.*'pool', instead"):
         tokenprune.patch_processor(SiglipImageProcessor(), "dynres")
+
+
+@pytest.mark.parametrize("method", ["downsample", "dynres"])
+def test_what_makes_no_pixels_is_named(method: str) -> None:
+    was = dict(vars(tokenizer()))
+    with pytest.raises(
+        OptionError, match=f"a {type(tokenizer()).__name__} makes none; give the model's whole processor"
+    ):
+        tokenprune.patch_processor(tokenizer(), method, keep=0.5)
+    assert vars(tokenizer()) == was

@@ -376,3 +376,8 @@ def test_beams(batch: dict, family: Family, model) -> None:
     assert cuts[0].kept == [row for row in cut.kept for _ in range(2)]
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         assert torch.equal(got, model.generate(**inputs, **beams))
+
+
+def test_a_layer_for_a_stage_that_is_off() -> None:
+    with pytest.raises(OptionError, match="layer=2 is where stage 2 cuts"):
+        tokenprune.method("vscan", stage2=False, layer=2)

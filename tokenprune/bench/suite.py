@@ -131,7 +131,7 @@ def patched(subject: Subject, name: str, keep: float | int, **options: Any) -> A
     site = method_class(name).site
     if site is tokenprune.Site.ATTENTION:
         raise UnsupportedSetupError(
-            f"{name} acts on videos, and here are pictures only: it would leave them as they are"
+            f"{name} acts on videos, and here the model sees pictures only: it would leave them as they are"
         )
     if site is tokenprune.Site.PRE_ENCODER:
         options["processor"] = subject.processor

@@ -62,6 +62,9 @@ class VScan(Method):
     def __post_init__(self) -> None:
         if self.layer is not None:
             self._check_int("layer", 1)
+            self._check(
+                self.stage2 is not False, f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
+            )
         if self.window is not None:
             self._check_int("window", 1)
         for option in ("stage2", "merge"):
@@ -85,7 +88,7 @@ class VScan(Method):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.per != "image":
             raise BudgetError(f"vscan scans each picture by itself: it cannot share {budget} among them")
-        first = dataclasses.replace(self, stage2=False)
+        first = dataclasses.replace(self, stage2=False, layer=None)
         if not self.stage2:
             return [(first, budget)]
         layer = layers // 2 if self.layer is None else self.layer

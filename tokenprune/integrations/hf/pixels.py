@@ -64,6 +64,11 @@ class PixelPatch:
         if keep is None or isinstance(keep, numbers.Integral):
             raise BudgetError(f"{name} takes keep as a share (a float), not {self.budget}")
         self.method.check_keep(float(keep))
+        if not given and self.processor is not None:
+            raise OptionError(
+                f"{name} acts on pixels: a {type(self.processor).__name__} makes none; give the model's whole "
+                "processor, AutoProcessor.from_pretrained(...), or its image processor"
+            )
         if not given:
             raise OptionError(
                 f"{name} acts on pixels: pass the model's processor, tokenprune.patch(model, {name!r}, keep={keep}, "
