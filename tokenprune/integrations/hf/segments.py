@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.tokens import Segments
+from tokenprune.tokens import Segments, square_grid
 
 
 def feature_counts(output: Any) -> list[int] | None:
@@ -92,7 +92,7 @@ def _pieces(modality: str, rows: Tensor, columns: Tensor, output: Any) -> list[t
     pieces, start = [], 0
     for count, grid in zip(counts, grids, strict=True):
         if count:
-            grid = grid if grid is not None and math.prod(grid) == count else _square(count)
+            grid = grid if grid is not None and math.prod(grid) == count else square_grid(count)
             pieces.append((int(rows[start]), columns[start : start + count], grid, modality))
         start += count
     return pieces
@@ -106,12 +106,6 @@ def _by_row(pieces: list[tuple]) -> list[tuple]:
         else:
             merged[row] = (row, columns, grid, modality)
     return list(merged.values())
-
-
-def _square(count: int) -> tuple[int, int, int] | None:
-    """The grid of a square picture, the shape of every family that does not tell: None if `count` is no square."""
-    side = math.isqrt(count)
-    return (1, side, side) if side * side == count else None
 
 
 def keep_segments(segments: Segments, keep: Tensor, counts: list[int]) -> Segments:
