@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM has to say: the patched Hugging Face model, greedy, without a cache.
+
+Models with M-RoPE keep the positions of the full prompt on both sides. Where positions have one axis, vLLM counts the
+tokens that are there; so the decoder of the reference gets consecutive positions.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tokenprune
+from checkpoints import Checkpoint
+
+
+class Reference:
+    """A checkpoint in transformers."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: Any) -> None:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        self.checkpoint = checkpoint
+        self.model = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
+        self.processor = AutoProcessor.from_pretrained(folder)
+
+    def inputs(self, prompt: str, images: list[Any], videos: list[Any] = ()) -> dict[str, Any]:
+        many = self.checkpoint.name in ("smolvlm", "idefics3", "gemma3")
+        kwargs: dict[str, Any] = {}
+        if images:
+            kwargs["images"] = [images] if many else images
+        if videos:
+            kwargs["videos"] = list(videos)
+        return dict(self.processor(text=[prompt], return_tensors="pt", **kwargs))
+
+    @torch.no_grad()
+    def greedy(
+        self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None, videos: list[Any] = ()
+    ) -> tuple[list[int], Tensor]:
+        """Tokens written, and the log-probabilities `[steps, V]` that they were chosen by."""
+        inputs = self.inputs(prompt, images, videos)
+        tokens, logprobs = [], []
+        with ExitStack() as stack:
+            if setting is not None:
+                stack.enter_context(tokenprune.patched(self.model, **setting))
+            if not self.checkpoint.mrope:
+                stack.callback(self._count_from_zero().remove)
+            for _ in range(steps):
+                logits = self.model(**inputs, use_cache=False).logits[0, -1].float()
+                logprobs.append(logits.log_softmax(-1))
+                tokens.append(int(logits.argmax()))
+                inputs = _longer(inputs, tokens[-1])
+        return tokens, torch.stack(logprobs)
+
+    def _count_from_zero(self) -> Any:
+        from tokenprune.integrations.hf.adapters import adapter_for
+
+        def count(module: Any, args: tuple, kwargs: dict) -> tuple:
+            length = kwargs["inputs_embeds"].shape[1]
+            return args, kwargs | {"position_ids": torch.arange(length)[None]}
+
+        decoder = adapter_for(self.model).decoder
+        return decoder.register_forward_pre_hook(count, with_kwargs=True)
+
+
+def _longer(inputs: dict[str, Any], token: int) -> dict[str, Any]:
+    grown = dict(inputs)
+    for name, value in (
+        ("input_ids", token), ("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", 0)
+    ):  # fmt: skip
+        if name in grown:
+            more = torch.tensor([[value]], dtype=grown[name].dtype)
+            grown[name] = torch.cat([grown[name], more], dim=1)
+    return grown
