@@ -51,8 +51,9 @@ SPECIAL = (
 SPECIAL += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
 SPECIAL += ["\n\n", "\n\n\n", "\n\n\n\n"]  # Gemma's processor of vLLM looks for them
 TEXT = dict(
-    hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-    head_dim=32, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    tie_word_embeddings=False,
 )  # fmt: skip
 
 
@@ -211,9 +212,7 @@ def internvl() -> Any:
 
 def gemma3() -> Any:
     image = Gemma3ImageProcessor(size={"height": 56, "width": 56})
-    tokens = tokenizer(
-        boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
-    )
+    tokens = tokenizer(boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>")
     return Gemma3Processor(image, tokens, image_seq_length=16)
 
 

@@ -18,11 +18,11 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from checkpoints import CHECKPOINTS  # noqa: E402
-from reference import Reference  # noqa: E402
+from checkpoints import CHECKPOINTS
+from reference import Reference
 
 DIVPRUNE = {"method": "divprune", "keep": 0.25}
 OPTIONS = dict(
@@ -68,9 +68,7 @@ class Engine:
         options = OPTIONS | {"limit_mm_per_prompt": limits} | self.checkpoint.limits | options
         self.llm = LLM(str(folder), mm_processor_kwargs=kwargs or None, **options)
 
-    def request(
-        self, prompt: str, images: list[Any], override: Any = None, videos: list[Any] = ()
-    ) -> dict[str, Any]:
+    def request(self, prompt: str, images: list[Any], override: Any = None, videos: list[Any] = ()) -> dict[str, Any]:
         data: dict[str, Any] = {"image": images} if images else {}
         if videos:
             data["video"] = list(videos)

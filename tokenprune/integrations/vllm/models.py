@@ -142,16 +142,14 @@ class ReducingMropeModel(ReducingModel):
                 input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens
             )
         placeholders = [self.config.image_token_id, self.config.video_token_id]
-        return positions.place(
-            input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens, placeholders
-        )
+        return positions.place(input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens, placeholders)
 
 
 def _item(kwargs: Mapping[str, Any], index: int) -> MultiModalKwargsItem:
     """The shapes of one item of a batch."""
     field = MultiModalBatchedField()
-    present = {key: kwargs[key] for key in _SHAPES if kwargs.get(key) is not None}
-    return MultiModalKwargsItem({key: MultiModalFieldElem(data=data[index], field=field) for key, data in present.items()})
+    present = [key for key in _SHAPES if kwargs.get(key) is not None]
+    return MultiModalKwargsItem({key: MultiModalFieldElem(data=kwargs[key][index], field=field) for key in present})
 
 
 @cache

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -104,7 +105,7 @@ def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
 def _check_apart(placeholders: Mapping[str, Sequence[Any]]) -> None:
     """Positions of kept tokens are counted from the text before their item, so there has to be some."""
     ranges = sorted((one.offset, one.offset + one.length) for items in placeholders.values() for one in items)
-    for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(ranges):
         if start == end:
             raise OptionError(
                 "two pictures stand side by side without a token between them; put the model's start and end tags "
