@@ -49,7 +49,7 @@ SPECIAL = (
     "<fake_token_around_image> <global-img> <end_of_utterance>"
 ).split()
 SPECIAL += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-SPECIAL += ["\n\n", "\n\n\n", "\n\n\n\n"]  # Gemma's processor of vLLM looks for them
+SPECIAL += ["\n", "\n\n", "\n\n\n", "\n\n\n\n"]  # Gemma's processor of vLLM looks for them
 TEXT = dict(
     hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -70,14 +70,12 @@ def tokenizer(**extra: Any) -> PreTrainedTokenizerFast:
     made.decoder = decoders.ByteLevel()
     names = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     fast = PreTrainedTokenizerFast(tokenizer_object=made, **names, extra_special_tokens=extra)
-    fast.add_special_tokens({"additional_special_tokens": SPECIAL[3:-3]}, replace_extra_special_tokens=False)
+    fast.add_special_tokens({"additional_special_tokens": SPECIAL[3:-4]}, replace_extra_special_tokens=False)
     return fast
 
 
 IDS = {name: number for number, name in enumerate(SPECIAL)}
 VOCABULARY = len(SPECIAL) + 256
-# vLLM takes one "\n" for granted as well.
-NEWLINE = "Ċ"
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +111,15 @@ class Checkpoint:
         shown = ([self.video] if video else []) + [self.picture] * images
         return "look: " + " and ".join(shown) + " " + text
 
+    def film(self, seed: int = 0) -> Any:
+        """Six frames, as vLLM takes a video."""
+        height, width = self.sizes[0]
+        frames = np.random.default_rng(seed).integers(0, 256, (6, height, width, 3), dtype=np.uint8)
+        if not self.mrope:
+            return frames
+        told = dict(fps=2.0, duration=3.0, total_num_frames=6, frames_indices=list(range(6)), video_backend="opencv")
+        return frames, told | {"do_sample_frames": False}
+
     def pictures(self, count: int, seed: int = 0) -> list[Image.Image]:
         return [photo(*self.sizes[(seed + index) % len(self.sizes)], seed=seed + index) for index in range(count)]
 
@@ -120,10 +127,6 @@ class Checkpoint:
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
-
-
-def clip_of(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
 
 
 @torch.no_grad()
@@ -185,8 +188,10 @@ QWEN_IDS = dict(
 
 
 def qwen(processor: Any, video: Any, patch: int) -> Any:
-    image = Qwen2VLImageProcessor(patch_size=patch, size={"shortest_edge": 4 * patch**2, "longest_edge": 256 * 256})
-    films = video(patch_size=patch, size={"shortest_edge": 4 * patch**2, "longest_edge": 32 * 256 * 256})
+    # vLLM normalizes on the device, pictures and videos alike, so both have to ask for the same.
+    common = dict(patch_size=patch, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    image = Qwen2VLImageProcessor(size={"shortest_edge": 4 * patch**2, "longest_edge": 256 * 256}, **common)
+    films = video(size={"shortest_edge": 4 * patch**2, "longest_edge": 32 * 256 * 256}, **common)
     return processor(image, tokenizer(**QWEN_TOKENS), films, chat_template="{{ messages }}")
 
 
@@ -226,7 +231,7 @@ def idefics(processor: Any, image: Any, *films: Any) -> Any:
 
 
 def mistral3() -> Any:
-    image = PixtralImageProcessor(patch_size=14, size={"longest_edge": 112})
+    image = PixtralImageProcessor(patch_size=14, size={"longest_edge": 224})
     tokens = tokenizer(image_token="[IMG]", image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]")
     return PixtralProcessor(image, tokens, patch_size=14, spatial_merge_size=2)
 
@@ -314,9 +319,9 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         Checkpoint(
             "mistral3",
             lambda: dict(text_config=text("mistral"), image_token_index=IDS["[IMG]"], spatial_merge_size=2,
-                         vision_config=vision(model_type="pixtral", image_size=112, patch_size=14, head_dim=32),
+                         vision_config=vision(model_type="pixtral", image_size=224, patch_size=14, head_dim=32),
                          tie_word_embeddings=False),
-            mistral3, "[IMG]",
+            mistral3, "[IMG]", sizes=((140, 196), (196, 140), (168, 168)),
         ),
     ]
 }  # fmt: skip

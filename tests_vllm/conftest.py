@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,9 @@ class Engine:
         options = OPTIONS | {"limit_mm_per_prompt": limits} | self.checkpoint.limits | options
         self.llm = LLM(str(folder), mm_processor_kwargs=kwargs or None, **options)
 
-    def request(self, prompt: str, images: list[Any], override: Any = None, videos: list[Any] = ()) -> dict[str, Any]:
+    def request(
+        self, prompt: str, images: list[Any], override: Any = None, videos: Sequence[Any] = ()
+    ) -> dict[str, Any]:
         data: dict[str, Any] = {"image": images} if images else {}
         if videos:
             data["video"] = list(videos)

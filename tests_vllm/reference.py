@@ -7,6 +7,7 @@ tokens that are there; so the decoder of the reference gets consecutive position
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,18 +28,22 @@ class Reference:
         self.model = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
         self.processor = AutoProcessor.from_pretrained(folder)
 
-    def inputs(self, prompt: str, images: list[Any], videos: list[Any] = ()) -> dict[str, Any]:
+    def inputs(self, prompt: str, images: list[Any], videos: Sequence[Any] = ()) -> dict[str, Any]:
         many = self.checkpoint.name in ("smolvlm", "idefics3", "gemma3")
         kwargs: dict[str, Any] = {}
         if images:
             kwargs["images"] = [images] if many else images
         if videos:
-            kwargs["videos"] = list(videos)
+            frames = [video[0] if isinstance(video, tuple) else video for video in videos]
+            kwargs["videos"] = [torch.from_numpy(one).permute(0, 3, 1, 2) for one in frames]
+            kwargs["do_sample_frames"] = False
+            if isinstance(videos[0], tuple):
+                kwargs["video_metadata"] = [_without_wish(metadata) for _, metadata in videos]
         return dict(self.processor(text=[prompt], return_tensors="pt", **kwargs))
 
     @torch.no_grad()
     def greedy(
-        self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None, videos: list[Any] = ()
+        self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None, videos: Sequence[Any] = ()
     ) -> tuple[list[int], Tensor]:
         """Tokens written, and the log-probabilities `[steps, V]` that they were chosen by."""
         inputs = self.inputs(prompt, images, videos)
@@ -64,6 +69,10 @@ class Reference:
 
         decoder = adapter_for(self.model).decoder
         return decoder.register_forward_pre_hook(count, with_kwargs=True)
+
+
+def _without_wish(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metadata.items() if key != "do_sample_frames"}
 
 
 def _longer(inputs: dict[str, Any], token: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import CHECKPOINTS, Checkpoint, clip_of
+from checkpoints import CHECKPOINTS, Checkpoint
 from conftest import DIVPRUNE, Engine, same
 
 SETTINGS = {
@@ -66,3 +66,16 @@ def test_several_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint
     outputs = engine.generate([engine.request(*request) for request in requests])
     for (prompt, images, override), output in zip(requests, outputs, strict=True):
         check(engine, theirs, output, prompt, images, override)
+
+
+def test_a_video_beside_a_picture(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    if checkpoint.video is None:
+        pytest.skip(f"{checkpoint.name} takes no video here")
+    theirs = reference(checkpoint.name)
+    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
+    overrides = [{"off": True}, {}, {"method": "uniform", "keep": 20}, {"method": "pool", "keep": 0.3}]
+    outputs = engine.generate([engine.request(prompt, images, override, videos) for override in overrides])
+    for override, output in zip(overrides, outputs, strict=True):
+        check(engine, theirs, output, prompt, images, override, videos)
+    lengths = [len(output.prompt_token_ids) for output in outputs]
+    assert lengths[0] > lengths[3] > lengths[1], lengths

@@ -64,7 +64,7 @@ class ReducingModel:
             kept, rows = choose(plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm)
             first, end = plan.span
             within = torch.arange(len(plan.tokens), device=rows.device)
-            text = ~stays & (within >= first) & (within < end)
+            text = ~stays & (within >= first) & (within < end) if plan.between else torch.zeros_like(stays)
             source = (stays.cumsum(0) - 1).clamp(min=0)
             stays = (stays & kept[source]) | text
             # The places that stay, in order, without asking the device how many they are.

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.settings import KEY, Setting
 
 
@@ -61,35 +60,32 @@ class Plan:
 
     @cached_property
     def between(self) -> int:
-        """How many tokens of text stand between placeholders (line breaks, tags of tiles, time stamps).
+        """How many tokens of text within the item (line breaks, time stamps) the model has to return a row for.
 
-        Which placeholders stay before and behind such a token is known only when the features are. So all of the span
-        becomes placeholders, and the model returns the embedding of the text among its rows.
+        Where all placeholders share a budget, only the features tell how many of them stay before and behind such a
+        token. So all of the span becomes placeholders, and the text's own embedding is one row among the others.
         """
         first, end = self.span
-        return end - first - sum(self.runs)
+        return end - first - sum(self.runs) if self.reduces and not self.per_run else 0
 
     @cached_property
     def rows(self) -> int:
         """How many rows the model returns."""
-        return sum(self.keep) + self.between if self.reduces else sum(self.runs)
+        return sum(self.keep) + self.between
 
     def reduced(self) -> list[int]:
         """Return the ids to be written into the prompt; placeholders are those equal to `placeholder`."""
         first, end = self.span
-        return [*self.tokens[:first], *[self.placeholder] * self.rows, *self.tokens[end:]]
+        if not self.per_run:
+            return [*self.tokens[:first], *[self.placeholder] * self.rows, *self.tokens[end:]]
+        written, keep = [], iter(self.keep)
+        for embed, group in itertools.groupby(zip(self.tokens, self.embeds, strict=True), lambda pair: pair[1]):
+            written += [self.placeholder] * next(keep) if embed else [token for token, _ in group]
+        return written
 
     @property
     def placeholder(self) -> int:
         return self.tokens[self.span[0]]
-
-    def check(self) -> None:
-        """Raise OptionError for the rare plan that would need more room than all of the item's features."""
-        if self.rows > sum(self.runs):
-            raise OptionError(
-                f"{KEY}: keep={self.setting.keep} leaves so many tokens of this {sum(self.runs)}-token item that the "
-                f"{self.between} tokens of text within it do not fit beside them: keep fewer, or all"
-            )
 
     # -- on its way from process to process
 

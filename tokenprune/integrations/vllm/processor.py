@@ -72,7 +72,6 @@ class ReducingProcessor(BaseMultiModalProcessor):
             content = update._resolve_content(index)
             embeds = None if content.is_embed is None else content.is_embed(content.full).tolist()
             plan = Plan.make(setting, content.full, embeds, family_of(self.info.ctx.model_config).per_run)
-            plan.check()
             # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
             element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
             out_mm_kwargs[update.modality][index][field_name(update.modality)] = element
