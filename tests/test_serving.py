@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the vLLM plugin that need no vLLM: settings, plans, choosing rows. The engine is tested in tests_vllm/."""
+"""The parts of the vLLM plugin that need no vLLM: settings, plans, choosing rows. For the engine see tests_vllm/."""
 
 from __future__ import annotations
 
@@ -231,9 +231,7 @@ def test_batches_of_the_encoder_hold_what_was_measured() -> None:
 
 
 def test_nothing_else_imports_vllm() -> None:
-    code = (
-        "import sys; sys.modules['vllm'] = None; import tokenprune, tokenprune.cli, tokenprune.integrations.hf.engine;"
-        "tokenprune.available_methods(); import tokenprune.integrations.vllm.settings, tokenprune.integrations.vllm.plan;"
-        "import tokenprune.integrations.vllm.plugin, tokenprune.integrations.vllm.runner"
-    )
+    modules = ["tokenprune", "tokenprune.cli", "tokenprune.integrations.hf.engine"]
+    modules += [f"tokenprune.integrations.vllm.{name}" for name in ("settings", "plan", "select", "plugin", "runner")]
+    code = f"import sys; sys.modules['vllm'] = None; import {', '.join(modules)}; tokenprune.available_methods()"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -89,11 +89,11 @@ class ReducingProcessor(BaseMultiModalProcessor):
             self._dummy = False
 
     def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super().apply(inputs, *args, **kwargs)
+        # Before anything is cached: vLLM's caches in two processes must hear of the same items.
         model_config = self.info.ctx.model_config
         if configured(model_config) is not None and family_of(model_config).mrope:
-            _check_apart(result["mm_placeholders"])
-        return result
+            _check_apart(inputs.prompt, self.info.get_hf_config())
+        return super().apply(inputs, *args, **kwargs)
 
 
 def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
@@ -101,15 +101,14 @@ def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
     return {key: value for key, value in kwargs.items() if key != KEY}
 
 
-def _check_apart(placeholders: Mapping[str, Sequence[Any]]) -> None:
+def _check_apart(prompt: Sequence[int], config: Any) -> None:
     """Positions of kept tokens are counted from the text before their item, so there has to be some."""
-    ranges = sorted((one.offset, one.offset + one.length) for items in placeholders.values() for one in items)
-    for (_, end), (start, _) in itertools.pairwise(ranges):
-        if start == end:
-            raise OptionError(
-                "two pictures stand side by side without a token between them; put the model's start and end tags "
-                "around each, as its chat template does"
-            )
+    placeholders = {config.image_token_id, config.video_token_id}
+    if any(one in placeholders and other in placeholders for one, other in itertools.pairwise(prompt)):
+        raise OptionError(
+            "two pictures stand side by side without a token between them; put the model's start and end tags around "
+            "each, as its chat template does"
+        )
 
 
 @cache
