@@ -300,7 +300,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
                          vision_config=SIGLIP, mm_tokens_per_image=16, boi_token_index=IDS["<start_of_image>"],
                          eoi_token_index=IDS["<end_of_image>"], image_token_index=IDS["<image_soft_token>"],
                          tie_word_embeddings=False),
-            gemma3, "<start_of_image>",
+            gemma3, "<start_of_image>", rename=TOWER,
         ),
         Checkpoint(
             "smolvlm",

@@ -87,7 +87,7 @@ def test_settings_share_no_cache(engine: Engine, reference: Any, checkpoint: Che
     assert encoded == [1] * len(settings)
     # Two ways to write one setting.
     (output,) = engine.generate([engine.request(prompt, images, {"method": "divprune", "keep": 30})])
-    assert output.num_cached_tokens >= BLOCK and len(encoded) == len(settings)
+    assert output.num_cached_tokens >= BLOCK
 
 
 def test_many_at_once_answer_as_alone(engine: Engine, checkpoint: Checkpoint) -> None:
