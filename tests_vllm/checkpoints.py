@@ -295,7 +295,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         ),
         Checkpoint(
             "gemma3",
-            lambda: dict(text_config=text("gemma3_text", query_pre_attn_scalar=32, sliding_window=64,
+            lambda: dict(text_config=text("gemma3_text", query_pre_attn_scalar=32, sliding_window=512,
                                           layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
                          vision_config=SIGLIP, mm_tokens_per_image=16, boi_token_index=IDS["<start_of_image>"],
                          eoi_token_index=IDS["<end_of_image>"], image_token_index=IDS["<image_soft_token>"],

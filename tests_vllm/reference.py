@@ -39,7 +39,11 @@ class Reference:
             kwargs["do_sample_frames"] = False
             if isinstance(videos[0], tuple):
                 kwargs["video_metadata"] = [_without_wish(metadata) for _, metadata in videos]
-        return dict(self.processor(text=[prompt], return_tensors="pt", **kwargs))
+        made = dict(self.processor(text=[prompt], return_tensors="pt", **kwargs))
+        if self.checkpoint.name == "gemma3":
+            # On CPU vLLM lets tokens of a picture see only what is before them, whether or not it is pruned.
+            made["token_type_ids"] = torch.zeros_like(made["token_type_ids"])
+        return made
 
     @torch.no_grad()
     def greedy(

@@ -55,6 +55,17 @@ def test_chunks_split_pictures(engine: Engine, reference: Any, checkpoint: Check
         expect(reference, checkpoint, output, prompt, images, setting)
 
 
+def test_chunks_split_videos(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    if checkpoint.video is None:
+        pytest.skip(f"{checkpoint.name} takes no video here")
+    engine.forget()
+    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
+    outputs = engine.generate([engine.request(prompt, images, override, videos) for override in ({"keep": 0.5}, {})])
+    for setting, output in zip((DIVPRUNE | {"keep": 0.5}, DIVPRUNE), outputs, strict=True):
+        tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 6, setting, videos)
+        same(output, tokens, logprobs)
+
+
 def test_a_second_time_from_the_cache(
     engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
 ) -> None:
@@ -88,6 +99,14 @@ def test_settings_share_no_cache(engine: Engine, reference: Any, checkpoint: Che
     # Two ways to write one setting.
     (output,) = engine.generate([engine.request(prompt, images, {"method": "divprune", "keep": 30})])
     assert output.num_cached_tokens >= BLOCK
+
+
+def test_the_encoder_gets_what_its_memory_was_measured_for(
+    engine: Engine, checkpoint: Checkpoint, encoded: list[int]
+) -> None:
+    """Both pictures, reduced, fit into one chunk and the scheduler's budget; before reduction each fills it alone."""
+    engine.generate([engine.request(checkpoint.prompt(2), checkpoint.pictures(2), {"keep": 2})])
+    assert encoded == [1, 1]
 
 
 def test_many_at_once_answer_as_alone(engine: Engine, checkpoint: Checkpoint) -> None:

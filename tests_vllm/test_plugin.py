@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from checkpoints import CHECKPOINTS, VOCABULARY, text
 from conftest import DIVPRUNE, OPTIONS, Engine, same
@@ -137,17 +136,6 @@ def test_pictures_side_by_side_need_a_token_between(start: Callable[..., Engine]
     with pytest.raises(OptionError, match="start and end tags"):
         engine.generate([engine.request("<|image_pad|><|image_pad|> what? ", pictures)])
     engine.generate([engine.request("<|image_pad|> <|image_pad|> what? ", pictures)])
-
-
-def test_positions_are_exact_in_every_dtype() -> None:
-    from tokenprune.integrations.vllm.positions import from_columns, to_columns
-
-    positions = torch.randint(0, 256**2, (3, 5000), generator=torch.Generator().manual_seed(0))
-    positions[:, :4] = torch.tensor([0, 255, 256, 65535])
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        columns = to_columns(positions, dtype)
-        assert columns.shape == (5000, 6)
-        assert torch.equal(from_columns(columns), positions)
 
 
 def test_vllm_is_loaded_nowhere_else() -> None:
