@@ -90,12 +90,12 @@ class Checkpoint:
     video: str | None = None
     mrope: bool = False
     rename: tuple[tuple[str, str], ...] = ()
-    limits: dict[str, Any] = field(default_factory=dict)
+    kind: str | None = None  # the model type, where it is not the name
 
     def write(self, folder: Path) -> Path:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[self.name](**self.config()))
+            model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[self.kind or self.name](**self.config()))
             wake(model)
         model.generation_config.do_sample = False
         model.float().eval().save_pretrained(folder)
@@ -230,10 +230,10 @@ def idefics(processor: Any, image: Any, *films: Any) -> Any:
     return processor(pictures, tokens, *films, image_seq_len=4, chat_template="{{ messages }}")
 
 
-def mistral3() -> Any:
-    image = PixtralImageProcessor(patch_size=14, size={"longest_edge": 224})
+def pixtral(longest: int = 224, merge: int = 2) -> Any:
+    image = PixtralImageProcessor(patch_size=14, size={"longest_edge": longest})
     tokens = tokenizer(image_token="[IMG]", image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]")
-    return PixtralProcessor(image, tokens, patch_size=14, spatial_merge_size=2)
+    return PixtralProcessor(image, tokens, patch_size=14, spatial_merge_size=merge)
 
 
 CLIP = vision(model_type="clip_vision_model", image_size=84, patch_size=14, projection_dim=32)
@@ -317,11 +317,18 @@ CHECKPOINTS: dict[str, Checkpoint] = {
             lambda: idefics(Idefics3Processor, Idefics3ImageProcessor), "<image>",
         ),
         Checkpoint(
+            "pixtral",
+            lambda: dict(text_config=text("mistral"), image_token_index=IDS["[IMG]"], vision_feature_layer=-1,
+                         vision_feature_select_strategy="full", tie_word_embeddings=False,
+                         vision_config=vision(model_type="pixtral", image_size=112, patch_size=14, head_dim=32)),
+            lambda: pixtral(longest=112, merge=1), "[IMG]", sizes=((70, 98), (98, 70), (84, 84)), kind="llava",
+        ),
+        Checkpoint(
             "mistral3",
             lambda: dict(text_config=text("mistral"), image_token_index=IDS["[IMG]"], spatial_merge_size=2,
                          vision_config=vision(model_type="pixtral", image_size=224, patch_size=14, head_dim=32),
                          tie_word_embeddings=False),
-            mistral3, "[IMG]", sizes=((140, 196), (196, 140), (168, 168)),
+            pixtral, "[IMG]", sizes=((140, 196), (196, 140), (168, 168)),
         ),
     ]
 }  # fmt: skip

@@ -65,7 +65,7 @@ class Engine:
         self.checkpoint = CHECKPOINTS[name]
         kwargs = options.pop("mm_processor_kwargs", {}) | ({} if setting is None else {"tokenprune": setting})
         limits = {"image": 3} | ({"video": 1} if self.checkpoint.video else {})
-        options = OPTIONS | {"limit_mm_per_prompt": limits} | self.checkpoint.limits | options
+        options = OPTIONS | {"limit_mm_per_prompt": limits} | options
         self.llm = LLM(str(folder), mm_processor_kwargs=kwargs or None, **options)
 
     def request(

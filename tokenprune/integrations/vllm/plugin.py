@@ -133,10 +133,15 @@ def _positions_change(result: bool, multimodal_config: Any) -> bool:
 
 
 def _with_reduction(processor: Any, registry: Any) -> Any:
-    # The class of the object, because vLLM lets a function choose it.
+    from tokenprune.integrations.vllm.configuration import configured
     from tokenprune.integrations.vllm.processor import reducing_class
 
-    processor.__class__ = reducing_class(type(processor))
+    try:
+        # The class of the object, because vLLM lets a function choose it.
+        processor.__class__ = reducing_class(type(processor))
+    except TypeError:  # a processor built in another way, of a model that we do not serve
+        if configured(processor.info.ctx.model_config) is not None:
+            raise
     return processor
 
 
