@@ -130,6 +130,20 @@ def test_without_a_setting_nothing_changes(start: Callable[..., Engine], referen
     assert again.outputs[0].token_ids == output.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_memory_is_measured_with_full_pictures(folder: Any, name: str) -> None:
+    """A request may switch the reduction off, and the encoder works on full pictures anyway."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    counts = {"image": 1} | ({"video": 1} if CHECKPOINTS[name].video else {})
+    sizes = []
+    for setting in (None, DIVPRUNE):
+        processor = MULTIMODAL_REGISTRY.create_processor(config(folder(name), setting))
+        made = processor.get_dummy_mm_inputs(counts)["mm_placeholders"]
+        sizes.append({modality: [one.get_num_embeds() for one in items] for modality, items in made.items()})
+    assert sizes[0] == sizes[1] and set(sizes[0]) == set(counts)
+
+
 def test_pictures_side_by_side_need_a_token_between(start: Callable[..., Engine]) -> None:
     engine = start("qwen2_vl", DIVPRUNE)
     pictures = CHECKPOINTS["qwen2_vl"].pictures(2)

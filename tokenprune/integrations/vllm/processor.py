@@ -91,7 +91,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
     def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         # Before anything is cached: vLLM's caches in two processes must hear of the same items.
         model_config = self.info.ctx.model_config
-        if configured(model_config) is not None and family_of(model_config).mrope:
+        if configured(model_config) is not None and family_of(model_config).mrope and not self._dummy:
             _check_apart(inputs.prompt, self.info.get_hf_config())
         return super().apply(inputs, *args, **kwargs)
 
