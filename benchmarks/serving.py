@@ -213,7 +213,7 @@ def main() -> None:
         records = asyncio.run(sweep(url, args, console))
 
     table = Table(title=f"{args.method}, {args.model or 'random LLaVA of 100 M parameters'}, {os.cpu_count()} cores")
-    for column in ("concurrency", "setting", "prompt tokens", "requests/s", "over off", "TTFT p50, s", "TTFT p99, s"):
+    for column in ("at once", "setting", "prompt", "requests/s", "over off", "TTFT p50, s", "p99, s"):
         table.add_column(column, justify="left" if column == "setting" else "right")
     for one in records:
         table.add_row(

@@ -144,11 +144,13 @@ def test_memory_is_measured_with_full_pictures(folder: Any, name: str) -> None:
     assert sizes[0] == sizes[1] and set(sizes[0]) == set(counts)
 
 
-def test_pictures_side_by_side_need_a_token_between(start: Callable[..., Engine]) -> None:
+def test_placeholders_that_would_mislead_are_refused(start: Callable[..., Engine]) -> None:
     engine = start("qwen2_vl", DIVPRUNE)
     pictures = CHECKPOINTS["qwen2_vl"].pictures(2)
     with pytest.raises(OptionError, match="start and end tags"):
         engine.generate([engine.request("<|image_pad|><|image_pad|> what? ", pictures)])
+    with pytest.raises(OptionError, match="3 image placeholders for 2 images"):
+        engine.generate([engine.request("<|image_pad|> <|image_pad|> <|image_pad|> what? ", pictures)])
     engine.generate([engine.request("<|image_pad|> <|image_pad|> what? ", pictures)])
 
 

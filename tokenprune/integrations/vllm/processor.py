@@ -92,7 +92,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         # Before anything is cached: vLLM's caches in two processes must hear of the same items.
         model_config = self.info.ctx.model_config
         if configured(model_config) is not None and family_of(model_config).mrope and not self._dummy:
-            _check_apart(inputs.prompt, self.info.get_hf_config())
+            _check_placeholders(inputs.prompt, inputs.mm_data_items.get_all_counts(), self.info.get_hf_config())
         return super().apply(inputs, *args, **kwargs)
 
 
@@ -101,10 +101,17 @@ def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
     return {key: value for key, value in kwargs.items() if key != KEY}
 
 
-def _check_apart(prompt: Sequence[int], config: Any) -> None:
-    """Positions of kept tokens are counted from the text before their item, so there has to be some."""
-    placeholders = {config.image_token_id, config.video_token_id}
-    if any(one in placeholders and other in placeholders for one, other in itertools.pairwise(prompt)):
+def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any) -> None:
+    """Positions of kept tokens are told by the placeholders that a prompt holds, and counted from the text before them:
+    there have to be no others, and there has to be some text."""
+    tokens = {"image": config.image_token_id, "video": config.video_token_id}
+    for modality, token in tokens.items():
+        found, wanted = prompt.count(token), items.get(modality, 0)
+        if found > wanted:
+            raise OptionError(
+                f"the prompt holds {found} {modality} placeholders for {wanted} {modality}s; leave the others out"
+            )
+    if any(one in tokens.values() and other in tokens.values() for one, other in itertools.pairwise(prompt)):
         raise OptionError(
             "two pictures stand side by side without a token between them; put the model's start and end tags around "
             "each, as its chat template does"

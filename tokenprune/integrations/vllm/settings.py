@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tokenprune.base import Method, Site
@@ -35,27 +36,7 @@ class Setting:
         A layer that names another method drops the options of the one before. Raises OptionError, UnknownMethodError
         or BudgetError, which are ValueErrors: a server answers them with HTTP 400.
         """
-        merged: dict[str, Any] = {}
-        for layer in layers:
-            given = _checked(layer)
-            if given.get("method", merged.get("method")) != merged.get("method"):
-                merged = {key: value for key, value in merged.items() if key == "keep"}
-            merged = {key: value for key, value in merged.items() if key != "off"} | given
-        if merged.pop("off", False):
-            return cls()
-        if "method" not in merged:
-            raise OptionError(f'{KEY} names no method: {{"method": "divprune", "keep": 0.25}}, for example')
-        name = merged.pop("method")
-        keep = merged.pop("keep", method_class(name).default_keep)
-        if isinstance(keep, (Mapping, list, str)):
-            raise BudgetError(f"{KEY}: keep must be a number, not {keep!r}: a share in (0, 1], or a number of tokens")
-        Budget.of(keep)
-        try:
-            method = build(name, merged)
-        except TypeError as error:  # an option of a type that the method itself did not check
-            raise OptionError(f"{name}: {error}") from error
-        check_method(method)
-        return cls(method, keep)
+        return _parsed(tuple(_checked(layer) for layer in layers))
 
     @property
     def removes_nothing(self) -> bool:
@@ -80,24 +61,51 @@ class Setting:
         return min(tokens, max(1, self.method.budget(tokens, wanted)))
 
 
-def _checked(layer: Any) -> dict[str, Any]:
+def _checked(layer: Any) -> str:
+    """Return a layer as JSON; raises OptionError for what is no layer at all."""
     if not isinstance(layer, Mapping) or not all(isinstance(key, str) for key in layer):
         raise OptionError(
             f'{KEY} must be an object like {{"method": "divprune", "keep": 0.25}} or {{"off": true}}, '
             f"not {_short(layer)}"
         )
     try:
-        length = len(json.dumps(dict(layer)))
+        text = json.dumps(dict(layer))
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(f"{KEY} must hold what JSON can hold: {error}") from error
-    if length > _LONGEST:
-        raise OptionError(f"{KEY} is {length} characters long; at most {_LONGEST} are read")
+    if len(text) > _LONGEST:
+        raise OptionError(f"{KEY} is {len(text)} characters long; at most {_LONGEST} are read")
     off = layer.get("off", False)
     if not isinstance(off, bool):
         raise OptionError(f"{KEY}: off must be true or false, not {_short(off)}")
     if off and len(layer) > 1:
         raise OptionError(f"{KEY}: off stands alone; leave out {', '.join(sorted(set(layer) - {'off'}))}")
-    return dict(layer)
+    return text
+
+
+@lru_cache(maxsize=256)
+def _parsed(layers: tuple[str, ...]) -> Setting:
+    # A request is looked at several times, and requests are much alike.
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        given = json.loads(layer)
+        if given.get("method", merged.get("method")) != merged.get("method"):
+            merged = {key: value for key, value in merged.items() if key == "keep"}
+        merged = {key: value for key, value in merged.items() if key != "off"} | given
+    if merged.pop("off", False):
+        return Setting()
+    if "method" not in merged:
+        raise OptionError(f'{KEY} names no method: {{"method": "divprune", "keep": 0.25}}, for example')
+    name = merged.pop("method")
+    keep = merged.pop("keep", method_class(name).default_keep)
+    if isinstance(keep, (dict, list, str)):
+        raise BudgetError(f"{KEY}: keep must be a number, not {keep!r}: a share in (0, 1], or a number of tokens")
+    Budget.of(keep)
+    try:
+        method = build(name, merged)
+    except TypeError as error:  # an option of a type that the method itself did not check
+        raise OptionError(f"{name}: {error}") from error
+    check_method(method)
+    return Setting(method, keep)
 
 
 def _short(value: Any) -> str:
