@@ -106,9 +106,11 @@ def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) ->
     for path in folder("llava").iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(made | {"tokenprune": {"method": "random", "seed": 5}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(made | {"tokenprune": {"method": "random", "keep": 0.3, "seed": 5}})
+    )
     own = config(tmp_path).multimodal_config
-    assert own.tokenprune == {"method": "random", "keep": 0.25, "seed": 5}
+    assert own.tokenprune == {"method": "random", "keep": 0.3, "seed": 5}
     over = config(tmp_path, {"keep": 0.5}).multimodal_config
     assert over.tokenprune == {"method": "random", "keep": 0.5, "seed": 5}
     assert over.mm_processor_kwargs is None

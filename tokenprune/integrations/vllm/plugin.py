@@ -121,6 +121,8 @@ def _after_config(problems: list[str], result: Any, model_config: Any) -> Any:
             f"tokenprune was tested with vLLM {TESTED} and does not fit version {vllm_version()}, which lacks "
             f"{'; '.join(problems)}. Install the tested version, a tokenprune made for yours, or leave out the setting"
         )
+    if vllm_version() != TESTED:
+        logger.warning("tokenprune was tested with vLLM %s; this is %s, whose hooks fit", TESTED, vllm_version())
     configure(model_config)
     return result
 
