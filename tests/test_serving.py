@@ -69,7 +69,7 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": "random", "seed": [1]}, OptionError, "must be an int"),
         ({"padding": "x" * 5000}, OptionError, "characters long"),
         ({"keep": object()}, OptionError, "what JSON can hold"),
-        ({"method": "fastv"}, OptionError, "Servable are divprune, pool, random, uniform"),
+        ({"method": "fastv"}, OptionError, "Servable are .*divprune"),
         ({"method": "tome"}, OptionError, "inside the vision tower"),
         ({"method": "downsample"}, OptionError, "clients send smaller ones"),
     ],
@@ -124,14 +124,25 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
         def score(self, tokens):
             return tokens.hidden @ tokens.text.hidden.mean(1)
 
+    @registry.register("twofold")
+    @dataclass(frozen=True)
+    class Twofold(Method):
+        """Cut twice."""
+
+        def stages(self, budget, layers):
+            return [(DivPrune(), budget), (registry.build("fastv", {}), budget)]
+
     try:
+        with pytest.raises(OptionError, match="acts at several places"):
+            Setting.of({"method": "twofold", "keep": 0.5})
         with pytest.raises(OptionError, match="has to follow from the shape alone"):
             Setting.of({"method": "moody", "keep": 0.5})
         with pytest.raises(OptionError, match="it reads the text"):
             Setting.of({"method": "reader", "keep": 0.5})
-        assert not {"moody", "reader"} & set(servable())
+        assert not {"moody", "reader", "twofold"} & set(servable())
     finally:
-        registry._METHODS.pop("moody"), registry._METHODS.pop("reader")
+        for name in ("moody", "reader", "twofold"):
+            registry._METHODS.pop(name)
 
 
 # -- plans

@@ -127,6 +127,8 @@ def _unservable(method: Method) -> str | None:
             Site.IN_ENCODER: "it acts inside the vision tower",
         }.get(method.site, "it acts inside the language model, after the prompt's length is settled")
         return f"{hint} ({method.site})"
+    if type(method).stages is not Method.stages:
+        return "it acts at several places, and only what enters the language model can be changed"
     if method.needs:
         return f"it needs {', '.join(sorted(method.needs))}, and vLLM's fused layers give no such thing"
     if method.query_aware:
