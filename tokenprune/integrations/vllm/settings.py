@@ -123,7 +123,7 @@ def check_method(method: Method) -> None:
 def _unservable(method: Method) -> str | None:
     if method.site is not Site.PRE_LLM:
         hint = {
-            Site.PRE_ENCODER: "it resizes the pictures; let clients send smaller ones, or limit the processor's size",
+            Site.PRE_ENCODER: "it changes the pictures themselves; let clients send smaller or fewer ones",
             Site.IN_ENCODER: "it acts inside the vision tower",
         }.get(method.site, "it acts inside the language model, after the prompt's length is settled")
         return f"{hint} ({method.site})"
