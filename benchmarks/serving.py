@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load on vLLM's OpenAI server with fewer visual tokens: requests per second and time to the first token.
+
+    python benchmarks/serving.py --json benchmarks/results/serving.jsonl
+
+One server, started with `{"tokenprune": {"off": true}}`; each request says how much it keeps, so all settings meet the
+same process. Every request has a picture of its own, so nothing comes from a cache. The settings take turns, round by
+round, so that a drift of the machine's speed cancels. Without --model the server serves a random LLaVA with a small
+tower, 576 visual tokens a picture and a decoder of about 100 M parameters. Needs vllm and openai.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import itertools
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+SPECIAL = ["<pad>", "<s>", "</s>", "<image>"]
+
+
+def write_model(folder: Path) -> None:
+    """A random LLaVA whose language model holds nearly all of its parameters, with a tokenizer of bytes."""
+    from safetensors.torch import load_file, save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        CLIPImageProcessor,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+        PreTrainedTokenizerFast,
+    )  # fmt: skip
+
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=336, patch_size=14
+    )
+    text = LlamaConfig(
+        vocab_size=16384, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+        num_key_value_heads=12, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=SPECIAL.index("<image>"))
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    # vLLM wants the names that checkpoints of LLaVA have on the hub.
+    weights = load_file(folder / "model.safetensors")
+    names = {name: re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name) for name in weights}
+    save_file({names[name]: value for name, value in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    letters = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        extra_special_tokens={"image_token": "<image>"},
+    )  # fmt: skip
+    image = CLIPImageProcessor(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
+    LlavaProcessor(
+        image, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    ).save_pretrained(folder)
+
+
+@contextmanager
+def served(model: str | None, extra: list[str], console: Console) -> Iterator[str]:
+    """Start a server and yield its address."""
+    with tempfile.TemporaryDirectory() as place, socket.socket() as free:
+        where = Path(place)
+        if model is None:
+            write_model(where / "model")
+            (where / "template.jinja").write_text(TEMPLATE)
+            model = str(where / "model")
+            extra = ["--chat-template", str(where / "template.jinja"), "--max-model-len", "1024", *extra]
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name",
+            "served", "--host", "127.0.0.1", "--port", str(port), "--trust-request-mm-kwargs",
+            "--mm-processor-kwargs", '{"tokenprune": {"off": true}}', *extra,
+        ]  # fmt: skip
+        with (where / "log").open("w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+            try:
+                with console.status("starting the server"):
+                    while not _healthy(port):
+                        if process.poll() is not None:
+                            raise SystemExit((where / "log").read_text()[-3000:])
+                        time.sleep(1)
+                yield f"http://127.0.0.1:{port}/v1"
+            finally:
+                process.terminate()
+                process.wait(60)
+
+
+def _healthy(port: int) -> bool:
+    try:
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def picture(seed: int, size: int) -> str:
+    """A picture of noise, of which there is no second, as a data URL."""
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (size // 8, size // 8, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((size, size)).save(buffer, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+async def ask(client: openai.AsyncOpenAI, url: str, setting: dict[str, Any], tokens: int) -> tuple[float, int]:
+    """Return seconds to the first token, and the length of the prompt as the server counts it."""
+    start, first, length = time.perf_counter(), None, 0
+    stream = await client.chat.completions.create(
+        model="served",
+        messages=[{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in the picture?"}]}],
+        temperature=0, max_tokens=tokens, stream=True, stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True, "mm_processor_kwargs": {"tokenprune": setting}},
+    )  # fmt: skip
+    async for event in stream:
+        if first is None and event.choices:
+            first = time.perf_counter() - start
+        if event.usage:
+            length = event.usage.prompt_tokens
+    return first, length
+
+
+async def load(
+    client: openai.AsyncOpenAI, urls: list[str], setting: dict[str, Any], concurrency: int, tokens: int
+) -> tuple[float, list[tuple[float, int]]]:
+    """Send all requests, `concurrency` of them at a time; return the seconds it took, and the answers."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(url: str) -> tuple[float, int]:
+        async with gate:
+            return await ask(client, url, setting, tokens)
+
+    start = time.perf_counter()
+    answers = await asyncio.gather(*(one(url) for url in urls))
+    return time.perf_counter() - start, answers
+
+
+async def sweep(url: str, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=600, max_retries=0)
+    settings: dict[str, dict[str, Any]] = {"off": {"off": True}}
+    settings |= {f"keep {keep}": {"method": args.method, "keep": keep} for keep in args.keep}
+    seeds = itertools.count()
+    records = []
+    for concurrency in args.concurrency:
+        seconds, answers = defaultdict(list), defaultdict(list)
+        for round_ in range(-1, args.rounds):  # one round to warm up
+            for name, setting in settings.items():
+                urls = [picture(next(seeds), args.size) for _ in range(max(args.requests, concurrency))]
+                took, got = await load(client, urls, setting, concurrency, args.tokens)
+                if round_ >= 0:
+                    seconds[name].append(len(urls) / took)
+                    answers[name] += got
+        for name in settings:
+            waits = sorted(first for first, _ in answers[name])
+            records.append({
+                "setting": name, "concurrency": concurrency, "requests_per_second": seconds[name],
+                # Paired by round.
+                "speedup": statistics.median(a / b for a, b in zip(seconds[name], seconds["off"], strict=True)),
+                "ttft_p50": waits[len(waits) // 2], "ttft_p99": waits[min(len(waits) - 1, int(0.99 * len(waits)))],
+                "prompt_tokens": statistics.mean(length for _, length in answers[name]),
+            })  # fmt: skip
+            console.log(f"concurrency {concurrency}, {name}: {statistics.median(seconds[name]):.2f} requests/s")
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="path or name; default: a random LLaVA, see above")
+    parser.add_argument(
+        "--server", nargs=argparse.REMAINDER, default=[], help="further arguments of vLLM's server, last"
+    )
+    parser.add_argument("--method", default="divprune")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.25])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=8, help="in each round, and at least the concurrency")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of each answer")
+    parser.add_argument("--size", type=int, default=336, help="edge of the pictures in pixels")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    console = Console()
+    with served(args.model, args.server, console) as url:
+        records = asyncio.run(sweep(url, args, console))
+
+    table = Table(title=f"{args.method}, {args.model or 'random LLaVA of 100 M parameters'}, {os.cpu_count()} cores")
+    for column in ("at once", "setting", "prompt", "requests/s", "over off", "TTFT p50, s", "p99, s"):
+        table.add_column(column, justify="left" if column == "setting" else "right")
+    for one in records:
+        table.add_row(
+            str(one["concurrency"]), one["setting"], f"{one['prompt_tokens']:.0f}",
+            f"{statistics.median(one['requests_per_second']):.2f}", f"{one['speedup']:.2f}", f"{one['ttft_p50']:.3f}",
+            f"{one['ttft_p99']:.3f}",
+        )  # fmt: skip
+    console.print(table)
+    if args.json:
+        import vllm
+
+        import tokenprune
+
+        header = {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "cpus": os.cpu_count(),
+            "torch": torch.__version__, "vllm": vllm.__version__, "tokenprune": tokenprune.__version__,
+            **{key: value for key, value in vars(args).items() if key != "json"},
+        }  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        with args.json.open("w") as file:
+            for one in records:
+                file.write(json.dumps(header | one) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the vLLM plugin that need no vLLM: settings, plans, choosing rows. For the engine see tests_vllm/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import tokenprune
+from tokenprune import Method, registry
+from tokenprune.base import Selection
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
+from tokenprune.integrations.vllm.plan import Plan, field_name
+from tokenprune.integrations.vllm.runner import chunks, in_small_batches
+from tokenprune.integrations.vllm.select import choose, segments_of
+from tokenprune.integrations.vllm.settings import Setting, servable
+from tokenprune.methods.divprune import DivPrune
+from tokenprune.methods.pool import Pool
+from tokenprune.methods.random import Random
+from tokenprune.methods.uniform import Uniform
+
+SERVER = {"method": "divprune", "keep": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted"),
+    [
+        ((SERVER,), Setting(DivPrune(), 0.25)),
+        ((SERVER, {"keep": 0.5}), Setting(DivPrune(), 0.5)),
+        ((SERVER, {"off": True}), Setting()),
+        (({"off": True}, {"method": "pool"}), Setting(Pool(), 0.25)),
+        (({"off": True}, SERVER), Setting(DivPrune(), 0.25)),
+        ((SERVER, {"off": False}), Setting(DivPrune(), 0.25)),
+        (({"method": "random", "seed": 3, "keep": 9}, {"keep": 5}), Setting(Random(3), 5)),
+        # Another method keeps the budget, and none of the options.
+        (({"method": "random", "seed": 3, "keep": 9}, {"method": "uniform"}), Setting(Uniform(), 9)),
+        (({"method": "random", "seed": 3}, {"method": "random"}), Setting(Random(3), 0.25)),
+    ],
+)
+def test_later_layers_win(layers, wanted) -> None:
+    assert Setting.of(*layers) == wanted
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "says"),
+    [
+        (7, OptionError, "must be an object"),
+        ("divprune", OptionError, "must be an object"),
+        (None, OptionError, "must be an object"),
+        ({"method": "divprun"}, UnknownMethodError, "did you mean 'divprune'"),
+        ({"method": 3}, UnknownMethodError, "unknown method"),
+        ({"method": ["divprune"]}, UnknownMethodError, "unknown method"),
+        ({"keep": 0}, BudgetError, "keeps nothing"),
+        ({"keep": 1.5}, BudgetError, "no share"),
+        ({"keep": -3}, BudgetError, "keeps nothing"),
+        ({"keep": float("nan")}, BudgetError, "must be a number"),
+        ({"keep": "0.5"}, BudgetError, "must be a number"),
+        ({"keep": True}, BudgetError, "must be a number"),
+        ({"keep": None}, BudgetError, "use a float"),
+        ({"keep": {"flops_share": 0.5}}, BudgetError, "must be a number"),
+        ({"off": 1}, OptionError, "true or false"),
+        ({"off": True, "keep": 0.5}, OptionError, "stands alone"),
+        ({"seed": 1}, OptionError, "no option 'seed'"),
+        ({"method": "random", "seed": "x"}, OptionError, "must be an int"),
+        ({"method": "random", "seed": [1]}, OptionError, "must be an int"),
+        ({"padding": "x" * 5000}, OptionError, "characters long"),
+        ({"keep": object()}, OptionError, "what JSON can hold"),
+        ({"method": "fastv"}, OptionError, "Servable are .*divprune"),
+        ({"method": "tome"}, OptionError, "inside the vision tower"),
+        ({"method": "downsample"}, OptionError, "clients send smaller"),
+    ],
+)
+def test_bad_settings(bad, error, says) -> None:
+    """Each is a ValueError, which a server answers with HTTP 400, and says what to do."""
+    with pytest.raises(error, match=says) as caught:
+        Setting.of(SERVER, bad)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, TokenPruneError)
+
+
+def test_a_setting_without_a_method_is_refused() -> None:
+    with pytest.raises(OptionError, match="names no method"):
+        Setting.of({"keep": 0.5})
+    with pytest.raises(OptionError, match="names no method"):
+        Setting.of({"off": True}, {"keep": 0.5})
+
+
+def test_cache_keys_hold_all_that_matters() -> None:
+    """Written out in full, so that two ways of saying the same share a cache, and nothing else does."""
+    assert Setting.of({"method": "random"}).cache_key() == Setting.of({"method": "random", "seed": 0}).cache_key()
+    keys = [Setting.of(SERVER, more).cache_key() for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})]
+    keys += [Setting.of({"method": "random", "seed": seed}).cache_key() for seed in (0, 1)]
+    assert len({str(key) for key in keys}) == len(keys)
+    assert all(key["algorithm"] for key in keys)
+    assert Setting.of(Setting.of({"method": "random", "seed": 5}).as_dict()) == Setting(Random(5), 0.25)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16, 576, 1225])
+@pytest.mark.parametrize("keep", [0.001, 0.25, 0.999, 1.0, 1, 64, 10_000])
+def test_counts_are_those_of_the_budget(count: int, keep: float) -> None:
+    wanted = min(count, keep) if isinstance(keep, int) else min(count, max(1, round(keep * count)))
+    assert Setting(DivPrune(), keep).count(count) == wanted
+
+
+def test_a_method_that_breaks_its_word_is_refused() -> None:
+    """Kept counts have to follow from the shape: a method that decides them by content cannot be served."""
+
+    @registry.register("moody")
+    @dataclass(frozen=True)
+    class Moody(Method):
+        """Keep what is positive."""
+
+        def select(self, tokens) -> Selection:
+            return Selection((tokens.hidden[..., 0] > 0) & tokens.mask)
+
+    @registry.register("reader")
+    @dataclass(frozen=True)
+    class Reader(Method):
+        """Keep what resembles the text."""
+
+        def score(self, tokens):
+            return tokens.hidden @ tokens.text.hidden.mean(1)
+
+    @registry.register("twofold")
+    @dataclass(frozen=True)
+    class Twofold(Method):
+        """Cut twice."""
+
+        def stages(self, budget, layers):
+            return [(DivPrune(), budget), (registry.build("fastv", {}), budget)]
+
+    try:
+        with pytest.raises(OptionError, match="acts at several places"):
+            Setting.of({"method": "twofold", "keep": 0.5})
+        with pytest.raises(OptionError, match="has to follow from the shape alone"):
+            Setting.of({"method": "moody", "keep": 0.5})
+        with pytest.raises(OptionError, match="it reads the text"):
+            Setting.of({"method": "reader", "keep": 0.5})
+        assert not {"moody", "reader", "twofold"} & set(servable())
+    finally:
+        for name in ("moody", "reader", "twofold"):
+            registry._METHODS.pop(name)
+
+
+# -- plans
+
+
+def plan(setting: Setting, pieces: str, per_run: bool = False) -> Plan:
+    """pieces: "#" for a placeholder (id 9), other letters for text."""
+    return Plan.make(setting, [9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces], per_run)
+
+
+def test_a_plan_survives_the_journey() -> None:
+    one = plan(Setting(Random(4), 3), "a####b####c", per_run=True)
+    assert Plan.decode(one.encode()) == one
+    assert Plan.decode(plan(Setting(), "####").encode()).setting == Setting()
+
+
+def test_reduced_prompts() -> None:
+    half = Setting(DivPrune(), 0.5)
+    nine = [9]
+    assert plan(half, "########").reduced() == nine * 4
+    assert plan(half, "s########e").reduced() == [ord("s"), *nine * 4, ord("e")]
+    # The break within the picture needs a place too, and nothing tells which.
+    broken = plan(half, "s####/####e")
+    assert broken.counts == [8] and broken.between == 1
+    assert broken.reduced() == [ord("s"), *nine * 5, ord("e")]
+    tiles = plan(half, "s####/######e", per_run=True)
+    # Each tile's own number is known, so the text between them stays what it is.
+    assert tiles.counts == [4, 6] and tiles.keep == [2, 3] and tiles.rows == 5
+    assert tiles.reduced() == [ord("s"), *nine * 2, ord("/"), *nine * 3, ord("e")]
+    assert not plan(Setting(), "s####/####e").reduces and not plan(Setting(DivPrune(), 1.0), "##").reduces
+
+
+# -- choosing rows
+
+
+@pytest.mark.parametrize("name", ["random", "uniform", "pool", "divprune"])
+@pytest.mark.parametrize("counts", [[16], [12], [4, 4, 9]])
+def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
+    """Against a loop over the segments; columns beyond the width follow with the same weights."""
+    method = registry.build(name, {})
+    rows = torch.randn(sum(counts), 10, generator=torch.Generator().manual_seed(1))
+    keep = [max(1, count // 3) for count in counts]
+    stays, out = choose(method, rows, 6, segments_of(counts, None, "image", rows.device), keep)
+    start = 0
+    for index, (count, number) in enumerate(zip(counts, keep, strict=True)):
+        own = rows[start : start + count]
+        alone = segments_of([count], None, "image", rows.device)
+        if name == "random":  # draws by the segment's place
+            alone.ordinal[0] = index
+        selection = method.select(tokenprune.tokens.VisualTokens(alone, [number], _Hidden(own[:, :6])))
+        assert stays[start : start + count].tolist() == selection.keep[0].tolist()
+        for place in selection.keep[0].nonzero().flatten().tolist():
+            members = [place] if selection.assign is None else (selection.assign[0] == place).nonzero().flatten()
+            torch.testing.assert_close(out[start + place], own[members].mean(0))
+        start += count
+
+
+class _Hidden:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+    def gather(self, what, position, segments) -> torch.Tensor:
+        return self.hidden[position]
+
+
+def test_a_known_grid_is_used() -> None:
+    cpu = torch.device("cpu")
+    assert segments_of([12], (1, 3, 4), "image", cpu).grids == [(1, 3, 4)]
+    assert segments_of([12], (1, 2, 4), "image", cpu).grids == [None]
+    assert segments_of([9, 12], None, "image", cpu).grids == [(1, 3, 3), None]
+
+
+# -- batches of the encoder
+
+
+def item(count: int) -> dict:
+    class Element:
+        data = plan(Setting(DivPrune(), 1), "#" * count).encode()
+
+    return {field_name("image"): Element}
+
+
+def test_batches_of_the_encoder_hold_what_was_measured() -> None:
+    """Counted before reduction: the scheduler would let any number of these one-token pictures through."""
+    items = [("image", item(count)) for count in (4, 4, 4, 20, 1, 9)]
+    made = [[items.index(one) for one in chunk] for chunk in chunks(items, 10)]
+    assert made == [[0, 1], [2], [3], [4, 5]]
+    seen = []
+
+    def group_and_batch(mm_kwargs, *, device=None):
+        seen.append((len(mm_kwargs), device))
+        yield from mm_kwargs
+
+    assert list(in_small_batches(group_and_batch, 10)(items, device="there")) == items
+    assert seen == [(2, "there"), (1, "there"), (1, "there"), (2, "there")]
+    assert list(chunks([("image", {})] * 3, 1)) == [[("image", {})] * 3]  # without plans nothing is known, or changed
+
+
+def test_nothing_else_imports_vllm() -> None:
+    modules = ["tokenprune", "tokenprune.cli", "tokenprune.integrations.hf.engine"]
+    modules += [f"tokenprune.integrations.vllm.{name}" for name in ("settings", "plan", "select", "plugin", "runner")]
+    code = f"import sys; sys.modules['vllm'] = None; import {', '.join(modules)}; tokenprune.available_methods()"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

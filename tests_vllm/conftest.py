@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in an environment of its own, which `make test-vllm` sets up. One engine at a time lives in this process."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+# Before vllm is imported.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+import pytest
+import torch
+
+from checkpoints import CHECKPOINTS
+from reference import Reference
+
+DIVPRUNE = {"method": "divprune", "keep": 0.25}
+OPTIONS = dict(
+    dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=4, block_size=32, max_num_batched_tokens=1024,
+    limit_mm_per_prompt={"image": 3, "video": 1}, disable_log_stats=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint of a model type, written on first use."""
+    written: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in written:
+            written[name] = CHECKPOINTS[name].write(tmp_path_factory.mktemp(name))
+        return written[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def reference(folder: Callable[[str], Path]) -> Callable[[str], Reference]:
+    made: dict[str, Reference] = {}
+
+    def get(name: str) -> Reference:
+        if name not in made:
+            made[name] = Reference(CHECKPOINTS[name], folder(name))
+        return made[name]
+
+    return get
+
+
+class Engine:
+    """vLLM with one checkpoint, in this process."""
+
+    def __init__(self, name: str, folder: Path, setting: dict[str, Any] | None = None, **options: Any) -> None:
+        from vllm import LLM
+
+        self.checkpoint = CHECKPOINTS[name]
+        kwargs = options.pop("mm_processor_kwargs", {}) | ({} if setting is None else {"tokenprune": setting})
+        limits = {"image": 3} | ({"video": 1} if self.checkpoint.video else {})
+        options = OPTIONS | {"limit_mm_per_prompt": limits} | options
+        self.llm = LLM(str(folder), mm_processor_kwargs=kwargs or None, **options)
+
+    def request(
+        self, prompt: str, images: list[Any], override: Any = None, videos: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        data: dict[str, Any] = {"image": images} if images else {}
+        if videos:
+            data["video"] = list(videos)
+        request: dict[str, Any] = {"prompt": prompt, "multi_modal_data": data}
+        if override is not None:
+            request["mm_processor_kwargs"] = {"tokenprune": override}
+        return request
+
+    def generate(self, requests: list[dict[str, Any]], steps: int = 6) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=steps, logprobs=5, ignore_eos=True)
+        return self.llm.generate(requests, params, use_tqdm=False)
+
+    @property
+    def model(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+    def forget(self) -> None:
+        """Empty the prefix cache, the encoder's cache and that of the processor."""
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def close(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+_running: list[Engine] = []
+
+
+@pytest.fixture(scope="session")
+def start(folder: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
+    """start(name, setting, **options): an engine; the one before is closed."""
+
+    def get(name: str, setting: dict[str, Any] | None = None, **options: Any) -> Engine:
+        stop()
+        _running.append(Engine(name, folder(name), setting, **options))
+        return _running[0]
+
+    yield get
+    stop()
+
+
+def stop() -> None:
+    while _running:
+        _running.pop().close()
+
+
+def same(output: Any, tokens: list[int], logprobs: torch.Tensor, tolerance: float = 1e-4) -> float:
+    """Check tokens and the log-probabilities of the five likeliest against a reference; returns the largest gap."""
+    answer = output.outputs[0]
+    assert list(answer.token_ids) == tokens
+    gap = 0.0
+    for step, likely in enumerate(answer.logprobs):
+        for token, found in likely.items():
+            gap = max(gap, abs(found.logprob - float(logprobs[step, token])))
+    assert gap < tolerance, gap
+    return gap

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM has to say: the patched Hugging Face model, greedy, without a cache.
+
+Models with M-RoPE keep the positions of the full prompt on both sides. Where positions have one axis, vLLM counts the
+tokens that are there; so the decoder of the reference gets consecutive positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tokenprune
+from checkpoints import Checkpoint
+
+
+class Reference:
+    """A checkpoint in transformers."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: Any) -> None:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        self.checkpoint = checkpoint
+        self.model = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
+        self.processor = AutoProcessor.from_pretrained(folder)
+
+    def inputs(self, prompt: str, images: list[Any], videos: Sequence[Any] = ()) -> dict[str, Any]:
+        many = self.checkpoint.name in ("smolvlm", "idefics3", "gemma3")
+        kwargs: dict[str, Any] = {}
+        if images:
+            kwargs["images"] = [images] if many else images
+        if videos:
+            frames = [video[0] if isinstance(video, tuple) else video for video in videos]
+            kwargs["videos"] = [torch.from_numpy(one).permute(0, 3, 1, 2) for one in frames]
+            kwargs["do_sample_frames"] = False
+            if isinstance(videos[0], tuple):
+                kwargs["video_metadata"] = [_without_wish(metadata) for _, metadata in videos]
+        made = dict(self.processor(text=[prompt], return_tensors="pt", **kwargs))
+        if self.checkpoint.name == "gemma3":
+            # On CPU vLLM lets tokens of a picture see only what is before them, whether or not it is pruned.
+            made["token_type_ids"] = torch.zeros_like(made["token_type_ids"])
+        return made
+
+    @torch.no_grad()
+    def greedy(
+        self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None, videos: Sequence[Any] = ()
+    ) -> tuple[list[int], Tensor]:
+        """Tokens written, and the log-probabilities `[steps, V]` that they were chosen by."""
+        inputs = self.inputs(prompt, images, videos)
+        tokens, logprobs = [], []
+        with ExitStack() as stack:
+            if setting is not None:
+                stack.enter_context(tokenprune.patched(self.model, **setting))
+            if not self.checkpoint.mrope:
+                stack.callback(self._count_from_zero().remove)
+            for _ in range(steps):
+                logits = self.model(**inputs, use_cache=False).logits[0, -1].float()
+                logprobs.append(logits.log_softmax(-1))
+                tokens.append(int(logits.argmax()))
+                inputs = _longer(inputs, tokens[-1])
+        return tokens, torch.stack(logprobs)
+
+    def _count_from_zero(self) -> Any:
+        from tokenprune.integrations.hf.adapters import adapter_for
+
+        def count(module: Any, args: tuple, kwargs: dict) -> tuple:
+            length = kwargs["inputs_embeds"].shape[1]
+            return args, kwargs | {"position_ids": torch.arange(length)[None]}
+
+        decoder = adapter_for(self.model).decoder
+        return decoder.register_forward_pre_hook(count, with_kwargs=True)
+
+
+def _without_wish(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metadata.items() if key != "do_sample_frames"}
+
+
+def _longer(inputs: dict[str, Any], token: int) -> dict[str, Any]:
+    grown = dict(inputs)
+    for name, value in (
+        ("input_ids", token), ("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", 0)
+    ):  # fmt: skip
+        if name in grown:
+            more = torch.tensor([[value]], dtype=grown[name].dtype)
+            grown[name] = torch.cat([grown[name], more], dim=1)
+    return grown

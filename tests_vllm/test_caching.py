@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches and chunks: prompts are read 24 tokens at a time, so that every picture is split; their blocks are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from checkpoints import Checkpoint
+from conftest import DIVPRUNE, Engine, same
+
+CHUNK, BLOCK = 24, 32
+ONE = {"keep": 30}  # more than a chunk, whatever the family
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_5_vl", "qwen3_vl", "mistral3"])
+def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engine:
+    return start(request.param, DIVPRUNE, max_num_batched_tokens=CHUNK)
+
+
+@pytest.fixture
+def checkpoint(engine: Engine) -> Checkpoint:
+    return engine.checkpoint
+
+
+@pytest.fixture
+def encoded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Items in each call of the encoder, from here on; all caches are empty at the start."""
+    engine.forget()
+    calls: list[int] = []
+    embed = type(engine.model).embed_multimodal
+
+    def spy(self: Any, **kwargs: Any) -> Any:
+        out = embed(self, **kwargs)
+        calls.append(len(out))
+        return out
+
+    monkeypatch.setattr(type(engine.model), "embed_multimodal", spy)
+    yield calls
+
+
+def expect(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, images: list, setting: Any) -> None:
+    tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, len(output.outputs[0].token_ids), setting)
+    same(output, tokens, logprobs)
+
+
+def test_chunks_split_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    engine.forget()
+    prompt, images = checkpoint.prompt(2), checkpoint.pictures(2)
+    requests = [engine.request(prompt, images, override) for override in (ONE, {"off": True}, {})]
+    outputs = engine.generate(requests)
+    for setting, output in zip((DIVPRUNE | ONE, None, DIVPRUNE), outputs, strict=True):
+        expect(reference, checkpoint, output, prompt, images, setting)
+
+
+def test_chunks_split_videos(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    if checkpoint.video is None:
+        pytest.skip(f"{checkpoint.name} takes no video here")
+    engine.forget()
+    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
+    outputs = engine.generate([engine.request(prompt, images, override, videos) for override in ({"keep": 0.5}, {})])
+    for setting, output in zip((DIVPRUNE | {"keep": 0.5}, DIVPRUNE), outputs, strict=True):
+        tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 6, setting, videos)
+        same(output, tokens, logprobs)
+
+
+def test_a_second_time_from_the_cache(
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
+) -> None:
+    prompt, images = checkpoint.prompt(1, "what is it, and where? "), checkpoint.pictures(1)
+    hits = []
+    for _ in range(2):
+        (output,) = engine.generate([engine.request(prompt, images, ONE)])
+        expect(reference, checkpoint, output, prompt, images, DIVPRUNE | ONE)
+        hits.append(output.num_cached_tokens)
+    assert hits[0] == 0 and hits[1] >= BLOCK, hits
+    assert encoded == [1]
+
+    # The same picture before another question. What was kept of the picture stays in the cache, even if the hit ends
+    # within the picture.
+    other = checkpoint.prompt(1, "something else altogether? ")
+    (output,) = engine.generate([engine.request(other, images, ONE)])
+    assert output.num_cached_tokens >= BLOCK
+    expect(reference, checkpoint, output, other, images, DIVPRUNE | ONE)
+    print(f"{checkpoint.name}: {hits[1]} of {len(output.prompt_token_ids)} tokens from the prefix cache")
+
+
+def test_settings_share_no_cache(engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]) -> None:
+    """The blocks hold nothing but placeholders of the same id: only the item's hash tells them apart."""
+    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    settings = [ONE, {"keep": 31}, {"method": "uniform", "keep": 30}, {"method": "pool", "keep": 30}, {"off": True}]
+    for override in settings:
+        (output,) = engine.generate([engine.request(prompt, images, override)])
+        assert output.num_cached_tokens == 0
+        expect(reference, checkpoint, output, prompt, images, None if "off" in override else DIVPRUNE | override)
+    assert encoded == [1] * len(settings)
+    # Two ways to write one setting.
+    (output,) = engine.generate([engine.request(prompt, images, {"method": "divprune", "keep": 30})])
+    assert output.num_cached_tokens >= BLOCK
+
+
+def test_the_encoder_gets_what_its_memory_was_measured_for(
+    engine: Engine, checkpoint: Checkpoint, encoded: list[int]
+) -> None:
+    """Both pictures, reduced, fit into one chunk and the scheduler's budget; before reduction each fills it alone."""
+    engine.generate([engine.request(checkpoint.prompt(2), checkpoint.pictures(2), {"keep": 2})])
+    assert encoded == [1, 1]
+
+
+def test_many_at_once_answer_as_alone(engine: Engine, checkpoint: Checkpoint) -> None:
+    overrides = [{}, ONE, {"off": True}, {"method": "pool", "keep": 0.5}, {"method": "random", "seed": 2}] * 2
+    requests = []
+    for i, override in enumerate(overrides):
+        prompt, images = checkpoint.prompt(1 + i % 3, f"case {i % 4}? "), checkpoint.pictures(1 + i % 3, seed=i)
+        requests.append(engine.request(prompt, images, override))
+    engine.forget()
+    together = engine.generate(requests)
+    for request, answer in zip(requests, together, strict=True):
+        engine.forget()
+        (alone,) = engine.generate([request])
+        assert list(alone.prompt_token_ids) == list(answer.prompt_token_ids)
+        for mine, theirs in zip(alone.outputs[0].logprobs, answer.outputs[0].logprobs, strict=True):
+            for token in mine.keys() & theirs.keys():
+                assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
+        assert list(alone.outputs[0].token_ids) == list(answer.outputs[0].token_ids)

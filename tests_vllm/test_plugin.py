@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting up: what is refused, and what is left alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import CHECKPOINTS, VOCABULARY, text
+from conftest import DIVPRUNE, OPTIONS, Engine, same
+from tokenprune.errors import OptionError
+from tokenprune.integrations.vllm import plugin
+
+
+def config(folder: Path, setting: Any = None, **options: Any) -> Any:
+    """vLLM's configuration of a model, made as a server that starts makes it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    kwargs = None if setting is None else {"tokenprune": setting}
+    return EngineArgs(str(folder), mm_processor_kwargs=kwargs, **OPTIONS | options).create_model_config()
+
+
+def test_every_hook_is_there() -> None:
+    assert plugin.missing_hooks() == []
+    assert plugin.vllm_version() == plugin.TESTED
+
+
+def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only who has a setting is refused."""
+    hooks = plugin.HOOKS | {
+        "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_hashes": "self moved",
+        "vllm.multimodal:Gone": "",
+    }
+    monkeypatch.setattr(plugin, "HOOKS", hooks)
+    problems = plugin.missing_hooks()
+    assert len(problems) == 2 and "no parameter moved" in problems[0] and "Gone" in problems[1]
+
+    class Fake:
+        multimodal_config = type("", (), {"mm_processor_kwargs": None})
+        hf_config = None
+
+    assert plugin._after_config(problems, "result", Fake) == "result"
+    Fake.multimodal_config.mm_processor_kwargs = {"tokenprune": DIVPRUNE}
+    with pytest.raises(plugin.UnsupportedSetupError, match=f"tested with vLLM {plugin.TESTED}.*no parameter moved"):
+        plugin._after_config(problems, "result", Fake)
+
+
+def test_registering_again_changes_nothing() -> None:
+    from vllm import ModelRegistry
+    from vllm.config import ModelConfig
+
+    plugin.register()
+    before = ModelConfig.__post_init__, dict(ModelRegistry.models)
+    plugin.register()
+    assert (ModelConfig.__post_init__, dict(ModelRegistry.models)) == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"method": "fastv", "keep": 0.25}, "Servable are .*divprune"),
+        ({"method": "divprune", "keep": 2.0}, "no share"),
+        ({"method": "divprun"}, "did you mean 'divprune'"),
+        (3, "must be an object"),
+    ],
+)
+def test_bad_settings_stop_the_server(folder: Any, setting: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config(folder("llava"), setting)
+
+
+def test_two_prunings_of_videos_are_refused(folder: Any) -> None:
+    with pytest.raises(ValueError, match="leave one of them out"):
+        config(folder("qwen2_5_vl"), DIVPRUNE, video_pruning_rate=0.5)
+    assert config(folder("qwen2_5_vl"), video_pruning_rate=0.5).multimodal_config.video_pruning_rate == 0.5
+
+
+def test_other_models_are_refused(tmp_path: Path, folder: Any) -> None:
+    from transformers import LlamaConfig, PaliGemmaConfig
+
+    plain = {key: value for key, value in text("llama").items() if key != "model_type"}
+    for made in (
+        PaliGemmaConfig(text_config=text("gemma"), architectures=["PaliGemmaForConditionalGeneration"]),
+        LlamaConfig(**plain, architectures=["LlamaForCausalLM"]),
+    ):
+        where = tmp_path / made.model_type
+        made.save_pretrained(where)
+        for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
+            if (folder("llava") / name).exists():
+                (where / name).write_text((folder("llava") / name).read_text())
+    with pytest.raises(TypeError, match=r"does not serve PaliGemma.*it serves LlavaForConditionalGeneration"):
+        config(tmp_path / "paligemma", DIVPRUNE)
+    assert config(tmp_path / "paligemma").architecture == "PaliGemmaForConditionalGeneration"
+    config(tmp_path / "llama")
+
+
+def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) -> None:
+    """And the server's own goes before it."""
+    made = json.loads((folder("llava") / "config.json").read_text())
+    for path in folder("llava").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(
+        json.dumps(made | {"tokenprune": {"method": "random", "keep": 0.3, "seed": 5}})
+    )
+    own = config(tmp_path).multimodal_config
+    assert own.tokenprune == {"method": "random", "keep": 0.3, "seed": 5}
+    over = config(tmp_path, {"keep": 0.5}).multimodal_config
+    assert over.tokenprune == {"method": "random", "keep": 0.5, "seed": 5}
+    assert over.mm_processor_kwargs is None
+    assert not hasattr(config(folder("llava")).multimodal_config, "tokenprune")
+
+
+def test_without_a_setting_nothing_changes(start: Callable[..., Engine], reference: Any) -> None:
+    engine = start("qwen2_vl")
+    checkpoint = CHECKPOINTS["qwen2_vl"]
+    prompt, images = checkpoint.prompt(2), checkpoint.pictures(2)
+    (output,) = engine.generate([engine.request(prompt, images)])
+    tokens, logprobs = reference("qwen2_vl").greedy(prompt, images, 6, None)
+    same(output, tokens, logprobs)
+    assert list(output.prompt_token_ids) == reference("qwen2_vl").inputs(prompt, images)["input_ids"][0].tolist()
+    assert not hasattr(engine.model, "supports_multimodal_pruning")
+    with pytest.raises(OptionError, match="not started with a tokenprune setting"):
+        engine.generate([engine.request(prompt, images, {"keep": 0.5})])
+    (again,) = engine.generate([engine.request(prompt, images)])
+    assert again.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_memory_is_measured_with_full_pictures(folder: Any, name: str) -> None:
+    """A request may switch the reduction off, and the encoder works on full pictures anyway."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    counts = {"image": 1} | ({"video": 1} if CHECKPOINTS[name].video else {})
+    sizes = []
+    for setting in (None, DIVPRUNE):
+        processor = MULTIMODAL_REGISTRY.create_processor(config(folder(name), setting))
+        made = processor.get_dummy_mm_inputs(counts)["mm_placeholders"]
+        sizes.append({modality: [one.get_num_embeds() for one in items] for modality, items in made.items()})
+    assert sizes[0] == sizes[1] and set(sizes[0]) == set(counts)
+
+
+def test_placeholders_that_would_mislead_are_refused(start: Callable[..., Engine]) -> None:
+    engine = start("qwen2_vl", DIVPRUNE)
+    pictures = CHECKPOINTS["qwen2_vl"].pictures(2)
+    with pytest.raises(OptionError, match="start and end tags"):
+        engine.generate([engine.request("<|image_pad|><|image_pad|> what? ", pictures)])
+    with pytest.raises(OptionError, match="3 image placeholders for 2 images"):
+        engine.generate([engine.request("<|image_pad|> <|image_pad|> <|image_pad|> what? ", pictures)])
+    engine.generate([engine.request("<|image_pad|> <|image_pad|> what? ", pictures)])
+
+
+def test_vllm_is_loaded_nowhere_else() -> None:
+    code = "import sys, tokenprune, tokenprune.cli; tokenprune.available_methods(); assert 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert VOCABULARY > 256

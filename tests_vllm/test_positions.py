@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Positions of M-RoPE against a naive account of the full prompt, at every place where a prompt can be split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
+
+from tokenprune.integrations.vllm.plan import Plan, field_name
+from tokenprune.integrations.vllm.positions import COLUMNS, from_columns, of_prompt, place, to_columns, within_item
+from tokenprune.integrations.vllm.settings import Setting
+from tokenprune.methods.divprune import DivPrune
+
+PAD, STRIDE = 9, 300  # a video's frames are far apart in time: positions beyond what 16-bit floats count
+
+
+def rule(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[torch.Tensor, int]:
+    """Text counts on all axes; each run of placeholders is a video of two rows, its frames STRIDE apart."""
+    positions: list[list[int]] = []
+    run = 0
+    following = 0
+    for token in tokens:
+        if token != PAD:
+            run, following = 0, max([-1, *map(max, positions)]) + 1
+            positions.append([following] * 3)
+            continue
+        if run == 0:
+            following = max([-1, *map(max, positions)]) + 1
+        positions.append([following + run // 4 * STRIDE, following + run % 4 // 2, following + run % 2])
+        run += 1
+    made = torch.tensor(positions).T
+    return made, int(made.max()) + 1 - len(tokens)
+
+
+def item(plan: Plan) -> dict[str, Any]:
+    return {field_name("video"): MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField())}
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_split(keep: float, first: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(first)
+    # A run; two runs with text between them, and text before and behind; a run.
+    texts = ["#" * 8, "ab########c########d", "#" * 12]
+    tokens: list[int] = list(range(20, 20 + first))
+    full, kept_places, features, rows = list(tokens), list(range(first)), [], []
+    for text in texts:
+        plan = Plan.make(
+            Setting(DivPrune(), keep), [PAD if c == "#" else ord(c) for c in text], [c == "#" for c in text], False
+        )
+        if plan.reduces:
+            begin, end = plan.span
+            drop = torch.randperm(sum(plan.counts), generator=generator)[: sum(plan.counts) - sum(plan.keep)]
+            pads = torch.tensor([place for place, embed in enumerate(plan.embeds) if embed])
+            gone = set(pads[drop].tolist())
+            stay = [place for place in range(begin, end) if place not in gone]
+            written = plan.reduced()
+        else:
+            stay, written = [place for place, embed in enumerate(plan.embeds) if embed], list(plan.tokens)
+        features.append(MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(len(tokens), len(written))))
+        within = within_item(rule, plan, item(plan), "video")[:, stay]
+        rows.append(torch.cat([torch.zeros(len(stay), 5, dtype=dtype), to_columns(within, dtype)], 1))
+        if plan.reduces:
+            kept_places += [len(full) + p for p in [*range(begin), *stay, *range(end, len(plan.tokens))]]
+        else:
+            kept_places += [len(full) + p for p in range(len(plan.tokens))]
+        full += [*plan.tokens, 50, 51]
+        kept_places += [len(full) - 2, len(full) - 1]
+        tokens += [*written, 50, 51]
+
+    whole, _ = rule(full, [])
+    wanted = whole[:, kept_places]
+    provisional, delta = of_prompt(rule, tokens, features)
+    assert delta == int(whole.max()) + 1 - len(tokens)
+    text = torch.tensor(tokens) != PAD
+    assert torch.equal(provisional[:, text], wanted[:, text])  # nothing depends on which tokens were kept
+
+    is_row = ~text
+    every = torch.cat(rows)
+    owner = torch.cat([torch.full((len(one),), index) for index, one in enumerate(rows)])
+    assert int(is_row.sum()) == len(every)
+    for size in range(1, len(tokens) + 1):
+        for skipped in (0, size // 2, len(tokens) // 2):  # a hit of the prefix cache
+            positions = provisional.clone()
+            for computed in range(skipped, len(tokens), size):
+                before, after = int(is_row[:computed].sum()), int(is_row[: computed + size].sum())
+                chunk, of = every[before:after], owner[before:after]
+                pieces = [chunk[of == index] for index in of.unique()]
+                cut, positions, told = place(tokens, pieces, positions, computed, [PAD])
+                assert [len(one) for one in cut] == [len(one) for one in pieces]
+                assert all(one.shape[1] == 5 for one in cut) and told == delta
+            assert torch.equal(positions[:, skipped:], wanted[:, skipped:])
+
+
+def test_digits_are_exact() -> None:
+    positions = torch.randint(0, 256**2, (3, 5000), generator=torch.Generator().manual_seed(0))
+    positions[:, :4] = torch.tensor([0, 255, 256, 65535])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        columns = to_columns(positions, dtype)
+        assert columns.shape == (5000, COLUMNS)
+        assert torch.equal(from_columns(columns), positions)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server's own setting: found when vLLM makes its ModelConfig, checked there, and kept beside its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
+from tokenprune.integrations.vllm.families import FAMILIES, Family
+from tokenprune.integrations.vllm.settings import KEY, Setting
+
+
+def configured(model_config: Any) -> dict[str, Any] | None:
+    """Return the server's setting, or None if it has none."""
+    return getattr(model_config.multimodal_config, KEY, None)
+
+
+def family_of(model_config: Any) -> Family:
+    """Return the family of a model; raises UnsupportedModelError with those that there are."""
+    architecture = model_config.architecture
+    if architecture not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{KEY} does not serve {architecture}: it serves {', '.join(FAMILIES)}. Leave the {KEY} setting out "
+            "to serve the model as it is"
+        )
+    return FAMILIES[architecture]
+
+
+def configure(model_config: Any) -> None:
+    """Find the setting of a server that starts, in its `--mm-processor-kwargs` or in the checkpoint's config, and
+    check all that can be checked before a model is loaded."""
+    multimodal = model_config.multimodal_config
+    checkpoint = getattr(model_config.hf_config, KEY, None)
+    kwargs = dict((multimodal.mm_processor_kwargs if multimodal is not None else None) or {})
+    layers = [layer for layer in (checkpoint, kwargs.pop(KEY, None)) if layer is not None]
+    if not layers:
+        return
+    if multimodal is None:
+        raise UnsupportedModelError(f"{KEY} is set, but {model_config.model} takes no pictures: leave the setting out")
+    setting = Setting.of(*layers)
+    family_of(model_config)
+    if multimodal.video_pruning_rate:
+        raise OptionError(
+            f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
+            f'({{"{KEY}": {{"off": true}}}} needs no video_pruning_rate either)'
+        )
+    # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
+    multimodal.mm_processor_kwargs = kwargs or None
+    setattr(multimodal, KEY, setting.as_dict())
+
+
+def check_engine(vllm_config: Any, family: Family) -> None:
+    """Refuse what does not go together, once the whole configuration is known."""
+    lora = vllm_config.lora_config
+    if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
+        raise UnsupportedSetupError(
+            f"{KEY} does not go with LoRA on the vision tower, which counts the tower's tokens by those of the prompt: "
+            "start without --enable-tower-connector-lora"
+        )
+    if family.mrope and vllm_config.speculative_config is not None:
+        raise UnsupportedSetupError(
+            f"{KEY} does not go with speculative decoding on a model with M-RoPE: start without a draft model"
+        )

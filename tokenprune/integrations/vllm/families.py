@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model families that the plugin serves. A quirk of a family is an entry here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """How an architecture hands its pictures to the language model.
+
+    mrope:   its positions have three axes (time, height, width), and kept tokens keep theirs.
+    per_run: every unbroken run of placeholders (a tile, a frame) has the budget for itself, instead of the whole
+             picture or video. Like on the Hugging Face side, where nothing tells which runs make up a picture.
+    """
+
+    mrope: bool = False
+    per_run: bool = False
+
+
+# By the name that stands in `architectures` of a checkpoint's config.
+FAMILIES: dict[str, Family] = {
+    "LlavaForConditionalGeneration": Family(),
+    "LlavaNextForConditionalGeneration": Family(),
+    "LlavaOnevisionForConditionalGeneration": Family(),
+    "Mistral3ForConditionalGeneration": Family(),
+    "Qwen2VLForConditionalGeneration": Family(mrope=True),
+    "Qwen2_5_VLForConditionalGeneration": Family(mrope=True),
+    "Qwen3VLForConditionalGeneration": Family(mrope=True),
+    "InternVLForConditionalGeneration": Family(per_run=True),
+    "Gemma3ForConditionalGeneration": Family(per_run=True),
+    "Idefics3ForConditionalGeneration": Family(per_run=True),
+    "SmolVLMForConditionalGeneration": Family(per_run=True),
+}

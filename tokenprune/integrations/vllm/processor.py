@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Front end: write the shorter prompt, and attach to each item the plan by which the model makes it come true."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
+from vllm.multimodal.processing import BaseMultiModalProcessor
+from vllm.multimodal.processing.processor import PromptReplacement, PromptUpdate, PromptUpdateDetails
+
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm.configuration import configured, family_of
+from tokenprune.integrations.vllm.plan import Plan, field_name
+from tokenprune.integrations.vllm.settings import KEY, Setting
+
+OFF = {"off": True}
+
+
+class ReducingProcessor(BaseMultiModalProcessor):
+    """Mixed into vLLM's processor of a model, whatever its class is."""
+
+    _dummy = False  # while vLLM measures the largest item, which a request may ask for with {"off": true}
+
+    def _setting(self, kwargs: Mapping[str, object]) -> Setting | None:
+        """Return the setting in force for a request's `mm_processor_kwargs`; None on a server without one."""
+        server = configured(self.info.ctx.model_config)
+        if server is None:
+            if KEY in kwargs:
+                raise OptionError(
+                    f"this server was not started with a {KEY} setting, so a request cannot change it: start it with "
+                    f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
+                )
+            return None
+        return Setting.of(server, *([kwargs[KEY]] if KEY in kwargs else []), *([OFF] if self._dummy else []))
+
+    def _get_mm_hashes(self, inputs: Any) -> Any:
+        setting = self._setting(inputs.hf_processor_mm_kwargs)
+        if setting is not None:
+            # The setting in force, not only what the request says: caches may outlive or be shared by servers.
+            kwargs = {**inputs.hf_processor_mm_kwargs, KEY: setting.cache_key()}
+            inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
+        return super()._get_mm_hashes(inputs)
+
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
+        self._setting(hf_kwargs)  # raise before any work is done
+        return super()._apply_hf_processor_main(mm_items=mm_items, hf_kwargs=_without(hf_kwargs))
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:
+        return super()._get_mm_fields_config(hf_inputs, _without(hf_processor_mm_kwargs))
+
+    def _get_prompt_updates(
+        self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, object], out_mm_kwargs: Any
+    ) -> Sequence[PromptUpdate]:
+        setting = self._setting(hf_processor_mm_kwargs)
+        updates = super()._get_prompt_updates(
+            mm_items=mm_items, hf_processor_mm_kwargs=_without(hf_processor_mm_kwargs), out_mm_kwargs=out_mm_kwargs
+        )
+        if setting is None:
+            return updates
+        return [self._reduced(update, setting, out_mm_kwargs) for update in updates]
+
+    def _reduced(self, update: PromptUpdate, setting: Setting, out_mm_kwargs: Any) -> PromptUpdate:
+        if not isinstance(update, PromptReplacement):
+            raise UnsupportedSetupError(f"{type(self).__name__} puts pictures into the prompt by {update.mode}")
+
+        def replacement(index: int) -> PromptUpdateDetails:
+            content = update._resolve_content(index)
+            embeds = None if content.is_embed is None else content.is_embed(content.full).tolist()
+            plan = Plan.make(setting, content.full, embeds, family_of(self.info.ctx.model_config).per_run)
+            # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
+            element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
+            out_mm_kwargs[update.modality][index][field_name(update.modality)] = element
+            if not plan.reduces:
+                return content
+            return PromptUpdateDetails.select_token_id(plan.reduced(), plan.placeholder)
+
+        return dataclasses.replace(update, replacement=replacement)
+
+    def get_dummy_mm_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        self._dummy = configured(self.info.ctx.model_config) is not None
+        try:
+            return super().get_dummy_mm_inputs(*args, **kwargs)
+        finally:
+            self._dummy = False
+
+    def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # Before anything is cached: vLLM's caches in two processes must hear of the same items.
+        model_config = self.info.ctx.model_config
+        if configured(model_config) is not None and family_of(model_config).mrope and not self._dummy:
+            _check_placeholders(inputs.prompt, inputs.mm_data_items.get_all_counts(), self.info.get_hf_config())
+        return super().apply(inputs, *args, **kwargs)
+
+
+def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
+    """What is left for the model's own processor."""
+    return {key: value for key, value in kwargs.items() if key != KEY}
+
+
+def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any) -> None:
+    """Positions of kept tokens are told by the placeholders that a prompt holds, and counted from the text before them:
+    there have to be no others, and there has to be some text."""
+    tokens = {"image": config.image_token_id, "video": config.video_token_id}
+    for modality, token in tokens.items():
+        found, wanted = prompt.count(token), items.get(modality, 0)
+        if found > wanted:
+            raise OptionError(
+                f"the prompt holds {found} {modality} placeholders for {wanted} {modality}s; leave the others out"
+            )
+    if any(one in tokens.values() and other in tokens.values() for one, other in itertools.pairwise(prompt)):
+        raise OptionError(
+            "two pictures stand side by side without a token between them; put the model's start and end tags around "
+            "each, as its chat template does"
+        )
+
+
+@cache
+def reducing_class(base: type[BaseMultiModalProcessor]) -> type[BaseMultiModalProcessor]:
+    """Return `base` with ReducingProcessor mixed in, under the same name."""
+    return type(base)(base.__name__, (ReducingProcessor, base), {"__module__": base.__module__})

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let a method choose among the features of one picture or video, and put together the rows that the prompt awaits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import Method, Selection
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.hf.cutting import checked_keep, merge_tokens
+from tokenprune.tokens import Segments, VisualTokens, square_grid
+
+Grid = tuple[int, int, int]
+Norm = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Features:
+    """Backs a `VisualTokens`: all that a serving engine knows of an item is what the encoder made of it."""
+
+    hidden: Tensor
+    norm: Norm | None = None
+
+    def gather(self, what: str, position: Tensor, segments: Segments) -> Tensor:
+        if what != "hidden":
+            raise TokenPruneError(f"it reads {what!r}, and vLLM gives a method nothing but the encoder's features")
+        return self.hidden[position]
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return hidden if self.norm is None else self.norm(hidden)
+
+    def attention(self, kind: str) -> Tensor:
+        raise TokenPruneError(f"it reads the attention of the language model ({kind}), which did not run yet")
+
+    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        raise TokenPruneError("it reads the text, but a picture's features are shared by all prompts that hold it")
+
+
+def segments_of(counts: list[int], grid: Grid | None, modality: str, device: torch.device) -> Segments:
+    """Return one segment for each entry of `counts`, in the order of the rows. grid: of an item with one segment."""
+    limit = torch.tensor(counts, device=device)[:, None]
+    place = torch.arange(max(counts), device=device)
+    start = limit.cumsum(0) - limit
+    mask = place < limit
+    known = len(counts) == 1 and grid is not None and math.prod(grid) == counts[0]
+    return Segments(
+        row=[0] * len(counts),
+        ordinal=list(range(len(counts))),
+        counts=counts,
+        position=torch.where(mask, start + place, start),
+        mask=mask,
+        grids=[grid] if known else [square_grid(count) if modality == "image" else None for count in counts],
+        modality=[modality] * len(counts),
+    )
+
+
+def choose(
+    method: Method, rows: Tensor, width: int, segments: Segments, keep: list[int], norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return bool `[n]`, True where a row stays, and the rows `[n, W]`, merged where the method merges.
+
+    rows: `[n, W]`; the first `width` columns are what enters the language model, and all that the method sees. Further
+    ones (features for deeper layers) are cut and merged alike. keep: how many rows of each segment must stay.
+    """
+    tokens = VisualTokens(segments, keep, _Features(rows[:, :width], norm))
+    with torch.no_grad():
+        selection = method.select(tokens)
+    stays = _exact(selection, segments, method, keep)
+    if selection.assign is not None:
+        rows = merge_tokens(rows[None], selection, segments, segments.position)[0]
+    flat = torch.zeros(rows.shape[0] + 1, dtype=torch.bool, device=rows.device)
+    flat.scatter_(0, torch.where(stays, segments.position, rows.shape[0]).flatten(), True)
+    return flat[:-1], rows
+
+
+def _exact(selection: Selection, segments: Segments, method: Method, keep: list[int]) -> Tensor:
+    stays = checked_keep(selection, segments, method)
+    counts = stays.sum(1).tolist()
+    if counts != keep:
+        raise TokenPruneError(
+            f"it kept {counts} of {segments.counts} tokens where {keep} were asked for: the number has to follow from "
+            "the shape alone"
+        )
+    return stays
+
+
+def probe(method: Method) -> None:
+    """Run `method` on made-up features; raises TokenPruneError if it reads what there is not, or keeps other numbers
+    than it announces."""
+    generator = torch.Generator().manual_seed(0)
+    for counts, share in (([16], 0.25), ([9, 5], 0.6)):
+        rows = torch.randn(sum(counts), 8, generator=generator)
+        keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
+        choose(method, rows, 8, segments_of(counts, None, "image", rows.device), keep)
