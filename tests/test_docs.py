@@ -13,6 +13,7 @@ import pytest
 
 import tokenprune
 from tokenprune import registry
+from tokenprune.accounting import DecoderShape
 from zoo import FAMILIES
 
 ROOT = Path(__file__).parent.parent
@@ -87,3 +88,19 @@ def test_the_example_method_of_the_guide_works(build, tmp_path, monkeypatch) -> 
     finally:
         registry._METHODS.pop("loudest", None)
         sys.modules.pop("loudest", None)
+
+
+def test_the_shares_of_virtual_unmerging_are_those_of_the_closed_form() -> None:
+    """The table of docs/vtu.md: a decoder of LLaVA-1.5-7B's size, 64 text tokens, a quarter of the visual ones left."""
+    shape = DecoderShape(
+        layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128,
+    )  # fmt: skip
+    page = (ROOT / "docs/vtu.md").read_text()
+    for visual in (576, 2880):
+        full, left = 64 + visual, 64 + visual // 4
+        whole = shape.layer_flops(full)
+        unmerged = shape.layer_flops(left, attention=(full / left) ** 2) / whole
+        assert (
+            f"| {visual} | a quarter | {unmerged:.0%} | {shape.layer_flops(left) / whole:.0%} |".replace("%", " %")
+            in page
+        )
