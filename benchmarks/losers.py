@@ -24,17 +24,18 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from asking import ask, share
 from rich.console import Console
 from torch import Tensor
 
 import tokenprune
 from tokenprune.base import Method, Selection, Site
 from tokenprune.bench.model import Subject, load
-from tokenprune.bench.significance import wilson
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.registry import register
 
@@ -120,21 +121,20 @@ def main() -> None:
         file.write(json.dumps(bench.header()) + "\n")
         for keep in KEEPS:
             for method, how in plan:
-                right, seen = "", []
-                for batch in bench.batches:
-                    inputs = subject.inputs([example.image for example in batch], [one.question for one in batch])
-                    with reading(subject, inputs, method, keep, how):
-                        answers = subject.generate(inputs)
-                        if tokenprune.is_patched(subject.model):
-                            seen.append(tokenprune.stats(subject.model).visual_tokens_out / len(batch))
-                    right += "".join(str(int(e.is_right(a.rstrip(".")))) for e, a in zip(batch, answers, strict=True))
+                seen: list[float] = []
+
+                def look(rows: int, seen: list[float] = seen) -> None:
+                    if tokenprune.is_patched(subject.model):
+                        seen.append(tokenprune.stats(subject.model).visual_tokens_out / rows)
+
+                right = ask(
+                    bench, subject, lambda inputs, m=method, k=keep, h=how: reading(subject, inputs, m, k, h), look
+                )
                 tokens = sum(seen) / len(seen) if seen else SIDE**2
                 record = {"method": method, "reading": how, "keep": keep, "tokens_in_decoder": tokens, "right": right}
                 file.write(json.dumps({"record": "losers", **record}) + "\n")
                 file.flush()
-                low, high = wilson(right.count("1"), len(right))
-                share = right.count("1") / len(right)
-                line = f"{method:>8} {how:>6} {keep:<5} {tokens:5.0f} tokens: {share:.1%} [{low:.1%}, {high:.1%}]"
+                line = f"{method:>8} {how:>6} {keep:<5} {tokens:5.0f} tokens: {share(right)}"
                 console.print(line, highlight=False)
 
 

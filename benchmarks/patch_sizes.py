@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from asking import ask, share
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,7 +34,6 @@ from torch.nn import functional as F
 import tokenprune
 from tokenprune.base import Method, Selection, Site
 from tokenprune.bench.model import Subject, load
-from tokenprune.bench.significance import wilson
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.registry import register
 
@@ -127,12 +127,7 @@ def main() -> None:
         file.write(json.dumps(bench.header()) + "\n")
         for keep in (0.5, 0.25):
             for reading in READINGS:
-                right = ""
-                for batch in bench.batches:
-                    inputs = subject.inputs([example.image for example in batch], [one.question for one in batch])
-                    with two_sizes(subject, reading, round(256 * keep)):
-                        answers = subject.generate(inputs)
-                    right += "".join(str(int(e.is_right(a.rstrip(".")))) for e, a in zip(batch, answers, strict=True))
+                right = ask(bench, subject, lambda _, r=reading, k=keep: two_sizes(subject, r, round(256 * k)))
                 cells = int(Cells.kept[0].sum())
                 record = {
                     "reading": reading,
@@ -143,9 +138,7 @@ def main() -> None:
                 }
                 file.write(json.dumps({"record": "patch_sizes", **record}) + "\n")
                 file.flush()
-                low, high = wilson(right.count("1"), len(right))
-                share = right.count("1") / len(right)
-                line = f"{reading:>6} {keep:<5} {cells} tokens: {share:.1%} [{low:.1%}, {high:.1%}]"
+                line = f"{reading:>6} {keep:<5} {cells} tokens: {share(right)}"
                 console.print(line, highlight=False)
 
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What measurements on the shipped model's questions share: ask them all, say how many were right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tokenprune.bench.model import Subject
+from tokenprune.bench.significance import wilson
+from tokenprune.bench.suite import Bench
+
+
+def ask(
+    bench: Bench,
+    subject: Subject,
+    changed: Callable[[Any], AbstractContextManager],
+    look: Callable[[int], None] = lambda rows: None,
+) -> str:
+    """Return one 0 or 1 for each question of `bench`, in order.
+
+    changed: from a batch's inputs to a context in which the model answers it; look: called in it, with the rows.
+    """
+    right = ""
+    for batch in bench.batches:
+        inputs = subject.inputs([example.image for example in batch], [one.question for one in batch])
+        with changed(inputs):
+            answers = subject.generate(inputs)
+            look(len(batch))
+        right += "".join(str(int(e.is_right(a.rstrip(".")))) for e, a in zip(batch, answers, strict=True))
+    return right
+
+
+def share(right: str) -> str:
+    """Return the share right with its 95 % Wilson interval, as text."""
+    low, high = wilson(right.count("1"), len(right))
+    return f"{right.count('1') / len(right):.1%} [{low:.1%}, {high:.1%}]"
