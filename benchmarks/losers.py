@@ -127,9 +127,8 @@ def main() -> None:
                     if tokenprune.is_patched(subject.model):
                         seen.append(tokenprune.stats(subject.model).visual_tokens_out / rows)
 
-                right = ask(
-                    bench, subject, lambda inputs, m=method, k=keep, h=how: reading(subject, inputs, m, k, h), look
-                )
+                changed = partial(reading, subject, method=method, keep=keep, how=how)
+                right = ask(bench, subject, changed, look)
                 tokens = sum(seen) / len(seen) if seen else SIDE**2
                 record = {"method": method, "reading": how, "keep": keep, "tokens_in_decoder": tokens, "right": right}
                 file.write(json.dumps({"record": "losers", **record}) + "\n")
