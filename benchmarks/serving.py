@@ -104,7 +104,9 @@ def served(model: str | None, extra: list[str], console: Console) -> Iterator[st
             "--mm-processor-kwargs", '{"tokenprune": {"off": true}}', *extra,
         ]  # fmt: skip
         with (where / "log").open("w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
+            # vLLM's CPU build asks for nearly all memory otherwise; a GPU build does not know the variable.
+            environment = {"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
             try:
                 with console.status("starting the server"):
                     while not _healthy(port):

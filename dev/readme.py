@@ -22,6 +22,7 @@ BENCH = ROOT / "benchmarks/results/bench.jsonl"
 PREFILL = ROOT / "benchmarks/results/prefill.jsonl"
 ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
+SERVING = ROOT / "benchmarks/results/serving.jsonl"
 VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
 SITES = {
     "PRE_ENCODER": "pixels",
@@ -158,6 +159,29 @@ def losers() -> str:
     return "\n\n".join(["\n".join(lines), note])
 
 
+def serving() -> str:
+    """The table of a vLLM server under load, from its raw file."""
+    records = [json.loads(line) for line in SERVING.read_text().splitlines()]
+    lines = [
+        "| requests at once | setting | prompt tokens | requests/s | over off | TTFT p50, s | p99, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in records:
+        rate = statistics.median(one["requests_per_second"])
+        lines.append(
+            f"| {one['concurrency']} | {one['setting']} | {one['prompt_tokens']:.0f} | {rate:.2f} "
+            f"| {one['speedup']:.2f} | {one['ttft_p50']:.2f} | {one['ttft_p99']:.2f} |"
+        )
+    first = records[0]
+    setting = (
+        f"A random LLaVA with a decoder of 100 M parameters and 576 visual tokens a picture, `{first['method']}`, vLLM "
+        f"{first['vllm']} on {first['cpus']} CPU cores, {first['tokens']} tokens an answer, medians of "
+        f"{first['rounds']} rounds made in turn."
+    )
+    source = f"By `python benchmarks/serving.py`; raw data: {link(SERVING, '../')}."
+    return "\n\n".join([setting, "\n".join(lines), source])
+
+
 def video() -> str:
     """The table of how prefill grows with the frames of a video, from its raw file."""
     header, *records = (json.loads(line) for line in VIDEO.read_text().splitlines())
@@ -214,6 +238,7 @@ def _filled(page: str, parts: dict[str, str]) -> str:
 
 PAGES = {
     "README.md": {"methods": methods, "summary": summary, "prefill": prefill},
+    "docs/serving.md": {"serving": serving},
     "docs/benchmark.md": {"bench": bench, "losers": losers, "encoder": encoder, "video": video},
 }
 
