@@ -3,13 +3,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
+from torch import Tensor
+
+from tokenprune.base import Method, Selection, Site
 from tokenprune.bench.model import Subject
 from tokenprune.bench.significance import wilson
 from tokenprune.bench.suite import Bench
+from tokenprune.registry import register
+
+
+@register("replay", site=Site.PRE_LLM, paper="none (a measurement)")
+@dataclasses.dataclass(frozen=True)
+class Replay(Method):
+    """Keep the visual tokens that are set from outside."""
+
+    kept: ClassVar[Tensor]
+
+    def select(self, tokens: Any) -> Selection:
+        return Selection(self.kept & tokens.mask)
+
+    def budget(self, count: int, keep: int) -> int:
+        return count - 1  # anything but all: the selection decides
 
 
 def ask(

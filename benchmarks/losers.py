@@ -20,41 +20,24 @@ The questions are those of benchmarks/results/bench.jsonl, where the other metho
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from asking import ask, share
+from asking import Replay, ask, share
 from rich.console import Console
 from torch import Tensor
 
 import tokenprune
-from tokenprune.base import Method, Selection, Site
 from tokenprune.bench.model import Subject, load
 from tokenprune.bench.suite import Bench, Plan
-from tokenprune.registry import register
 
 SIDE = 16  # of the shipped model's grid of patches
 KEEPS = (0.5, 0.25, 0.11)
-
-
-@register("replay", site=Site.PRE_LLM, paper="none (a measurement)")
-@dataclasses.dataclass(frozen=True)
-class Replay(Method):
-    """Keep the visual tokens that are set from outside."""
-
-    kept: ClassVar[Tensor]
-
-    def select(self, tokens: Any) -> Selection:
-        return Selection(self.kept & tokens.mask)
-
-    def budget(self, count: int, keep: int) -> int:
-        return count - 1  # anything but all: the selection decides
 
 
 def groups_of(subject: Subject, inputs: Any, method: str, keep: float) -> Tensor:

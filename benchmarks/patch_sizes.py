@@ -18,37 +18,23 @@ The questions are those of benchmarks/results/bench.jsonl, where the other metho
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from asking import ask, share
+from asking import Replay, ask, share
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional as F
 
 import tokenprune
-from tokenprune.base import Method, Selection, Site
 from tokenprune.bench.model import Subject, load
 from tokenprune.bench.suite import Bench, Plan
-from tokenprune.registry import register
 
 READINGS = ("both", "after", "tower")
-
-
-@register("cells", site=Site.PRE_LLM, paper="none (a measurement)")
-@dataclasses.dataclass(frozen=True)
-class Cells(Method):
-    """Keep the first patch of each cell that the tower saw as one."""
-
-    kept: ClassVar[Tensor]
-
-    def select(self, tokens: Any) -> Selection:
-        return Selection(self.kept & tokens.mask)
 
 
 def entropy(pixels: Tensor, cell: int) -> Tensor:
@@ -84,7 +70,7 @@ def two_sizes(subject: Subject, reading: str, tokens: int) -> Iterator[None]:
         pixels, patch = args[0], module.patch_size
         cells = state["cells"] = cells_of(pixels, patch, tokens)
         places = torch.arange(cells.shape[1])
-        Cells.kept = cells == places
+        Replay.kept = cells == places
         if reading == "after":
             return fine
         small = F.interpolate(pixels, scale_factor=0.5, mode="bilinear", antialias=True)
@@ -94,11 +80,11 @@ def two_sizes(subject: Subject, reading: str, tokens: int) -> Iterator[None]:
         index = (places // side // 2) * (side // 2) + places % side // 2
         several = (torch.zeros_like(cells).scatter_add_(1, cells, torch.ones_like(cells)) > 1)[..., None]
         mixed = torch.where(several, (coarse + table)[:, index], fine[:, 1:])
-        kept = Cells.kept.nonzero()[:, 1].view(len(pixels), -1)
+        kept = Replay.kept.nonzero()[:, 1].view(len(pixels), -1)
         return torch.cat([fine[:, :1], mixed.gather(1, kept[..., None].expand(-1, -1, mixed.shape[-1]))], dim=1)
 
     def unmerge(module: Any, args: tuple) -> tuple:
-        number = (Cells.kept.cumsum(1) - 1).gather(1, state["cells"])
+        number = (Replay.kept.cumsum(1) - 1).gather(1, state["cells"])
         return (args[0].gather(1, number[..., None].expand(-1, -1, args[0].shape[-1])),)
 
     def average(module: Any, args: tuple, embeds: Tensor) -> Tensor:
@@ -112,7 +98,7 @@ def two_sizes(subject: Subject, reading: str, tokens: int) -> Iterator[None]:
         else:
             stack.callback(base.multi_modal_projector.register_forward_pre_hook(unmerge).remove)
         if reading != "tower":
-            stack.enter_context(tokenprune.patched(subject.model, "cells", keep=tokens))
+            stack.enter_context(tokenprune.patched(subject.model, "replay", keep=tokens))
         yield
 
 
@@ -128,7 +114,7 @@ def main() -> None:
         for keep in (0.5, 0.25):
             for reading in READINGS:
                 right = ask(bench, subject, lambda _, r=reading, k=keep: two_sizes(subject, r, round(256 * k)))
-                cells = int(Cells.kept[0].sum())
+                cells = int(Replay.kept[0].sum())
                 record = {
                     "reading": reading,
                     "keep": keep,

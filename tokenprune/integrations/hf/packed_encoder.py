@@ -218,7 +218,7 @@ class PackedTowerPatch(TowerPatch):
         target = (stays.cumsum(0) - 1)[into]
         size = torch.ones(len(into), device=into.device) if state.size is None else state.size
         units = hidden.view(len(into), self.unit, -1)
-        count = int(target.max()) + 1
+        count = sum(state.left)
         total = size.new_zeros(count).index_add(0, target, size)
         mass = torch.zeros(count, *units.shape[1:], device=hidden.device)
         mass = mass.index_add(0, target, units.float() * size[:, None, None])
