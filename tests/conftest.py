@@ -34,6 +34,16 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many model types test_families.py found to work: those of which no test failed."""
+    types = {
+        outcome: {value for report in terminalreporter.stats.get(outcome, ()) for _, value in report.user_properties}
+        for outcome in ("passed", "failed", "error")
+    }
+    if works := types["passed"] - types["failed"] - types["error"]:
+        terminalreporter.write_line(f"families: {len(works)} model types work: {', '.join(sorted(works))}")
+
+
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """Everything that a patch may touch: hooks, instance attributes and configs of all modules, weights left out."""
     seen: dict[str, Any] = {}

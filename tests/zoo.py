@@ -7,6 +7,7 @@ random weights but are not shy: attention is far from uniform, so masking a visu
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,12 @@ class Picture:
 
     ids: list[int]
     pixels: dict[str, torch.Tensor]
+    video: bool = False  # whether image ids in `ids` stand for frames of a video
+
+    @property
+    def types(self) -> list[int]:
+        """Token types, where a processor hands them over: 0 text, 1 image, 2 video."""
+        return [2 if token == VIDEO else (1 + self.video) * (token == IMAGE) for token in self.ids]
 
     @property
     def count(self) -> int:
@@ -68,16 +75,23 @@ class Family:
     video: Callable[[torch.Generator, int | None], Picture] | None = None  # (generator, frames of 4 tokens or None)
     collate: Callable[[list[list[Picture]]], dict[str, torch.Tensor]] = field(default=lambda rows: join(rows))
     types: str | None = None  # name under which the processor hands over token types (0 text, 1 image, 2 video)
+    model_type: str | None = None  # where `name` is that of a variant
+    settle: Callable[[PreTrainedModel], None] | None = None  # weights that must not be random
+
+    @property
+    def kind(self) -> str:
+        return self.model_type or self.name
 
     def build(self, attn: str = "sdpa") -> PreTrainedModel:
-        config = {key: dict(value) if isinstance(value, dict) else value for key, value in self.config.items()}
+        config = {"image_token_id": IMAGE, "tie_word_embeddings": False} | copy.deepcopy(self.config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForImageTextToText.from_config(
-                CONFIG_MAPPING[self.name](**config, image_token_id=IMAGE, tie_word_embeddings=False),
-                attn_implementation=attn,
+                CONFIG_MAPPING[self.kind](**config), attn_implementation=attn
             )
             wake(model)
+            if self.settle is not None:
+                self.settle(model)
         # Nothing ends a generation early, so that every row gets all its new tokens.
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = PAD
@@ -109,7 +123,7 @@ class Family:
         sizes = self.sizes if sizes is None else sizes
         videos = list(video) if isinstance(video, Sequence) else [video]
         videos += [False] * (len(images) - len(videos))
-        ids, pictures, used = [], [], 0
+        ids, types, pictures, used = [], [], [], 0
         for row, number in enumerate(images):
             # Each row draws from its own generator: it is the same row in whatever batch it stands.
             g = torch.Generator().manual_seed(1000 * seed + row)
@@ -120,15 +134,20 @@ class Family:
                     raise ValueError(f"{self.name} takes no video here")
                 shown.insert(0, self.video(g, None if videos[row] is True else videos[row]))
             prompt = [BOS, *words(3 + row, g)]
+            kinds = [0] * len(prompt)
             for i, picture in enumerate(shown):
-                prompt += [*(words(3, g) if i else []), *picture.ids]
+                between = words(3, g) if i else []
+                prompt += [*between, *picture.ids]
+                kinds += [*[0] * len(between), *picture.types]
             ids.append(prompt + words(5 + 6 * row, g))
+            types.append(kinds + [0] * (len(ids[-1]) - len(kinds)))
             pictures.append(shown)
         if padding is None:
             g = torch.Generator().manual_seed(1000 * seed + 999)
             ids = [row + words(max(map(len, ids)) - len(row), g) for row in ids]
+            types = [kinds + [0] * (len(row) - len(kinds)) for kinds, row in zip(types, ids, strict=True)]
         if only is not None:
-            ids, pictures = [ids[only]], [pictures[only]]
+            ids, types, pictures = [ids[only]], [types[only]], [pictures[only]]
 
         side = "right" if padding is None else padding
         input_ids = pad_sequence([torch.tensor(row) for row in ids], True, PAD, side)
@@ -136,7 +155,7 @@ class Family:
         inputs = Inputs(input_ids=input_ids, attention_mask=mask)
         inputs.counts = [[picture.count for picture in row] for row in pictures]
         if self.types:
-            inputs[self.types] = (input_ids == IMAGE).long() + 2 * (input_ids == VIDEO).long()
+            inputs[self.types] = pad_sequence([torch.tensor(row) for row in types], True, 0, side)
         if any(pictures):
             inputs.update(self.collate(pictures))
         return inputs
@@ -144,7 +163,7 @@ class Family:
     def visual_mask(self, model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
         """[B, L], true at the placeholders."""
         ids = inputs["input_ids"]
-        return (ids == model.config.image_token_id) | (ids == getattr(model.config, "video_token_id", -1))
+        return (ids == IMAGE) | (ids == VIDEO)
 
     def visual_counts(self, model: PreTrainedModel, inputs: Inputs) -> list[list[int]]:
         """Placeholders of each picture of each row, in the order of the prompt, known from writing the prompt."""
@@ -332,4 +351,5 @@ def _families() -> list[Family]:
     ]  # fmt: skip
 
 
+# On these every method is tested; tests/families has the other model types.
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}

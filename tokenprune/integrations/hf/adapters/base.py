@@ -14,19 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf.families import PATCH_LAYOUTS, PATCH_TOKENS, REFUSED, SUPPORTED, UNMERGEABLE
 from tokenprune.integrations.hf.layout import Layout
+
+# Layers that keep a key and a value for each token; others (linear attention, convolution, state space) carry a state.
+CUTTABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class Adapter:
-    """The common contract. `families` are the model types that the test suite covers."""
+    """The common contract; it serves every model type that no other adapter names in `families`."""
 
-    families: tuple[str, ...] = ("llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl")
+    families: tuple[str, ...] = ()
     decoder_names: tuple[str, ...] = ("language_model",)
     extra_arguments: frozenset[str] = frozenset()  # per-token arguments of the decoder that take_extras deals with
 
     # How methods that act on pixels can make fewer tokens: "input" (the processor follows the picture's size), "target"
-    # (it
-    # makes every picture one size, which can shrink) or None (as many tokens of any picture).
+    # (it makes every picture one size, which can shrink) or None (as many tokens of any picture).
     resizing: str | None = "input"
 
     # Whether a list of features from the encoder has one entry per picture; if not, runs of placeholders tell them
@@ -37,7 +40,7 @@ class Adapter:
         self.config = model.config
         self.base, self.decoder = self._find(model)
         self.text_config = self.decoder.config
-        if stateful := set(getattr(self.text_config, "layer_types", None) or ()) - _CUTTABLE_LAYERS:
+        if stateful := set(getattr(self.text_config, "layer_types", None) or ()) - CUTTABLE_LAYERS:
             raise UnsupportedModelError(
                 f"model type {self.config.model_type!r} has decoder layers of kind {', '.join(sorted(stateful))}: only "
                 f"layers that keep a key and a value for each token can lose tokens. {how_to_add()}"
@@ -88,9 +91,9 @@ class Adapter:
     def unmergeable(self) -> str | None:
         """Why the patches of this family cannot be merged in its tower; None if its visual tokens are its patches."""
         family = self.config.model_type
-        if family in _PATCH_TOKENS:
+        if family in PATCH_TOKENS:
             return None
-        return _UNMERGEABLE.get(family, "it is not known what becomes of its patches")
+        return UNMERGEABLE.get(family, "it is not known what becomes of its patches")
 
     @property
     def patch_layout(self) -> str | None:
@@ -100,7 +103,7 @@ class Adapter:
         "packed": tiles whose features are reordered, cropped and set apart by newlines (`pack_image_features`).
         "runs": patches of all pictures on one axis, ordered so that consecutive ones make a token.
         """
-        return _PATCH_LAYOUTS.get(self.config.model_type)
+        return PATCH_LAYOUTS.get(self.config.model_type)
 
     # -- reading a call
 
@@ -151,110 +154,7 @@ class Adapter:
         return hidden
 
 
-class LlavaAdapter(Adapter):
-    """LLaVA-1.5: every picture is made one size."""
-
-    families = ("llava",)
-    resizing = "target"
-
-
-class FixedSizeAdapter(Adapter):
-    """InternVL and Gemma 3: every tile, and every picture, becomes the same number of tokens."""
-
-    families = ("internvl", "gemma3")
-    resizing = None
-
-
-class Idefics3Adapter(FixedSizeAdapter):
-    """Idefics3 and SmolVLM call their decoder `text_model`. Their tiles are separate runs of placeholders, and nothing
-    that reaches the model says which tiles make up a picture: each tile counts as an image."""
-
-    families = ("idefics3", "smolvlm")
-    # One tensor for all tiles up to transformers 5.22, from 5.23 on a list with one entry per prompt.
-    features_per_picture = False
-    decoder_names = ("text_model",)
-
-
-class DeepstackAdapter(Adapter):
-    """Qwen3-VL adds features of several tower layers to the visual tokens after the first decoder layers.
-
-    The decoder would add them by a mask of the full length; with tokens gone, this adapter does it instead, by the same
-    function of the model, after each layer.
-    """
-
-    families = ("qwen3_vl",)
-    extra_arguments = frozenset({"visual_pos_masks"})
-
-    def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
-        mask, features = kwargs.pop("visual_pos_masks", None), kwargs.pop("deepstack_visual_embeds", None)
-        if mask is None or not features:
-            return None
-        # One dense [B, W, D] tensor a layer, zeros at text: it can be cut and merged like the hidden states.
-        dense = []
-        for feature in features:
-            full = feature.new_zeros(*mask.shape, feature.shape[-1])
-            dense.append(full.masked_scatter(mask.unsqueeze(-1).to(full.device), feature))
-        return mask, dense
-
-    def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
-        if extras is None:
-            return None
-        mask, dense = extras
-        mask = mask.gather(1, slots)
-        if layout.valid is not None:
-            mask = mask & layout.valid
-        if merge is not None:
-            dense = [merge(feature) for feature in dense]
-        index = slots.unsqueeze(-1)
-        return mask, [feature.gather(1, index.expand(-1, -1, feature.shape[-1])) for feature in dense]
-
-    def after_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
-        if extras is None or layer >= len(extras[1]):
-            return hidden
-        mask, dense = extras
-        return self.decoder._deepstack_process(hidden, mask, dense[layer][mask])
-
-
-_ADAPTERS: list[type[Adapter]] = [Adapter, LlavaAdapter, FixedSizeAdapter, Idefics3Adapter, DeepstackAdapter]
-
-# Families that break the contract in ways that no adapter covers yet: cutting their tokens would be silently wrong.
-_REASONS = {
-    "its pictures enter through cross-attention, not through the sequence": "mllama idefics",
-    "its pictures are not in the sequence of a decoder": "florence2 t5gemma2 git",
-    "its prefill does not pass through the outer forward": "blip-2 instructblip instructblipvideo kosmos-2",
-    "it has no picture features to choose from at the decoder's entry": "chameleon emu3 fuyu",
-    "it hands its decoder more than the common contract, and no adapter for that is written yet": (
-        "gemma3n gemma4 gemma4_unified ernie4_5_vl_moe granite4_vision kimi_k25 llama4 minimax_m3_vl muse_glimmer "
-        "qwen2_5_omni_thinker qwen3_omni_moe_thinker cosmos3_omni cosmos3_edge cohere_compass exaone4_5 "
-        "hyperclovax_vision_v2 nemotron_h_omni qwen4_exp glm5_next"
-    ),
-}
-_UNSUPPORTED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
-# Families that hand the decoder one feature for each patch of a tower, at most newlines between; or one for each unit
-# of 2 x 2 patches that stand together in a packed tower (packed_encoder.py).
-_PATCH_TOKENS = {"llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
-_UNMERGEABLE = {
-    "gemma3": "it averages 4 x 4 patches (or the like) of its grid to a token, behind the tower",
-} | {
-    family: reason
-    for reason, families in {
-        "it joins neighbouring patches of its grid to a token (pixel shuffle), so each token holds several patches": (
-            "internvl idefics3 smolvlm"
-        ),
-    }.items()
-    for family in families.split()
-}
-_PATCH_LAYOUTS = {
-    family: layout
-    for layout, families in {
-        "tiles": "llava internvl gemma3 idefics3 smolvlm",
-        "packed": "llava_next llava_onevision",
-        "runs": "qwen2_vl qwen2_5_vl qwen3_vl",
-    }.items()
-    for family in families.split()
-}
-# Layers that keep a key and a value for each token; others (linear attention, convolution, state space) carry a state.
-_CUTTABLE_LAYERS = {"full_attention", "sliding_attention"}
+_ADAPTERS: list[type[Adapter]] = []
 
 
 def register_adapter(cls: type[Adapter]) -> type[Adapter]:
@@ -264,8 +164,9 @@ def register_adapter(cls: type[Adapter]) -> type[Adapter]:
 
 
 def supported_families() -> list[str]:
-    """Return the model types that the test suite covers, sorted."""
-    return sorted({family for adapter in _ADAPTERS for family in adapter.families})
+    """Return the model types that are known to work, sorted: those that the test suite covers (`families.py`), and
+    those that registered adapters name."""
+    return sorted({*SUPPORTED, *(family for adapter in _ADAPTERS for family in adapter.families)})
 
 
 def how_to_add() -> str:
@@ -286,6 +187,6 @@ def adapter_for(model: nn.Module) -> Adapter:
     for adapter in reversed(_ADAPTERS):
         if kind in adapter.families:
             return adapter(model)
-    if kind in _UNSUPPORTED:
-        raise UnsupportedModelError(f"model type {kind!r} is not supported: {_UNSUPPORTED[kind]}. {how_to_add()}")
+    if kind in REFUSED:
+        raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {how_to_add()}")
     return Adapter(model)

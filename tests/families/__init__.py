@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random model for every model type of transformers' image-text-to-text mapping that has visual tokens in a
+decoder, some in several variants. See zoo.py for what a `Family` is."""
+
+from __future__ import annotations
+
+import zoo
+from families import plain, special
+
+FAMILIES: dict[str, zoo.Family] = zoo.FAMILIES | plain.FAMILIES | special.FAMILIES
+
+# Model types without visual tokens in the sequence of a decoder that this library could meet: there is nothing to
+# build. What is built but refused is in tokenprune/integrations/hf/families.py, and in REFUSED below.
+NOT_BUILT: dict[str, str] = plain.NOT_BUILT | special.NOT_BUILT
+
+# Tiny models that must be refused; those families are tested for the error alone.
+REFUSED: dict[str, zoo.Family] = special.REFUSED

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every model type of transformers' image-text-to-text mapping: one method of each kind on a tiny model, or refused.
+
+The families of zoo.py, on which the rest of the suite runs every method, are part of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+import tokenprune
+from families import FAMILIES, NOT_BUILT, REFUSED
+from oracle import close, generate_logits, reduced, survivors
+from tokenprune import UnsupportedModelError
+from tokenprune.integrations.hf import families
+from zoo import Family
+
+# A score method, a merge method, one inside the decoder, and the baseline.
+METHODS = ["divprune", "pool", "dart", "random"]
+STEPS = 3
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, record_property) -> Family:
+    family = FAMILIES[request.param]
+    record_property("model type", family.kind)  # counted at the end of the session, see conftest.py
+    return family
+
+
+def batches(family: Family) -> list[dict[str, Any]]:
+    """Ragged and padded on the left; a video beside pictures where the family takes one."""
+    return [{"images": (2, 1)}, *([{"images": (0, 1), "video": True}] if family.video else [])]
+
+
+@torch.no_grad()
+def test_keep_all_is_bit_equal(family: Family, model) -> None:
+    inputs = family.make_inputs(images=(2, 1))
+    assert (inputs["attention_mask"][:, 0] == 0).any(), "the batch must be padded on the left"
+    logits = model(**inputs).logits
+    generated, tokens, _ = generate_logits(model, inputs, STEPS)
+    for method in METHODS:
+        with tokenprune.patched(model, method, keep=1.0):
+            assert torch.equal(model(**inputs).logits, logits), method
+            assert tokenprune.stats(model).visual_tokens_in == sum(map(sum, inputs.counts)), method
+            again, same, _ = generate_logits(model, inputs, STEPS)
+            assert torch.equal(again, generated) and torch.equal(same, tokens), method
+    # Unpatched it is the model that it was; conftest.py compares hooks and attributes.
+    assert torch.equal(model(**inputs).logits, logits)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_masking(family: Family, model, method: str) -> None:
+    """Forward and generate compute what the unpatched model computes with the columns masked, and 1e-3 is felt."""
+    for batch in batches(family):
+        inputs = family.make_inputs(**batch)
+        with torch.no_grad(), tokenprune.patched(model, method, keep=0.3, record=True):
+            got = model(**inputs).logits
+            forward_cuts = tokenprune.stats(model).cuts
+            written, tokens, _ = generate_logits(model, inputs, STEPS)
+            cuts = tokenprune.stats(model).cuts
+        alive = check_survivors(forward_cuts, inputs, family, model)
+        with torch.no_grad(), reduced(family, model, forward_cuts, alive.shape[1]):
+            want = model(**inputs).logits
+        close(got[alive], want[alive])
+        # Padded rows have other positions in generate, so that a method may choose differently.
+        check_survivors(cuts, inputs, family, model)
+        with reduced(family, model, cuts, alive.shape[1]):
+            masked, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
+        close(written, masked)
+        full, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
+        assert (written - full).abs().max() > 1e-3, "the model does not feel what is missing"
+
+
+def check_survivors(cuts: list[Any], inputs: Any, family: Family, model: Any) -> torch.Tensor:
+    """All text that is not padding survives, and of each row's visual tokens about the share asked for."""
+    alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
+    visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
+    assert torch.equal(alive & ~visual, real & ~visual)
+    for row, counts in enumerate(inputs.counts):
+        kept = int((alive & visual)[row].sum())
+        assert 0.2 * sum(counts) <= kept <= 0.5 * sum(counts)
+    return alive
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    model = REFUSED[name].build()
+    with pytest.raises(UnsupportedModelError, match=f"'{REFUSED[name].kind}'"):
+        tokenprune.patch(model, "divprune", keep=0.3)
+    assert not tokenprune.is_patched(model)
+
+
+def test_every_model_type_is_built_or_refused() -> None:
+    mapping = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    built = {family.kind for family in FAMILIES.values()}
+    refused = {family.kind for family in REFUSED.values()}
+    assert built == set(families.SUPPORTED), "the table of families is not what is tested"
+    assert refused <= set(families.REFUSED)
+    assert not built & set(families.REFUSED) and not built & set(NOT_BUILT)
+    assert not mapping - built - refused - set(NOT_BUILT), "model types of transformers that nobody looked at"
+    assert set(NOT_BUILT) <= set(families.REFUSED)
+    assert all(len(reason) > 20 for reason in families.REFUSED.values())

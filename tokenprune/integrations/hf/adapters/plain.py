@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of the common contract, and what little sets them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tokenprune.integrations.hf.adapters.base import Adapter, register_adapter
+from tokenprune.integrations.hf.layout import Layout
+
+
+@register_adapter
+class LlavaAdapter(Adapter):
+    """LLaVA-1.5: every picture is made one size."""
+
+    families = ("llava",)
+    resizing = "target"
+
+
+@register_adapter
+class FixedSizeAdapter(Adapter):
+    """InternVL and Gemma 3: every tile, and every picture, becomes the same number of tokens."""
+
+    families = ("internvl", "gemma3")
+    resizing = None
+
+
+@register_adapter
+class Idefics3Adapter(FixedSizeAdapter):
+    """Idefics3 and SmolVLM call their decoder `text_model`. Their tiles are separate runs of placeholders, and nothing
+    that reaches the model says which tiles make up a picture: each tile counts as an image."""
+
+    families = ("idefics3", "smolvlm")
+    # One tensor for all tiles up to transformers 5.22, from 5.23 on a list with one entry per prompt.
+    features_per_picture = False
+    decoder_names = ("text_model",)
+
+
+@register_adapter
+class DeepstackAdapter(Adapter):
+    """Qwen3-VL adds features of several tower layers to the visual tokens after the first decoder layers.
+
+    The decoder would add them by a mask of the full length; with tokens gone, this adapter does it instead, by the same
+    function of the model, after each layer.
+    """
+
+    families = ("qwen3_vl",)
+    extra_arguments = frozenset({"visual_pos_masks"})
+
+    def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
+        mask, features = kwargs.pop("visual_pos_masks", None), kwargs.pop("deepstack_visual_embeds", None)
+        if mask is None or not features:
+            return None
+        # One dense [B, W, D] tensor a layer, zeros at text: it can be cut and merged like the hidden states.
+        dense = []
+        for feature in features:
+            full = feature.new_zeros(*mask.shape, feature.shape[-1])
+            dense.append(full.masked_scatter(mask.unsqueeze(-1).to(full.device), feature))
+        return mask, dense
+
+    def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
+        if extras is None:
+            return None
+        mask, dense = extras
+        mask = mask.gather(1, slots)
+        if layout.valid is not None:
+            mask = mask & layout.valid
+        if merge is not None:
+            dense = [merge(feature) for feature in dense]
+        index = slots.unsqueeze(-1)
+        return mask, [feature.gather(1, index.expand(-1, -1, feature.shape[-1])) for feature in dense]
+
+    def after_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
+        if extras is None or layer >= len(extras[1]):
+            return hidden
+        mask, dense = extras
+        return self.decoder._deepstack_process(hidden, mask, dense[layer][mask])

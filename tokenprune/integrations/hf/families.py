@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of each model type: one table for the engine, `tokenprune families` and docs/families.md.
+
+A model type in `SUPPORTED` has a tiny model in the test suite, on which cutting computes what masking computes. One in
+`REFUSED` is turned away with the reason. Any other is tried with the common contract (`adapters/base.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TESTED = "5.19 to 5.23"  # of transformers
+
+
+@dataclass(frozen=True)
+class Support:
+    """sites: names of `Site`, in the order in which data meets them. note: what a user should know."""
+
+    sites: tuple[str, ...] = ("PRE_LLM", "IN_LLM")
+    note: str = ""
+
+
+_INSIDE = ("PRE_LLM", "IN_LLM", "DECODE")
+_FIXED = ("PRE_ENCODER", *_INSIDE)
+_MERGING = ("PRE_ENCODER", "IN_ENCODER", *_INSIDE)
+_ALL = ("PRE_ENCODER", "IN_ENCODER", "PRE_LLM", "ATTENTION", "IN_LLM", "DECODE")
+
+# The families on which every method is tested.
+_EVERY_METHOD = {
+    "llava": Support(_MERGING),
+    "llava_next": Support(_MERGING),
+    "llava_onevision": Support(_ALL),
+    "qwen2_vl": Support(_ALL),
+    "qwen2_5_vl": Support(_ALL),
+    "qwen3_vl": Support(_ALL, "deepstack features are cut and merged with the tokens"),
+    "internvl": Support(_FIXED),
+    "smolvlm": Support(_FIXED, "each tile counts as an image"),
+    "idefics3": Support(_FIXED, "each tile counts as an image"),
+    "gemma3": Support(_FIXED, "kept tokens of a picture go on seeing each other both ways"),
+}
+
+# Families of the common contract.
+_PLAIN: dict[str, Support] = {
+    "vipllava": Support(),
+}
+
+# Families that hand their decoder more than the common contract.
+_SPECIAL: dict[str, Support] = {}
+
+SUPPORTED: dict[str, Support] = {**_EVERY_METHOD, **_PLAIN, **_SPECIAL}
+
+# Model types that cannot work, and model types that no adapter covers yet: cutting would be silently wrong.
+_REASONS = {
+    "its pictures enter through cross-attention, not through the sequence": "mllama idefics",
+    "its pictures are not in the sequence of a decoder": "florence2 t5gemma2 git",
+    "its prefill does not pass through the outer forward": "blip-2 instructblip instructblipvideo kosmos-2",
+    "it has no picture features to choose from at the decoder's entry": "chameleon emu3 fuyu",
+    "it hands its decoder more than the common contract, and no adapter for that is written yet": (
+        "gemma3n gemma4 gemma4_unified ernie4_5_vl_moe granite4_vision kimi_k25 llama4 minimax_m3_vl muse_glimmer "
+        "qwen2_5_omni_thinker qwen3_omni_moe_thinker cosmos3_omni cosmos3_edge cohere_compass exaone4_5 "
+        "hyperclovax_vision_v2 nemotron_h_omni qwen4_exp glm5_next"
+    ),
+}
+REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
+
+# Families that hand the decoder one feature for each patch of a tower, at most newlines between; or one for each unit
+# of 2 x 2 patches that stand together in a packed tower (packed_encoder.py).
+PATCH_TOKENS = {"llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+UNMERGEABLE = {
+    "gemma3": "it averages 4 x 4 patches (or the like) of its grid to a token, behind the tower",
+} | {
+    family: reason
+    for reason, families in {
+        "it joins neighbouring patches of its grid to a token (pixel shuffle), so each token holds several patches": (
+            "internvl idefics3 smolvlm"
+        ),
+    }.items()
+    for family in families.split()
+}
+PATCH_LAYOUTS = {
+    family: layout
+    for layout, families in {
+        "tiles": "llava internvl gemma3 idefics3 smolvlm",
+        "packed": "llava_next llava_onevision",
+        "runs": "qwen2_vl qwen2_5_vl qwen3_vl",
+    }.items()
+    for family in families.split()
+}
