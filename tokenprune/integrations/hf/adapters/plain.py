@@ -28,6 +28,25 @@ class FixedSizeAdapter(Adapter):
 
 
 @register_adapter
+class PerceptionLMAdapter(Adapter):
+    """PerceptionLM encodes its videos by `get_image_features`, too."""
+
+    families = ("perception_lm",)
+
+    def modality(self, modality: str, arguments: dict[str, Any], call: dict[str, Any]) -> str:
+        return "video" if arguments.get("pixel_values") is call.get("pixel_values_videos") else modality
+
+
+@register_adapter
+class Idefics2Adapter(Adapter):
+    """Idefics2 calls its decoder `text_model`; a resampler makes the same number of tokens of any picture."""
+
+    families = ("idefics2",)
+    resizing = None
+    decoder_names = ("text_model",)
+
+
+@register_adapter
 class Idefics3Adapter(FixedSizeAdapter):
     """Idefics3 and SmolVLM call their decoder `text_model`. Their tiles are separate runs of placeholders, and nothing
     that reaches the model says which tiles make up a picture: each tile counts as an image."""
