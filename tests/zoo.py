@@ -75,6 +75,7 @@ class Family:
     video: Callable[[torch.Generator, int | None], Picture] | None = None  # (generator, frames of 4 tokens or None)
     collate: Callable[[list[list[Picture]]], dict[str, torch.Tensor]] = field(default=lambda rows: join(rows))
     types: str | None = None  # name under which the processor hands over token types (0 text, 1 image, 2 video)
+    mixes: bool = True  # whether one batch may hold pictures and videos
     model_type: str | None = None  # where `name` is that of a variant
     tower: str | None = None  # the attention of the vision tower, where it does not know sdpa
     settle: Callable[[PreTrainedModel], None] | None = None  # weights that must not be random

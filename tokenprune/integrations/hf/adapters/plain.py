@@ -58,6 +58,28 @@ class Idefics3Adapter(FixedSizeAdapter):
 
 
 @register_adapter
+class GlmAdapter(Adapter):
+    """GLM-4.1V and its kin mark the frames of a video with the id of images. A batch holds the one or the other."""
+
+    families = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")
+
+    def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
+        mask = super().visual_mask(call)
+        encoded = call.get("mm_encoder_outputs") or {}
+        if encoded.get("video") is None and call.get("pixel_values_videos") is None:
+            return mask
+        return {"image": mask["video"], "video": mask["image"]}
+
+
+@register_adapter
+class ThinkerAdapter(Adapter):
+    """Qwen2.5-Omni's thinker has its decoder as `model`, and merges pictures into text itself."""
+
+    families = ("qwen2_5_omni_thinker",)
+    decoder_names = ("model",)
+
+
+@register_adapter
 class DeepstackAdapter(Adapter):
     """Qwen3-VL adds features of several tower layers to the visual tokens after the first decoder layers.
 
@@ -65,7 +87,7 @@ class DeepstackAdapter(Adapter):
     function of the model, after each layer.
     """
 
-    families = ("qwen3_vl",)
+    families = ("qwen3_vl", "qwen3_vl_moe")
     extra_arguments = frozenset({"visual_pos_masks"})
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
