@@ -13,6 +13,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import tokenprune
+from conftest import pieces
 from families import FAMILIES, NOT_BUILT, REFUSED
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import UnsupportedModelError
@@ -79,13 +80,13 @@ def test_equals_masking(family: Family, model, method: str) -> None:
 
 
 def check_survivors(cuts: list[Any], inputs: Any, family: Family, model: Any) -> torch.Tensor:
-    """All text that is not padding survives, and of each row's visual tokens about the share asked for."""
+    """All text that is not padding survives, and of each picture's tokens about the share asked for."""
     alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
     visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
     assert torch.equal(alive & ~visual, real & ~visual)
-    for row, counts in enumerate(inputs.counts):
-        kept = int((alive & visual)[row].sum())
-        assert 0.2 * sum(counts) <= kept <= 0.5 * sum(counts)
+    for row, pictures in enumerate(pieces(family, inputs)):
+        for picture in pictures:
+            assert 0.2 * len(picture) <= int(alive[row, picture].sum()) <= 0.4 * len(picture)
     return alive
 
 

@@ -217,7 +217,7 @@ class Sources:
         return require(self.call.observation, what)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        return self.adapter.decoder.norm(hidden)
+        return self.adapter.norm(hidden)
 
     def attention(self, kind: str) -> Tensor:
         """float32 `[B, H, W]`: attention over the slots of the current layout."""

@@ -40,7 +40,39 @@ _EVERY_METHOD = {
 }
 
 # Families of the common contract.
+_FRAMES_AS_IMAGES = Support(note="frames of a video carry the id of images; a batch holds pictures or videos, not both")
 _PLAIN: dict[str, Support] = {
+    "aria": Support(note="queries of a resampler: no grid"),
+    "aya_vision": Support(),
+    "cohere2_vision": Support(),
+    "deepseek_ocr2": Support(note="crops, whole picture and separator make one run; queries: no grid"),
+    "deepseek_vl": Support(),
+    "deepseek_vl_hybrid": Support(),
+    "fast_vlm": Support(),
+    "fuyu": Support(note="no vision tower; ids at the ends of rows are text and stay"),
+    "glm46v": _FRAMES_AS_IMAGES,
+    "glm4v": _FRAMES_AS_IMAGES,
+    "glm4v_moe": _FRAMES_AS_IMAGES,
+    "glm_ocr": _FRAMES_AS_IMAGES,
+    "glmga": _FRAMES_AS_IMAGES,
+    "got_ocr2": Support(),
+    "hunyuan_vl": Support(note="features for begin, end and ends of rows may go like any other"),
+    "idefics2": Support(note="queries of a resampler: no grid"),
+    "janus": Support(note="reading pictures, not drawing them"),
+    "lighton_ocr": Support(),
+    "llava_next_video": Support(),
+    "mistral3": Support(note="ids at the ends of rows are text and stay"),
+    "ovis2": Support(note="each tile counts as an image; indicator ids are text and stay"),
+    "paddleocr_vl": Support(),
+    "paligemma": Support(note="kept tokens of the prefix go on seeing each other both ways"),
+    "perception_lm": Support(),
+    "pp_chart2table": Support(),
+    "qianfan_ocr": Support(),
+    "qwen2_5_omni_thinker": Support(note="audio stays; for the whole model, patch its `thinker`"),
+    "qwen3_vl_moe": Support(note="deepstack features are cut and merged with the tokens"),
+    "shieldgemma2": Support(note="kept tokens of a picture go on seeing each other both ways"),
+    "video_llama_3": Support(note="patches of a video that do not move are gone already: no grid"),
+    "video_llava": Support(),
     "vipllava": Support(),
 }
 
@@ -54,10 +86,10 @@ _REASONS = {
     "its pictures enter through cross-attention, not through the sequence": "mllama idefics",
     "its pictures are not in the sequence of a decoder": "florence2 t5gemma2 git",
     "its prefill does not pass through the outer forward": "blip-2 instructblip instructblipvideo kosmos-2",
-    "it has no picture features to choose from at the decoder's entry": "chameleon emu3 fuyu",
+    "it has no picture features to choose from at the decoder's entry": "chameleon emu3",
     "it hands its decoder more than the common contract, and no adapter for that is written yet": (
         "gemma3n gemma4 gemma4_unified ernie4_5_vl_moe granite4_vision kimi_k25 llama4 minimax_m3_vl muse_glimmer "
-        "qwen2_5_omni_thinker qwen3_omni_moe_thinker cosmos3_omni cosmos3_edge cohere_compass exaone4_5 "
+        "qwen3_omni_moe_thinker cosmos3_omni cosmos3_edge cohere_compass exaone4_5 "
         "hyperclovax_vision_v2 nemotron_h_omni qwen4_exp glm5_next"
     ),
 }

@@ -26,6 +26,7 @@ class Adapter:
 
     families: tuple[str, ...] = ()
     decoder_names: tuple[str, ...] = ("language_model",)
+    norm_name = "norm"  # of the decoder's last norm
     extra_arguments: frozenset[str] = frozenset()  # per-token arguments of the decoder that take_extras deals with
 
     # How methods that act on pixels can make fewer tokens: "input" (the processor follows the picture's size), "target"
@@ -35,6 +36,8 @@ class Adapter:
     # Whether a list of features from the encoder has one entry per picture; if not, runs of placeholders tell them
     # apart.
     features_per_picture = True
+    # Where no such list tells pictures apart: from one placeholder of a picture to the next, at most.
+    step_within_picture = 1
 
     def __init__(self, model: nn.Module) -> None:
         self.config = model.config
@@ -55,11 +58,11 @@ class Adapter:
         for base in model.modules():
             for name in self.decoder_names:
                 decoder = getattr(base, name, None)
-                if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, "norm"):
+                if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, self.norm_name):
                     return base, decoder
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no {' or '.join(self.decoder_names)} with layers and norm where it is "
-            f"expected. {how_to_add()}"
+            f"{type(model).__name__} has no {' or '.join(self.decoder_names)} with layers and {self.norm_name} "
+            f"where it is expected. {how_to_add()}"
         )
 
     def _placeholder_ids(self) -> dict[str, int]:
@@ -81,6 +84,11 @@ class Adapter:
             if isinstance(module := getattr(self.decoder.layers[layer], name, None), nn.Module):
                 return module
         raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
+
+    @property
+    def norm(self) -> nn.Module:
+        """The decoder's last norm."""
+        return getattr(self.decoder, self.norm_name)
 
     @property
     def attention(self) -> str:
