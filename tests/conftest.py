@@ -37,7 +37,11 @@ def pytest_configure() -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how many model types test_families.py found to work: those of which no test failed."""
     types = {
-        outcome: {value for report in terminalreporter.stats.get(outcome, ()) for _, value in report.user_properties}
+        outcome: {
+            value
+            for report in terminalreporter.stats.get(outcome, ())
+            for _, value in getattr(report, "user_properties", ())
+        }
         for outcome in ("passed", "failed", "error")
     }
     if works := types["passed"] - types["failed"] - types["error"]:

@@ -9,9 +9,6 @@ from families import mrope, ocr, plain, special
 
 FAMILIES: dict[str, zoo.Family] = zoo.FAMILIES | plain.FAMILIES | ocr.FAMILIES | mrope.FAMILIES | special.FAMILIES
 
-# Model types without visual tokens in the sequence of a decoder that this library could meet: there is nothing to
-# build. What is built but refused is in tokenprune/integrations/hf/families.py, and in REFUSED below.
-NOT_BUILT: dict[str, str] = plain.NOT_BUILT | special.NOT_BUILT
-
-# Tiny models that must be refused; those families are tested for the error alone.
+# Tiny models that must be refused. Other model types that tokenprune/integrations/hf/families.py refuses are not built:
+# the type is reason enough.
 REFUSED: dict[str, zoo.Family] = special.REFUSED

@@ -7,4 +7,3 @@ from zoo import Family
 
 FAMILIES: dict[str, Family] = {}
 REFUSED: dict[str, Family] = {}
-NOT_BUILT: dict[str, str] = {}

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TESTED = "5.19 to 5.23"  # of transformers
-
 
 @dataclass(frozen=True)
 class Support:
-    """sites: names of `Site`, in the order in which data meets them. note: what a user should know."""
+    """sites: names of `Site`, in the order in which data meets them. note: what a user should know. tested: versions of
+    transformers."""
 
-    sites: tuple[str, ...] = ("PRE_LLM", "IN_LLM")
+    sites: tuple[str, ...] = ("PRE_LLM", "IN_LLM", "DECODE")
     note: str = ""
+    tested: str = "5.19, 5.23"
 
 
 _INSIDE = ("PRE_LLM", "IN_LLM", "DECODE")
@@ -86,6 +86,15 @@ _REASONS = {
     "its pictures enter through cross-attention, not through the sequence": "mllama idefics",
     "its pictures are not in the sequence of a decoder": "florence2 t5gemma2 git",
     "its prefill does not pass through the outer forward": "blip-2 instructblip instructblipvideo kosmos-2",
+    "its pictures enter inside its text decoder, at places told by a mask": "kosmos-2.5",
+    "its decoder reads pictures by cross-attention, and no visual token is in its sequence": (
+        "pix2struct pp_formulanet udop vision-encoder-decoder blip"
+    ),
+    "it is a language model: it takes no pictures": "mistral4",
+    "it writes blocks of tokens by diffusion, without a prefill to cut": "diffusion_gemma",
+    "its layers convolve over neighbours and count distances by slots, so that a cut would move all tokens behind it": (
+        "inkling_mm_model"
+    ),
     "it has no picture features to choose from at the decoder's entry": "chameleon emu3",
     "it hands its decoder more than the common contract, and no adapter for that is written yet": (
         "gemma3n gemma4 gemma4_unified ernie4_5_vl_moe granite4_vision kimi_k25 llama4 minimax_m3_vl muse_glimmer "
