@@ -13,7 +13,8 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import tokenprune
-from families import FAMILIES, NOT_BUILT, REFUSED
+from families import FAMILIES, NOT_BUILT, REFUSED, STATEFUL
+from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import UnsupportedModelError
 from tokenprune.integrations.hf import families
@@ -55,6 +56,7 @@ def test_keep_all_is_bit_equal(family: Family, model) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_masking(family: Family, model, method: str) -> None:
     """Forward and generate compute what the unpatched model computes with the columns masked, and 1e-3 is felt."""
+    reference = only_kept if family.name in STATEFUL else reduced
     for batch in batches(family):
         inputs = family.make_inputs(**batch)
         with torch.no_grad(), tokenprune.patched(model, method, keep=0.3, record=True):
@@ -63,12 +65,12 @@ def test_equals_masking(family: Family, model, method: str) -> None:
             written, tokens, _ = generate_logits(model, inputs, STEPS)
             cuts = tokenprune.stats(model).cuts
         alive = check_survivors(forward_cuts, inputs, family, model)
-        with torch.no_grad(), reduced(family, model, forward_cuts, alive.shape[1]):
+        with torch.no_grad(), reference(family, model, forward_cuts, alive.shape[1]):
             want = model(**inputs).logits
         close(got[alive], want[alive])
         # Padded rows have other positions in generate, so that a method may choose differently.
         check_survivors(cuts, inputs, family, model)
-        with reduced(family, model, cuts, alive.shape[1]):
+        with reference(family, model, cuts, alive.shape[1]):
             masked, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
         close(written, masked)
         full, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)

@@ -15,3 +15,6 @@ NOT_BUILT: dict[str, str] = plain.NOT_BUILT | special.NOT_BUILT
 
 # Tiny models that must be refused; those families are tested for the error alone.
 REFUSED: dict[str, zoo.Family] = special.REFUSED
+
+# Families whose oracle is only_kept.py: some of their layers carry a state.
+STATEFUL: set[str] = special.STATEFUL

@@ -45,7 +45,15 @@ _PLAIN: dict[str, Support] = {
 }
 
 # Families that hand their decoder more than the common contract.
-_SPECIAL: dict[str, Support] = {}
+_STATE = "its layers with a state build it from the kept tokens alone; scores come from a layer that attends"
+_SPECIAL: dict[str, Support] = {
+    "qwen3_5": Support(note=_STATE),
+    "qwen3_5_moe": Support(note=_STATE),
+    "gemma4": Support(note="a cut comes before the layers whose keys later ones share"),
+    "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
+    "lfm2_vl": Support(note=_STATE),
+    "ernie4_5_vl_moe": Support(),
+}
 
 SUPPORTED: dict[str, Support] = {**_EVERY_METHOD, **_PLAIN, **_SPECIAL}
 
@@ -56,7 +64,7 @@ _REASONS = {
     "its prefill does not pass through the outer forward": "blip-2 instructblip instructblipvideo kosmos-2",
     "it has no picture features to choose from at the decoder's entry": "chameleon emu3 fuyu",
     "it hands its decoder more than the common contract, and no adapter for that is written yet": (
-        "gemma3n gemma4 gemma4_unified ernie4_5_vl_moe granite4_vision kimi_k25 llama4 minimax_m3_vl muse_glimmer "
+        "gemma3n gemma4_unified granite4_vision kimi_k25 minimax_m3_vl muse_glimmer "
         "qwen2_5_omni_thinker qwen3_omni_moe_thinker cosmos3_omni cosmos3_edge cohere_compass exaone4_5 "
         "hyperclovax_vision_v2 nemotron_h_omni qwen4_exp glm5_next"
     ),
