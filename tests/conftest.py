@@ -98,6 +98,8 @@ def build() -> Callable[..., PreTrainedModel]:
                 _models[key].set_attn_implementation({"text_config": attn})
             # transformers installs hooks of its own on first use.
             _models[key](**family.make_inputs(), output_hidden_states=True)
+            if family.video is not None:
+                _models[key](**family.make_inputs(images=(0, 0), video=True), output_hidden_states=True)
             _pristine[key] = snapshot(_models[key])
         _in_use.add(key)
         return _models[key]

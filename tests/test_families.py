@@ -23,6 +23,7 @@ from zoo import Family
 # A score method, a merge method, one inside the decoder, and the baseline.
 METHODS = ["divprune", "pool", "dart", "random"]
 STEPS = 3
+VIDEOS = {"images": (0, 0), "video": (True, 5)}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -33,8 +34,10 @@ def family(request: pytest.FixtureRequest, record_property) -> Family:
 
 
 def batches(family: Family) -> list[dict[str, Any]]:
-    """Ragged and padded on the left; a video beside pictures where the family takes one."""
-    return [{"images": (2, 1)}, *([{"images": (0, 1), "video": True}] if family.video else [])]
+    """Ragged and padded on the left; where the family takes videos, one beside a picture, or two."""
+    if family.video is None:
+        return [{"images": (2, 1)}]
+    return [{"images": (2, 1)}, {"images": (0, 1), "video": True} if family.mixes else VIDEOS]
 
 
 @torch.no_grad()

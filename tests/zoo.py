@@ -75,7 +75,9 @@ class Family:
     video: Callable[[torch.Generator, int | None], Picture] | None = None  # (generator, frames of 4 tokens or None)
     collate: Callable[[list[list[Picture]]], dict[str, torch.Tensor]] = field(default=lambda rows: join(rows))
     types: str | None = None  # name under which the processor hands over token types (0 text, 1 image, 2 video)
+    mixes: bool = True  # whether one batch may hold pictures and videos
     model_type: str | None = None  # where `name` is that of a variant
+    tower: str | None = None  # the attention of the vision tower, where it does not know sdpa
     settle: Callable[[PreTrainedModel], None] | None = None  # weights that must not be random
 
     @property
@@ -86,8 +88,9 @@ class Family:
         config = {"image_token_id": IMAGE, "tie_word_embeddings": False} | copy.deepcopy(self.config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
+            attention = attn if self.tower is None else {"text_config": attn, "vision_config": self.tower}
             model = AutoModelForImageTextToText.from_config(
-                CONFIG_MAPPING[self.kind](**config), attn_implementation=attn
+                CONFIG_MAPPING[self.kind](**config), attn_implementation=attention
             )
             wake(model)
             if self.settle is not None:
@@ -184,7 +187,8 @@ def wake(model: PreTrainedModel) -> None:
                 p.add_(0.5)  # normed queries and keys would otherwise give scores of unit spread
         elif "embed_tokens" in name:
             # Gemma multiplies its embeddings by sqrt(width), but not the visual features beside them.
-            p.normal_(std=HIDDEN**-0.5 if model.config.model_type == "gemma3" else 1.0)
+            scaled = "gemma" in model.config.get_text_config().model_type
+            p.normal_(std=HIDDEN**-0.5 if scaled else 1.0)
         else:
             p.normal_(std=1.5 / math.sqrt(p[0].numel()))
     # Special ids get logit zero: a random model that generates a placeholder would confuse what is visual.

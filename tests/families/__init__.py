@@ -5,9 +5,9 @@ decoder, some in several variants. See zoo.py for what a `Family` is."""
 from __future__ import annotations
 
 import zoo
-from families import plain, special
+from families import mrope, plain, special
 
-FAMILIES: dict[str, zoo.Family] = zoo.FAMILIES | plain.FAMILIES | special.FAMILIES
+FAMILIES: dict[str, zoo.Family] = zoo.FAMILIES | plain.FAMILIES | mrope.FAMILIES | special.FAMILIES
 
 # Model types without visual tokens in the sequence of a decoder that this library could meet: there is nothing to
 # build. What is built but refused is in tokenprune/integrations/hf/families.py, and in REFUSED below.

@@ -1,22 +1,230 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of the common contract: placeholders, `masked_scatter`, `language_model(inputs_embeds=...)`."""
+"""Families of the common contract whose decoders count positions on one axis."""
 
 from __future__ import annotations
 
-from zoo import TEXT, Family, llava_picture, tower
+import torch
+
+from zoo import (
+    BREAK,
+    END,
+    FAKE,
+    GLOBAL,
+    HEAD_DIM,
+    HIDDEN,
+    IMAGE,
+    PINPOINTS,
+    START,
+    TEXT,
+    TILE,
+    VIDEO,
+    VISION,
+    Family,
+    Picture,
+    anyres_collate,
+    anyres_picture,
+    gemma_picture,
+    idefics_collate,
+    llava_picture,
+    noise,
+    tower,
+)
+
+CLIP = tower("clip_vision_model", 24, projection_dim=VISION)
+SIGLIP = tower("siglip_vision_model", 24, vision_use_head=False)
+LLAMA, QWEN2, QWEN3, MISTRAL = ({**TEXT, "model_type": kind} for kind in ("llama", "qwen2", "qwen3", "mistral"))
+QWEN3 |= {"head_dim": HEAD_DIM}
+MISTRAL |= {"head_dim": HEAD_DIM, "sliding_window": None}
+# A window shorter than the prompt, and both kinds of layer on either side of a cut at layer 2.
+COHERE2 = {
+    **TEXT,
+    "model_type": "cohere2",
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+def run(tokens: int, size: int, count: int = 1, wrapped: bool = False):
+    """A picture of any size that is `count` square tiles of `size` pixels and `tokens` tokens each, in one run."""
+
+    def picture(tiles: int, g: torch.Generator, _: int) -> Picture:
+        ids = [IMAGE] * (tokens * tiles * count)
+        return Picture([START, *ids, END] if wrapped else ids, {"pixel_values": noise(tiles, 3, size, size, g=g)})
+
+    return picture
+
+
+# LLaVA-NeXT-Video: 16 patches a frame are averaged to 4. Video-LLaVA: the class token of each frame stays.
+
+
+def next_video(g: torch.Generator, frames: int | None) -> Picture:
+    frames = frames or 5
+    return Picture([VIDEO] * (frames * 4), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
+
+
+def video_llava_picture(size: int, g: torch.Generator, _: int) -> Picture:
+    return Picture([IMAGE] * 16, {"pixel_values_images": noise(1, 3, size, size, g=g)})
+
+
+def video_llava_video(g: torch.Generator, frames: int | None) -> Picture:
+    frames = frames or 8
+    return Picture([VIDEO] * (frames * 17), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
+
+
+# Pixtral's tower takes pictures of any shape; ids for the ends of rows and of the picture stand between the
+# placeholders.
+
+
+def pixtral_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    return rows_of(size, g, 1)
+
+
+def merged_pixtral_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    return rows_of(size, g, 2)
+
+
+def rows_of(size: tuple[int, int], g: torch.Generator, merge: int) -> Picture:
+    h, w = (side // 4 // merge for side in size)
+    pixels = {"pixel_values": noise(1, 3, *size, g=g), "image_sizes": torch.tensor([size])}
+    return Picture(([*[IMAGE] * w, BREAK] * h)[:-1] + [END], pixels)
+
+
+def unbroken_pixtral_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    picture = rows_of(size, g, 2)
+    return Picture([START, *[IMAGE] * picture.count, END], picture.pixels)
+
+
+def pixtral_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
+    """Pictures are padded on the right and below to the largest of the batch."""
+    pixels = [picture.pixels for row in rows for picture in row]
+    sizes = torch.cat([p["image_sizes"] for p in pixels])
+    h, w = sizes.amax(0).tolist()
+    padded = [
+        torch.nn.functional.pad(p["pixel_values"], (0, w - p["pixel_values"].shape[-1], 0, h - p["pixel_values"].shape[-2]))
+        for p in pixels
+    ]
+    return {"pixel_values": torch.cat(padded), "image_sizes": sizes}
+
+
+PIXTRAL = dict(sizes=((16, 24), (24, 24), (32, 16)), collate=pixtral_collate)
+
+
+# PerceptionLM: the tiles of a picture make one run; so do the frames of a video.
+
+
+def perception_picture(tiles: int, g: torch.Generator, _: int) -> Picture:
+    return Picture([IMAGE] * (16 * tiles), {"pixel_values": noise(1, tiles, 3, 16, 16, g=g)})
+
+
+def perception_video(g: torch.Generator, frames: int | None) -> Picture:
+    frames = frames or 3
+    return Picture([VIDEO] * (16 * frames), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
+
+
+# Ovis2: indicator ids, filled with features of their own, stand around and between the tiles.
+
+
+def ovis_picture(tiles: int, g: torch.Generator, _: int) -> Picture:
+    tile = [IMAGE] * 16
+    ids = [START, *tile, BREAK, *[token for _ in range(tiles - 1) for token in (*tile, FAKE)], END]
+    return Picture(ids, {"pixel_values": noise(tiles, 3, 16, 16, g=g)})
+
+
+# Idefics2: 16 queries of a resampler for each picture, which may be of any shape.
+
+
+def idefics2_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels, mask = torch.zeros(1, 3, 32, 32), torch.zeros(1, 32, 32, dtype=torch.long)
+    pixels[..., :h, :w], mask[:, :h, :w] = noise(1, 3, h, w, g=g), 1
+    return Picture([FAKE, *[IMAGE] * 16, FAKE], {"pixel_values": pixels, "pixel_attention_mask": mask})
+
+
+def idefics2_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
+    """Rows with fewer pictures are filled up with zeros."""
+    columns = {"pixel_values": torch.zeros(0, 3, 32, 32), "pixel_attention_mask": torch.zeros(0, 32, 32).long()}
+    of_rows = {key: [torch.cat([empty, *(p.pixels[key] for p in row)]) for row in rows] for key, empty in columns.items()}
+    return {key: torch.nn.utils.rnn.pad_sequence(value, batch_first=True) for key, value in of_rows.items()}
+
+
+# DeepSeek-VL (hybrid): one picture at two resolutions.
+
+
+def hybrid_picture(size: int, g: torch.Generator, _: int) -> Picture:
+    pixels = {"pixel_values": noise(1, 3, 24, 24, g=g), "high_res_pixel_values": noise(1, 3, size, size, g=g)}
+    return Picture([IMAGE] * 36, pixels)
+
+
+GOT_TOWER = dict(
+    hidden_size=VISION, output_channels=16, num_hidden_layers=2, num_attention_heads=2, image_size=128, patch_size=8,
+    window_size=2, global_attn_indexes=[1], mlp_dim=64,
+)  # fmt: skip
+TIMM = dict(
+    architecture="vit_pe_core_tiny_patch16_384", do_pooling=False, hidden_size=VISION,
+    model_args=dict(img_size=[16, 16], patch_size=4, depth=2, embed_dim=VISION, num_heads=2),
+)  # fmt: skip
 
 
 def _families() -> list[Family]:
-    clip = tower("clip_vision_model", 24, projection_dim=32)
-    llama = {**TEXT, "model_type": "llama"}
+    shapes = ((16, 32), (32, 8), (8, 32), (32, 16))
+    gemma_layers = ["sliding_attention", "full_attention"] * 2
     return [
-        Family(
-            "vipllava",
-            dict(text_config=llama, vision_config=clip, vision_feature_layers=[-1, -2, 1]),
-            llava_picture,
-            (24,),
-        ),
-    ]
+        Family("vipllava", dict(text_config=LLAMA, vision_config=CLIP, vision_feature_layers=[-1, -2, 1]),
+               llava_picture, (24,)),
+        Family("llava_pixtral", dict(text_config=MISTRAL, vision_config=tower("pixtral", 32), vision_feature_layer=-1,
+                                     vision_feature_select_strategy="full"),
+               pixtral_picture, model_type="llava", **PIXTRAL),
+        Family("mistral3", dict(text_config=MISTRAL, vision_config=tower("pixtral", 32)),
+               merged_pixtral_picture, **PIXTRAL),
+        Family("lighton_ocr", dict(text_config=QWEN3, vision_config=tower("pixtral", 32)),
+               unbroken_pixtral_picture, **PIXTRAL),
+        Family("llava_next_video", dict(text_config=LLAMA, vision_config={**CLIP, "image_size": 16},
+                                        image_grid_pinpoints=PINPOINTS, video_token_index=VIDEO),
+               anyres_picture, shapes, video=next_video, collate=anyres_collate),
+        Family("video_llava", dict(text_config=LLAMA, vision_config={**CLIP, "image_size": 16},
+                                   video_token_index=VIDEO),
+               video_llava_picture, (16,), video=video_llava_video),
+        Family("aya_vision", dict(text_config=COHERE2, vision_config=SIGLIP), run(9, 24), (2, 1, 3)),
+        Family("cohere2_vision", dict(text_config=COHERE2, vision_config=SIGLIP, alignment_intermediate_size=64),
+               run(9, 24), (2, 1, 3)),
+        Family("got_ocr2", dict(text_config=QWEN2, vision_config=GOT_TOWER), run(16, 128, wrapped=True), (1,), tower="eager"),
+        Family("pp_chart2table", dict(text_config=QWEN2, vision_config=GOT_TOWER), run(16, 128, wrapped=True), (1,), tower="eager"),
+        Family("qianfan_ocr", dict(text_config=QWEN3, vision_config={**tower("qianfan_ocr_vision", 32), "layer_scale_init_value": 1.0}),
+               run(16, 32, wrapped=True), (2, 1, 3)),
+        Family("perception_lm", dict(text_config=LLAMA, vision_config=TIMM, video_token_id=VIDEO),
+               perception_picture, (2,), video=perception_video),
+        Family("ovis2", dict(text_config=QWEN2, vision_config=dict(
+                   hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16,
+                   patch_size=4, vocab_size=64), visual_indicator_token_ids=[START, END, BREAK, FAKE, GLOBAL],
+                   vocab_size=TEXT["vocab_size"], hidden_size=HIDDEN),
+               ovis_picture, (2, 1, 3)),
+        Family("paligemma", dict(text_config={**TEXT, "model_type": "gemma", "head_dim": HEAD_DIM},
+                                 vision_config=SIGLIP, projection_dim=HIDDEN, hidden_size=HIDDEN, vocab_size=TEXT["vocab_size"]),
+               llava_picture, (24,)),
+        Family("shieldgemma2", dict(text_config={**TEXT, "head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM,
+                                                 "sliding_window": 16, "layer_types": gemma_layers},
+                                    vision_config={**SIGLIP, "image_size": 32}, mm_tokens_per_image=16,
+                                    boi_token_id=START, eoi_token_id=END),
+               gemma_picture, (32,), types="token_type_ids"),
+        Family("idefics2", dict(text_config=MISTRAL, vision_config=dict(
+                   hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32,
+                   patch_size=4),
+                   perceiver_config=dict(hidden_size=HIDDEN, resampler_n_latents=16, resampler_depth=1,
+                                         resampler_n_heads=2, resampler_head_dim=16, num_key_value_heads=1)),
+               idefics2_picture, ((32, 24), (16, 32)), decoder="model.text_model", collate=idefics2_collate),
+        Family("deepseek_vl", dict(text_config=LLAMA, vision_config=SIGLIP), llava_picture, (24,)),
+        Family("janus", dict(text_config=LLAMA, vision_config=dict(
+                   hidden_size=VISION, num_hidden_layers=2, num_attention_heads=2, image_size=24, patch_size=4,
+                   projection_dim=HIDDEN, num_image_tokens=36),
+                   vq_config=dict(embed_dim=8, num_embeddings=16, latent_channels=16, base_channels=32,
+                                  channel_multiplier=[1], num_res_blocks=1, projection_dim=HIDDEN,
+                                  image_token_embed_dim=HIDDEN)),
+               llava_picture, (24,)),
+        Family("aria", dict(text_config={**TEXT, "model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2,
+                                         "moe_num_shared_experts": 1},
+                            vision_config=tower("idefics3_vision", 24), projector_patch_to_query_dict={36: 16}),
+               run(16, 24), (1,)),
+    ]  # fmt: skip
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}

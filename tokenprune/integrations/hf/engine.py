@@ -111,12 +111,14 @@ class Engine(Attachable):
 
     def _note_features(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         """Pictures were encoded. Their grids travel with the output, which generate() hands to a later forward."""
+        if (call := self._call()) is not None:
+            modality = self.adapter.modality(modality, arguments, call.arguments)
         grids = self.adapter.grids(modality, arguments)
         if grids is not None and hasattr(output, "pooler_output"):
             output.tokenprune_grids = grids
         for part in self.parts:
             part.note(modality, arguments, output)
-        if (call := self._call()) is not None:
+        if call is not None:
             self._match_features(call, modality, output)
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:

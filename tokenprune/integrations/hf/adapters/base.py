@@ -142,6 +142,10 @@ class Adapter:
         tokens = {m: torch.tensor(token, device=embeds.device) for m, token in self.placeholders.items()}
         return {m: (embeds == table(token)).all(-1) for m, token in tokens.items()}
 
+    def modality(self, modality: str, arguments: dict[str, Any], call: dict[str, Any]) -> str:
+        """Return what is encoded by a `get_{modality}_features` with `arguments`, within a forward with `call`."""
+        return modality
+
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         """Return (frames, height, width) in tokens of each picture, from the arguments of `get_image_features` or
         `get_video_features`; None where they do not tell."""

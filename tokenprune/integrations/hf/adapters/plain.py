@@ -28,6 +28,25 @@ class FixedSizeAdapter(Adapter):
 
 
 @register_adapter
+class PerceptionLMAdapter(Adapter):
+    """PerceptionLM encodes its videos by `get_image_features`, too."""
+
+    families = ("perception_lm",)
+
+    def modality(self, modality: str, arguments: dict[str, Any], call: dict[str, Any]) -> str:
+        return "video" if arguments.get("pixel_values") is call.get("pixel_values_videos") else modality
+
+
+@register_adapter
+class Idefics2Adapter(Adapter):
+    """Idefics2 calls its decoder `text_model`; a resampler makes the same number of tokens of any picture."""
+
+    families = ("idefics2",)
+    resizing = None
+    decoder_names = ("text_model",)
+
+
+@register_adapter
 class Idefics3Adapter(FixedSizeAdapter):
     """Idefics3 and SmolVLM call their decoder `text_model`. Their tiles are separate runs of placeholders, and nothing
     that reaches the model says which tiles make up a picture: each tile counts as an image."""
@@ -39,6 +58,28 @@ class Idefics3Adapter(FixedSizeAdapter):
 
 
 @register_adapter
+class GlmAdapter(Adapter):
+    """GLM-4.1V and its kin mark the frames of a video with the id of images. A batch holds the one or the other."""
+
+    families = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")
+
+    def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
+        mask = super().visual_mask(call)
+        encoded = call.get("mm_encoder_outputs") or {}
+        if encoded.get("video") is None and call.get("pixel_values_videos") is None:
+            return mask
+        return {"image": mask["video"], "video": mask["image"]}
+
+
+@register_adapter
+class ThinkerAdapter(Adapter):
+    """Qwen2.5-Omni's thinker has its decoder as `model`, and merges pictures into text itself."""
+
+    families = ("qwen2_5_omni_thinker",)
+    decoder_names = ("model",)
+
+
+@register_adapter
 class DeepstackAdapter(Adapter):
     """Qwen3-VL adds features of several tower layers to the visual tokens after the first decoder layers.
 
@@ -46,7 +87,7 @@ class DeepstackAdapter(Adapter):
     function of the model, after each layer.
     """
 
-    families = ("qwen3_vl",)
+    families = ("qwen3_vl", "qwen3_vl_moe")
     extra_arguments = frozenset({"visual_pos_masks"})
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
