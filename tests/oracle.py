@@ -134,6 +134,16 @@ def _merge_deepstack(cuts: Sequence[Any], args: tuple, kwargs: dict) -> tuple:
                     dense = merged(dense, cut.sources)
             changed.append(dense[mask])
         kwargs = kwargs | {"deepstack_visual_embeds": changed}
+    if kwargs.get("deepstack_features"):  # added before layers: a cut at one of them finds them in the hidden states
+        mask, changed = kwargs["vision_mask"].squeeze(-1), {}
+        for layer, feature in kwargs["deepstack_features"].items():
+            dense = feature.new_zeros(*mask.shape, feature.shape[-1])
+            dense[mask] = feature
+            for cut in cuts:
+                if cut.sources is not None and (cut.layer < layer or cut.layer == 0):
+                    dense = merged(dense, cut.sources)
+            changed[layer] = dense[mask]
+        kwargs = kwargs | {"deepstack_features": changed}
     return args, kwargs
 
 

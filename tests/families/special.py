@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from zoo import (
+    ANYRES,
     END,
     HEAD_DIM,
     HIDDEN,
@@ -24,10 +25,12 @@ from zoo import (
     Family,
     Inputs,
     Picture,
+    anyres_collate,
     noise,
     qwen_config,
     qwen_picture,
     qwen_video,
+    tower,
 )
 
 GRIDS = ((8, 12), (6, 10), (8, 8))
@@ -56,6 +59,12 @@ def qwen35(name: str, **text: Any) -> Family:
     config = qwen_config([4, 2, 2], QWEN3_VISION, head_dim=HEAD_DIM, **LINEAR, **text)
     config["text_config"]["rope_parameters"]["partial_rotary_factor"] = 1.0
     return Family(name, config, qwen_picture, GRIDS, video=stamped_video, types="mm_token_type_ids", settle=calm_states)
+
+
+def omni_video(g: torch.Generator, frames: int | None) -> Picture:
+    picture = qwen_video(g, frames, seconds=0.5)
+    picture.pixels["video_second_per_grid"] = picture.pixels.pop("second_per_grid_ts")
+    return picture
 
 
 # Gemma 4: patches of each picture on an axis of its own with their places beside them, 2 x 2 averaged to a token.
@@ -88,7 +97,14 @@ GEMMA_TEXT = {**TEXT, "head_dim": HEAD_DIM, "sliding_window": 16}
 BOTH_KINDS = ["sliding_attention", "full_attention"]
 
 
-def gemma4(name: str, model_type: str = "gemma4", vision: dict[str, Any] | None = None, **text: Any) -> Family:
+def gemma4(
+    name: str,
+    model_type: str = "gemma4",
+    vision: dict[str, Any] | None = None,
+    picture: Any = gemma4_picture,
+    sizes: tuple[Any, ...] = ((8, 12), (8, 6), (4, 12)),
+    **text: Any,
+) -> Family:
     vision = vision or dict(
         hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         head_dim=16, patch_size=4, pooling_kernel_size=2, position_embedding_size=32,
@@ -100,7 +116,7 @@ def gemma4(name: str, model_type: str = "gemma4", vision: dict[str, Any] | None 
     )  # fmt: skip
     config["audio_token_id"] = 11
     return Family(
-        name, config, gemma4_picture, ((8, 12), (8, 6), (4, 12)), collate=gemma4_collate,
+        name, config, picture, sizes, collate=gemma4_collate,
         types="mm_token_type_ids", model_type=model_type, settle=quiet_embeddings,
     )  # fmt: skip
 
@@ -130,6 +146,40 @@ def lfm2_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
     flat = [picture.pixels for row in rows for picture in row]
     out = {key: pad_sequence([pixels[key] for pixels in flat], True) for key in flat[0] if key != "spatial_shapes"}
     return out | {"spatial_shapes": torch.stack([pixels["spatial_shapes"] for pixels in flat])}
+
+
+# Gemma 3n: always 16 tokens, of a convolutional tower.
+
+
+def gemma3n_picture(size: int, g: torch.Generator, _: int) -> Picture:
+    return Picture([START, *[IMAGE] * 16, END], {"pixel_values": noise(1, 3, size, size, g=g)})
+
+
+# Gemma 4 without a tower: a token is a patch.
+
+
+def unified_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    picture = gemma4_picture((2 * size[0], 2 * size[1]), g, 0)
+    h, w = size
+    places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
+    return Picture(picture.ids, {"pixel_values": noise(h * w, 3 * 8**2, g=g), "image_position_ids": places})
+
+
+# Granite 4 Vision: LLaVA-NeXT's pictures, with windows of 2 x 2 patches joined to a token.
+
+
+def granite_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    pixels = {"pixel_values": noise(3, 3, 32, 32, g=g), "image_sizes": torch.tensor([[2 * side for side in size]])}
+    return Picture([IMAGE] * ANYRES[size], pixels)
+
+
+# Kimi K2.5: patches as little pictures.
+
+
+def kimi_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels = {"pixel_values": noise(h * w, 3, 4, 4, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
+    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,6 +237,65 @@ def _families() -> list[Family]:
     )  # fmt: skip
     for name in ("vision_start_token_id", "vision_end_token_id"):
         del ernie[name]
+    gemma3n = dict(
+        text_config={
+            **GEMMA_TEXT, "num_hidden_layers": 6, "layer_types": BOTH_KINDS * 3, "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TEXT["vocab_size"], "laurel_rank": 8,
+            "altup_num_inputs": 3,
+        },
+        vision_config=dict(
+            architecture="test_convnext", hidden_size=64, vocab_size=8, vocab_offset=1_000,
+            model_args={"in_chans": 3},
+        ),
+        audio_config=dict(
+            hidden_size=32, vocab_size=8, vocab_offset=2_000, conf_num_hidden_layers=1, conf_num_attention_heads=2,
+            input_feat_size=16, sscp_conv_channel_size=[4, 4],
+        ),
+        vision_soft_tokens_per_image=16, boi_token_id=START, eoi_token_id=END, audio_token_id=11,
+    )  # fmt: skip
+    granite = dict(
+        text_config={**TEXT, "attention_multiplier": 0.25, "embedding_multiplier": 1.5},
+        vision_config=tower("siglip_vision_model", 32, vision_use_head=False),
+        qformer_config=dict(
+            num_hidden_layers=1, intermediate_size=64, hidden_size=VISION, num_attention_heads=2,
+            encoder_hidden_size=VISION, cross_attention_frequency=1, use_qformer_text_input=False,
+        ),
+        image_grid_pinpoints=[[32, 64], [64, 32]], downsample_rate="1/2", deepstack_layer_map=[[1, 0], [2, 1]],
+        spatial_target_layers=[2, 3], vision_feature_select_strategy="full",
+    )  # fmt: skip
+    kimi = dict(
+        text_config={
+            **TEXT, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+            "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+        },
+        vision_config=dict(
+            hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=4,
+            pos_emb_height=16, pos_emb_width=16,
+        ),
+        projection_hidden_size=VISION, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+    )  # fmt: skip
+    vision = dict(hidden_size=VISION, intermediate_size=64, out_hidden_size=HIDDEN)
+    window = dict(window_size=16, fullatt_block_indexes=[1, 3])
+    deepstack = dict(**vision, num_position_embeddings=64, deepstack_visual_indexes=[0, 2])
+    audio = dict(
+        encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32, d_model=16, num_mel_bins=8, output_dim=HIDDEN,
+        downsample_hidden_size=8,
+    )  # fmt: skip
+    omni = qwen_config([4, 2, 2], deepstack, head_dim=HEAD_DIM, **EXPERTS)
+    omni = {key: omni[key] for key in ("text_config", "vision_config", "video_token_id")}
+    omni |= dict(audio_config=audio, audio_token_id=11, vision_start_token_id=START, vision_end_token_id=END)
+    plain = dict(rope_parameters=dict(rope_type="default", rope_theta=10_000.0))
+    exaone = dict(
+        text_config={**TEXT, **plain, "model_type": "exaone4", "sliding_window": 16, "layer_types": BOTH_KINDS * 2},
+        vision_config=dict(depth=4, num_heads=2, num_key_value_heads=2, patch_size=4, **vision, **window),
+        video_token_id=VIDEO,
+    )  # fmt: skip
+    clova = dict(
+        text_config={**TEXT, "model_type": "hyperclovax", "attention_multiplier": 0.25},
+        vision_config=dict(depth=4, num_heads=2, patch_size=4, **vision, **window),
+        video_token_id=VIDEO,
+    )
     return [
         qwen35("qwen3_5"),
         qwen35("qwen3_5_moe", **EXPERTS, shared_expert_intermediate_size=32),
@@ -197,6 +306,15 @@ def _families() -> list[Family]:
                moe_intermediate_size=32),
         Family("llama4", chunked, llama4_picture, (1, 2, 0), decoder="language_model.model"),
         Family("lfm2_vl", lfm2, lfm2_picture, GRIDS, collate=lfm2_collate),
+        Family("gemma3n", gemma3n, gemma3n_picture, (128,), settle=quiet_embeddings),
+        gemma4("gemma4_unified", "gemma4_unified",
+               dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=VISION, mm_posemb_size=32, output_proj_dims=VISION),
+               picture=unified_picture, sizes=((4, 6), (4, 3), (2, 6))),
+        Family("granite4_vision", granite, granite_picture, ((16, 32), (32, 8), (8, 32)), collate=anyres_collate),
+        Family("kimi_k25", kimi, kimi_picture, GRIDS),
+        Family("qwen3_omni_moe_thinker", omni, qwen_picture, GRIDS, decoder="model", video=omni_video),
+        Family("exaone4_5", exaone, qwen_picture, GRIDS, video=qwen_video),
+        Family("hyperclovax_vision_v2", clova, qwen_picture, GRIDS, video=qwen_video),
         ErnieFamily("ernie4_5_vl_moe", ernie, ernie_picture, GRIDS, video=ernie_video, types="mm_token_type_ids"),
     ]  # fmt: skip
 

@@ -46,13 +46,21 @@ _PLAIN: dict[str, Support] = {
 
 # Families that hand their decoder more than the common contract.
 _STATE = "its layers with a state build it from the kept tokens alone; scores come from a layer that attends"
+_SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
 _SPECIAL: dict[str, Support] = {
     "qwen3_5": Support(note=_STATE),
     "qwen3_5_moe": Support(note=_STATE),
-    "gemma4": Support(note="a cut comes before the layers whose keys later ones share"),
+    "gemma4": Support(note=_SHARED),
     "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
     "lfm2_vl": Support(note=_STATE),
     "ernie4_5_vl_moe": Support(),
+    "gemma3n": Support(note=_SHARED),
+    "gemma4_unified": Support(),
+    "granite4_vision": Support(note="features of several depths are cut and merged with the tokens"),
+    "kimi_k25": Support(),
+    "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
+    "exaone4_5": Support(),
+    "hyperclovax_vision_v2": Support(),
 }
 
 SUPPORTED: dict[str, Support] = {**_EVERY_METHOD, **_PLAIN, **_SPECIAL}
@@ -64,9 +72,8 @@ _REASONS = {
     "its prefill does not pass through the outer forward": "blip-2 instructblip instructblipvideo kosmos-2",
     "it has no picture features to choose from at the decoder's entry": "chameleon emu3 fuyu",
     "it hands its decoder more than the common contract, and no adapter for that is written yet": (
-        "gemma3n gemma4_unified granite4_vision kimi_k25 minimax_m3_vl muse_glimmer "
-        "qwen2_5_omni_thinker qwen3_omni_moe_thinker cosmos3_omni cosmos3_edge cohere_compass exaone4_5 "
-        "hyperclovax_vision_v2 nemotron_h_omni qwen4_exp glm5_next"
+        "minimax_m3_vl muse_glimmer "
+        "qwen2_5_omni_thinker cosmos3_omni cosmos3_edge cohere_compass nemotron_h_omni qwen4_exp glm5_next"
     ),
 }
 REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}

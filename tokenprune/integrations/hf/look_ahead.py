@@ -45,6 +45,6 @@ def look_ahead(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: di
     finally:
         call.looking = False
     if cached_tokens(call.cache, layer):
-        past = call.cache.layers[layer].keys.to(observation.key.device)
+        past = adapter.cached_keys(layer, call.cache).to(observation.key.device)
         observation.key = torch.cat([past, observation.key], dim=2)
     return observation

@@ -210,6 +210,10 @@ class Adapter:
         """Return how many keys a layer called with `kwargs` attends to; None if it keeps keys of its own."""
         return None
 
+    def cached_keys(self, layer: int, cache: Any) -> Tensor:
+        """Return the keys that a layer's cache holds, `[B, Hkv, K, Dh]`, as its attention function gets them."""
+        return cache.layers[layer].keys
+
     @property
     def last_cut(self) -> tuple[int, str] | None:
         """The last layer at whose input tokens can leave, and why; None for any layer."""

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 
 from tokenprune.integrations.hf.adapters.base import Adapter, register_adapter
+from tokenprune.integrations.hf.adapters.plain import DeepstackAdapter
+from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.part import Part
 
 
@@ -138,3 +140,56 @@ class ErnieAdapter(Adapter):
             return grids
         merge = self.config.vision_config.temporal_merge_size
         return [(max(1, frames // merge), height, width) for frames, height, width in grids]
+
+
+@register_adapter
+class DeepstackThinkerAdapter(DeepstackAdapter):
+    """Qwen3-Omni's thinker has its decoder as `model`, and merges pictures into text itself."""
+
+    families = ("qwen3_omni_moe_thinker",)
+    decoder_names = ("model",)
+
+
+@register_adapter
+class GraniteAdapter(Adapter):
+    """Granite 4 Vision hands its decoder zeros where pictures are, and features that are added before some layers."""
+
+    families = ("granite4_vision",)
+    features_per_picture = False
+    extra_arguments = frozenset({"vision_mask"})
+
+    def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
+        mask, features = kwargs.pop("vision_mask", None), kwargs.pop("deepstack_features", None)
+        if mask is None or not features:
+            return None
+        # One dense [B, W, D] tensor a layer, zeros at text: it can be cut and merged like the hidden states.
+        dense = {}
+        for layer, feature in features.items():
+            full = feature.new_zeros(*mask.shape[:2], feature.shape[-1])
+            dense[layer] = full.masked_scatter(mask.to(full.device), feature)
+        return dense
+
+    def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
+        if extras is None:
+            return None
+        if merge is not None:
+            extras = {layer: merge(feature) for layer, feature in extras.items()}
+        return {layer: gather_tokens(feature, slots, 1) for layer, feature in extras.items()}
+
+    def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
+        # What makes a picture's tokens at the decoder's entry are the features that come first.
+        return flat if layer or not extras else flat + extras[min(extras)]
+
+    def before_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
+        return hidden if layer not in extras else hidden + extras[layer].to(hidden.device, hidden.dtype)
+
+
+@register_adapter
+class LatentAdapter(Adapter):
+    """Kimi K2.5's decoder caches latents, from which its attention makes the keys."""
+
+    families = ("kimi_k25",)
+
+    def cached_keys(self, layer: int, cache: Any) -> Tensor:
+        latents = cache.layers[layer]
+        return self.attention_of(layer).expand_kv(latents.keys, latents.values)[0]
