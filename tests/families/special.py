@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 
 from zoo import (
     ANYRES,
+    BREAK,
     END,
     HEAD_DIM,
     HIDDEN,
     IMAGE,
-    PAD,
+    MROPE,
     START,
     TEXT,
     TILE,
@@ -88,11 +89,6 @@ def gemma4_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
     }
 
 
-def quiet_embeddings(model: PreTrainedModel) -> None:
-    """Gemma multiplies its embeddings by sqrt(width), but not the visual features beside them."""
-    model.get_input_embeddings().weight.data.mul_(HIDDEN**-0.5)
-
-
 GEMMA_TEXT = {**TEXT, "head_dim": HEAD_DIM, "sliding_window": 16}
 BOTH_KINDS = ["sliding_attention", "full_attention"]
 
@@ -117,7 +113,7 @@ def gemma4(
     config["audio_token_id"] = 11
     return Family(
         name, config, picture, sizes, collate=gemma4_collate,
-        types="mm_token_type_ids", model_type=model_type, settle=quiet_embeddings,
+        types="mm_token_type_ids", model_type=model_type,
     )  # fmt: skip
 
 
@@ -182,6 +178,32 @@ def kimi_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
     return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
+# MiniCPM-V 4.6: patches of all pictures, of one size, in a strip; 4 x 4 of them joined to a token.
+
+
+def minicpm_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels = {"pixel_values": noise(1, 3, 4, 4 * h * w, g=g), "target_sizes": torch.tensor([size])}
+    return Picture([START, *[IMAGE] * (h * w // 16), END], pixels)
+
+
+def minicpm_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
+    flat = [picture.pixels for row in rows for picture in row]
+    return {
+        "pixel_values": torch.cat([pixels["pixel_values"] for pixels in flat], -1),
+        "target_sizes": torch.cat([pixels["target_sizes"] for pixels in flat]),
+    }
+
+
+# Nemotron-H Omni: patches of all pictures on an axis. No video: transformers 5.19 fails on the features of one.
+
+
+def nemotron_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_hw": torch.tensor([size])}
+    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErnieFamily(Family):
     """Ernie 4.5 VL is also told which tokens go to the experts for pictures: placeholders, and the tokens around."""
@@ -203,6 +225,12 @@ def ernie_video(g: torch.Generator, frames: int | None) -> Picture:
     t, h, w = (4, 4, 8) if frames is None else (2 * frames, 4, 4)
     pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
     return Picture([START, *[VIDEO] * (t // 2 * h * w // 4), END], pixels)
+
+
+def edge_video(g: torch.Generator, frames: int | None) -> Picture:
+    t, h, w = (3, 6, 8) if frames is None else (frames, 4, 4)
+    pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
+    return Picture([token for _ in range(t) for token in [START, *[VIDEO] * (h * w // 4), END]], pixels)
 
 
 def _families() -> list[Family]:
@@ -296,6 +324,43 @@ def _families() -> list[Family]:
         vision_config=dict(depth=4, num_heads=2, patch_size=4, **vision, **window),
         video_token_id=VIDEO,
     )
+    qwen35_text = qwen35("qwen3_5").config["text_config"]
+    strip = dict(
+        hidden_size=VISION, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=32,
+        patch_size=4, insert_layer_id=1,
+    )  # fmt: skip
+    minicpm = dict(
+        text_config={**qwen35_text, "model_type": "qwen3_5_text"}, vision_config=strip, video_token_id=VIDEO,
+        insert_layer_id=1,
+    )  # fmt: skip
+    marks = dict(image_start_id=START, image_end_id=END, slice_start_id=TILE, slice_end_id=11, newline_id=BREAK)
+    nemotron = dict(
+        text_config={
+            **TEXT, "head_dim": HEAD_DIM, "num_hidden_layers": 6,
+            "layers_block_type": ["linear_attention", "full_attention", "moe"] + ["linear_attention", "full_attention", "mlp"],
+            "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "expand": 1,
+            "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+        vision_config=dict(
+            hidden_size=VISION, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2.0, patch_size=4, image_size=32,
+            max_img_size=64, video_temporal_patch_size=2, num_cls_tokens=2, num_registers=1,
+        ),
+        projector_hidden_size=64, vision_hidden_size=VISION, video_token_id=VIDEO,
+    )  # fmt: skip
+    cosmos = qwen_config([4, 2, 2], {**deepstack, "model_type": "qwen3_vl_vision"}, head_dim=HEAD_DIM)
+    edge = dict(
+        text_config={**TEXT, "head_dim": HEAD_DIM, "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}},
+        vision_config=dict(
+            hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=4,
+            num_patches=64,
+        ),
+        projector_hidden_size=64, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+    )  # fmt: skip
+    compass = qwen_config([4, 2, 2], deepstack, sliding_window=16, layer_types=BOTH_KINDS * 2)
+    compass["text_config"]["rope_parameters"] = {
+        kind: {**MROPE, "mrope_section": [4, 2, 2]} if kind == "sliding_attention" else None for kind in BOTH_KINDS
+    }
     return [
         qwen35("qwen3_5"),
         qwen35("qwen3_5_moe", **EXPERTS, shared_expert_intermediate_size=32),
@@ -306,7 +371,7 @@ def _families() -> list[Family]:
                moe_intermediate_size=32),
         Family("llama4", chunked, llama4_picture, (1, 2, 0), decoder="language_model.model"),
         Family("lfm2_vl", lfm2, lfm2_picture, GRIDS, collate=lfm2_collate),
-        Family("gemma3n", gemma3n, gemma3n_picture, (128,), settle=quiet_embeddings),
+        Family("gemma3n", gemma3n, gemma3n_picture, (128,)),
         gemma4("gemma4_unified", "gemma4_unified",
                dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=VISION, mm_posemb_size=32, output_proj_dims=VISION),
                picture=unified_picture, sizes=((4, 6), (4, 3), (2, 6))),
@@ -315,12 +380,19 @@ def _families() -> list[Family]:
         Family("qwen3_omni_moe_thinker", omni, qwen_picture, GRIDS, decoder="model", video=omni_video),
         Family("exaone4_5", exaone, qwen_picture, GRIDS, video=qwen_video),
         Family("hyperclovax_vision_v2", clova, qwen_picture, GRIDS, video=qwen_video),
+        Family("minicpmv4_6", minicpm, minicpm_picture, ((16, 16),), collate=minicpm_collate, settle=calm_states),
+        Family("minicpmv4_7", {**minicpm, **marks}, minicpm_picture, ((16, 16),), collate=minicpm_collate,
+               settle=calm_states, types="mm_token_type_ids"),
+        Family("nemotron_h_omni", nemotron, nemotron_picture, GRIDS, decoder="language_model.model"),
+        Family("cosmos3_omni", cosmos, qwen_picture, GRIDS, video=stamped_video, types="mm_token_type_ids"),
+        Family("cosmos3_edge", edge, ernie_picture, GRIDS, video=edge_video, types="mm_token_type_ids"),
+        Family("cohere_compass", compass, qwen_picture, GRIDS, types="mm_token_type_ids"),
         ErnieFamily("ernie4_5_vl_moe", ernie, ernie_picture, GRIDS, video=ernie_video, types="mm_token_type_ids"),
     ]  # fmt: skip
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
 # Families with layers that carry a state, from which no mask can take a token: another oracle is needed.
-STATEFUL = {"qwen3_5", "qwen3_5_moe", "lfm2_vl"}
+STATEFUL = {"qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"}
 REFUSED: dict[str, Family] = {}
 NOT_BUILT: dict[str, str] = {}

@@ -60,6 +60,12 @@ _SPECIAL: dict[str, Support] = {
     "kimi_k25": Support(),
     "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
     "exaone4_5": Support(),
+    "minicpmv4_6": Support(note=_STATE),
+    "minicpmv4_7": Support(note=_STATE),
+    "nemotron_h_omni": Support(note=_STATE),
+    "cosmos3_omni": Support(note="deepstack features are cut and merged with the tokens"),
+    "cosmos3_edge": Support(),
+    "cohere_compass": Support(note="deepstack features are cut and merged with the tokens"),
     "hyperclovax_vision_v2": Support(),
 }
 
@@ -73,7 +79,7 @@ _REASONS = {
     "it has no picture features to choose from at the decoder's entry": "chameleon emu3 fuyu",
     "it hands its decoder more than the common contract, and no adapter for that is written yet": (
         "minimax_m3_vl muse_glimmer "
-        "qwen2_5_omni_thinker cosmos3_omni cosmos3_edge cohere_compass nemotron_h_omni qwen4_exp glm5_next"
+        "qwen2_5_omni_thinker qwen4_exp glm5_next"
     ),
 }
 REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}

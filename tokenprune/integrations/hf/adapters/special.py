@@ -8,8 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_recurrent_attention_mask,
+)
 
+from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.adapters.base import Adapter, register_adapter
 from tokenprune.integrations.hf.adapters.plain import DeepstackAdapter
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
@@ -143,6 +148,13 @@ class ErnieAdapter(Adapter):
 
 
 @register_adapter
+class WindowedDeepstackAdapter(DeepstackAdapter):
+    """Cosmos 3 Omni and Cohere Compass, whose decoder has sliding layers, add features as Qwen3-VL does."""
+
+    families = ("cosmos3_omni", "cohere_compass")
+
+
+@register_adapter
 class DeepstackThinkerAdapter(DeepstackAdapter):
     """Qwen3-Omni's thinker has its decoder as `model`, and merges pictures into text itself."""
 
@@ -193,3 +205,31 @@ class LatentAdapter(Adapter):
     def cached_keys(self, layer: int, cache: Any) -> Tensor:
         latents = cache.layers[layer]
         return self.attention_of(layer).expand_kv(latents.keys, latents.values)[0]
+
+
+@register_adapter
+class NemotronAdapter(Adapter):
+    """Nemotron-H Omni mixes state-space layers, attention and layers of experts."""
+
+    families = ("nemotron_h_omni",)
+    decoder_names = ("language_model.model",)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        if rate := getattr(self.base, "video_pruning_rate", 0):
+            raise UnsupportedModelError(
+                f"this model prunes its videos itself (video_pruning_rate={rate}), so that a prompt is longer than what "
+                "the decoder gets; set model.video_pruning_rate = 0 before patching"
+            )
+
+    def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+        sizes = arguments.get("image_grid_hw")
+        return None if sizes is None else [(1, height // 2, width // 2) for height, width in sizes.tolist()]
+
+    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
+        # create_masks_for_generate knows no layers of experts.
+        about = dict(config=self.text_config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache)
+        return {
+            "full_attention": create_causal_mask(**about),
+            "linear_attention": create_recurrent_attention_mask(**about),
+        }
