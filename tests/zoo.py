@@ -74,7 +74,8 @@ class Family:
     decoder: str = "model.language_model"
     video: Callable[[torch.Generator, int | None], Picture] | None = None  # (generator, frames of 4 tokens or None)
     collate: Callable[[list[list[Picture]]], dict[str, torch.Tensor]] = field(default=lambda rows: join(rows))
-    types: str | None = None  # name under which the processor hands over token types (0 text, 1 image, 2 video)
+    types: str | None = None  # name under which the processor hands over token types,
+    type_ids: tuple[int, int, int] = (0, 1, 2)  # of text, images and videos
     mixes: bool = True  # whether one batch may hold pictures and videos
     model_type: str | None = None  # where `name` is that of a variant
     tower: str | None = None  # the attention of the vision tower, where it does not know sdpa
@@ -158,7 +159,9 @@ class Family:
         inputs = Inputs(input_ids=input_ids, attention_mask=mask)
         inputs.counts = [[picture.count for picture in row] for row in pictures]
         if self.types:
-            inputs[self.types] = pad_sequence([torch.tensor(row) for row in types], True, 0, side)
+            inputs[self.types] = pad_sequence(
+                [torch.tensor(self.type_ids)[row] for row in types], True, self.type_ids[0], side
+            )
         if any(pictures):
             inputs.update(self.collate(pictures))
         return inputs

@@ -5,16 +5,16 @@ decoder, some in several variants. See zoo.py for what a `Family` is."""
 from __future__ import annotations
 
 import zoo
-from families import mrope, plain, special
+from families import mrope, ocr, plain, special
 
-FAMILIES: dict[str, zoo.Family] = zoo.FAMILIES | plain.FAMILIES | mrope.FAMILIES | special.FAMILIES
+FAMILIES: dict[str, zoo.Family] = zoo.FAMILIES | plain.FAMILIES | ocr.FAMILIES | mrope.FAMILIES | special.FAMILIES
 
 # Model types without visual tokens in the sequence of a decoder that this library could meet: there is nothing to
 # build. What is built but refused is in tokenprune/integrations/hf/families.py, and in REFUSED below.
 NOT_BUILT: dict[str, str] = plain.NOT_BUILT | special.NOT_BUILT
 
-# Tiny models that must be refused; those families are tested for the error alone.
-REFUSED: dict[str, zoo.Family] = special.REFUSED
+# Model types that must be refused; they are tested for the error alone.
+REFUSED: dict[str, special.Refused] = special.REFUSED
 
 # Families whose oracle is only_kept.py: some of their layers carry a state.
 STATEFUL: set[str] = special.STATEFUL

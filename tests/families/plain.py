@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from zoo import (
     BREAK,
@@ -16,7 +17,6 @@ from zoo import (
     PINPOINTS,
     START,
     TEXT,
-    TILE,
     VIDEO,
     VISION,
     Family,
@@ -24,7 +24,6 @@ from zoo import (
     anyres_collate,
     anyres_picture,
     gemma_picture,
-    idefics_collate,
     llava_picture,
     noise,
     tower,
@@ -86,7 +85,8 @@ def merged_pixtral_picture(size: tuple[int, int], g: torch.Generator, _: int) ->
 def rows_of(size: tuple[int, int], g: torch.Generator, merge: int) -> Picture:
     h, w = (side // 4 // merge for side in size)
     pixels = {"pixel_values": noise(1, 3, *size, g=g), "image_sizes": torch.tensor([size])}
-    return Picture(([*[IMAGE] * w, BREAK] * h)[:-1] + [END], pixels)
+    ids = [*[IMAGE] * w, BREAK] * h
+    return Picture([*ids[:-1], END], pixels)
 
 
 def unbroken_pixtral_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
@@ -99,11 +99,10 @@ def pixtral_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
     pixels = [picture.pixels for row in rows for picture in row]
     sizes = torch.cat([p["image_sizes"] for p in pixels])
     h, w = sizes.amax(0).tolist()
-    padded = [
-        torch.nn.functional.pad(p["pixel_values"], (0, w - p["pixel_values"].shape[-1], 0, h - p["pixel_values"].shape[-2]))
-        for p in pixels
-    ]
-    return {"pixel_values": torch.cat(padded), "image_sizes": sizes}
+    padded = torch.zeros(len(pixels), 3, h, w)
+    for place, p in zip(padded, pixels, strict=True):
+        place[:, : p["pixel_values"].shape[-2], : p["pixel_values"].shape[-1]] = p["pixel_values"][0]
+    return {"pixel_values": padded, "image_sizes": sizes}
 
 
 PIXTRAL = dict(sizes=((16, 24), (24, 24), (32, 16)), collate=pixtral_collate)
@@ -143,8 +142,10 @@ def idefics2_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Pictu
 def idefics2_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
     """Rows with fewer pictures are filled up with zeros."""
     columns = {"pixel_values": torch.zeros(0, 3, 32, 32), "pixel_attention_mask": torch.zeros(0, 32, 32).long()}
-    of_rows = {key: [torch.cat([empty, *(p.pixels[key] for p in row)]) for row in rows] for key, empty in columns.items()}
-    return {key: torch.nn.utils.rnn.pad_sequence(value, batch_first=True) for key, value in of_rows.items()}
+    return {
+        key: pad_sequence([torch.cat([empty, *(p.pixels[key] for p in row)]) for row in rows], batch_first=True)
+        for key, empty in columns.items()
+    }
 
 
 # DeepSeek-VL (hybrid): one picture at two resolutions.
@@ -167,6 +168,8 @@ TIMM = dict(
 
 def _families() -> list[Family]:
     shapes = ((16, 32), (32, 8), (8, 32), (32, 16))
+    got = run(16, 128, wrapped=True)
+    paligemma = dict(vision_config=SIGLIP, projection_dim=HIDDEN, hidden_size=HIDDEN, vocab_size=TEXT["vocab_size"])
     gemma_layers = ["sliding_attention", "full_attention"] * 2
     return [
         Family("vipllava", dict(text_config=LLAMA, vision_config=CLIP, vision_feature_layers=[-1, -2, 1]),
@@ -187,9 +190,10 @@ def _families() -> list[Family]:
         Family("aya_vision", dict(text_config=COHERE2, vision_config=SIGLIP), run(9, 24), (2, 1, 3)),
         Family("cohere2_vision", dict(text_config=COHERE2, vision_config=SIGLIP, alignment_intermediate_size=64),
                run(9, 24), (2, 1, 3)),
-        Family("got_ocr2", dict(text_config=QWEN2, vision_config=GOT_TOWER), run(16, 128, wrapped=True), (1,), tower="eager"),
-        Family("pp_chart2table", dict(text_config=QWEN2, vision_config=GOT_TOWER), run(16, 128, wrapped=True), (1,), tower="eager"),
-        Family("qianfan_ocr", dict(text_config=QWEN3, vision_config={**tower("qianfan_ocr_vision", 32), "layer_scale_init_value": 1.0}),
+        Family("got_ocr2", dict(text_config=QWEN2, vision_config=GOT_TOWER), got, (1,), tower="eager"),
+        Family("pp_chart2table", dict(text_config=QWEN2, vision_config=GOT_TOWER), got, (1,), tower="eager"),
+        Family("qianfan_ocr", dict(text_config=QWEN3, vision_config={**tower("qianfan_ocr_vision", 32),
+                                                                     "layer_scale_init_value": 1.0}),
                run(16, 32, wrapped=True), (2, 1, 3)),
         Family("perception_lm", dict(text_config=LLAMA, vision_config=TIMM, video_token_id=VIDEO),
                perception_picture, (2,), video=perception_video),
@@ -198,9 +202,13 @@ def _families() -> list[Family]:
                    patch_size=4, vocab_size=64), visual_indicator_token_ids=[START, END, BREAK, FAKE, GLOBAL],
                    vocab_size=TEXT["vocab_size"], hidden_size=HIDDEN),
                ovis_picture, (2, 1, 3)),
-        Family("paligemma", dict(text_config={**TEXT, "model_type": "gemma", "head_dim": HEAD_DIM},
-                                 vision_config=SIGLIP, projection_dim=HIDDEN, hidden_size=HIDDEN, vocab_size=TEXT["vocab_size"]),
-               llava_picture, (24,)),
+        # The whole prompt sees itself both ways.
+        Family("paligemma", dict(text_config={**TEXT, "model_type": "gemma", "head_dim": HEAD_DIM}, **paligemma),
+               llava_picture, (24,), types="token_type_ids", type_ids=(0, 0, 0)),
+        Family("paligemma2", dict(text_config={**TEXT, "model_type": "gemma2", "head_dim": HEAD_DIM,
+                                               "query_pre_attn_scalar": HEAD_DIM, "sliding_window": 16,
+                                               "layer_types": gemma_layers}, **paligemma),
+               llava_picture, (24,), types="token_type_ids", type_ids=(0, 0, 0), model_type="paligemma"),
         Family("shieldgemma2", dict(text_config={**TEXT, "head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM,
                                                  "sliding_window": 16, "layer_types": gemma_layers},
                                     vision_config={**SIGLIP, "image_size": 32}, mm_tokens_per_image=16,

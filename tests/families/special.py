@@ -3,12 +3,23 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    EvollaConfig,
+    EvollaForProteinText2Text,
+    GPT2Config,
+    PreTrainedModel,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+)
 
 from zoo import (
     ANYRES,
@@ -204,6 +215,16 @@ def nemotron_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Pictu
     return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
+# Step 3.7: crops of 4 tokens, then the whole picture in 16.
+
+
+def step_picture(crops: int, g: torch.Generator, _: int) -> Picture:
+    pixels = {"pixel_values": noise(1, 3, 64, 64, g=g), "num_local_patches": torch.tensor([crops])}
+    if crops:
+        pixels["pixel_values_local"] = noise(crops, 3, 32, 32, g=g)
+    return Picture([START, *[IMAGE] * (4 * crops + 16), END], pixels)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErnieFamily(Family):
     """Ernie 4.5 VL is also told which tokens go to the experts for pictures: placeholders, and the tokens around."""
@@ -361,6 +382,25 @@ def _families() -> list[Family]:
     compass["text_config"]["rope_parameters"] = {
         kind: {**MROPE, "mrope_section": [4, 2, 2]} if kind == "sliding_attention" else None for kind in BOTH_KINDS
     }
+    muse = dict(
+        text_config={**TEXT, "head_dim": HEAD_DIM, "sliding_window": 16, "layer_types": BOTH_KINDS * 2,
+                     "layer_rope_theta": [10_000.0, 0, 10_000.0, 0], "output_multiplier": 1.0},
+        vision_config=dict(
+            hidden_size=VISION, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, patch_size=4,
+            pos_emb_height=4, pos_emb_width=4,
+        ),
+        out_hidden_size=4 * VISION, projector_hidden_size=64, video_token_id=VIDEO,
+    )  # fmt: skip
+    step = dict(
+        text_config={**TEXT, "head_dim": HEAD_DIM, "sliding_window": 16, "layer_types": BOTH_KINDS * 2,
+                     "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+                     "moe_intermediate_size": 32, "share_expert_dim": 32,
+                     "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+        vision_config=dict(
+            hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=64,
+            patch_size=4, mlp_ratio=2.0,
+        ),
+    )  # fmt: skip
     return [
         qwen35("qwen3_5"),
         qwen35("qwen3_5_moe", **EXPERTS, shared_expert_intermediate_size=32),
@@ -387,6 +427,8 @@ def _families() -> list[Family]:
         Family("cosmos3_omni", cosmos, qwen_picture, GRIDS, video=stamped_video, types="mm_token_type_ids"),
         Family("cosmos3_edge", edge, ernie_picture, GRIDS, video=edge_video, types="mm_token_type_ids"),
         Family("cohere_compass", compass, qwen_picture, GRIDS, types="mm_token_type_ids"),
+        Family("muse_glimmer", muse, qwen_picture, GRIDS, video=qwen_video),
+        Family("step3p7", step, step_picture, (2, 0, 3)),
         ErnieFamily("ernie4_5_vl_moe", ernie, ernie_picture, GRIDS, video=ernie_video, types="mm_token_type_ids"),
     ]  # fmt: skip
 
@@ -394,5 +436,36 @@ def _families() -> list[Family]:
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
 # Families with layers that carry a state, from which no mask can take a token: another oracle is needed.
 STATEFUL = {"qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"}
-REFUSED: dict[str, Family] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A model type that is refused by its name alone: built at its full size without memory, on the meta device."""
+
+    kind: str
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self) -> PreTrainedModel:
+        with torch.device("meta"):
+            if self.kind == "evolla":  # in the mapping by name, but not in the auto class
+                return EvollaForProteinText2Text(EvollaConfig())
+            if self.kind == "vision-encoder-decoder":
+                parts = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(), GPT2Config())
+                return VisionEncoderDecoderModel(parts)
+            return AutoModelForImageTextToText.from_config(CONFIG_MAPPING[self.kind](**copy.deepcopy(self.config)))
+
+
+_ALL_REFUSED = [
+    Refused("blip"), Refused("blip-2"), Refused("chameleon", dict(vocabulary_map={"<image>": IMAGE})),
+    Refused("diffusion_gemma", dict(text_config=dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+                                     vision_config=dict(model_type="gemma4_vision"))),
+    Refused("evolla"), Refused("florence2"), Refused("git"), Refused("glm5_next"), Refused("idefics"),
+    Refused("inkling_mm_model"), Refused("instructblip"), Refused("instructblipvideo"), Refused("kosmos-2"),
+    Refused("kosmos-2.5"), Refused("minimax_m3_vl"), Refused("mistral4"), Refused("mllama"), Refused("pi0"),
+    Refused("pix2struct"), Refused("pp_formulanet"),
+    Refused("qwen4_exp", dict(text_config=dict(indexer_budget=8, indexer_compress_ratio=2, indexer_n_heads=2,
+                                               indexer_kv_heads=1, indexer_head_dim=256))), Refused("t5gemma2"),
+    Refused("udop"), Refused("vision-encoder-decoder"),
+]  # fmt: skip
+REFUSED: dict[str, Refused] = {refused.kind: refused for refused in _ALL_REFUSED}
 NOT_BUILT: dict[str, str] = {}

@@ -154,7 +154,7 @@ class Engine(Attachable):
 
     def _find_segments(self, call: Call, batch: int, length: int) -> None:
         outputs = call.outputs if self.adapter.features_per_picture else {}
-        call.segments = find_segments(call.visual, outputs, self.per)
+        call.segments = find_segments(call.visual, outputs, self.per, self.adapter.step_within_picture)
         if call.segments is not None:
             call.report = Report(self.shape, call.segments, batch, length, self.record)
             call.report.stats.notes = call.notes

@@ -40,7 +40,39 @@ _EVERY_METHOD = {
 }
 
 # Families of the common contract.
+_FRAMES_AS_IMAGES = Support(note="frames of a video carry the id of images; a batch holds pictures or videos, not both")
 _PLAIN: dict[str, Support] = {
+    "aria": Support(note="queries of a resampler: no grid"),
+    "aya_vision": Support(),
+    "cohere2_vision": Support(),
+    "deepseek_ocr2": Support(note="crops, whole picture and separator make one run; queries: no grid"),
+    "deepseek_vl": Support(),
+    "deepseek_vl_hybrid": Support(),
+    "fast_vlm": Support(),
+    "fuyu": Support(note="no vision tower; ids at the ends of rows are text and stay"),
+    "glm46v": _FRAMES_AS_IMAGES,
+    "glm4v": _FRAMES_AS_IMAGES,
+    "glm4v_moe": _FRAMES_AS_IMAGES,
+    "glm_ocr": _FRAMES_AS_IMAGES,
+    "glmga": _FRAMES_AS_IMAGES,
+    "got_ocr2": Support(),
+    "hunyuan_vl": Support(note="features for begin, end and ends of rows may go like any other"),
+    "idefics2": Support(note="queries of a resampler: no grid"),
+    "janus": Support(note="reading pictures, not drawing them"),
+    "lighton_ocr": Support(),
+    "llava_next_video": Support(),
+    "mistral3": Support(note="ids at the ends of rows are text and stay"),
+    "ovis2": Support(note="each tile counts as an image; indicator ids are text and stay"),
+    "paddleocr_vl": Support(),
+    "paligemma": Support(note="kept tokens of the prefix go on seeing each other both ways"),
+    "perception_lm": Support(),
+    "pp_chart2table": Support(),
+    "qianfan_ocr": Support(),
+    "qwen2_5_omni_thinker": Support(note="audio stays; for the whole model, patch its `thinker`"),
+    "qwen3_vl_moe": Support(note="deepstack features are cut and merged with the tokens"),
+    "shieldgemma2": Support(note="kept tokens of a picture go on seeing each other both ways"),
+    "video_llama_3": Support(note="patches of a video that do not move are gone already: no grid"),
+    "video_llava": Support(),
     "vipllava": Support(),
 }
 
@@ -60,6 +92,8 @@ _SPECIAL: dict[str, Support] = {
     "kimi_k25": Support(),
     "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
     "exaone4_5": Support(),
+    "muse_glimmer": Support(),
+    "step3p7": Support(note="crops come before the whole view in one run: no grid"),
     "minicpmv4_6": Support(note=_STATE),
     "minicpmv4_7": Support(note=_STATE),
     "nemotron_h_omni": Support(note=_STATE),
@@ -71,16 +105,25 @@ _SPECIAL: dict[str, Support] = {
 
 SUPPORTED: dict[str, Support] = {**_EVERY_METHOD, **_PLAIN, **_SPECIAL}
 
-# Model types that cannot work, and model types that no adapter covers yet: cutting would be silently wrong.
+# Model types that cannot work: cutting would be without meaning, or silently wrong.
 _REASONS = {
-    "its pictures enter through cross-attention, not through the sequence": "mllama idefics",
-    "its pictures are not in the sequence of a decoder": "florence2 t5gemma2 git",
-    "its prefill does not pass through the outer forward": "blip-2 instructblip instructblipvideo kosmos-2",
-    "it has no picture features to choose from at the decoder's entry": "chameleon emu3 fuyu",
-    "it hands its decoder more than the common contract, and no adapter for that is written yet": (
-        "minimax_m3_vl muse_glimmer "
-        "qwen2_5_omni_thinker qwen4_exp glm5_next"
+    "its pictures enter through cross-attention, not through the sequence: no layer but those would get faster, and "
+    "their keys are not of the prompt": "mllama idefics evolla blip",
+    "its pictures are in an encoder that the decoder reads by cross-attention": (
+        "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
     ),
+    "it puts its pictures before the text inside its own layers, without placeholders in the prompt": "git",
+    "its pictures are a few queries of a Q-Former, and generate() hands them to the language model past the model's own "
+    "forward": "blip-2 instructblip instructblipvideo",
+    "its decoder takes pictures by places of its own and counts positions itself, and generate() calls it past the "
+    "model's own forward": "kosmos-2 kosmos-2.5",
+    "its decoder takes ids and pixels and puts the one into the other inside": "chameleon",
+    "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens gone "
+    "the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
+    "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model",
+    "it writes blocks of text by diffusion, and does not keep what it read of the prompt": "diffusion_gemma",
+    "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
+    "it takes no pictures in transformers, text alone": "mistral4",
 }
 REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
 

@@ -44,19 +44,19 @@ def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
         )
 
 
-def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str) -> Segments | None:
+def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str, step: int = 1) -> Segments | None:
     """Group placeholders into segments; None if there are none.
 
     masks: bool `[B, L]` for each modality. outputs: the encoder's output for each modality, where known: it tells
     pictures apart that stand side by side, and carries their grids; without it every unbroken run of placeholders is a
-    segment.
-    per: "image", or "prompt" for one segment a row.
+    segment. per: "image", or "prompt" for one segment a row. step: from one placeholder to the next within a run; 2
+    where ids for the ends of rows stand between.
     """
     pieces = []  # (row, positions, grid, modality)
     for modality, mask in masks.items():
         rows, columns = mask.cpu().nonzero(as_tuple=True)
         if len(rows):
-            pieces += _pieces(modality, rows, columns, outputs.get(modality))
+            pieces += _pieces(modality, rows, columns, outputs.get(modality), step)
     if not pieces:
         return None
     pieces.sort(key=lambda piece: (piece[0], int(piece[1][0])))
@@ -82,11 +82,11 @@ def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str) -
     )
 
 
-def _pieces(modality: str, rows: Tensor, columns: Tensor, output: Any) -> list[tuple]:
+def _pieces(modality: str, rows: Tensor, columns: Tensor, output: Any, step: int) -> list[tuple]:
     counts = feature_counts(output)
     grids = getattr(output, "tokenprune_grids", None) or []
     if counts is None or sum(counts) != len(rows):
-        breaks = (rows.diff() != 0) | (columns.diff() != 1)
+        breaks = (rows.diff() != 0) | (columns.diff() > step)
         ends = (breaks.nonzero().flatten() + 1).tolist()
         counts, grids = [b - a for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)], []
     spans = [(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True) if count]

@@ -33,7 +33,7 @@ class Adapter:
 
     families: tuple[str, ...] = ()
     decoder_names: tuple[str, ...] = ("language_model",)
-    norm_names: tuple[str, ...] = ("norm", "embedding_norm", "norm_f")  # of the decoder's final norm
+    norm_name = "norm"  # of the decoder's last norm
 
     # Per-token arguments beyond the common ones. Of the decoder: those that take_extras deals with, and those that are
     # gathered with the embeddings (name -> axis of the tokens). Of each layer: name or position -> axis.
@@ -48,6 +48,8 @@ class Adapter:
     # Whether a list of features from the encoder has one entry per picture; if not, runs of placeholders tell them
     # apart.
     features_per_picture = True
+    # Where no such list tells pictures apart: from one placeholder of a picture to the next, at most.
+    step_within_picture = 1
 
     def __init__(self, model: nn.Module) -> None:
         self.config = model.config
@@ -74,12 +76,11 @@ class Adapter:
                     decoder = attrgetter(name)(base)
                 except AttributeError:
                     continue
-                normed = any(hasattr(decoder, norm) for norm in self.norm_names)
-                if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and normed:
+                if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, self.norm_name):
                     return base, decoder
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no {' or '.join(self.decoder_names)} with layers and norm where it is "
-            f"expected. {how_to_add()}"
+            f"{type(model).__name__} has no {' or '.join(self.decoder_names)} with layers and {self.norm_name} "
+            f"where it is expected. {how_to_add()}"
         )
 
     def _placeholder_ids(self) -> dict[str, int]:
@@ -95,17 +96,17 @@ class Adapter:
             )
         return ids
 
-    @property
-    def norm(self) -> nn.Module:
-        """The decoder's final norm."""
-        return next(getattr(self.decoder, name) for name in self.norm_names if hasattr(self.decoder, name))
-
     def attention_of(self, layer: int) -> nn.Module:
         """Return the self-attention module of a decoder layer."""
         for name in ("self_attn", "attention", "attn", "self_attention", "mixer"):
             if isinstance(module := getattr(self.decoder.layers[layer], name, None), nn.Module):
                 return module
         raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
+
+    @property
+    def norm(self) -> nn.Module:
+        """The decoder's last norm."""
+        return getattr(self.decoder, self.norm_name)
 
     @property
     def attention(self) -> str:
@@ -152,7 +153,8 @@ class Adapter:
         sizes = arguments.get(f"{modality}_grid_thw")
         if sizes is None:
             return None
-        merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
+        vision = self.config.vision_config
+        merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
         return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
 
     def video_frames(self, arguments: dict[str, Any]) -> list[int] | None:

@@ -58,6 +58,15 @@ class Idefics3Adapter(FixedSizeAdapter):
 
 
 @register_adapter
+class FuyuAdapter(Adapter):
+    """Fuyu has no vision tower: patches are projected, all pictures' on one axis. An id ends each row of patches."""
+
+    families = ("fuyu",)
+    norm_name = "final_layernorm"
+    step_within_picture = 2
+
+
+@register_adapter
 class GlmAdapter(Adapter):
     """GLM-4.1V and its kin mark the frames of a video with the id of images. A batch holds the one or the other."""
 

@@ -132,6 +132,23 @@ class QueryScales(Part):
 
 
 @register_adapter
+class Lfm2Adapter(Adapter):
+    """LFM2-VL mixes convolutions with attention, and calls its last norm by another name."""
+
+    families = ("lfm2_vl",)
+    norm_name = "embedding_norm"
+
+
+@register_adapter
+class Emu3Adapter(Adapter):
+    """Emu 3 turns pictures into ids of its vocabulary, so that tokens that look alike are equal; ids that end its rows
+    are among them. Its decoder is `text_model`."""
+
+    families = ("emu3",)
+    decoder_names = ("text_model",)
+
+
+@register_adapter
 class ErnieAdapter(Adapter):
     """Ernie 4.5 VL routes tokens to experts for text or for pictures, by a type that every layer is handed."""
 
@@ -202,6 +219,11 @@ class LatentAdapter(Adapter):
 
     families = ("kimi_k25",)
 
+    def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+        sizes, (height, width) = arguments.get(f"{modality}_grid_thw"), self.config.vision_config.merge_kernel_size
+        # The frames of a video are averaged.
+        return None if sizes is None else [(1, h // height, w // width) for _, h, w in sizes.tolist()]
+
     def cached_keys(self, layer: int, cache: Any) -> Tensor:
         latents = cache.layers[layer]
         return self.attention_of(layer).expand_kv(latents.keys, latents.values)[0]
@@ -212,6 +234,7 @@ class NemotronAdapter(Adapter):
     """Nemotron-H Omni mixes state-space layers, attention and layers of experts."""
 
     families = ("nemotron_h_omni",)
+    norm_name = "norm_f"
     decoder_names = ("language_model.model",)
 
     def __init__(self, model: nn.Module) -> None:
