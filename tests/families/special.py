@@ -225,6 +225,18 @@ def step_picture(crops: int, g: torch.Generator, _: int) -> Picture:
     return Picture([START, *[IMAGE] * (4 * crops + 16), END], pixels)
 
 
+# Emu 3: pixels become ids of the vocabulary, 4 x 4 of them one, and a row ends with one more.
+
+
+def emu_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels = torch.zeros(1, 3, 24, 24)
+    pixels[..., :h, :w] = noise(1, 3, h, w, g=g)
+    return Picture(
+        [START, *[IMAGE] * (h // 4 * (w // 4 + 1)), END], {"pixel_values": pixels, "image_sizes": torch.tensor([size])}
+    )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErnieFamily(Family):
     """Ernie 4.5 VL is also told which tokens go to the experts for pictures: placeholders, and the tokens around."""
@@ -401,6 +413,15 @@ def _families() -> list[Family]:
             patch_size=4, mlp_ratio=2.0,
         ),
     )  # fmt: skip
+    emu = dict(
+        text_config=TEXT,
+        vq_config=dict(
+            codebook_size=64, embed_dim=4, latent_channels=4, base_channels=32, channel_multiplier=[1, 1, 1],
+            num_res_blocks=1, hidden_size=32, attn_resolutions=[],
+        ),
+        vocabulary_map={"<image>": IMAGE, "<|extra_200|>": BREAK}
+        | {f"<|visual token {code:06d}|>": 64 + code for code in range(64)},
+    )  # fmt: skip
     return [
         qwen35("qwen3_5"),
         qwen35("qwen3_5_moe", **EXPERTS, shared_expert_intermediate_size=32),
@@ -429,6 +450,7 @@ def _families() -> list[Family]:
         Family("cohere_compass", compass, qwen_picture, GRIDS, types="mm_token_type_ids"),
         Family("muse_glimmer", muse, qwen_picture, GRIDS, video=qwen_video),
         Family("step3p7", step, step_picture, (2, 0, 3)),
+        Family("emu3", emu, emu_picture, ((16, 24), (24, 16), (16, 16)), decoder="model.text_model"),
         ErnieFamily("ernie4_5_vl_moe", ernie, ernie_picture, GRIDS, video=ernie_video, types="mm_token_type_ids"),
     ]  # fmt: skip
 

@@ -92,6 +92,7 @@ _SPECIAL: dict[str, Support] = {
     "kimi_k25": Support(),
     "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
     "exaone4_5": Support(),
+    "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
     "muse_glimmer": Support(),
     "step3p7": Support(note="crops come before the whole view in one run: no grid"),
     "minicpmv4_6": Support(note=_STATE),
