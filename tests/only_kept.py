@@ -50,17 +50,18 @@ class _Rows:
     stays: list[int] = field(default_factory=list)  # and at the current layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        prompt = cache is None or not cache.get_seq_length()
         whole = self.original(*args, **kwargs)  # for the caller's cache
         embeds, positions = kwargs["inputs_embeds"], kwargs.get("position_ids")
         batch, length = embeds.shape[:2]
         if positions is None:
             positions = torch.arange(length)[None]
         positions = positions.expand(*positions.shape[:-2], batch, length)
-        prompt = length > 1
         if prompt:
             self.caches = [DynamicCache(config=self.decoder.config) for _ in range(batch)]
         out = torch.zeros_like(whole.last_hidden_state)
-        for row, cache in enumerate(self.caches):
+        for row, held in enumerate(self.caches):
             self.row = row if prompt else None
             self.stays = list(range(length))
             tokens = embeds[row : row + 1]
@@ -68,7 +69,7 @@ class _Rows:
                 tokens = self._enter(tokens, kwargs.get("attention_mask"))
             changed = dict(
                 inputs_embeds=tokens, position_ids=positions[..., row : row + 1, self.stays], attention_mask=None,
-                past_key_values=cache, use_cache=True,
+                past_key_values=held, use_cache=True,
             )  # fmt: skip
             result = self.original(*args, **kwargs | changed).last_hidden_state
             out[row, self.stays] = result[0]
