@@ -46,6 +46,7 @@ class _Rows:
     cuts: Sequence[Any]
     caches: list[DynamicCache] = field(default_factory=list)
     row: int | None = None  # the row that runs through the layers, in its prompt
+    held: DynamicCache | None = None  # its cache, in a later turn of several tokens
     entered: list[int] = field(default_factory=list)  # positions of its tokens at the decoder's entry
     stays: list[int] = field(default_factory=list)  # and at the current layer
 
@@ -62,7 +63,7 @@ class _Rows:
             self.caches = [DynamicCache(config=self.decoder.config) for _ in range(batch)]
         out = torch.zeros_like(whole.last_hidden_state)
         for row, held in enumerate(self.caches):
-            self.row = row if prompt else None
+            self.row, self.held = (row, None) if prompt else (None, held)
             self.stays = list(range(length))
             tokens = embeds[row : row + 1]
             if prompt:
@@ -73,7 +74,7 @@ class _Rows:
             )  # fmt: skip
             result = self.original(*args, **kwargs | changed).last_hidden_state
             out[row, self.stays] = result[0]
-        self.row = None
+        self.row = self.held = None
         whole.last_hidden_state = out
         return whole
 
@@ -104,7 +105,13 @@ class _Rows:
 
     def enter_layer(self, index: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if self.row is None:
-            return None
+            keys = getattr(self.held and self.held.layers[index], "keys", None)
+            if keys is None or args[0].shape[1] == 1:
+                return None
+            # Layers hold different numbers of tokens; the decoder made one mask for all of them.
+            queries, past = args[0].shape[1], keys.shape[-2]
+            causal = torch.ones(1, 1, queries, past + queries, dtype=torch.bool).tril(past)
+            return args, kwargs | {"attention_mask": causal}
         assert kwargs.get("attention_mask") is None, "one row without padding needs no mask here"
         hidden = args[0]
         for cut in self.cuts:
