@@ -74,7 +74,7 @@ def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[in
     rows = []
     for counts, ids in zip(inputs.counts, inputs["input_ids"], strict=True):
         places = ((ids == IMAGE) | (ids == VIDEO)).nonzero().flatten()
-        if family.decoder == "model.text_model":  # nothing that reaches these models says which tiles make a picture
+        if family.kind in ("idefics3", "smolvlm"):  # nothing that reaches these models says which tiles make a picture
             counts = [16] * (len(places) // 16)
         if per == "prompt":
             counts = [len(places)] if len(places) else []

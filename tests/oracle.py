@@ -36,24 +36,36 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
     """
     decoder = model.get_submodule(family.decoder)
     handles = [decoder.register_forward_pre_hook(lambda m, a, k: _merge_deepstack(cuts, a, k), with_kwargs=True)]
+    entered = [0]
+
+    def enter_decoder(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        cache = kwargs.get("past_key_values")
+        entered[0] = 0 if cache is None else int(cache.get_seq_length())
+        if not entered[0]:
+            for cut in cuts:
+                if cut.layer == 0 and cut.sources is not None:
+                    kwargs = kwargs | {"inputs_embeds": merged(kwargs["inputs_embeds"], cut.sources)}
+        return args, kwargs
+
+    handles.append(decoder.register_forward_pre_hook(enter_decoder, with_kwargs=True))
     for index, layer in enumerate(decoder.layers):
         before = [cut for cut in cuts if cut.layer <= index]
         if not before:
             continue
-        merges = [cut.sources for cut in before if cut.layer == index and cut.sources is not None]
+        merges = [cut.sources for cut in before if cut.layer == index and index and cut.sources is not None]
 
         def enter(module: Any, args: tuple, kwargs: dict, index=index, before=before, merges=merges) -> tuple:
             hidden = args[0] if args else kwargs.pop("hidden_states")
             cache = kwargs.get("past_key_values")
-            past = seen_before(cache, index)
-            step = past + hidden.shape[1] - length if past else 0
+            past = entered[0]
+            step = past + hidden.shape[-2] - length if past else 0
             # Of the cuts of one method at one layer, the latest tells what is left.
             now = {(cut.layer, cut.method): cut for cut in before if cut.step <= step}
             alive = torch.stack([survivors(cut, length) for cut in now.values()]).all(0)
             if not past:  # the prompt; later calls have nothing to merge
                 for sources in merges:
-                    hidden = _merged(hidden, sources)
-            mask = without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
+                    hidden = merged(hidden, sources)
+            mask = without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config, past)
             return (hidden, *args[1:]), kwargs | {"attention_mask": mask}
 
         handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
@@ -71,12 +83,19 @@ def seen_before(cache: Any, layer: int) -> int:
     return int(cache.layers[layer].get_seq_length())
 
 
-def without(mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, config: Any) -> Tensor:
-    """Return a 4-D mask like `mask` in which nothing sees the columns of tokens that are gone."""
-    batch, queries = hidden.shape[:2]
-    past = seen_before(cache, layer)
+def without(
+    mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, layer: int, config: Any, past: int | None = None
+) -> Tensor:
+    """Return a 4-D mask like `mask` in which nothing sees the columns of tokens that are gone.
+
+    past: tokens of earlier calls, where the layer has no cache of its own."""
+    batch, queries = hidden.shape[-3:-1]
+    past = seen_before(cache, layer) if past is None else past
     assert mask is None or mask.ndim == 4, "the oracle knows masks made for sdpa or eager attention, and no mask"
-    keys = mask.shape[-1] if mask is not None else queries + (cache.layers[layer].keys.shape[-2] if past else 0)
+    held = 0
+    if past and mask is None:  # a layer that shares the keys of another has no cache of its own
+        held = cache.layers[layer].keys.shape[-2] if layer < len(cache.layers) else past
+    keys = queries + held if mask is None else mask.shape[-1]
     alive = alive.repeat_interleave(batch // alive.shape[0], dim=0)
     alive = torch.cat([alive, alive.new_ones(batch, past + queries - alive.shape[1])], 1)  # generated tokens
     gone = ~alive[:, None, None, past + queries - keys :]
@@ -94,7 +113,7 @@ def without(mask: Tensor | None, alive: Tensor, hidden: Tensor, cache: Any, laye
     return mask.masked_fill(gone, torch.finfo(mask.dtype).min)
 
 
-def _merged(hidden: Tensor, sources: list[dict[int, list[int]]]) -> Tensor:
+def merged(hidden: Tensor, sources: list[dict[int, list[int]]]) -> Tensor:
     out = hidden.clone()
     for row, groups in enumerate(sources):
         for target, members in groups.items():
@@ -112,9 +131,19 @@ def _merge_deepstack(cuts: Sequence[Any], args: tuple, kwargs: dict) -> tuple:
             dense[mask] = feature
             for cut in cuts:
                 if cut.sources is not None and cut.layer <= layer:
-                    dense = _merged(dense, cut.sources)
+                    dense = merged(dense, cut.sources)
             changed.append(dense[mask])
         kwargs = kwargs | {"deepstack_visual_embeds": changed}
+    if kwargs.get("deepstack_features"):  # added before layers: a cut at one of them finds them in the hidden states
+        mask, changed = kwargs["vision_mask"].squeeze(-1), {}
+        for layer, feature in kwargs["deepstack_features"].items():
+            dense = feature.new_zeros(*mask.shape, feature.shape[-1])
+            dense[mask] = feature
+            for cut in cuts:
+                if cut.sources is not None and (cut.layer < layer or cut.layer == 0):
+                    dense = merged(dense, cut.sources)
+            changed[layer] = dense[mask]
+        kwargs = kwargs | {"deepstack_features": changed}
     return args, kwargs
 
 

@@ -6,19 +6,19 @@ The families of zoo.py, on which the rest of the suite runs every method, are pa
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from torch import nn
-from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import tokenprune
-from conftest import pieces
-from families import FAMILIES, REFUSED
+from conftest import pieces, snapshot
+from families import FAMILIES, REFUSED, STATEFUL
+from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.hf import families
@@ -72,6 +72,7 @@ def test_equals_masking(family: Family, model, method: str, methods: list[str]) 
     """Forward and generate compute what the unpatched model computes with the columns masked, and 1e-3 is felt."""
     if method not in methods:
         pytest.skip(f"{family.kind} takes no method at the site of {method}, and docs/families.md says so")
+    reference = only_kept if family.name in STATEFUL else reduced
     for batch in batches(family):
         inputs = family.make_inputs(**batch)
         with torch.no_grad(), tokenprune.patched(model, method, keep=0.3, record=True):
@@ -80,12 +81,12 @@ def test_equals_masking(family: Family, model, method: str, methods: list[str]) 
             written, tokens, _ = generate_logits(model, inputs, STEPS)
             cuts = tokenprune.stats(model).cuts
         alive = check_survivors(forward_cuts, inputs, family, model)
-        with torch.no_grad(), reduced(family, model, forward_cuts, alive.shape[1]):
+        with torch.no_grad(), reference(family, model, forward_cuts, alive.shape[1]):
             want = model(**inputs).logits
         close(got[alive], want[alive])
         # Padded rows have other positions in generate, so that a method may choose differently.
         check_survivors(cuts, inputs, family, model)
-        with reduced(family, model, cuts, alive.shape[1]):
+        with reference(family, model, cuts, alive.shape[1]):
             masked, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
         close(written, masked)
         full, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
@@ -116,18 +117,12 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     model = REFUSED[name].build()
-    with pytest.raises(UnsupportedModelError, match=f"'{REFUSED[name].kind}' is not supported: it"):
-        tokenprune.patch(model, "divprune", keep=0.3)
-    assert not tokenprune.is_patched(model)
-
-
-def test_every_reason_is_told() -> None:
-    for kind, reason in families.REFUSED.items():
-        model = nn.Module()
-        model.config = PreTrainedConfig()
-        model.config.model_type = kind
-        with pytest.raises(UnsupportedModelError, match=f"{kind!r} is not supported: {reason}"):
-            tokenprune.patch(model, "divprune", keep=0.3)
+    was = snapshot(model)
+    reason = re.escape(families.REFUSED[name])
+    for method in METHODS:
+        with pytest.raises(UnsupportedModelError, match=f"'{name}' is not supported: {reason}"):
+            tokenprune.patch(model, method, keep=0.3)
+    assert snapshot(model) == was
 
 
 def test_every_model_type_is_built_or_refused() -> None:

@@ -195,7 +195,8 @@ def wake(model: PreTrainedModel) -> None:
         else:
             p.normal_(std=1.5 / math.sqrt(p[0].numel()))
     # Special ids get logit zero: a random model that generates a placeholder would confuse what is visual.
-    model.get_output_embeddings().weight[:FIRST_TEXT_ID] = 0
+    head = model.get_output_embeddings() or model.language_model.get_output_embeddings()
+    head.weight[:FIRST_TEXT_ID] = 0
 
 
 def join(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def _mean(sizes: Any) -> int:
+    """A size that is given for each layer, as one number."""
+    return round(sum(sizes) / len(sizes)) if isinstance(sizes, (list, tuple)) else sizes
+
+
 @dataclass(frozen=True)
 class DecoderShape:
     """The sizes that the closed forms need; `from_config` reads them from a Hugging Face text config."""
@@ -24,7 +29,7 @@ class DecoderShape:
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            intermediate=_mean(getattr(config, "intermediate_size", None)) or 4 * config.hidden_size,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,

@@ -9,6 +9,8 @@ from families import mrope, ocr, plain, special
 
 FAMILIES: dict[str, zoo.Family] = zoo.FAMILIES | plain.FAMILIES | ocr.FAMILIES | mrope.FAMILIES | special.FAMILIES
 
-# Tiny models that must be refused. Other model types that tokenprune/integrations/hf/families.py refuses are not built:
-# the type is reason enough.
-REFUSED: dict[str, zoo.Family] = special.REFUSED
+# Model types that must be refused; they are tested for the error alone.
+REFUSED: dict[str, special.Refused] = special.REFUSED
+
+# Families whose oracle is only_kept.py: some of their layers carry a state.
+STATEFUL: set[str] = special.STATEFUL

@@ -3,7 +3,490 @@
 
 from __future__ import annotations
 
-from zoo import Family
+import copy
+import dataclasses
+from typing import Any
 
-FAMILIES: dict[str, Family] = {}
-REFUSED: dict[str, Family] = {}
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    EvollaConfig,
+    EvollaForProteinText2Text,
+    GPT2Config,
+    PreTrainedModel,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+)
+
+from zoo import (
+    ANYRES,
+    BREAK,
+    END,
+    HEAD_DIM,
+    HIDDEN,
+    IMAGE,
+    MROPE,
+    START,
+    TEXT,
+    TILE,
+    VIDEO,
+    VISION,
+    Family,
+    Inputs,
+    Picture,
+    anyres_collate,
+    noise,
+    qwen_config,
+    qwen_picture,
+    qwen_video,
+    tower,
+)
+
+GRIDS = ((8, 12), (6, 10), (8, 8))
+
+# Qwen3.5: every other layer carries a state. The layer before a cut at layer 2 attends.
+LINEAR = dict(
+    layer_types=["linear_attention", "full_attention"] * 2, linear_conv_kernel_dim=3, linear_key_head_dim=32,
+    linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+)  # fmt: skip
+QWEN3_VISION = dict(hidden_size=VISION, intermediate_size=64, out_hidden_size=HIDDEN, num_position_embeddings=64)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
+
+def calm_states(model: PreTrainedModel) -> None:
+    """The norm behind a linear attention blows rounding up where the attention's output is close to zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("linear_attn.norm.weight"):
+            parameter.data.mul_(0.3)
+
+
+def stamped_video(g: torch.Generator, frames: int | None) -> Picture:
+    return qwen_video(g, frames, stamped=True)
+
+
+def qwen35(name: str, **text: Any) -> Family:
+    config = qwen_config([4, 2, 2], QWEN3_VISION, head_dim=HEAD_DIM, **LINEAR, **text)
+    config["text_config"]["rope_parameters"]["partial_rotary_factor"] = 1.0
+    return Family(name, config, qwen_picture, GRIDS, video=stamped_video, types="mm_token_type_ids", settle=calm_states)
+
+
+def omni_video(g: torch.Generator, frames: int | None) -> Picture:
+    picture = qwen_video(g, frames, seconds=0.5)
+    picture.pixels["video_second_per_grid"] = picture.pixels.pop("second_per_grid_ts")
+    return picture
+
+
+# Gemma 4: patches of each picture on an axis of its own with their places beside them, 2 x 2 averaged to a token.
+
+
+# No video: the forward of transformers 5.19 does not hand on how many frames one has, and raises.
+
+
+def gemma4_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
+    pixels = {"pixel_values": torch.rand(h * w, 3 * 4**2, generator=g), "image_position_ids": places}
+    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+def gemma4_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
+    flat = [picture.pixels for row in rows for picture in row]
+    return {
+        key: pad_sequence([pixels[key] for pixels in flat], True, padding)
+        for key, padding in (("pixel_values", 0), ("image_position_ids", -1))
+    }
+
+
+GEMMA_TEXT = {**TEXT, "head_dim": HEAD_DIM, "sliding_window": 16}
+BOTH_KINDS = ["sliding_attention", "full_attention"]
+
+
+def gemma4(
+    name: str,
+    model_type: str = "gemma4",
+    vision: dict[str, Any] | None = None,
+    picture: Any = gemma4_picture,
+    sizes: tuple[Any, ...] = ((8, 12), (8, 6), (4, 12)),
+    **text: Any,
+) -> Family:
+    vision = vision or dict(
+        hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, patch_size=4, pooling_kernel_size=2, position_embedding_size=32,
+    )  # fmt: skip
+    text = {**GEMMA_TEXT, "layer_types": BOTH_KINDS * 2, "global_head_dim": HEAD_DIM, **text}
+    config = dict(
+        text_config=text, vision_config=vision, audio_config=None, video_token_id=VIDEO, audio_token_id=None,
+        boi_token_id=START, eoi_token_id=END,
+    )  # fmt: skip
+    config["audio_token_id"] = 11
+    return Family(
+        name, config, picture, sizes, collate=gemma4_collate,
+        types="mm_token_type_ids", model_type=model_type,
+    )  # fmt: skip
+
+
+# Llama 4: a tile of 16 tokens each with a separator behind it, then the whole picture.
+
+
+def llama4_picture(tiles: int, g: torch.Generator, _: int) -> Picture:
+    ids = [token for _ in range(tiles) for token in (*[IMAGE] * 16, TILE)]
+    return Picture([START, *ids, *[IMAGE] * 16, END], {"pixel_values": noise(tiles + 1, 3, 32, 32, g=g)})
+
+
+# LFM2-VL: patches on an axis of their own, 2 x 2 of them joined to a token.
+
+
+def lfm2_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels = {
+        "pixel_values": noise(h * w, 3 * 4**2, g=g),
+        "pixel_attention_mask": torch.ones(h * w, dtype=torch.long),
+        "spatial_shapes": torch.tensor(size),
+    }
+    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+def lfm2_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
+    flat = [picture.pixels for row in rows for picture in row]
+    out = {key: pad_sequence([pixels[key] for pixels in flat], True) for key in flat[0] if key != "spatial_shapes"}
+    return out | {"spatial_shapes": torch.stack([pixels["spatial_shapes"] for pixels in flat])}
+
+
+# Gemma 3n: always 16 tokens, of a convolutional tower.
+
+
+def gemma3n_picture(size: int, g: torch.Generator, _: int) -> Picture:
+    return Picture([START, *[IMAGE] * 16, END], {"pixel_values": noise(1, 3, size, size, g=g)})
+
+
+# Gemma 4 without a tower: a token is a patch.
+
+
+def unified_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    picture = gemma4_picture((2 * size[0], 2 * size[1]), g, 0)
+    h, w = size
+    places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
+    return Picture(picture.ids, {"pixel_values": noise(h * w, 3 * 8**2, g=g), "image_position_ids": places})
+
+
+# Granite 4 Vision: LLaVA-NeXT's pictures, with windows of 2 x 2 patches joined to a token.
+
+
+def granite_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    pixels = {"pixel_values": noise(3, 3, 32, 32, g=g), "image_sizes": torch.tensor([[2 * side for side in size]])}
+    return Picture([IMAGE] * ANYRES[size], pixels)
+
+
+# Kimi K2.5: patches as little pictures.
+
+
+def kimi_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels = {"pixel_values": noise(h * w, 3, 4, 4, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
+    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+# MiniCPM-V 4.6: patches of all pictures, of one size, in a strip; 4 x 4 of them joined to a token.
+
+
+def minicpm_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels = {"pixel_values": noise(1, 3, 4, 4 * h * w, g=g), "target_sizes": torch.tensor([size])}
+    return Picture([START, *[IMAGE] * (h * w // 16), END], pixels)
+
+
+def minicpm_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
+    flat = [picture.pixels for row in rows for picture in row]
+    return {
+        "pixel_values": torch.cat([pixels["pixel_values"] for pixels in flat], -1),
+        "target_sizes": torch.cat([pixels["target_sizes"] for pixels in flat]),
+    }
+
+
+# Nemotron-H Omni: patches of all pictures on an axis. No video: transformers 5.19 fails on the features of one.
+
+
+def nemotron_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_hw": torch.tensor([size])}
+    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+# Step 3.7: crops of 4 tokens, then the whole picture in 16.
+
+
+def step_picture(crops: int, g: torch.Generator, _: int) -> Picture:
+    pixels = {"pixel_values": noise(1, 3, 64, 64, g=g), "num_local_patches": torch.tensor([crops])}
+    if crops:
+        pixels["pixel_values_local"] = noise(crops, 3, 32, 32, g=g)
+    return Picture([START, *[IMAGE] * (4 * crops + 16), END], pixels)
+
+
+# Emu 3: pixels become ids of the vocabulary, 4 x 4 of them one, and a row ends with one more.
+
+
+def emu_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels = torch.zeros(1, 3, 24, 24)
+    pixels[..., :h, :w] = noise(1, 3, h, w, g=g)
+    return Picture(
+        [START, *[IMAGE] * (h // 4 * (w // 4 + 1)), END], {"pixel_values": pixels, "image_sizes": torch.tensor([size])}
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ErnieFamily(Family):
+    """Ernie 4.5 VL is also told which tokens go to the experts for pictures: placeholders, and the tokens around."""
+
+    def make_inputs(self, *args: Any, **kwargs: Any) -> Inputs:
+        inputs = super().make_inputs(*args, **kwargs)
+        ids = inputs["input_ids"]
+        inputs["moe_mm_token_type_ids"] = sum((ids == token).long() for token in (IMAGE, VIDEO, START, END))
+        return inputs
+
+
+def ernie_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    h, w = size
+    pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
+    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+def ernie_video(g: torch.Generator, frames: int | None) -> Picture:
+    t, h, w = (4, 4, 8) if frames is None else (2 * frames, 4, 4)
+    pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
+    return Picture([START, *[VIDEO] * (t // 2 * h * w // 4), END], pixels)
+
+
+def edge_video(g: torch.Generator, frames: int | None) -> Picture:
+    t, h, w = (3, 6, 8) if frames is None else (frames, 4, 4)
+    pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
+    return Picture([token for _ in range(t) for token in [START, *[VIDEO] * (h * w // 4), END]], pixels)
+
+
+def _families() -> list[Family]:
+    chunked = dict(
+        text_config={
+            **TEXT, "model_type": "llama4_text", "head_dim": HEAD_DIM, "intermediate_size_mlp": 96,
+            "num_local_experts": 4, "attention_chunk_size": 16, "no_rope_layer_interval": 2, "moe_layers": [1, 3],
+            "floor_scale": 8, "attn_scale": 0.5,
+        },
+        vision_config=dict(
+            hidden_size=VISION, intermediate_size=4 * VISION, num_hidden_layers=2, num_attention_heads=2,
+            image_size=32, patch_size=4, vision_output_dim=VISION, projector_input_dim=VISION,
+            projector_output_dim=VISION, pixel_shuffle_ratio=0.5,
+        ),
+        boi_token_index=START, eoi_token_index=END,
+    )  # fmt: skip
+    lfm2 = dict(
+        text_config={
+            **TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2,
+            "block_auto_adjust_ff_dim": False,
+        },
+        vision_config=dict(
+            model_type="siglip2_vision_model", hidden_size=VISION, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=2, patch_size=4, num_patches=64, vision_use_head=False,
+        ),
+        projector_hidden_size=64,
+    )  # fmt: skip
+    ernie = qwen_config([2, 2, 4], dict(hidden_size=VISION, intermediate_size=64, in_channels=3))
+    ernie["text_config"] |= dict(
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, mrope_section=[2, 2, 4]),
+        moe_intermediate_size=[32, 32], moe_num_experts=4, moe_k=2, mlp_layer_types=["dense"] + ["sparse"] * 3,
+    )  # fmt: skip
+    for name in ("vision_start_token_id", "vision_end_token_id"):
+        del ernie[name]
+    gemma3n = dict(
+        text_config={
+            **GEMMA_TEXT, "num_hidden_layers": 6, "layer_types": BOTH_KINDS * 3, "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TEXT["vocab_size"], "laurel_rank": 8,
+            "altup_num_inputs": 3,
+        },
+        vision_config=dict(
+            architecture="test_convnext", hidden_size=64, vocab_size=8, vocab_offset=1_000,
+            model_args={"in_chans": 3},
+        ),
+        audio_config=dict(
+            hidden_size=32, vocab_size=8, vocab_offset=2_000, conf_num_hidden_layers=1, conf_num_attention_heads=2,
+            input_feat_size=16, sscp_conv_channel_size=[4, 4],
+        ),
+        vision_soft_tokens_per_image=16, boi_token_id=START, eoi_token_id=END, audio_token_id=11,
+    )  # fmt: skip
+    granite = dict(
+        text_config={**TEXT, "attention_multiplier": 0.25, "embedding_multiplier": 1.5},
+        vision_config=tower("siglip_vision_model", 32, vision_use_head=False),
+        qformer_config=dict(
+            num_hidden_layers=1, intermediate_size=64, hidden_size=VISION, num_attention_heads=2,
+            encoder_hidden_size=VISION, cross_attention_frequency=1, use_qformer_text_input=False,
+        ),
+        image_grid_pinpoints=[[32, 64], [64, 32]], downsample_rate="1/2", deepstack_layer_map=[[1, 0], [2, 1]],
+        spatial_target_layers=[2, 3], vision_feature_select_strategy="full",
+    )  # fmt: skip
+    kimi = dict(
+        text_config={
+            **TEXT, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+            "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+        },
+        vision_config=dict(
+            hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=4,
+            pos_emb_height=16, pos_emb_width=16,
+        ),
+        projection_hidden_size=VISION, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+    )  # fmt: skip
+    vision = dict(hidden_size=VISION, intermediate_size=64, out_hidden_size=HIDDEN)
+    window = dict(window_size=16, fullatt_block_indexes=[1, 3])
+    deepstack = dict(**vision, num_position_embeddings=64, deepstack_visual_indexes=[0, 2])
+    audio = dict(
+        encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32, d_model=16, num_mel_bins=8, output_dim=HIDDEN,
+        downsample_hidden_size=8,
+    )  # fmt: skip
+    omni = qwen_config([4, 2, 2], deepstack, head_dim=HEAD_DIM, **EXPERTS)
+    omni = {key: omni[key] for key in ("text_config", "vision_config", "video_token_id")}
+    omni |= dict(audio_config=audio, audio_token_id=11, vision_start_token_id=START, vision_end_token_id=END)
+    plain = dict(rope_parameters=dict(rope_type="default", rope_theta=10_000.0))
+    exaone = dict(
+        text_config={**TEXT, **plain, "model_type": "exaone4", "sliding_window": 16, "layer_types": BOTH_KINDS * 2},
+        vision_config=dict(depth=4, num_heads=2, num_key_value_heads=2, patch_size=4, **vision, **window),
+        video_token_id=VIDEO,
+    )  # fmt: skip
+    clova = dict(
+        text_config={**TEXT, "model_type": "hyperclovax", "attention_multiplier": 0.25},
+        vision_config=dict(depth=4, num_heads=2, patch_size=4, **vision, **window),
+        video_token_id=VIDEO,
+    )
+    qwen35_text = qwen35("qwen3_5").config["text_config"]
+    strip = dict(
+        hidden_size=VISION, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=32,
+        patch_size=4, insert_layer_id=1,
+    )  # fmt: skip
+    minicpm = dict(
+        text_config={**qwen35_text, "model_type": "qwen3_5_text"}, vision_config=strip, video_token_id=VIDEO,
+        insert_layer_id=1,
+    )  # fmt: skip
+    marks = dict(image_start_id=START, image_end_id=END, slice_start_id=TILE, slice_end_id=11, newline_id=BREAK)
+    nemotron = dict(
+        text_config={
+            **TEXT, "head_dim": HEAD_DIM, "num_hidden_layers": 6,
+            "layers_block_type": ["linear_attention", "full_attention", "moe"] + ["linear_attention", "full_attention", "mlp"],
+            "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "expand": 1,
+            "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+        vision_config=dict(
+            hidden_size=VISION, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2.0, patch_size=4, image_size=32,
+            max_img_size=64, video_temporal_patch_size=2, num_cls_tokens=2, num_registers=1,
+        ),
+        projector_hidden_size=64, vision_hidden_size=VISION, video_token_id=VIDEO,
+    )  # fmt: skip
+    cosmos = qwen_config([4, 2, 2], {**deepstack, "model_type": "qwen3_vl_vision"}, head_dim=HEAD_DIM)
+    edge = dict(
+        text_config={**TEXT, "head_dim": HEAD_DIM, "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}},
+        vision_config=dict(
+            hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=4,
+            num_patches=64,
+        ),
+        projector_hidden_size=64, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+    )  # fmt: skip
+    compass = qwen_config([4, 2, 2], deepstack, sliding_window=16, layer_types=BOTH_KINDS * 2)
+    compass["text_config"]["rope_parameters"] = {
+        kind: {**MROPE, "mrope_section": [4, 2, 2]} if kind == "sliding_attention" else None for kind in BOTH_KINDS
+    }
+    muse = dict(
+        text_config={**TEXT, "head_dim": HEAD_DIM, "sliding_window": 16, "layer_types": BOTH_KINDS * 2,
+                     "layer_rope_theta": [10_000.0, 0, 10_000.0, 0], "output_multiplier": 1.0},
+        vision_config=dict(
+            hidden_size=VISION, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, patch_size=4,
+            pos_emb_height=4, pos_emb_width=4,
+        ),
+        out_hidden_size=4 * VISION, projector_hidden_size=64, video_token_id=VIDEO,
+    )  # fmt: skip
+    step = dict(
+        text_config={**TEXT, "head_dim": HEAD_DIM, "sliding_window": 16, "layer_types": BOTH_KINDS * 2,
+                     "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+                     "moe_intermediate_size": 32, "share_expert_dim": 32,
+                     "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+        vision_config=dict(
+            hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=64,
+            patch_size=4, mlp_ratio=2.0,
+        ),
+    )  # fmt: skip
+    emu = dict(
+        text_config=TEXT,
+        vq_config=dict(
+            codebook_size=64, embed_dim=4, latent_channels=4, base_channels=32, channel_multiplier=[1, 1, 1],
+            num_res_blocks=1, hidden_size=32, attn_resolutions=[],
+        ),
+        vocabulary_map={"<image>": IMAGE, "<|extra_200|>": BREAK}
+        | {f"<|visual token {code:06d}|>": 64 + code for code in range(64)},
+    )  # fmt: skip
+    return [
+        qwen35("qwen3_5"),
+        qwen35("qwen3_5_moe", **EXPERTS, shared_expert_intermediate_size=32),
+        gemma4("gemma4", hidden_size_per_layer_input=8, vocab_size_per_layer_input=TEXT["vocab_size"],
+               num_kv_shared_layers=2, num_hidden_layers=6, layer_types=BOTH_KINDS * 3),
+        gemma4("gemma4_bidirectional", hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
+        gemma4("gemma4_moe", hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
+               moe_intermediate_size=32),
+        Family("llama4", chunked, llama4_picture, (1, 2, 0), decoder="language_model.model"),
+        Family("lfm2_vl", lfm2, lfm2_picture, GRIDS, collate=lfm2_collate),
+        Family("gemma3n", gemma3n, gemma3n_picture, (128,)),
+        gemma4("gemma4_unified", "gemma4_unified",
+               dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=VISION, mm_posemb_size=32, output_proj_dims=VISION),
+               picture=unified_picture, sizes=((4, 6), (4, 3), (2, 6))),
+        Family("granite4_vision", granite, granite_picture, ((16, 32), (32, 8), (8, 32)), collate=anyres_collate),
+        Family("kimi_k25", kimi, kimi_picture, GRIDS),
+        Family("qwen3_omni_moe_thinker", omni, qwen_picture, GRIDS, decoder="model", video=omni_video),
+        Family("exaone4_5", exaone, qwen_picture, GRIDS, video=qwen_video),
+        Family("hyperclovax_vision_v2", clova, qwen_picture, GRIDS, video=qwen_video),
+        Family("minicpmv4_6", minicpm, minicpm_picture, ((16, 16),), collate=minicpm_collate, settle=calm_states),
+        Family("minicpmv4_7", {**minicpm, **marks}, minicpm_picture, ((16, 16),), collate=minicpm_collate,
+               settle=calm_states, types="mm_token_type_ids"),
+        Family("nemotron_h_omni", nemotron, nemotron_picture, GRIDS, decoder="language_model.model"),
+        Family("cosmos3_omni", cosmos, qwen_picture, GRIDS, video=stamped_video, types="mm_token_type_ids"),
+        Family("cosmos3_edge", edge, ernie_picture, GRIDS, video=edge_video, types="mm_token_type_ids"),
+        Family("cohere_compass", compass, qwen_picture, GRIDS, types="mm_token_type_ids"),
+        Family("muse_glimmer", muse, qwen_picture, GRIDS, video=qwen_video),
+        Family("step3p7", step, step_picture, (2, 0, 3)),
+        Family("emu3", emu, emu_picture, ((16, 24), (24, 16), (16, 16)), decoder="model.text_model"),
+        ErnieFamily("ernie4_5_vl_moe", ernie, ernie_picture, GRIDS, video=ernie_video, types="mm_token_type_ids"),
+    ]  # fmt: skip
+
+
+FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
+# Families with layers that carry a state, from which no mask can take a token: another oracle is needed.
+STATEFUL = {"qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A model type that is refused by its name alone: built at its full size without memory, on the meta device."""
+
+    kind: str
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self) -> PreTrainedModel:
+        with torch.device("meta"):
+            if self.kind == "evolla":  # in the mapping by name, but not in the auto class
+                return EvollaForProteinText2Text(EvollaConfig())
+            if self.kind == "vision-encoder-decoder":
+                parts = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(), GPT2Config())
+                return VisionEncoderDecoderModel(parts)
+            return AutoModelForImageTextToText.from_config(CONFIG_MAPPING[self.kind](**copy.deepcopy(self.config)))
+
+
+_ALL_REFUSED = [
+    Refused("blip"), Refused("blip-2"), Refused("chameleon", dict(vocabulary_map={"<image>": IMAGE})),
+    Refused("diffusion_gemma", dict(text_config=dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+                                     vision_config=dict(model_type="gemma4_vision"))),
+    Refused("evolla"), Refused("florence2"), Refused("git"), Refused("glm5_next"), Refused("idefics"),
+    Refused("inkling_mm_model"), Refused("instructblip"), Refused("instructblipvideo"), Refused("kosmos-2"),
+    Refused("kosmos-2.5"), Refused("minimax_m3_vl"), Refused("mistral4"), Refused("mllama"), Refused("pi0"),
+    Refused("pix2struct"), Refused("pp_formulanet"),
+    Refused("qwen4_exp", dict(text_config=dict(indexer_budget=8, indexer_compress_ratio=2, indexer_n_heads=2,
+                                               indexer_kv_heads=1, indexer_head_dim=256))), Refused("t5gemma2"),
+    Refused("udop"), Refused("vision-encoder-decoder"),
+]  # fmt: skip
+REFUSED: dict[str, Refused] = {refused.kind: refused for refused in _ALL_REFUSED}

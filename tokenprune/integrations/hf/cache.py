@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from tokenprune.errors import UnsupportedSetupError
 
@@ -137,7 +143,7 @@ def restore(cache: Cache) -> None:
 def check(cache: Cache) -> None:
     """Raise UnsupportedSetupError if tokens cannot be left out of this kind of cache."""
     for layer in getattr(cache, "layers", []):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer):
             kind = type(layer).__name__
             known = "a dynamic cache" if isinstance(layer, CacheLayerMixin) else "a cache of keys and values"
             raise UnsupportedSetupError(

@@ -115,14 +115,16 @@ class Call:
         self.group = layer
         self.ragged = self.ragged or self.layout.valid is not None
 
-    def columns_of(self, layer: int) -> Tensor:
-        """long `[B, K]`: logical positions of the keys that `layer` will attend to in this call, -1 = empty slot."""
+    def columns_of(self, layer: int, keys: int | None = None) -> Tensor:
+        """long `[B, K]`: logical positions of the keys that `layer` will attend to in this call, -1 = empty slot.
+
+        keys: how many they are, where that is not told by the layer's own cache."""
         columns = next(columns for first, columns in reversed(self.columns) if first <= layer)
-        held = cached_tokens(self.cache, layer)
-        if held is None:  # no cache, or a layer that has not run yet: it will see this call's tokens only
-            held = 0
+        if keys is None:
+            # No cache, or a layer that has not run yet: it will see this call's tokens only.
+            keys = (cached_tokens(self.cache, layer) or 0) + self.layout.width
         # A sliding layer has thrown its oldest slots away.
-        return columns[:, -(held + self.layout.width) :]
+        return columns[:, -keys:]
 
     def arrival_columns(self, columns: Tensor) -> Tensor:
         """Translate logical positions into columns of the masks that the decoder made."""
@@ -161,26 +163,48 @@ class Call:
             self.memo[key] = (value, gather_tokens(value, rows, dim))
         return self.memo[key][1]
 
-    def layer_arguments(self, layer: int, args: tuple, kwargs: dict[str, Any], attention: str) -> dict[str, Any]:
-        """Return the arguments of a layer beside the hidden states, for the current layout."""
+    def layer_arguments(
+        self, layer: int, args: tuple, kwargs: dict[str, Any], adapter: Adapter
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of a layer for the current layout; the hidden states among them are in it already."""
         if "attention_mask" in kwargs or self.ragged:
-            dtype = hidden_states(args, kwargs).dtype
-            kwargs["attention_mask"] = self.layer_mask(kwargs.get("attention_mask"), layer, attention, dtype)
+            mask = kwargs.get("attention_mask")
+            if layer in adapter.stateful:
+                kwargs["attention_mask"] = self.state_mask(mask)
+            else:
+                dtype, keys = hidden_states(args, kwargs).dtype, adapter.key_count(layer, kwargs)
+                kwargs["attention_mask"] = self.layer_mask(mask, layer, adapter.attention, dtype, keys)
         if self.layout is not self.arrival:
-            for name, dim in (("position_embeddings", -2), ("position_ids", -1)):
-                if kwargs.get(name) is not None:
+            args = list(args)
+            for name, dim in adapter.layer_tokens.items():
+                if isinstance(name, int):
+                    if name < len(args):
+                        args[name] = self.gathered(args[name], dim)
+                elif kwargs.get(name) is not None:
                     kwargs[name] = self.gathered(kwargs[name], dim)
-        return kwargs
+        return tuple(args), kwargs
 
-    def layer_mask(self, mask: Any, layer: int, attention: str, dtype: torch.dtype) -> Any:
-        """Return the attention mask of a layer. mask: what the decoder made for the arrival layout."""
+    def state_mask(self, mask: Tensor | None) -> Tensor | None:
+        """Return the mask of a layer that carries a state: bool or int `[B, W]`, which of the call's tokens enter it
+        (None = all). mask: the same for the arrival layout."""
+        if self.layout is self.arrival:
+            return mask
+        valid = self.layout.valid
+        if mask is None:
+            return valid
+        mask = mask.gather(1, self.rows().to(mask.device))
+        return mask if valid is None else mask.masked_fill(~valid.to(mask.device), 0)
+
+    def layer_mask(self, mask: Any, layer: int, attention: str, dtype: torch.dtype, keys: int | None = None) -> Any:
+        """Return the attention mask of a layer. mask: what the decoder made for the arrival layout. keys: see
+        `columns_of`."""
         if self.blocks is not None and layer in self.blocks.layers:
             return None  # it knows itself who attends to whom
         if self.layout is self.arrival and self.reduction is None:
             return mask  # the decoder made it for exactly these tokens
         if mask is None and not self.ragged:
             return None
-        columns = self.columns_of(layer)
+        columns = self.columns_of(layer, keys)
         key = ("mask", self.group, id(mask), columns.shape[1])
         if key not in self.memo:
             view = None

@@ -32,12 +32,10 @@ from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.segments import check_placeholders, find_segments
-from tokenprune.integrations.hf.setup_checks import check_call
+from tokenprune.integrations.hf.setup_checks import READS_LAYER_BEFORE, check_call
 from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")
-# What methods see of the decoder layer before the cut.
-_OF_THE_LAYER_BEFORE = {"keys", "last_row_attention", "received_attention"}
 
 
 class Engine(Attachable):
@@ -49,7 +47,7 @@ class Engine(Attachable):
 
     def __init__(self, adapter: Adapter, steps: Sequence[Step], parts: Sequence[Part], record: bool) -> None:
         super().__init__()
-        self.adapter, self.decoder, self.parts = adapter, adapter.decoder, list(parts)
+        self.adapter, self.decoder, self.parts = adapter, adapter.decoder, [*parts, *adapter.parts()]
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.per = steps[0].budget.per if steps else "image"
@@ -79,7 +77,7 @@ class Engine(Attachable):
 
     def _observed(self) -> set[int]:
         """The decoder layers whose attention is read."""
-        before = {step.layer - 1 for step in self.steps.values() if step.method.needs & _OF_THE_LAYER_BEFORE}
+        before = {step.layer - 1 for step in self.steps.values() if step.method.needs & READS_LAYER_BEFORE}
         return before | {step.layer for step in self.steps.values() if "next_row_attention" in step.method.needs}
 
     def _record_features(self, modality: str) -> None:
@@ -210,18 +208,22 @@ class Engine(Attachable):
         call = self._call()
         if call is None or not call.active:
             return None
+        if call.extras is not None:
+            hidden = self.adapter.before_layer(call.extras, index, hidden_states(args, kwargs))
+            args, kwargs = with_hidden_states(hidden, args, kwargs)
         if index and index == call.decides_at:
             decoding.decide(call)
         if index and call.starts_group(index):
             if index in call.cuts:
                 args, kwargs = self._cut_layer(call, index, args, kwargs)
             call.open_group(index)
-        return args, call.layer_arguments(index, args, kwargs, self.adapter.attention)
+        return call.layer_arguments(index, args, kwargs, self.adapter)
 
     def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM: cut the hidden states that arrive at a layer."""
         start = time.perf_counter()
-        hidden, step = hidden_states(args, kwargs), self.steps[index]
+        arrived, step = hidden_states(args, kwargs), self.steps[index]
+        hidden = self.adapter.flatten(arrived)
         if "next_row_attention" in step.method.needs:
             call.ahead = look_ahead(call, self.adapter, index, args, kwargs)
         if step.method.site is Site.DECODE:
@@ -229,7 +231,7 @@ class Engine(Attachable):
         else:
             hidden = cut(call, step, hidden, self.adapter)
         call.report.add_time(time.perf_counter() - start)
-        return with_hidden_states(hidden, args, kwargs)
+        return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
 
     def _leave_layer(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
         call = self._call()
@@ -245,6 +247,6 @@ class Engine(Attachable):
             return
         if call.looking:
             raise SeenError(observation)
-        cuts = layer + 1 in call.cuts and self.steps[layer + 1].method.needs & _OF_THE_LAYER_BEFORE
+        cuts = layer + 1 in call.cuts and self.steps[layer + 1].method.needs & READS_LAYER_BEFORE
         if cuts or layer + 1 == call.decides_at:
             call.observation = observation

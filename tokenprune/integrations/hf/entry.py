@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import create_masks_for_generate
 
 from tokenprune.integrations.hf import masks
-from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.adapters.base import STATEFUL, Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.cutting import Step, apply, cut
 from tokenprune.integrations.hf.layout import gather_tokens
@@ -25,7 +24,7 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         positions = torch.arange(call.past, call.past + length, device=embeds.device)[None]
     prepared = isinstance(mask, dict) or (mask is not None and mask.ndim == 4)
     if not prepared and (call.past or masks.sliding_layers(config)):
-        mask = create_masks_for_generate(config, embeds, mask, call.cache, None)
+        mask = adapter.masks(embeds, mask, call.cache)
         prepared = True
 
     if call.merged is not None:
@@ -34,6 +33,9 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         embeds = cut(call, step, embeds, adapter)
     kwargs["inputs_embeds"] = embeds
     layout = call.layout
+    for name, dim in adapter.entry_tokens.items():
+        if kwargs.get(name) is not None:
+            kwargs[name] = gather_tokens(kwargs[name], layout.index, dim)
     kwargs["position_ids"] = gather_tokens(positions, layout.index, -1)
     if call.blocks is not None and call.blocks.everywhere:
         kwargs["attention_mask"] = call.blocks.mask(embeds)
@@ -42,7 +44,8 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         call.open_group(0)
         columns = call.columns.pop()[1]
         kinds = mask if isinstance(mask, dict) else {"": mask}
-        made = {kind: _prepared_mask(call, one, columns, adapter.attention, embeds) for kind, one in kinds.items()}
+        attention = adapter.attention
+        made = {kind: _prepared_mask(call, kind, one, columns, attention, embeds) for kind, one in kinds.items()}
         kwargs["attention_mask"] = made if isinstance(mask, dict) else made[""]
     elif mask is not None:
         mask = mask[:, -length:].gather(1, layout.index)
@@ -54,7 +57,13 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         kwargs["attention_mask"] = torch.ones_like(layout.index)
 
 
-def _prepared_mask(call: Call, mask: Any, columns: Tensor, attention: str, embeds: Tensor) -> Any:
+def _prepared_mask(call: Call, kind: str, mask: Any, columns: Tensor, attention: str, embeds: Tensor) -> Any:
+    if kind in STATEFUL:
+        valid = call.layout.valid
+        if mask is None:
+            return valid
+        mask = mask.gather(1, call.layout.index)
+        return mask if valid is None else mask.masked_fill(~valid, 0)
     if mask is not None:
         return masks.gather_mask(mask, call.layout.index, columns)
     if call.layout.valid is None:

@@ -77,30 +77,54 @@ _PLAIN: dict[str, Support] = {
 }
 
 # Families that hand their decoder more than the common contract.
-_SPECIAL: dict[str, Support] = {}
+_STATE = "its layers with a state build it from the kept tokens alone; scores come from a layer that attends"
+_SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
+_SPECIAL: dict[str, Support] = {
+    "qwen3_5": Support(note=_STATE),
+    "qwen3_5_moe": Support(note=_STATE),
+    "gemma4": Support(note=_SHARED),
+    "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
+    "lfm2_vl": Support(note=_STATE),
+    "ernie4_5_vl_moe": Support(),
+    "gemma3n": Support(note=_SHARED),
+    "gemma4_unified": Support(),
+    "granite4_vision": Support(note="features of several depths are cut and merged with the tokens"),
+    "kimi_k25": Support(),
+    "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
+    "exaone4_5": Support(),
+    "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
+    "muse_glimmer": Support(),
+    "step3p7": Support(note="crops come before the whole view in one run: no grid"),
+    "minicpmv4_6": Support(note=_STATE),
+    "minicpmv4_7": Support(note=_STATE),
+    "nemotron_h_omni": Support(note=_STATE),
+    "cosmos3_omni": Support(note="deepstack features are cut and merged with the tokens"),
+    "cosmos3_edge": Support(),
+    "cohere_compass": Support(note="deepstack features are cut and merged with the tokens"),
+    "hyperclovax_vision_v2": Support(),
+}
 
 SUPPORTED: dict[str, Support] = {**_EVERY_METHOD, **_PLAIN, **_SPECIAL}
 
-# Model types that cannot work, and model types that no adapter covers yet: cutting would be silently wrong.
+# Model types that cannot work: cutting would be without meaning, or silently wrong.
 _REASONS = {
-    "its pictures enter through cross-attention, not through the sequence": "mllama idefics",
-    "its pictures are not in the sequence of a decoder": "florence2 t5gemma2 git",
-    "its prefill does not pass through the outer forward": "blip-2 instructblip instructblipvideo kosmos-2",
-    "its pictures enter inside its text decoder, at places told by a mask": "kosmos-2.5",
-    "its decoder reads pictures by cross-attention, and no visual token is in its sequence": (
-        "pix2struct pp_formulanet udop vision-encoder-decoder blip"
+    "its pictures enter through cross-attention, not through the sequence: no layer but those would get faster, and "
+    "their keys are not of the prompt": "mllama idefics evolla blip",
+    "its pictures are in an encoder that the decoder reads by cross-attention": (
+        "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
     ),
-    "it is a language model: it takes no pictures": "mistral4",
-    "it writes blocks of tokens by diffusion, without a prefill to cut": "diffusion_gemma",
-    "its layers convolve over neighbours and count distances by slots, so that a cut would move all tokens behind it": (
-        "inkling_mm_model"
-    ),
-    "it has no picture features to choose from at the decoder's entry": "chameleon emu3",
-    "it hands its decoder more than the common contract, and no adapter for that is written yet": (
-        "gemma3n gemma4 gemma4_unified ernie4_5_vl_moe granite4_vision kimi_k25 llama4 minimax_m3_vl muse_glimmer "
-        "qwen3_omni_moe_thinker cosmos3_omni cosmos3_edge cohere_compass exaone4_5 "
-        "hyperclovax_vision_v2 nemotron_h_omni qwen4_exp glm5_next"
-    ),
+    "it puts its pictures before the text inside its own layers, without placeholders in the prompt": "git",
+    "its pictures are a few queries of a Q-Former, and generate() hands them to the language model past the model's own "
+    "forward": "blip-2 instructblip instructblipvideo",
+    "its decoder takes pictures by places of its own and counts positions itself, and generate() calls it past the "
+    "model's own forward": "kosmos-2 kosmos-2.5",
+    "its decoder takes ids and pixels and puts the one into the other inside": "chameleon",
+    "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens gone "
+    "the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
+    "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model",
+    "it writes blocks of text by diffusion, and does not keep what it read of the prompt": "diffusion_gemma",
+    "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
+    "it takes no pictures in transformers, text alone": "mistral4",
 }
 REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
 

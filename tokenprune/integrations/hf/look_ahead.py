@@ -31,7 +31,7 @@ def look_ahead(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: di
     """
     call.open_group(layer)
     call.group = -layer  # masks of the uncut layout are remembered apart from those after the cut
-    kwargs = call.layer_arguments(layer, args, dict(kwargs), adapter.attention)
+    args, kwargs = call.layer_arguments(layer, args, dict(kwargs), adapter)
     call.columns.pop()
     kwargs = {name: None if value is call.cache else value for name, value in kwargs.items()}
     call.looking = True
@@ -45,6 +45,6 @@ def look_ahead(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: di
     finally:
         call.looking = False
     if cached_tokens(call.cache, layer):
-        past = call.cache.layers[layer].keys.to(observation.key.device)
+        past = adapter.cached_keys(layer, call.cache).to(observation.key.device)
         observation.key = torch.cat([past, observation.key], dim=2)
     return observation

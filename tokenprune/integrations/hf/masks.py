@@ -66,8 +66,8 @@ def causal_mask(valid: Tensor, queries: int, attention: str, dtype: torch.dtype)
 
 
 def sliding_layers(config: Any) -> list[int]:
-    """Return the decoder layers that attend in a sliding window."""
+    """Return the decoder layers that attend in a window: a sliding one, or chunks."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        return [layer for layer, kind in enumerate(kinds) if "sliding" in kind]
+        return [layer for layer, kind in enumerate(kinds) if "sliding" in kind or "chunked" in kind]
     return [] if getattr(config, "sliding_window", None) is None else list(range(config.num_hidden_layers))

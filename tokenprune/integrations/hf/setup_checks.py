@@ -16,6 +16,8 @@ from tokenprune.integrations.hf import decoding
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cutting import Step
 
+# What methods see of the decoder layer before the cut.
+READS_LAYER_BEFORE = {"keys", "last_row_attention", "received_attention"}
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
 
@@ -29,6 +31,7 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
                 f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
                 f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
             )
+        check_layers(step, adapter)
         if step.method.site is Site.PRE_LLM and (needs := step.method.needs - {"encoder_attention"}):
             raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {sorted(needs)}: no layer ran yet")
     decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
@@ -36,6 +39,32 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
         decoding.check(method, adapter.decoder, len(decoding_methods) - 1)
     if len({step.budget.per for step in steps}) > 1:
         raise OptionError("composed methods must share their Budget's per=")
+
+
+def check_layers(step: Step, adapter: Adapter) -> None:
+    """Raise OptionError for a cut that this decoder's layers do not allow where it is asked for."""
+    method, layer, family = step.method, step.layer, adapter.config.model_type
+    attending = [index for index in range(len(adapter.decoder.layers)) if index not in adapter.stateful]
+    if method.site is Site.DECODE and adapter.stateful:
+        raise OptionError(
+            f"{method.name}: the decoder of {family!r} has layers that carry a state instead of keys, from which tokens "
+            "cannot be taken while decoding; use a PRE_LLM or IN_LLM method, which cuts before the state is built"
+        )
+    if method.needs & READS_LAYER_BEFORE and layer - 1 in adapter.stateful:
+        raise OptionError(
+            f"{method.name}: layer={layer} reads the attention of decoder layer {layer - 1}, which has none in "
+            f"{family!r}; choose a layer behind one of {attending}"
+        )
+    if "next_row_attention" in method.needs and layer in adapter.stateful:
+        raise OptionError(
+            f"{method.name}: layer={layer} reads the attention of that decoder layer, which has none in {family!r}; "
+            f"choose one of {attending}"
+        )
+    if adapter.last_cut is not None and layer > adapter.last_cut[0]:
+        raise OptionError(
+            f"{method.name}: layer={layer} is too late in {family!r}: {adapter.last_cut[1]}; cut at layer "
+            f"{adapter.last_cut[0]} or before"
+        )
 
 
 def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any]) -> None:
@@ -59,7 +88,8 @@ def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
     shape = kwargs["inputs_embeds"].shape[:2]
     for name, value in kwargs.items():
         per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape
-        if per_token and name not in _PER_TOKEN and name not in adapter.extra_arguments:
+        known = _PER_TOKEN | adapter.extra_arguments | adapter.entry_tokens.keys()
+        if per_token and name not in known:
             raise UnsupportedSetupError(
                 f"the decoder of {adapter.config.model_type!r} got the per-token argument {name!r}, which its "
                 "adapter does not know how to cut; override take_extras in an adapter for this family"

@@ -8,17 +8,24 @@ into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., p
 
 from __future__ import annotations
 
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import create_masks_for_generate
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.families import PATCH_LAYOUTS, PATCH_TOKENS, REFUSED, SUPPORTED, UNMERGEABLE
 from tokenprune.integrations.hf.layout import Layout
+from tokenprune.integrations.hf.part import Part
 
-# Layers that keep a key and a value for each token; others (linear attention, convolution, state space) carry a state.
-CUTTABLE_LAYERS = {"full_attention", "sliding_attention"}
+# Layers that keep a key and a value for each token.
+_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+# Layers that carry a state from token to token (linear attention, state space, convolution), or look at one token at a
+# time. Their state is built from the tokens that reach them, as if there had never been others.
+STATEFUL = {"linear_attention", "conv", "mamba"}
+_POINTWISE = {"mlp", "moe"}
 
 
 class Adapter:
@@ -27,7 +34,12 @@ class Adapter:
     families: tuple[str, ...] = ()
     decoder_names: tuple[str, ...] = ("language_model",)
     norm_name = "norm"  # of the decoder's last norm
-    extra_arguments: frozenset[str] = frozenset()  # per-token arguments of the decoder that take_extras deals with
+
+    # Per-token arguments beyond the common ones. Of the decoder: those that take_extras deals with, and those that are
+    # gathered with the embeddings (name -> axis of the tokens). Of each layer: name or position -> axis.
+    extra_arguments: frozenset[str] = frozenset()
+    entry_tokens: ClassVar[dict[str, int]] = {}
+    layer_tokens: ClassVar[dict[str | int, int]] = {"position_embeddings": -2, "position_ids": -1}
 
     # How methods that act on pixels can make fewer tokens: "input" (the processor follows the picture's size), "target"
     # (it makes every picture one size, which can shrink) or None (as many tokens of any picture).
@@ -43,11 +55,14 @@ class Adapter:
         self.config = model.config
         self.base, self.decoder = self._find(model)
         self.text_config = self.decoder.config
-        if stateful := set(getattr(self.text_config, "layer_types", None) or ()) - CUTTABLE_LAYERS:
+        kinds = getattr(self.text_config, "layer_types", None) or ()
+        if unknown := set(kinds) - _ATTENDING - STATEFUL - _POINTWISE:
             raise UnsupportedModelError(
-                f"model type {self.config.model_type!r} has decoder layers of kind {', '.join(sorted(stateful))}: only "
-                f"layers that keep a key and a value for each token can lose tokens. {how_to_add()}"
+                f"model type {self.config.model_type!r} has decoder layers of kind {', '.join(sorted(unknown))}: it is "
+                f"not known what they do with tokens that are gone. {how_to_add()}"
             )
+        # Layers without keys: those that carry a state, and those that see one token at a time.
+        self.stateful = frozenset(index for index, kind in enumerate(kinds) if kind not in _ATTENDING)
         self.placeholders = self._placeholder_ids()
 
     # -- finding the parts
@@ -57,7 +72,10 @@ class Adapter:
         # Top down, so that wrappers (a causal LM head, an adapter library) are passed through.
         for base in model.modules():
             for name in self.decoder_names:
-                decoder = getattr(base, name, None)
+                try:
+                    decoder = attrgetter(name)(base)
+                except AttributeError:
+                    continue
                 if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, self.norm_name):
                     return base, decoder
         raise UnsupportedModelError(
@@ -80,7 +98,7 @@ class Adapter:
 
     def attention_of(self, layer: int) -> nn.Module:
         """Return the self-attention module of a decoder layer."""
-        for name in ("self_attn", "attention", "attn", "self_attention"):
+        for name in ("self_attn", "attention", "attn", "self_attention", "mixer"):
             if isinstance(module := getattr(self.decoder.layers[layer], name, None), nn.Module):
                 return module
         raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
@@ -135,7 +153,8 @@ class Adapter:
         sizes = arguments.get(f"{modality}_grid_thw")
         if sizes is None:
             return None
-        merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
+        vision = self.config.vision_config
+        merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
         return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
 
     def video_frames(self, arguments: dict[str, Any]) -> list[int] | None:
@@ -149,6 +168,10 @@ class Adapter:
             return [pixels.shape[1]] * pixels.shape[0]
         return None
 
+    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any) -> Any:
+        """Return the masks that the decoder would make itself for the whole sequence, in a form that it takes."""
+        return create_masks_for_generate(self.text_config, embeds, mask, cache, None)
+
     # -- per-token arguments of the decoder beyond the common ones
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
@@ -161,9 +184,48 @@ class Adapter:
         merge: a function that merges `[B, W, D]` features like the hidden states were, or None."""
         return extras
 
+    def before_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
+        """Return the input of a decoder layer, before a cut at it, with whatever the family adds to it."""
+        return hidden
+
     def after_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
         """Return the output of a decoder layer, with whatever the family adds to it."""
         return hidden
+
+    # -- hidden states between layers
+
+    def flatten(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states between two layers as `[B, W, D']`, to be cut."""
+        return hidden
+
+    def unflatten(self, flat: Tensor, like: Tensor) -> Tensor:
+        """The reverse of `flatten`, after a cut. like: what `flatten` was given."""
+        return flat
+
+    def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
+        """Return what methods see as the hidden states at a cut at `layer`, `[B, W, D]`. flat: see `flatten`."""
+        return flat
+
+    # -- layers that read the keys of other layers
+
+    def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
+        """Return how many keys a layer called with `kwargs` attends to; None if it keeps keys of its own."""
+        return None
+
+    def cached_keys(self, layer: int, cache: Any) -> Tensor:
+        """Return the keys that a layer's cache holds, `[B, Hkv, K, Dh]`, as its attention function gets them."""
+        return cache.layers[layer].keys
+
+    @property
+    def last_cut(self) -> tuple[int, str] | None:
+        """The last layer at whose input tokens can leave, and why; None for any layer."""
+        return None
+
+    # -- more that has to be put right in a patched model
+
+    def parts(self) -> list[Part]:
+        """Return what else has to be attached to the model wherever tokens are cut."""
+        return []
 
 
 _ADAPTERS: list[type[Adapter]] = []

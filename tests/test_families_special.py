@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sets the families of tests/families/special.py apart: states, shared keys, scales, and masks of every form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from conftest import snapshot
+from families import STATEFUL
+from families.special import FAMILIES
+from only_kept import only_kept
+from oracle import close, generate_logits, reduced, survivors
+from test_cache import longer, words
+from tokenprune import OptionError, UnsupportedModelError
+from tokenprune.base import Method, Selection, Site
+from tokenprune.tokens import VisualTokens
+from zoo import Family
+
+METHODS = ["random", "fastv"]
+# A batch without padding has no mask in generate, neither in the prefill nor in the steps.
+BATCHES = {"one row": {"only": 0}, "no padding": {"images": (2, 1), "padding": None}, "text beside": {"images": (0, 2)}}
+SHARED_KEYS = ["gemma3n", "gemma4"]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def oracle(family: Family) -> Any:
+    return only_kept if family.name in STATEFUL else reduced
+
+
+@dataclass(frozen=True)
+class Probe(Method):
+    """Keeps every third token, reads nothing of a layer's attention, and remembers what it saw."""
+
+    name: ClassVar[str] = "probe"
+    site: ClassVar[Site] = Site.IN_LLM
+    layer: int = 1
+    saw: ClassVar[list[Tensor]] = []
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        self.saw.append(tokens.hidden)
+        places = torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
+        return Selection(tokens.mask & (places % 3 == 0))
+
+
+class EntryProbe(Probe):
+    site: ClassVar[Site] = Site.PRE_LLM
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_generate(family: Family, model, method: str, batch: str) -> None:
+    inputs = family.make_inputs(**BATCHES[batch])
+    with tokenprune.patched(model, method, keep=0.3, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        cuts = tokenprune.stats(model).cuts
+    with oracle(family)(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_second_turn(family: Family, model, method: str) -> None:
+    """A kept cache goes on: positions do not slide, states are those of the kept tokens."""
+    inputs = family.make_inputs(images=(2, 1))
+    more = words(len(inputs["input_ids"]), 4)
+
+    def talk(forced: list) -> list[tuple[Tensor, Tensor]]:
+        first, tokens, out = generate_logits(model, inputs, 2, tokens=forced[0])
+        turn = longer(inputs, family, out.sequences, more)
+        second, later, _ = generate_logits(model, turn, 2, tokens=forced[1], past_key_values=out.past_key_values)
+        return [(first, tokens), (second, later)]
+
+    with tokenprune.patched(model, method, keep=0.4, record=True):
+        got = talk([None, None])
+        cuts = tokenprune.stats(model).cuts
+    with oracle(family)(family, model, cuts, inputs["input_ids"].shape[1]):
+        want = talk([tokens for _, tokens in got])
+    for (one, _), (other, _) in zip(got, want, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in STATEFUL])
+@torch.no_grad()
+def test_eager_attention(name: str, build) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family, "eager"), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, "fastv", keep=0.3, record=True):
+        got = model(**inputs).logits
+        cuts = tokenprune.stats(model).cuts
+    alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
+    with reduced(family, model, cuts, alive.shape[1]):
+        want = model(**inputs).logits
+    close(got[alive], want[alive])
+
+
+@pytest.mark.parametrize("layer", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(STATEFUL))
+def test_cuts_before_layers_of_any_kind(name: str, layer: int, build) -> None:
+    """A cut at the input of a layer with a state, or of one that attends: what comes behind never had the tokens."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, Probe(layer=layer), keep=0.3, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        cuts = tokenprune.stats(model).cuts
+    with only_kept(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+@pytest.mark.parametrize("name", sorted(STATEFUL))
+@torch.no_grad()
+def test_a_state_is_not_that_of_masked_tokens(name: str, build) -> None:
+    """Zeros in the place of tokens are no substitute for leaving them out: the oracle can tell."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(1, 1), padding=None)
+    with tokenprune.patched(model, "random", keep=0.3, record=True):
+        got = model(**inputs).logits
+        (cut,) = tokenprune.stats(model).cuts
+    alive = survivors(cut, inputs["input_ids"].shape[1])
+    handles = [
+        model.get_submodule(family.decoder).register_forward_pre_hook(
+            lambda module, args, kwargs: (args, kwargs | {"attention_mask": alive.long()}), with_kwargs=True
+        )
+    ]
+    masked = model(**inputs).logits
+    handles[0].remove()
+    assert (masked[alive] - got[alive]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(STATEFUL))
+def test_refusals_of_states(name: str, build) -> None:
+    model = build(FAMILIES[name])
+    was = snapshot(model)
+    for method, layer, match in (
+        ("dart", 3, "reads the attention of decoder layer 2, which has none"),
+        ("fastv", 1, "reads the attention of decoder layer 0, which has none"),
+        ("dyrate", 2, "carry a state instead of keys"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            tokenprune.patch(model, method, keep=0.5, layer=layer)
+    assert snapshot(model) == was
+
+
+@pytest.mark.parametrize("name", SHARED_KEYS)
+def test_shared_keys(name: str, build) -> None:
+    """The last two layers of six attend to the keys of layers 2 and 3: up to layer 2 a cut is seen by all of them."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    was = snapshot(model)
+    for layer in (3, 4, 5):
+        with pytest.raises(OptionError, match="layers 4 to 5 attend to the keys of layers"):
+            tokenprune.patch(model, "dart", keep=0.3, layer=layer)
+    assert snapshot(model) == was
+    with tokenprune.patched(
+        model, ["random", tokenprune.method("dart", layer=1), Probe(layer=2)], keep=0.6, record=True
+    ):
+        got, tokens, _ = generate_logits(model, inputs, 12)  # beyond the window
+        cuts = tokenprune.stats(model).cuts
+    assert [cut.layer for cut in cuts] == [0, 1, 2]
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 12, tokens=tokens)
+    close(got, want)
+
+
+@pytest.mark.parametrize("name", ["llama4", "exaone4_5", "gemma4_bidirectional", "muse_glimmer"])
+def test_windows_are_measured_in_the_full_prompt(name: str, build) -> None:
+    """Decoding goes on beyond windows, and across the border of a chunk."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    for method in ("random", "dart"):
+        with tokenprune.patched(model, method, keep=0.3, record=True):
+            got, tokens, _ = generate_logits(model, inputs, 20)
+            cuts = tokenprune.stats(model).cuts
+        with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+            want, _, _ = generate_logits(model, inputs, 20, tokens=tokens)
+        close(got, want)
+
+
+@torch.no_grad()
+def test_methods_see_the_features_of_granite(build) -> None:
+    """Granite's decoder is handed zeros where pictures are; a method at its entry sees what comes first into them."""
+    family = FAMILIES["granite4_vision"]
+    model, inputs = build(family), family.make_inputs(rows=1)
+    features = model.get_image_features(inputs["pixel_values"], inputs["image_sizes"]).deepstack_features
+    first = dict(features)[0][0]
+    EntryProbe.saw.clear()
+    with tokenprune.patched(model, EntryProbe(), keep=0.3):
+        model(**inputs)
+    torch.testing.assert_close(EntryProbe.saw[0][0], first)
+
+
+@torch.no_grad()
+def test_methods_see_one_stream_of_gemma3n(build) -> None:
+    family = FAMILIES["gemma3n"]
+    model, inputs = build(family), family.make_inputs(rows=1)
+    seen = []
+    handle = model.get_submodule(family.decoder).layers[1].register_forward_hook(lambda m, a, out: seen.append(out[0]))
+    Probe.saw.clear()
+    with tokenprune.patched(model, Probe(layer=2), keep=0.3):
+        model(**inputs)
+    handle.remove()
+    visual = family.visual_mask(model, inputs)
+    torch.testing.assert_close(Probe.saw[0][0], seen[0][visual])
+
+
+def test_a_model_that_prunes_itself_is_refused(build) -> None:
+    model = build(FAMILIES["nemotron_h_omni"])
+    model.video_pruning_rate = 0.5
+    try:
+        with pytest.raises(UnsupportedModelError, match="video_pruning_rate = 0"):
+            tokenprune.patch(model, "random", keep=0.5)
+    finally:
+        model.video_pruning_rate = 0.0
