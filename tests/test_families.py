@@ -25,7 +25,7 @@ from tokenprune.integrations.hf import families
 from zoo import Family
 
 # A score method, a merge method, one inside the decoder, one that goes on while decoding, and the baseline.
-METHODS = ["divprune", "pool", "dart", "dyrate", "random"]
+METHODS: dict[str, dict[str, int]] = {"divprune": {}, "pool": {}, "dart": {}, "dyrate": {"layer": 2}, "random": {}}
 STEPS = 3
 VIDEOS = {"images": (0, 0), "video": (True, 5)}
 
@@ -58,7 +58,7 @@ def test_keep_all_is_bit_equal(family: Family, model, methods: list[str]) -> Non
     logits = model(**inputs).logits
     generated, tokens, _ = generate_logits(model, inputs, STEPS)
     for method in methods:
-        with tokenprune.patched(model, method, keep=1.0):
+        with tokenprune.patched(model, method, keep=1.0, **METHODS[method]):
             assert torch.equal(model(**inputs).logits, logits), method
             assert tokenprune.stats(model).visual_tokens_in == sum(map(sum, inputs.counts)), method
             again, same, _ = generate_logits(model, inputs, STEPS)
@@ -75,7 +75,7 @@ def test_equals_masking(family: Family, model, method: str, methods: list[str]) 
     reference = only_kept if family.name in STATEFUL else reduced
     for batch in batches(family):
         inputs = family.make_inputs(**batch)
-        with torch.no_grad(), tokenprune.patched(model, method, keep=0.3, record=True):
+        with torch.no_grad(), tokenprune.patched(model, method, keep=0.3, record=True, **METHODS[method]):
             got = model(**inputs).logits
             forward_cuts = tokenprune.stats(model).cuts
             written, tokens, _ = generate_logits(model, inputs, STEPS)

@@ -77,14 +77,17 @@ _PLAIN: dict[str, Support] = {
 }
 
 # Families that hand their decoder more than the common contract.
-_STATE = "its layers with a state build it from the kept tokens alone; scores come from a layer that attends"
+_WITH_STATES = Support(
+    ("PRE_LLM", "IN_LLM"),
+    "its layers with a state build it from the kept tokens alone; scores come from a layer that attends",
+)
 _SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
 _SPECIAL: dict[str, Support] = {
-    "qwen3_5": Support(note=_STATE),
-    "qwen3_5_moe": Support(note=_STATE),
+    "qwen3_5": _WITH_STATES,
+    "qwen3_5_moe": _WITH_STATES,
     "gemma4": Support(note=_SHARED),
     "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
-    "lfm2_vl": Support(note=_STATE),
+    "lfm2_vl": _WITH_STATES,
     "ernie4_5_vl_moe": Support(),
     "gemma3n": Support(note=_SHARED),
     "gemma4_unified": Support(),
@@ -95,9 +98,9 @@ _SPECIAL: dict[str, Support] = {
     "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
     "muse_glimmer": Support(),
     "step3p7": Support(note="crops come before the whole view in one run: no grid"),
-    "minicpmv4_6": Support(note=_STATE),
-    "minicpmv4_7": Support(note=_STATE),
-    "nemotron_h_omni": Support(note=_STATE),
+    "minicpmv4_6": _WITH_STATES,
+    "minicpmv4_7": _WITH_STATES,
+    "nemotron_h_omni": _WITH_STATES,
     "cosmos3_omni": Support(note="deepstack features are cut and merged with the tokens"),
     "cosmos3_edge": Support(),
     "cohere_compass": Support(note="deepstack features are cut and merged with the tokens"),
