@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of docs/methods: the head of each method's page and the index, from the registry.
+"""Write the generated parts of docs/methods, from the registry: the head of each method's page and the index; and of
+docs/families.md, from the table of families.
 
-python dev/docs.py            # rewrite the heads and the index; a page that lacks a head gets one below its title
+python dev/docs.py            # rewrite heads, index and families; a page that lacks a head gets one below its title
 python dev/docs.py --check    # exit with 1 where a page is not what this would write (the test suite checks the same)
 
 A page is `docs/methods/<name>.md`: a title, the head, and text written by hand, which is never touched.
@@ -16,8 +17,10 @@ import sys
 from pathlib import Path
 
 import tokenprune
+from tokenprune.integrations.hf.families import REFUSED, SUPPORTED
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
+FAMILIES = FOLDER.parent / "families.md"
 SITES = {
     "PRE_ENCODER": "on pixels, before the vision tower",
     "IN_ENCODER": "inside the vision tower",
@@ -94,15 +97,26 @@ def index() -> str:
     return "\n".join(lines)
 
 
+def families() -> str:
+    """The table of families that work, and that of those that are refused."""
+    lines = ["| model type | methods may act | tested with transformers | notes |", "|---|---|---|---|"]
+    for name, one in sorted(SUPPORTED.items()):
+        sites = ", ".join(f"`{site}`" for site in one.sites)
+        lines.append(f"| `{name}` | {sites} | {one.tested} | {cell(one.note)} |")
+    lines += ["", "Refused, with an error that says why:", "", "| model type | because |", "|---|---|"]
+    lines += [f"| `{name}` | {cell(reason)} |" for name, reason in sorted(REFUSED.items())]
+    return "\n".join(lines)
+
+
 def written() -> dict[Path, str]:
-    """Return every file of the folder that is generated in part, as it has to be; a page that is not there is empty."""
+    """Return every file that is generated in part, as it has to be; a page that is not there is empty."""
     files = {}
     for name in tokenprune.available_methods():
         path = FOLDER / f"{name}.md"
         files[path] = page(name, path.read_text() if path.exists() else "")
-    path = FOLDER / "README.md"
-    block = re.compile(r"(<!-- index:begin[^\n]*-->\n).*?(<!-- index:end -->)", re.DOTALL)
-    files[path] = block.sub(lambda match: f"{match[1]}\n{index()}\n\n{match[2]}", path.read_text())
+    for path, part, table in ((FOLDER / "README.md", "index", index()), (FAMILIES, "families", families())):
+        block = re.compile(rf"(<!-- {part}:begin[^\n]*-->\n).*?(<!-- {part}:end -->)", re.DOTALL)
+        files[path] = block.sub(lambda match, table=table: f"{match[1]}\n{table}\n\n{match[2]}", path.read_text())
     return files
 
 

@@ -36,11 +36,12 @@ def pytest_configure() -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how many model types test_families.py found to work: those of which no test failed."""
-    types = {
-        outcome: {value for report in terminalreporter.stats.get(outcome, ()) for _, value in report.user_properties}
-        for outcome in ("passed", "failed", "error")
-    }
-    if works := types["passed"] - types["failed"] - types["error"]:
+
+    def types(outcome: str) -> set[str]:
+        properties = [getattr(one, "user_properties", ()) for one in terminalreporter.stats.get(outcome, ())]
+        return {value for of_test in properties for name, value in of_test if name == "model type"}
+
+    if works := types("passed") - types("failed") - types("error"):
         terminalreporter.write_line(f"families: {len(works)} model types work: {', '.join(sorted(works))}")
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 import tokenprune
 from tokenprune.bench.heldout import FOLDER
 from tokenprune.cli import app
+from tokenprune.integrations.hf import families
 
 PICTURE = FOLDER / "pictures/000.jpg"
 
@@ -52,8 +53,19 @@ def test_help_loads_nothing_heavy() -> None:
     )
     *help_text, loaded = done.stdout.strip().splitlines()
     assert loaded == "[]"
-    for command in ("methods", "demo", "bench", "report", "show"):
+    for command in ("methods", "families", "demo", "bench", "report", "show"):
         assert any(command in line for line in help_text)
+
+
+def test_families_lists_sites_and_reasons() -> None:
+    output = call("families").output
+    lines = output.splitlines()
+    (gemma,) = (line for line in lines if " gemma3 " in line)
+    assert "PRE_LLM, IN_LLM" in gemma and "5.19" in gemma and "both ways" in gemma
+    (mllama,) = (line for line in lines if " mllama " in line)
+    assert "cross-attention" in mllama
+    for name in (*families.SUPPORTED, *families.REFUSED):
+        assert f" {name} " in output
 
 
 def test_methods_lists_the_registry() -> None:

@@ -78,7 +78,7 @@ class Family:
     type_ids: tuple[int, int, int] = (0, 1, 2)  # of text, images and videos
     mixes: bool = True  # whether one batch may hold pictures and videos
     model_type: str | None = None  # where `name` is that of a variant
-    tower: str | None = None  # the attention of the vision tower, where it does not know sdpa
+    eager: tuple[str, ...] = ()  # configs of parts that do not know sdpa
     settle: Callable[[PreTrainedModel], None] | None = None  # weights that must not be random
 
     @property
@@ -89,9 +89,9 @@ class Family:
         config = {"image_token_id": IMAGE, "tie_word_embeddings": False} | copy.deepcopy(self.config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            attention = attn if self.tower is None else {"text_config": attn, "vision_config": self.tower}
+            attention = {"text_config": attn, "vision_config": attn} | dict.fromkeys(self.eager, "eager")
             model = AutoModelForImageTextToText.from_config(
-                CONFIG_MAPPING[self.kind](**config), attn_implementation=attention
+                CONFIG_MAPPING[self.kind](**config), attn_implementation=attention if self.eager else attn
             )
             wake(model)
             if self.settle is not None:

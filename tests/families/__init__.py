@@ -9,10 +9,6 @@ from families import mrope, ocr, plain, special
 
 FAMILIES: dict[str, zoo.Family] = zoo.FAMILIES | plain.FAMILIES | ocr.FAMILIES | mrope.FAMILIES | special.FAMILIES
 
-# Model types without visual tokens in the sequence of a decoder that this library could meet: there is nothing to
-# build. What is built but refused is in tokenprune/integrations/hf/families.py, and in REFUSED below.
-NOT_BUILT: dict[str, str] = plain.NOT_BUILT | special.NOT_BUILT
-
 # Model types that must be refused; they are tested for the error alone.
 REFUSED: dict[str, special.Refused] = special.REFUSED
 

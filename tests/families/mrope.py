@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+import transformers
 
 from zoo import (
     END,
@@ -25,6 +26,8 @@ from zoo import (
     words,
 )
 
+# Newer versions of transformers put a model between the thinker and its decoder.
+THINKER = "model.language_model" if "Qwen2_5OmniThinkerModel" in dir(transformers) else "model"
 GRIDS = ((8, 12), (6, 10), (10, 12), (8, 8))
 MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
 
@@ -93,7 +96,7 @@ def _families() -> list[Family]:
                qwen_picture, GRIDS, video=lambda g, frames: qwen_video(g, frames, stamped=True),
                types="mm_token_type_ids"),
         Family("qwen2_5_omni_thinker", {**omni, "audio_config": audio, "audio_token_index": TILE},
-               qwen_picture, GRIDS, decoder="model", video=omni_video),
+               qwen_picture, GRIDS, decoder=THINKER, video=omni_video),
         glm("glm4v", {}),
         glm("glm46v", {}),
         glm("glmga", {}),

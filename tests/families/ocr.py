@@ -83,7 +83,7 @@ def _families() -> list[Family]:
         Family("fast_vlm", dict(text_config=QWEN2, vision_config=dict(
                    architecture="fastvit_t8", do_pooling=True, global_pool="avg", hidden_size=VISION,
                    model_args=dict(inference_mode=True, layers=[1, 1, 1, 1], embed_dims=[8, 8, 8, VISION // 2]))),
-               fast_picture, (128, ), tower="eager"),
+               fast_picture, (128, ), eager=("vision_config",)),
         Family("deepseek_vl_hybrid", dict(text_config=LLAMA, vision_config=SIGLIP, high_res_vision_config={
                    **SAM, "model_type": "sam_vision_model", "image_size": 32, "mlp_dim": 64}),
                hybrid_picture, (32,)),

@@ -190,8 +190,8 @@ def _families() -> list[Family]:
         Family("aya_vision", dict(text_config=COHERE2, vision_config=SIGLIP), run(9, 24), (2, 1, 3)),
         Family("cohere2_vision", dict(text_config=COHERE2, vision_config=SIGLIP, alignment_intermediate_size=64),
                run(9, 24), (2, 1, 3)),
-        Family("got_ocr2", dict(text_config=QWEN2, vision_config=GOT_TOWER), got, (1,), tower="eager"),
-        Family("pp_chart2table", dict(text_config=QWEN2, vision_config=GOT_TOWER), got, (1,), tower="eager"),
+        Family("got_ocr2", dict(text_config=QWEN2, vision_config=GOT_TOWER), got, (1,), eager=("vision_config",)),
+        Family("pp_chart2table", dict(text_config=QWEN2, vision_config=GOT_TOWER), got, (1,), eager=("vision_config",)),
         Family("qianfan_ocr", dict(text_config=QWEN3, vision_config={**tower("qianfan_ocr_vision", 32),
                                                                      "layer_scale_init_value": 1.0}),
                run(16, 32, wrapped=True), (2, 1, 3)),
@@ -208,7 +208,8 @@ def _families() -> list[Family]:
         Family("paligemma2", dict(text_config={**TEXT, "model_type": "gemma2", "head_dim": HEAD_DIM,
                                                "query_pre_attn_scalar": HEAD_DIM, "sliding_window": 16,
                                                "layer_types": gemma_layers}, **paligemma),
-               llava_picture, (24,), types="token_type_ids", type_ids=(0, 0, 0), model_type="paligemma"),
+               llava_picture, (24,), types="token_type_ids", type_ids=(0, 0, 0), model_type="paligemma",
+               eager=("text_config",)),
         Family("shieldgemma2", dict(text_config={**TEXT, "head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM,
                                                  "sliding_window": 16, "layer_types": gemma_layers},
                                     vision_config={**SIGLIP, "image_size": 32}, mm_tokens_per_image=16,
@@ -236,4 +237,3 @@ def _families() -> list[Family]:
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
-NOT_BUILT: dict[str, str] = {}

@@ -490,4 +490,3 @@ _ALL_REFUSED = [
     Refused("udop"), Refused("vision-encoder-decoder"),
 ]  # fmt: skip
 REFUSED: dict[str, Refused] = {refused.kind: refused for refused in _ALL_REFUSED}
-NOT_BUILT: dict[str, str] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune methods`, `demo` and `show`: see what there is and what it does."""
+"""`tokenprune methods`, `families`, `demo` and `show`: see what there is and what it does."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ def methods() -> None:
     for column in table.columns[1:]:
         column.justify = "left"
     get_console().print(table)
+
+
+def families() -> None:
+    """List the model families: where methods may act in each, and which are refused, with the reason."""
+    from tokenprune.bench.tables import Cell, Table, to_rich
+    from tokenprune.integrations.hf.families import REFUSED, SUPPORTED
+
+    known = [
+        [Cell(name), Cell(", ".join(one.sites)), Cell(one.tested), Cell(one.note)]
+        for name, one in sorted(SUPPORTED.items())
+    ]
+    refused = [[Cell(name), Cell(reason)] for name, reason in sorted(REFUSED.items())]
+    for table in (
+        Table("Families", ("model type", "sites", "tested with transformers", "notes"), known),
+        Table("Refused", ("model type", "because"), refused),
+    ):
+        shown = to_rich(table)
+        for column in shown.columns[1:]:
+            column.justify = "left"
+        get_console().print(shown)
 
 
 def demo(model: ModelOption = None, device: DeviceOption = None, threads: ThreadsOption = None) -> None:

@@ -43,6 +43,7 @@ class Idefics2Adapter(Adapter):
 
     families = ("idefics2",)
     resizing = None
+    features_per_picture = False  # see Idefics3Adapter
     decoder_names = ("text_model",)
 
 
@@ -82,10 +83,11 @@ class GlmAdapter(Adapter):
 
 @register_adapter
 class ThinkerAdapter(Adapter):
-    """Qwen2.5-Omni's thinker has its decoder as `model`, and merges pictures into text itself."""
+    """Qwen2.5-Omni's thinker merges pictures into text itself, and has its decoder as `model` (transformers
+    5.19); in later versions (5.23) it has a base model like any other."""
 
     families = ("qwen2_5_omni_thinker",)
-    decoder_names = ("model",)
+    decoder_names = ("language_model", "model")
 
 
 @register_adapter
