@@ -103,7 +103,7 @@ def attention_column_means(
     total = torch.zeros(batch, heads, queries, device=query.device)
     count = torch.zeros(batch, 1 if mask is None or mask.ndim == 2 else mask.shape[1], queries, device=query.device)
     slots = torch.arange(queries, device=query.device)
-    for index in slots.split(max(1, _ELEMENTS // (batch * heads * key.shape[2]))):
+    for index in slots.split(max(1, _ELEMENTS // max(1, batch * heads * key.shape[2]))):
         index = index.expand(batch, -1)
         weights, seen = _weights(query, key, index, mask, **options)
         seen = (seen & valid.gather(1, index)[:, None, :, None])[..., -queries:]
@@ -166,7 +166,7 @@ def _weights(
     if mask is not None and mask.ndim == 4 and mask.is_floating_point():
         scores = scores + _mask_rows(query, key, index, mask).float()
     seen = visible_keys(query, key, index, mask, causal=causal)
-    return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(dim=-1), seen
+    return scores.masked_fill_(~seen, torch.finfo(scores.dtype).min).softmax(dim=-1), seen
 
 
 def _mask_rows(query: Tensor, key: Tensor, index: Tensor, mask: Tensor) -> Tensor:

@@ -34,6 +34,9 @@ _HEADS = {None: 0, "sum": 1, "mean": 2, "max": 3}
 @triton.jit
 def _logits(a, b, scaling, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """Logits to base 2 of a block; `_scales` made the factors."""
+    if PRECISION == "ieee":
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     x = tl.dot(a, b, input_precision=PRECISION) * scaling
     if SOFTCAP:
         x = softcap * (2 * tl.sigmoid(2 * x) - 1)  # tanh
@@ -60,7 +63,7 @@ def _masked(
         else:
             value = value.to(tl.float32)
             seen = seen & (value > lowest)
-            x += value * 1.4426950408889634  # log2(e)
+            x += tl.where(seen, value, 0.0) * 1.4426950408889634  # log2(e)
     return tl.where(seen, x, float("-inf")), seen
 
 
@@ -391,8 +394,9 @@ def _scales(scaling: float, softcap: float | None) -> tuple[float, float]:
 
 
 def _precision(query: Tensor) -> str:
-    # Products of float16 and bfloat16 are exact in float32 anyway; only float32 would be rounded before them.
-    return "ieee" if query.dtype == torch.float32 else "tf32"
+    # Products of float16 and bfloat16 are exact in float32 anyway; only float32 would be rounded before them. Triton's
+    # interpreter multiplies the bits of bfloat16 as if they were integers.
+    return "ieee" if query.dtype == torch.float32 or not query.is_cuda else "tf32"
 
 
 def _block_width(width: int) -> int:
