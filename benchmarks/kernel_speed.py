@@ -214,7 +214,8 @@ def measure(meter: Meter, operation: Operation, case: Case, compiled: Callable |
         record["interpreted"] = not meter.cuda
         record["triton_ms"] = meter.time(call(operation.triton))
         record["triton_bytes"] = meter.memory(call(operation.triton))
-        record["share"] = round(floor / record["triton_ms"]["p50"], 4)
+        if meter.cuda:
+            record["share"] = round(floor / record["triton_ms"]["p50"], 4)
     record["reference_ms"] = meter.time(call(operation.reference))
     record["reference_bytes"] = meter.memory(call(operation.reference))
     if compiled is not None:
@@ -270,7 +271,7 @@ def main() -> None:
                 records.append(record)
                 times = [record.get(which, {}).get("p50") for which in ("triton_ms", "reference_ms", "compiled_ms")]
                 shown = ["-" if value is None else f"{value:.3f}" for value in times]
-                share = f"{record['share']:.2f}" if meter.cuda and "share" in record else "-"
+                share = f"{record['share']:.2f}" if "share" in record else "-"
                 table.add_row(name, case.name, f"{record['floor_ms']:.4f}", shown[0], share, *shown[1:])
     console.print(table)
     if args.json:

@@ -133,7 +133,7 @@ def test_rows_have_gradients_in_the_reference() -> None:
     assert query.grad[:, :, 2].any() and not query.grad[:, :, :2].any()
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused() -> None:
     query, key, mask, options = make((2, 2, 1, 3, 3, 4), kind="bool")
     index = torch.zeros(2, 1, dtype=torch.long)
     for op in (attention_rows, attention_rows.reference):
@@ -147,12 +147,18 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(OptionError, match="starts="):
             attention_column_means(*args, starts, **options)
-    pytest.importorskip("triton", reason="what Triton is asked for is only looked at where it is installed")
+
+
+def test_what_the_kernels_do_not_take(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
+    query, key, mask, options = make((2, 2, 1, 3, 3, 4), kind="bool")
+    query, key, index, mask = on(kernel_device, (query, key, torch.zeros(2, 1, dtype=torch.long), mask))
     with pytest.raises(UnsupportedSetupError, match="float64"):
         attention_rows(query.double(), key.double(), index, **options)
     with pytest.raises(UnsupportedSetupError, match="300 wide"):
         attention_column_means(query.new_zeros(1, 1, 2, 300), query.new_zeros(1, 1, 2, 300), **options)
+    with pytest.raises(UnsupportedSetupError, match="the mask is"):
+        attention_rows(query, key, index, mask.double(), **options)
 
 
 # -- the kernels
