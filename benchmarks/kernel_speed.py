@@ -8,7 +8,8 @@
 floor_ms is the time in which this device moves the bytes that must be moved, or does the arithmetic, whichever takes
 longer; both speeds are measured here, by copying 512 MB and by multiplying large matrices of the case's dtype. share =
 floor / median: 1 is perfect. A buffer larger than the cache is written between two runs, so that inputs come from
-memory. difference: the largest between kernel and reference. Without a GPU, kernels run in Triton's interpreter: such
+memory. difference, other_choices: between kernel and reference, the largest of numbers, and the share of chosen tokens.
+Without a GPU, kernels run in Triton's interpreter: such
 times mean nothing (`"interpreted": true`).
 
 An operation of tokenprune/kernels is measured if `@cases("its_name")` stands before a function that yields its cases.
@@ -134,6 +135,79 @@ def _columns(device: torch.device, tiny: bool) -> Iterator[Case]:
         yield Case(name, (query, key, None, None, starts), moved, flops, dtype, options | {"causal": causal})
 
 
+def _features(device: torch.device, *shape: int, tiny: bool) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(*shape, device=device, dtype=torch.float32 if tiny else torch.bfloat16)
+
+
+@cases("best_match")
+def _matches(device: torch.device, tiny: bool) -> Iterator[Case]:
+    shapes = {
+        "CLIP tower, 5 pictures of 577 tokens": (5, 289, 288, 64),
+        "16k tokens of width 1024": (1, 8192, 8192, 1024),
+        "2880 tokens of width 4096, all pairs": (1, 2880, 0, 4096),
+    }
+    for name, (rows, one, other, width) in (
+        {"tiny": (2, 9, 7, 8), "all pairs": (1, 9, 0, 8)} if tiny else shapes
+    ).items():
+        a = _features(device, rows, one, width, tiny=tiny)
+        b = _features(device, rows, other, width, tiny=tiny) if other else a
+        moved, flops = _size(a, *([b] if other else [])) + 12 * rows * one, 2 * rows * one * (other or one) * width
+        yield Case(name, (a, b), moved, flops, a.dtype, {"others": not other}, atol=1e-4)
+
+
+@cases("farthest")
+def _farthest(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for count, keep, width in [(11, 4, 8)] if tiny else [(576, 64, 4096), (2880, 320, 4096), (16384, 1802, 3584)]:
+        x = _features(device, 1, count, width, tiny=tiny)
+        mask, budget = torch.ones(1, count, dtype=torch.bool, device=device), torch.tensor([keep], device=device)
+        # The first pick needs each token's nearest, so all pairs.
+        yield Case(
+            f"{count} -> {keep} of width {width}", (x, mask, budget, keep), _size(x), 2 * count**2 * width, x.dtype
+        )
+
+
+@cases("take_in_turn")
+def _turns(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for pickers, count, keep in [(2, 11, 3)] if tiny else [(1, 2880, 320), (8, 2880, 40), (1, 16384, 1802)]:
+        score = _features(device, 1, pickers, count, tiny=True)
+        mask = torch.ones(1, count, dtype=torch.bool, device=device)
+        each = torch.full((1, pickers), keep, device=device)
+        yield Case(
+            f"{pickers} x {keep} of {count}", (score, mask, each, keep), _size(score, mask, mask), 0, score.dtype
+        )
+
+
+@cases("join")
+def _joins(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for count, keep, width in [(11, 4, 8)] if tiny else [(2880, 320, 4096), (16384, 1802, 3584)]:
+        x = _features(device, count, width, tiny=tiny)
+        order = torch.randperm(count, device=device)
+        stays, source = order[:keep].sort().values, order[keep:].sort().values
+        target = torch.randint(keep, source.shape, device=device)
+        own, weight = torch.ones(keep, device=device), torch.ones(count - keep, device=device)
+        moved = _size(x) + _size(x) * keep // count + _size(stays, source, target, own, weight)
+        yield Case(
+            f"{count} -> {keep} of width {width}", (x, stays, own, source, target, weight), moved, 0, x.dtype, atol=0.02
+        )
+
+
+@cases("partition")
+def _partitions(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for rows, count in [(2, 11)] if tiny else [(1, 2944), (8, 2944), (1, 32768)]:
+        first = torch.rand(rows, count, device=device) < 0.2
+        yield Case(f"{rows} x {count}", (first,), 9 * rows * count, 0, torch.float32)
+
+
+@cases("gather_tokens")
+def _gathers(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for rows, count, keep, width in [(2, 11, 4, 8)] if tiny else [(1, 2944, 384, 4096), (8, 2944, 384, 4096)]:
+        x = _features(device, rows, count, width, tiny=tiny)
+        index = torch.rand(rows, count, device=device).argsort(1)[:, :keep].sort(1).values
+        moved = 2 * _size(x) * keep // count + _size(index)
+        yield Case(f"{rows} x {count} -> {keep} of width {width}", (x, index, 1), moved, 0, x.dtype)
+
+
 # -- how it is measured
 
 
@@ -201,7 +275,8 @@ def measure(meter: Meter, operation: Operation, case: Case, compiled: Callable |
     def call(function: Callable) -> Callable[[], Any]:
         return lambda: function(*case.args, **case.kwargs)
 
-    floor = 1e3 * max(case.bytes / meter.bandwidth, case.flops / meter.matmul(case.dtype))
+    arithmetic = case.flops / meter.matmul(case.dtype) if case.flops else 0.0
+    floor = 1e3 * max(case.bytes / meter.bandwidth, arithmetic)
     record: dict[str, Any] = {
         "operation": operation.name, "case": case.name, "dtype": str(case.dtype).removeprefix("torch."),
         "bytes": case.bytes, "flops": case.flops, "floor_ms": round(floor, 6),
@@ -210,7 +285,7 @@ def measure(meter: Meter, operation: Operation, case: Case, compiled: Callable |
     if (reason := operation.obstacle(*case.args, **case.kwargs)) is not None:
         record["kernel"] = reason
     else:
-        record["difference"] = difference(call(operation.triton)(), want, case.atol)
+        record["difference"], record["other_choices"] = compare(call(operation.triton)(), want, case.atol)
         record["interpreted"] = not meter.cuda
         record["triton_ms"] = meter.time(call(operation.triton))
         record["triton_bytes"] = meter.memory(call(operation.triton))
@@ -223,16 +298,19 @@ def measure(meter: Meter, operation: Operation, case: Case, compiled: Callable |
     return record
 
 
-def difference(got: Any, want: Any, atol: float) -> float:
-    """The largest difference of two results; raises AssertionError where it is more than `atol`."""
+def compare(got: Any, want: Any, atol: float) -> tuple[float, float]:
+    """The largest difference between numbers of two results, and the largest share of choices (indices, masks) that
+    differ, as they may where numbers all but tie. Raises AssertionError where numbers differ by more than `atol`."""
     if isinstance(want, Tensor):
         got, want = (got,), (want,)
-    largest = 0.0
+    largest = other = 0.0
     for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=atol, rtol=1e-3)
-        gap = (mine.double() - theirs.double()).nan_to_num(0, 0, 0).abs()
-        largest = max(largest, float(gap.max()) if gap.numel() else 0.0)
-    return largest
+        if theirs.is_floating_point():
+            torch.testing.assert_close(mine, theirs, atol=atol, rtol=1e-3)
+            largest = max(largest, float((mine.double() - theirs.double()).nan_to_num(0, 0, 0).abs().max()))
+        else:
+            other = max(other, float((mine != theirs).double().mean()))
+    return largest, round(other, 6)
 
 
 def main() -> None:
