@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +80,23 @@ def test_a_kernel_takes_what_its_reference_takes(kernel_device: torch.device) ->
             (p.name, p.kind, p.default) for p in theirs
         ], name
         assert op.__doc__, name
+
+
+def test_every_operation_has_a_case_in_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parent.parent / "benchmarks" / "kernel_speed.py"
+    spec = importlib.util.spec_from_file_location("kernel_speed", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "kernel_speed", benchmark)
+    spec.loader.exec_module(benchmark)
+    for name, op in dispatch.operations().items():
+        tiny = list(benchmark.CASES[name](torch.device("cpu"), True))
+        assert tiny, name
+        for case in tiny:
+            assert benchmark.compare(op.reference(*case.args, **case.kwargs), op(*case.args, **case.kwargs), 0) == (
+                0,
+                0,
+            )
+            assert case.bytes > 0
 
 
 def test_triton_is_not_imported_before_a_kernel_runs() -> None:
