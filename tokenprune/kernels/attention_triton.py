@@ -346,8 +346,8 @@ def attention_column_means(
         begins, ends = starts.to(query.device)[number - 1], starts.to(query.device)[number]
     checked = valid if valid is not None else query
     wide = _block_width(width)
-    # What fits in shared memory twice over; the longer side is the one that stays while the other is streamed.
-    long, short = block or ((128, 64) if wide * query.element_size() <= 512 else (64, 32))
+    # The longer side stays while the other is streamed. Float32 has no tensor cores here, and takes twice the memory.
+    long, short = block or ((128, 64) if query.element_size() == 2 else (64, 32))
     common = dict(
         GROUP=heads // key.shape[1], CAUSAL=causal and kind <= _OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
         PRECISION=_precision(query), PACKED=starts is not None, BLOCK_WIDTH=wide, num_warps=8 if long > 64 else 4,
