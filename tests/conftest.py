@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+
+# Without a GPU, kernels run in Triton's interpreter. The first import of Triton settles that, and transformers does it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers import PreTrainedModel
 
 import tokenprune
@@ -80,6 +86,18 @@ def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[in
             counts = [len(places)] if len(places) else []
         rows.append([piece.tolist() for piece in places.split(counts)])
     return rows
+
+
+@pytest.fixture
+def kernel_device() -> Iterator[torch.device]:
+    """Where kernels are tested: a GPU, or Triton's interpreter on CPU. Meanwhile torch.empty gives memory full of NaN
+    (of the largest int), so that what a kernel forgets to write cannot pass by luck."""
+    pytest.importorskip("triton", reason="Triton is not installed, so there is no kernel to test")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=FAMILIES)
