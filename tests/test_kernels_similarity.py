@@ -74,7 +74,9 @@ def test_best_match_with_ties_bad_vectors_and_nothing_allowed(kernel_device: tor
         x_on = x.to(kernel_device)
         same(best_match.triton(x_on, x_on, **on, blocks=(16, 16, 16), parts=parts), want)
     # Every second token, as views.
-    same(best_match.triton(x_on[:, ::2], x_on[:, 1::2], blocks=(16, 16, 16)), best_match.reference(x[:, ::2], x[:, 1::2]))
+    same(
+        best_match.triton(x_on[:, ::2], x_on[:, 1::2], blocks=(16, 16, 16)), best_match.reference(x[:, ::2], x[:, 1::2])
+    )
 
 
 def test_best_match_is_the_first_of_the_most_similar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,3 +183,19 @@ def test_no_matrix_of_all_tokens_by_all_tokens() -> None:
         best_match(x[:, ::2], x[:, 1::2])
         farthest(x, mask, torch.tensor([3]), 3)
     assert count * 8 <= largest.size <= count * count // 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="real shapes need a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_real_shapes(dtype: torch.dtype) -> None:
+    for s, n, d, keep in ((5, 576, 1024, 64), (1, 2880, 4096, 320), (1, 6000, 1024, 40)):
+        x = corners(s, n, d).to(dtype).cuda()
+        mask, budget = real([n - 3 * i for i in range(s)], n).cuda(), torch.full((s,), keep).cuda()
+        got = best_match.triton(x[:, ::2], x[:, 1::2], mask[:, 1::2])
+        same(got, tuple(t.cpu() for t in best_match.reference(x[:, ::2], x[:, 1::2], mask[:, 1::2])))
+        assert torch.equal(farthest.triton(x, mask, budget, keep), farthest.reference(x, mask, budget, keep))
+        score, count = corners(s, 3, n).cuda(), torch.tensor([[keep, 0, 7]]).cuda().expand(s, -1)
+        assert torch.equal(
+            take_in_turn.triton(score, mask, count, keep), take_in_turn.reference(score, mask, count, keep)
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of `farthest.py`: one program that walks over a table of all similarities, or one launch for each pick."""
+"""The kernels of `farthest.py`: a program that walks over a table of all similarities, or one launch for each pick."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ def _step(
     if step >= 0:
         of_block = tl.arange(0, BLOCK_G)
         read = (step % 2 * segments + s) * groups + of_block
-        best = tl.argmax(tl.load(value + read, of_block < groups, float("-inf")), 0, tie_break_left=True)
-        pick = tl.load(place + (step % 2 * segments + s) * groups + best)
-        tl.store(taken + s * N + at, (at == pick).to(tl.int8), inside & (at == pick))
+        winner = tl.argmax(tl.load(value + read, of_block < groups, float("-inf")), 0, tie_break_left=True)
+        pick = tl.load(place + (step % 2 * segments + s) * groups + winner)
+        tl.store(taken + s * N + at, at == pick, inside & (at == pick))
         barred = barred | (at == pick)
         total = tl.zeros([BLOCK_N], tl.float32)
-        x += s * segment
+        mine = x + s * segment
         for start in range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
-            picked = tl.load(x + pick.to(tl.int64) * row + d * feature, d < D, 0.0).to(tl.float32)
-            tile = tl.load(x + at[:, None] * row + d[None, :] * feature, inside[:, None] & (d[None, :] < D), 0.0)
+            picked = tl.load(mine + pick.to(tl.int64) * row + d * feature, d < D, 0.0).to(tl.float32)
+            tile = tl.load(mine + at[:, None] * row + d[None, :] * feature, inside[:, None] & (d[None, :] < D), 0.0)
             total += tl.sum(tile.to(tl.float32) * picked[None, :], 1)
         alike = total * tl.load(inverse + s * N + at, inside, 0.0) * tl.load(inverse + s * N + pick)
         near = _closer(near, alike, step == 0)
@@ -120,7 +120,7 @@ def farthest(
     inverse = inverse_norm(features)
     if fits_table(features) if table is None else table:
         features = multipliable(features)
-        block_a, block_b, block_d = blocks or block_sizes(features.dtype)
+        block_a, block_b, block_d = blocks or block_sizes(features)
         alike = torch.empty(segments, count, count, device=features.device)
         _table[triton.cdiv(count, block_a), triton.cdiv(count, block_b), segments](
             features, inverse, mask, alike, count, width, *features.stride(),
@@ -128,7 +128,9 @@ def farthest(
         )  # fmt: skip
         block = triton.next_power_of_2(count)
         nearest = 1 - alike.amax(dim=2)
-        _walk[segments,](alike, nearest, mask, budget, taken, count, BLOCK=block, num_warps=min(32, max(4, block // 512)))
+        _walk[segments,](
+            alike, nearest, mask, budget, taken, count, BLOCK=block, num_warps=min(32, max(4, block // 512))
+        )
         return taken
     nearest = nearest_other(features, mask, lambda *a, **k: best_match(*a, **k, blocks=blocks))
     groups = triton.cdiv(count, rows)

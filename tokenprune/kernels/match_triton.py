@@ -94,9 +94,13 @@ def multipliable(x: Tensor) -> Tensor:
     return x.float() if interpreted and x.dtype == torch.bfloat16 else x
 
 
-def block_sizes(dtype: torch.dtype) -> tuple[int, int, int]:
+def block_sizes(x: Tensor) -> tuple[int, int, int]:
     """Rows, columns and features of a tile."""
-    return (64, 64, 32) if dtype == torch.float32 else (128, 128, 64)
+    if x.dtype == torch.float32:
+        return 64, 64, 32
+    # Three stages of the larger tiles take 96 KiB of shared memory.
+    roomy = not x.is_cuda or torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin >= 2**17
+    return (128, 128, 64) if roomy else (64, 64, 64)
 
 
 def best_match(
@@ -114,7 +118,7 @@ def best_match(
     own go through."""
     a, b = multipliable(a), multipliable(b)
     (segments, count, width), others_count = a.shape, b.shape[1]
-    block_a, block_b, block_d = blocks or block_sizes(a.dtype)
+    block_a, block_b, block_d = blocks or block_sizes(a)
     groups = group_a is not None
     if parts is None:
         parts = max(1, _PROGRAMS // max(1, segments * triton.cdiv(count, block_a)))
