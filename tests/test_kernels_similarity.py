@@ -49,24 +49,24 @@ class LargestTensor(TorchDispatchMode):
 
 
 @HALVES_TOO
-@pytest.mark.parametrize(("s", "a", "b", "d"), [(1, 1, 1, 1), (2, 7, 5, 9), (1, 16, 16, 32), (3, 33, 18, 40)])
+@pytest.mark.parametrize(("s", "a", "b", "d"), [(1, 1, 1, 1), (2, 7, 5, 9), (1, 33, 18, 20)])
 def test_best_match(kernel_device: torch.device, dtype: torch.dtype, s: int, a: int, b: int, d: int) -> None:
     x, y = normal(s, a, d).to(dtype), normal(s, b, d, seed=1).to(dtype)
     x, y = x.to(kernel_device), y.to(kernel_device)
-    for parts in (1, 3):
-        same(best_match.triton(x, y, blocks=(16, 16, 16), parts=parts), best_match.reference(x.cpu(), y.cpu()))
-    same(best_match.triton(x, y), best_match.reference(x.cpu(), y.cpu()))
+    for blocks in ((16, 16, 16), None):
+        same(best_match.triton(x, y, blocks=blocks), best_match.reference(x.cpu(), y.cpu()))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter computes in NumPy
 @pytest.mark.parametrize("parts", [1, 2])
 def test_best_match_with_ties_bad_vectors_and_nothing_allowed(kernel_device: torch.device, parts: int) -> None:
-    x = corners(3, 37, 4)
+    x = corners(3, 19, 4)
     x[0, 3], x[1, 8] = torch.nan, torch.inf
-    groups = torch.arange(37).expand(3, -1) // 10
-    allowed = real([37, 20, 0], 37) & (torch.arange(37) % 3 > 0)
+    groups = torch.arange(19).expand(3, -1) // 7
+    allowed = real([19, 12, 0], 19) & (torch.arange(19) % 3 > 0)
     cases = [
-        dict(), dict(allowed=allowed), dict(others=True), dict(allowed=allowed, others=True),
-        dict(group_a=groups, group_b=groups), dict(allowed=allowed, group_a=groups, group_b=groups),
+        dict(), dict(allowed=allowed), dict(allowed=allowed, others=True),
+        dict(allowed=allowed, group_a=groups, group_b=groups),
     ]  # fmt: skip
     for case in cases:
         want = best_match.reference(x, x, **case)
@@ -98,11 +98,11 @@ def test_best_match_is_the_first_of_the_most_similar(monkeypatch: pytest.MonkeyP
 
 @HALVES_TOO
 @pytest.mark.parametrize("table", [True, False])
-@pytest.mark.parametrize(("s", "n", "d"), [(1, 1, 3), (2, 9, 5), (1, 16, 16), (2, 21, 24)])
+@pytest.mark.parametrize(("s", "n", "d"), [(1, 1, 3), (1, 16, 16), (2, 19, 20)])
 def test_farthest(kernel_device: torch.device, dtype: torch.dtype, table: bool, s: int, n: int, d: int) -> None:
     x = normal(s, n, d).to(dtype)
     counts = [n - 4 * row for row in range(s)]
-    budget = torch.tensor([min(count, 7 - row) for row, count in enumerate(counts)])
+    budget = torch.tensor([min(count, 5 - row) for row, count in enumerate(counts)])
     mask, most = real(counts, n), int(budget.max())
     want = farthest.reference(x, mask, budget, most)
     assert want.sum(1).tolist() == budget.tolist()
@@ -111,23 +111,22 @@ def test_farthest(kernel_device: torch.device, dtype: torch.dtype, table: bool, 
     assert torch.equal(got.cpu(), want)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter computes in NumPy
 @pytest.mark.parametrize("table", [True, False])
 @pytest.mark.parametrize("bad", BAD)
 def test_farthest_with_ties_and_bad_vectors(
     kernel_device: torch.device, table: bool, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = corners(3, 21, 16)
+    x = corners(3, 15, 16)
     x[0, 9:12] = x[0, 0:3]
-    x[1, 4] = x[2, 20] = bad  # the second is padding
-    mask, most = real([21, 13, 0], 21), 7
+    x[1, 4] = x[2, 14] = bad  # the second is padding
+    mask, most, budget = real([15, 10, 0], 15), 5, torch.tensor([5, 4, 0])
     mask[0, :2] = False
     monkeypatch.setattr(farthest_module, "TABLE", 4096 if table else 0)
-    for budget in ([7, 3, 0], [1, 7, 0]):
-        budget = torch.tensor(budget)
-        want = farthest.reference(x, mask, budget, most)
-        assert want.sum(1).tolist() == budget.tolist()
-        got = farthest.triton(*(t.to(kernel_device) for t in (x, mask, budget)), most, blocks=(16, 16, 16), rows=8)
-        assert torch.equal(got.cpu(), want)
+    want = farthest.reference(x, mask, budget, most)
+    assert want.sum(1).tolist() == budget.tolist()
+    got = farthest.triton(*(t.to(kernel_device) for t in (x, mask, budget)), most, blocks=(16, 16, 16), rows=8)
+    assert torch.equal(got.cpu(), want)
 
 
 @pytest.mark.parametrize("bad", [None, *BAD])
@@ -143,7 +142,7 @@ def test_farthest_with_a_table_and_without(bad: float | None, monkeypatch: pytes
 
 
 @HALVES_TOO
-@pytest.mark.parametrize(("s", "p", "n"), [(1, 1, 1), (2, 3, 7), (1, 2, 32), (3, 1, 45)])
+@pytest.mark.parametrize(("s", "p", "n"), [(1, 1, 1), (2, 3, 7), (2, 1, 33)])
 def test_take_in_turn(kernel_device: torch.device, dtype: torch.dtype, s: int, p: int, n: int) -> None:
     score, inf, nan = corners(s, p, n).to(dtype), torch.inf, torch.nan
     special = torch.tensor([inf, -inf, nan, -nan, -0.0, 0.0, 65504.0, -65504.0, 1e-7], dtype=dtype)
@@ -152,7 +151,7 @@ def test_take_in_turn(kernel_device: torch.device, dtype: torch.dtype, s: int, p
     score = torch.where(odd, special[torch.randint(len(special), score.shape, generator=g)], score)
     mask = torch.rand(s, n, generator=g) < 0.8
     mask[-1] &= s == 1  # fully masked
-    for most in sorted({0, 1, n // 3, n}):
+    for most in (n // 3, n):
         count = torch.randint(0, most + 1, (s, p), generator=g)
         count[0, 0] = most
         want = mask.clone()
@@ -195,7 +194,6 @@ def test_real_shapes(dtype: torch.dtype) -> None:
         got = best_match.triton(x[:, ::2], x[:, 1::2], mask[:, 1::2])
         same(got, tuple(t.cpu() for t in best_match.reference(x[:, ::2], x[:, 1::2], mask[:, 1::2])))
         assert torch.equal(farthest.triton(x, mask, budget, keep), farthest.reference(x, mask, budget, keep))
-        score, count = corners(s, 3, n).cuda(), torch.tensor([[keep, 0, 7]]).cuda().expand(s, -1)
-        assert torch.equal(
-            take_in_turn.triton(score, mask, count, keep), take_in_turn.reference(score, mask, count, keep)
-        )
+        count = torch.tensor([[keep, 0, 7]]).cuda().expand(s, -1)
+        args = corners(s, 3, n).cuda(), mask, count, keep
+        assert torch.equal(take_in_turn.triton(*args), take_in_turn.reference(*args))
