@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -65,6 +66,18 @@ def test_a_demand_that_cannot_be_met_is_an_error(op: Operation, monkeypatch: pyt
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     with pytest.raises(TokenPruneError, match="not installed"):
         op(torch.ones(2))
+
+
+def test_a_kernel_takes_what_its_reference_takes(kernel_device: torch.device) -> None:
+    """Same parameters in the same order with the same defaults; a kernel may have block sizes behind them."""
+    known = dispatch.operations()
+    assert {"attention_rows", "attention_column_means"} <= known.keys()
+    for name, op in known.items():
+        mine, theirs = (list(inspect.signature(f).parameters.values()) for f in (op.triton, op.reference))
+        assert [(p.name, p.kind, p.default) for p in mine[: len(theirs)]] == [
+            (p.name, p.kind, p.default) for p in theirs
+        ], name
+        assert op.__doc__, name
 
 
 def test_triton_is_not_imported_before_a_kernel_runs() -> None:

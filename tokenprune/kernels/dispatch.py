@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,15 @@ VARIABLE = "TOKENPRUNE_KERNELS"
 _CHOICES = ("auto", "triton", "reference")
 
 OPERATIONS: dict[str, Operation] = {}
+
+
+def operations() -> dict[str, Operation]:
+    """Return all operations by name, those of modules that nobody imported yet too."""
+    package = importlib.import_module("tokenprune.kernels")
+    for module in pkgutil.iter_modules(package.__path__):
+        if not module.name.endswith("_triton"):
+            importlib.import_module(f"tokenprune.kernels.{module.name}")
+    return dict(sorted(OPERATIONS.items()))
 
 
 def choice() -> str:

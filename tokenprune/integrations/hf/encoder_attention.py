@@ -2,15 +2,15 @@
 """Attention inside the vision tower, brought to the visual tokens that the patches become.
 
 Queries and keys of the wanted blocks are read as they reach the attention function (after rotary embedding, once), and
-scores are made of them in chunks of rows: no attention map, any back end. The scores travel with the tower's output,
-since `generate` encodes pictures before any forward.
+scores are made of them without an attention map (see kernels/attention.py), for any back end. The scores travel with
+the tower's output, since `generate` encodes pictures before any forward.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,6 @@ _CLASS_TOKENS = {
     "Qwen2_5_VLVisionBlock": 0,
     "Qwen3VLVisionBlock": 0,
 }
-_ROWS = 512  # attention rows that are made at a time, over all pictures
 
 
 class EncoderAttention(Part):
@@ -113,7 +112,7 @@ class EncoderAttention(Part):
         state = states().get(id(self))
         if state is not None:  # else gradient checkpointing runs the block again
             with torch.no_grad():
-                state[index] += [_scores(piece, self.protected).transpose(1, 2) for piece in _sequences(observation)]
+                state[index].append(_scores(observation, self.protected).transpose(1, 2))
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
         state = states().pop(id(self), None)
@@ -190,24 +189,16 @@ class EncodedTokens:
         return self.index[segments.row_index, segments.position]
 
 
-def _sequences(observation: Observation) -> list[Observation]:
-    """Split what flash attention gets, several sequences on one axis, into one observation each."""
-    if observation.starts is None:
-        return [observation]
-    lengths = observation.starts.diff().tolist()
-    pairs = zip(observation.query.split(lengths, 2), observation.key.split(lengths, 2), strict=True)
-    return [Observation(query, key, None, observation.scaling, causal=False) for query, key in pairs]
-
-
 def _scores(seen: Observation, protected: int) -> Tensor:
     """float32 `[B, H, patches]`: the attention of the class token, else what each patch receives on average."""
+    if seen.starts is not None:  # flash attention of several sequences on one axis
+        return replace(seen, mask=None, causal=False).received(starts=seen.starts)
     rows, _, queries = seen.query.shape[:3]
     first = torch.zeros(rows, 1, dtype=torch.long, device=seen.query.device)
     if protected:
         return seen.rows(first)[:, :, 0, protected:]
     # Patches of padding are keys that nobody sees, and their own rows do not count.
-    valid = seen.visible(first)[:, 0, 0].expand(rows, queries)
-    return seen.received(valid, chunk=max(1, _ROWS // rows))
+    return seen.received(seen.visible(first)[:, 0, 0].expand(rows, queries))
 
 
 def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module]]:

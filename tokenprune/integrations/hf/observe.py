@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.kernels.attention import attention_column_means, attention_rows, visible_keys
 
 # transformers recognises flash back ends by "flash" in the name.
 _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")
@@ -46,55 +47,28 @@ class Observation:
         """`[B, Q, Hkv * Dh]`: keys of the last `queries` tokens, heads flattened."""
         return self.key[:, :, -queries:].transpose(1, 2).flatten(2)
 
+    @torch.no_grad()
     def rows(self, index: Tensor) -> Tensor:
-        """float32 `[B, H, R, K]`: softmax attention of the queries at `index` (long `[B, R]`, in this call's slots)."""
-        batch, heads, _, width = self.query.shape
-        kv_heads, keys = self.key.shape[1:3]
-        count = index.shape[1]
-        query = self.query.gather(2, index[:, None, :, None].expand(batch, heads, count, width)).float()
-        # Grouped heads share a key head: fold the group into the rows instead of repeating the keys.
-        query = query.reshape(batch, kv_heads, heads // kv_heads * count, width)
-        scores = (query @ self.key.float().transpose(2, 3)) * self.scaling
-        scores = scores.view(batch, heads, count, keys)
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if self.mask is not None and self.mask.is_floating_point():
-            return (scores + self._mask_rows(index).float()).softmax(dim=-1)
-        return scores.masked_fill(~self.visible(index), torch.finfo(scores.dtype).min).softmax(dim=-1)
+        """float32 `[B, H, R, K]`: softmax attention of the queries at `index` (long `[B, R]`, in this call's slots),
+        without gradient; 0 for queries that see nothing."""
+        return attention_rows(self.query, self.key, index, self.mask, **self._options)
 
     def visible(self, index: Tensor) -> Tensor:
         """bool `[B, 1 or H, R, K]`: which keys the queries at `index` (long `[B, R]`) may attend to."""
-        if self.mask is not None and self.mask.ndim == 4:
-            rows = self._mask_rows(index)
-            return rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
-        # No mask: causal, or everything; a 2-D mask (flash): the same and padding.
-        keys, queries = self.key.shape[2], self.query.shape[2]
-        slots = torch.arange(keys, device=index.device)
-        last = index + (keys - queries) if self.causal else torch.full_like(index, keys)
-        seen = slots <= last[:, None, :, None]
-        return seen if self.mask is None else seen & self.mask[:, None, None, -keys:].bool()
+        return visible_keys(self.query, self.key, index, self.mask, causal=self.causal)
 
-    def _mask_rows(self, index: Tensor) -> Tensor:
-        """`[B, 1 or H, R, K]`: rows of a 4-D mask."""
-        batch, keys = self.key.shape[0], self.key.shape[2]
-        mask = self.mask[..., :keys].expand(batch, *self.mask.shape[1:3], keys)
-        return mask.gather(2, index[:, None, :, None].expand(-1, mask.shape[1], -1, keys))
+    @torch.no_grad()
+    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+        """float32 `[B, H, Q]`: mean attention that each of this call's tokens receives from the tokens that see it,
+        without gradient.
 
-    def received(self, valid: Tensor, chunk: int = 128) -> Tensor:
-        """float32 `[B, H, Q]`: mean attention that each of this call's tokens receives from the tokens that see it.
-
-        valid: bool `[B, Q]`, False for padding queries. Rows are made in chunks, so that memory stays O(Q).
+        valid: bool `[B, Q]`, False for padding queries. starts: where the sequences that share the axis begin and end.
         """
-        batch, heads, queries = self.query.shape[:3]
-        total = self.query.new_zeros(batch, heads, queries, dtype=torch.float32)
-        seen = torch.zeros_like(total)
-        slots = torch.arange(queries, device=valid.device)
-        for start in range(0, queries, chunk):
-            index = slots[start : start + chunk].expand(batch, -1)
-            real = valid.gather(1, index)[:, None, :, None]
-            total += self.rows(index)[..., -queries:].masked_fill(~real, 0).sum(2)
-            seen += (self.visible(index)[..., -queries:] & real).sum(2)
-        return total / seen.clamp(min=1)
+        return attention_column_means(self.query, self.key, valid, self.mask, starts, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return dict(scaling=self.scaling, causal=self.causal, softcap=self.softcap)
 
 
 class _ModuleView:
