@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["W"])
 def _partition(first, order, W, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * W
     total = 0
@@ -36,7 +36,7 @@ def partition(first: Tensor, *, block: int = 4096) -> Tensor:
     return order
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "batch", "L", "W"])
 def _gather(x, index, out, rows, batch, L, W, inner, BLOCK_W: tl.constexpr, BLOCK_I: tl.constexpr):
     # x: [outer, rows, L, inner], out: [outer, batch, W, inner].
     token = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)

@@ -12,7 +12,7 @@ from tokenprune.kernels.farthest import fits_table, nearest_other
 from tokenprune.kernels.match_triton import best_match, block_sizes, inverse_norm, likeness, multipliable
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _table(
     x, inverse, mask, table, N, D, segment, row, feature,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -43,7 +43,7 @@ def _closer(near, alike, first):
     return tl.where(first, distance, tl.minimum(near, distance, propagate_nan=tl.PropagateNan.ALL))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _walk(table, nearest, mask, budget, taken, N, BLOCK: tl.constexpr):
     # One program for each segment, which needs to wait for nobody.
     s = tl.program_id(0).to(tl.int64)
@@ -60,7 +60,7 @@ def _walk(table, nearest, mask, budget, taken, N, BLOCK: tl.constexpr):
     tl.store(taken + s * N + at, barred & real, inside)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["step", "N", "segments", "groups"])
 def _step(
     x, inverse, mask, budget, nearest, taken, value, place, step, N, D, segments, segment, row, feature, groups,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,

@@ -39,7 +39,7 @@ def _rows_max(value, first):
     return best, first + at
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["A", "B", "share", "segments"])
 def _best(
     a, b, inverse_a, inverse_b, allowed, group_a, group_b, value, place, A, B, D, share, segments,
     segment_a, row_a, feature_a, segment_b, row_b, feature_b,

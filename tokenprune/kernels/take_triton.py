@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "segment", "picker"])
 def _take(score, mask, count, taken, P, N, segment, picker, token, BLOCK: tl.constexpr):
     s = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
