@@ -113,7 +113,9 @@ def best_partners(metric: Tensor, protected: int = 0, counts: list[int] | None =
     can = place >= protected
     if counts is not None:
         can = can & (place < torch.tensor(counts, device=metric.device)[:, None])
-    best, partner = best_match(metric[:, ::2], metric[:, 1::2], can[:, 1::2])
+    # A single protected token is in A, so that all of B can be found.
+    all_of_b = counts is None and protected < 2
+    best, partner = best_match(metric[:, ::2], metric[:, 1::2], None if all_of_b else can[:, 1::2])
     return best.masked_fill(~can[:, ::2], -torch.inf), partner.masked_fill(~can[:, ::2], 0)
 
 
