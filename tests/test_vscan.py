@@ -162,7 +162,7 @@ def test_merging_conserves_what_there_is() -> None:
 
 def test_long_sequences_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     _, whole = scan([144], [30], [(1, 12, 12)])
-    monkeypatch.setattr("tokenprune.methods.vscan._ROWS", 7)
+    monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", 7 * 30)
     assert torch.equal(scan([144], [30], [(1, 12, 12)])[1].assign, whole.assign)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor
 
 from tokenprune.errors import OptionError
+from tokenprune.kernels.take import top_mask
 
 if TYPE_CHECKING:
     from tokenprune.budget import Budget
@@ -59,17 +59,7 @@ class Selection:
 
         score: float `[S, N]`, higher is kept; padding is ignored.
         """
-        return Selection(top_mask(score, tokens.mask, tokens.budget))
-
-
-def top_mask(score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
-    """bool `[S, N]`: the `count` (long `[S]`) highest scores of each row among `mask`; see `Selection.top`."""
-    score = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
-    # Two stable sorts instead of one: -inf is a legal score, so padding cannot be marked by a value.
-    order = score.argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, (~mask).gather(1, order).to(torch.uint8).argsort(dim=1, stable=True))
-    wanted = torch.arange(score.shape[1], device=score.device) < count[:, None]
-    return torch.zeros_like(mask).scatter_(1, order, wanted) & mask
+        return Selection(top_mask(score, tokens.mask, tokens.budget, max(tokens.keep)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from tokenprune.kernels.join import join
+from tokenprune.kernels.match import best_match
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,10 @@ class Merge:
         places = torch.arange(width, device=self.keep.device).expand_as(self.keep)
         place = self.keep.new_zeros(rows, self.count).scatter(1, self.keep, places)
         source, target = self._moves
-        return place.flatten().index_copy(0, source, target % width).view(rows, self.count)
+        # One entry more than asked for takes what goes nowhere: no boolean indexing, so no device sync.
+        place = torch.cat([place.flatten(), place.new_zeros(1)])
+        source = torch.where(target < rows * width, source, rows * self.count)
+        return place.index_copy(0, source, target % width)[:-1].view(rows, self.count)
 
     def sum(self, x: Tensor) -> Tensor:
         """`[B, n]` -> `[B, m]`: each token of the output is the sum of its members; padding is 0."""
@@ -49,19 +54,14 @@ class Merge:
         stays = x.gather(1, self.keep)
         if self._padding is not None:
             stays = stays.masked_fill(self._padding, 0)
-        return stays.flatten().index_add(0, target, x.flatten()[source]).view_as(stays)
+        scratch = torch.cat([stays.flatten(), stays.new_zeros(1)])
+        return scratch.index_add(0, target, x.flatten()[source])[:-1].view_as(stays)
 
     def mean(self, x: Tensor, size: Tensor) -> Tensor:
         """`[B, n, D]` -> `[B, m, D]`: means weighted by `size` `[B, n]`, in float32; what nothing joins is copied."""
-        # Rows laid end to end: taking whole tokens is much faster than gathering their elements.
-        flat, weight, (source, target) = x.flatten(0, 1), size.flatten(), self._moves
-        stays, own = flat[self._stays], weight[self._stays]
-        mass = stays.float() * own[:, None]
-        mass = mass.index_add(0, target, flat[source].float() * weight[source, None])
-        joined = torch.zeros_like(own, dtype=torch.bool).index_fill(0, target, True)
-        total = own.index_add(0, target, weight[source]).masked_fill(~joined, 1)
-        mean = (mass / total[:, None]).to(x.dtype)
-        return torch.where(joined[:, None], mean, stays).view(*self.keep.shape, -1)
+        weight, (source, target) = size.flatten(), self._moves
+        mean = join(x.flatten(0, 1), self._stays, weight[self._stays], source, target, weight[source])
+        return mean.view(*self.keep.shape, -1)
 
     def unmerge(self, x: Tensor) -> Tensor:
         """`[B, m, D]` -> `[B, n, D]`: every token gets the value of the token it became part of."""
@@ -74,12 +74,12 @@ class Merge:
 
     @cached_property
     def _moves(self) -> tuple[Tensor, Tensor]:
-        """`source` and `target` without padding, in rows laid end to end."""
+        """`source` and `target` in rows laid end to end; the target of padding is behind the last row."""
         source, target = _end_to_end(self.source, self.count), _end_to_end(self.target, self.keep.shape[1])
         if self.gone is None:
             return source, target
         real = (torch.arange(self.source.shape[1], device=source.device) < self.gone[:, None]).flatten()
-        return source[real], target[real]
+        return source, torch.where(real, target, self.keep.numel())
 
     @cached_property
     def _padding(self) -> Tensor | None:
@@ -109,15 +109,14 @@ def best_partners(metric: Tensor, protected: int = 0, counts: list[int] | None =
     similarities, -inf for what is no source, and long partners, counted in B. Ties go to the lower place; a zero or
     non-finite vector is similar to nothing.
     """
-    unit = functional.normalize(metric.float(), dim=-1)
-    scores = (unit[:, ::2] @ unit[:, 1::2].transpose(1, 2)).nan_to_num(nan=-2.0, posinf=-2.0, neginf=-2.0)
-    scores[:, : (protected + 1) // 2] = -torch.inf
-    scores[:, :, : protected // 2] = -torch.inf
+    place = torch.arange(metric.shape[1], device=metric.device).expand(metric.shape[:2])
+    can = place >= protected
     if counts is not None:
-        real = torch.arange(metric.shape[1], device=metric.device) < torch.tensor(counts, device=metric.device)[:, None]
-        scores.masked_fill_(~(real[:, ::2, None] & real[:, None, 1::2]), -torch.inf)
-    best, partner = scores.max(dim=2)  # of equals the first
-    return best, partner
+        can = can & (place < torch.tensor(counts, device=metric.device)[:, None])
+    # A single protected token is in A, so that all of B can be found.
+    all_of_b = counts is None and protected < 2
+    best, partner = best_match(metric[:, ::2], metric[:, 1::2], None if all_of_b else can[:, 1::2])
+    return best.masked_fill(~can[:, ::2], -torch.inf), partner.masked_fill(~can[:, ::2], 0)
 
 
 def bipartite_match(metric: Tensor, r: int, protected: int = 0) -> Merge | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tokenprune.base import Method, Selection, Site
+from tokenprune.kernels.take import take_in_turn
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 
@@ -65,13 +66,9 @@ class Dart(Method):
         number = exists.sum(1).clamp(min=1)
         share = left.div(number, rounding_mode="floor")[:, None] + (exists.cumsum(1) <= (left % number)[:, None])
         similarity = unit @ normalize(pivots.float(), dim=-1).transpose(1, 2)  # [S, N, P]
-        for pivot in range(pivots.shape[1]):
-            pool = tokens.mask & ~kept
-            wanted = torch.where(exists[:, pivot], share[:, pivot], 0)
-            order = similarity[..., pivot].masked_fill(~pool, torch.inf).argsort(dim=1, stable=True)
-            added = torch.arange(order.shape[1], device=order.device) < wanted[:, None]
-            kept = kept | (torch.zeros_like(kept).scatter(1, order, added) & pool)
-        return Selection(kept)
+        pool = tokens.mask & ~kept
+        added = take_in_turn(-similarity.transpose(1, 2), pool, share.masked_fill(~exists, 0), max(tokens.keep))
+        return Selection(kept | added)
 
     def _pivots(self, tokens: VisualTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return the image pivots (bool `[S, N]`), and all pivots' states `[S, P, D]` with which of them exist (`[S,

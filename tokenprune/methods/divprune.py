@@ -3,11 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn.functional import normalize
-
 from tokenprune.base import Method, Selection, Site
+from tokenprune.kernels.farthest import farthest
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 
@@ -30,30 +27,3 @@ class DivPrune(Method):
 
     def select(self, tokens: VisualTokens) -> Selection:
         return Selection(farthest(tokens.hidden, tokens.mask, tokens.budget, max(tokens.keep)))
-
-
-def farthest(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tensor:
-    """Greedy farthest-point selection by cosine distance; returns bool `[S, N]`.
-
-    features: `[S, N, D]`; mask: bool `[S, N]`; budget: long `[S]`; most: the largest budget. Ties go to the lower
-    index.
-    """
-    unit = normalize(features.float(), dim=-1)
-    taken = torch.zeros_like(mask)
-    nearest = _nearest_other(unit, mask)
-    for step in range(most):
-        # -inf bars what is taken or padding, whatever the distances are.
-        pick = nearest.masked_fill(taken | ~mask, -torch.inf).argmax(dim=1, keepdim=True)
-        taken.scatter_(1, pick, taken.gather(1, pick) | (step < budget[:, None]))
-        distance = 1 - (
-            unit @ unit.gather(1, pick.unsqueeze(-1).expand(-1, -1, unit.shape[-1])).transpose(1, 2)
-        ).squeeze(-1)
-        nearest = distance if step == 0 else torch.minimum(nearest, distance)
-    return taken & mask
-
-
-def _nearest_other(unit: Tensor, mask: Tensor) -> Tensor:
-    """float `[S, N]`: cosine distance of each token to its nearest other token; a lone token gets +inf."""
-    distance = 1 - unit @ unit.transpose(1, 2)
-    distance.diagonal(dim1=1, dim2=2).fill_(torch.inf)
-    return distance.masked_fill(~mask[:, None, :], torch.inf).amin(dim=2)

@@ -8,15 +8,14 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from tokenprune.base import Method, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
+from tokenprune.kernels.compact import gather_tokens, partition
+from tokenprune.kernels.match import best_match
 from tokenprune.registry import register
 from tokenprune.tokens import Patches, VisualTokens
-
-_ROWS = 1024  # rows of the similarity matrix that are made at a time
 
 
 @register("vscan", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2505.22654, TMLR 2026", merges=True)
@@ -118,7 +117,7 @@ class VScan(Method):
         if not self.merge:
             return Selection(keep)
         itself = torch.arange(keep.shape[1], device=keep.device)
-        assign = torch.where(keep, itself, most_similar(tokens.hidden, picked, patches.tile))
+        assign = torch.where(keep, itself, most_similar(tokens.hidden, picked, patches.tile, max(tokens.keep)))
         return Selection(keep, assign.masked_fill(~tokens.mask, -1))
 
     def _pick(self, tokens: VisualTokens, local: Tensor, last: Tensor) -> Tensor:
@@ -164,20 +163,12 @@ def rank(group: Tensor, *keys: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(1, order, place)
 
 
-def most_similar(features: Tensor, picked: Tensor, tile: Tensor) -> Tensor:
+def most_similar(features: Tensor, picked: Tensor, tile: Tensor, most: int) -> Tensor:
     """long `[S, N]`: for each token the picked one of its tile that is most similar by cosine, the first of equals; of
-    any tile where its own has none."""
-    unit, count, found = normalize(features.float(), dim=-1), features.shape[1], []
-    for start in range(0, count, _ROWS):
-        rows = slice(start, start + _ROWS)
-        allowed = picked[:, None, :] & (tile[:, rows, None] == tile[:, None, :])
-        allowed = torch.where(allowed.any(-1, keepdim=True), allowed, picked[:, None, :])
-        likeness = (unit[:, rows] @ unit.transpose(1, 2)).nan_to_num(nan=-2.0).masked_fill(~allowed, -torch.inf)
-        best = likeness.amax(-1, keepdim=True)
-        # argmax promises no order among equals.
-        places = torch.arange(count, device=tile.device)
-        found.append(torch.where(allowed & (likeness == best), places, count).amin(-1))
-    return torch.cat(found, dim=1)
+    any tile where its own has none. most: at least the largest number of picked ones."""
+    place = partition(picked)[:, :most]
+    chosen, allowed, of = gather_tokens(features, place, 1), picked.gather(1, place), tile.gather(1, place)
+    return place.gather(1, best_match(features, chosen, allowed, group_a=tile, group_b=of)[1])
 
 
 @dataclass(frozen=True)

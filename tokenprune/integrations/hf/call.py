@@ -19,6 +19,7 @@ from tokenprune.integrations.hf.encoder_attention import EncodedTokens
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.report import Report
+from tokenprune.kernels.compact import partition
 from tokenprune.tokens import Patches, Segments, require
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ class Sources:
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         behind = text & (torch.arange(text.shape[1], device=text.device) > last)
         width = max(1, int(behind.sum(1).max()))
-        order = (~behind).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+        order = partition(behind)[:, :width]
         mask = behind.gather(1, order)
         # Removed visual tokens have no slot; point the padding at a token that is certainly there.
         return torch.where(mask, order, segments.position[:, :1]), mask

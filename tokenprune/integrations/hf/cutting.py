@@ -17,6 +17,7 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call, Sources
 from tokenprune.integrations.hf.layout import gather_tokens
 from tokenprune.integrations.hf.segments import keep_segments
+from tokenprune.kernels.join import join
 from tokenprune.tokens import Segments, VisualTokens
 
 
@@ -157,15 +158,11 @@ def merge_tokens(features: Tensor, selection: Selection, segments: Segments, pla
     places: long `[S, N]`, places of the segments' tokens in the flattened `[B * W]`.
     """
     flat = features.reshape(-1, features.shape[-1])
-    members = flat[places].float()
-    weight = segments.mask.float() if selection.weight is None else selection.weight.float() * segments.mask
-    weight = weight.masked_fill(selection.assign < 0, 0)
-    target = selection.assign.clamp(min=0)
-    total = torch.zeros_like(weight).scatter_add(1, target, weight)
-    index = target.unsqueeze(-1).expand_as(members)
-    mean = torch.zeros_like(members).scatter_add(1, index, members * weight.unsqueeze(-1))
-    mean = (mean / total.clamp(min=1e-12).unsqueeze(-1)).to(flat.dtype)
-    write = selection.keep & segments.mask & (total > 0)
-    scratch = torch.cat([flat, flat.new_zeros(1, flat.shape[1])])
-    scratch = scratch.index_copy(0, torch.where(write, places, flat.shape[0]).flatten(), mean.flatten(0, 1))
-    return scratch[:-1].view_as(features)
+    nowhere = len(flat)
+    weight = torch.ones_like(places, dtype=torch.float32) if selection.weight is None else selection.weight.float()
+    absorbed = segments.mask & (selection.assign >= 0)
+    itself = absorbed & (selection.assign == torch.arange(places.shape[1], device=places.device))
+    own = weight.new_zeros(nowhere + 1).scatter(0, torch.where(itself, places, nowhere).flatten(), weight.flatten())
+    into = places.gather(1, selection.assign.clamp(min=0))
+    target = torch.where(absorbed & ~itself, into, nowhere)
+    return join(flat, None, own[:-1], places.flatten(), target.flatten(), weight.flatten()).view_as(features)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenprune.base import top_mask
 from tokenprune.decode import DecodeMethod, TokenType
+from tokenprune.kernels.compact import partition
+from tokenprune.kernels.take import top_mask
 from tokenprune.statistics import Cut, Stats
 
 
@@ -132,7 +133,7 @@ class DecodeState:
         index = self.position.clamp(min=0)[:, None].expand(-1, row.shape[1], -1)
         score = row.to(index.device).gather(2, index).mean(1)
         pool = self.kept if method.monotone else self.available
-        self.kept, before = top_mask(score, pool, count.to(score.device)), self.kept
+        self.kept, before = top_mask(score, pool, count.to(score.device), int(count.max())), self.kept
         self.count = count
         return method.monotone or not torch.equal(self.kept, before)
 
@@ -155,7 +156,7 @@ def to_the_right(stays: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slots (long `[B, K']`) that bring those that stay to the right end, K' the most of a row, and which of
     them do stay."""
     width = int(stays.sum(1).max())
-    view = stays.to(torch.uint8).argsort(dim=1, stable=True)[:, stays.shape[1] - width :]
+    view = partition(~stays)[:, stays.shape[1] - width :]
     return view, stays.gather(1, view)
 
 

@@ -9,23 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tokenprune.kernels import compact
+
 
 def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Gather tokens along `dim`, row by row.
-
-    x: any shape with the batch (size B or 1) somewhere before `dim`; which axis that is follows from `dim`: the axis
-    right before it. index: long `[B, W]`. Returns x with `dim` of size W, and the batch expanded to B.
-    """
-    dim = dim % x.ndim
-    batch = dim - 1
-    index = index.to(x.device)  # a model may be spread over devices
-    if x.shape[batch] == 1 and index.shape[0] > 1:
-        x = x.expand(*x.shape[:batch], index.shape[0], *x.shape[batch + 1 :])
-    shape = [1] * x.ndim
-    shape[batch], shape[dim] = index.shape
-    target = list(x.shape)
-    target[dim] = index.shape[1]
-    return x.gather(dim, index.view(shape).expand(target))
+    """Gather tokens along `dim`, row by row; see `kernels.compact.gather_tokens`."""
+    return compact.gather_tokens(x, index.to(x.device), dim)  # a model may be spread over devices
 
 
 @dataclass(frozen=True)
@@ -78,7 +67,7 @@ class Layout:
         """
         width = max(kept_per_row)
         # A stable sort of (kept, position) puts the kept tokens at the right end in their old order.
-        slots = keep.to(torch.uint8).argsort(dim=1, stable=True)[:, -width:]
+        slots = compact.partition(~keep)[:, -width:]
         ragged = any(kept != width for kept in kept_per_row)
         valid = keep.gather(1, slots) if ragged else None
         return Layout(self.index.gather(1, slots), valid, self.length), slots

@@ -27,6 +27,8 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.encoder import TowerPatch
 from tokenprune.integrations.hf.groups import first_of_group
 from tokenprune.integrations.hf.observe import Observer
+from tokenprune.kernels.compact import partition
+from tokenprune.kernels.join import join
 
 BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock"})
 
@@ -217,16 +219,13 @@ class PackedTowerPatch(TowerPatch):
         stays = into == places
         target = (stays.cumsum(0) - 1)[into]
         size = torch.ones(len(into), device=into.device) if state.size is None else state.size
-        units = hidden.view(len(into), self.unit, -1)
         count = sum(state.left)
+        order = partition(stays[None])[0]
+        kept, gone = order[:count], order[count:]
+        merged = join(hidden.view(len(into), -1), kept, size[kept], gone, target[gone], size[gone])
+        state.merged = merged.view(-1, hidden.shape[-1])
         total = size.new_zeros(count).index_add(0, target, size)
-        mass = torch.zeros(count, *units.shape[1:], device=hidden.device)
-        mass = mass.index_add(0, target, units.float() * size[:, None, None])
-        joined = torch.zeros_like(total, dtype=torch.bool).index_fill(0, target[~stays], True)
-        kept = units[stays]
-        merged = torch.where(joined[:, None, None], (mass / total[:, None, None]).to(kept.dtype), kept)
-        state.merged = merged.flatten(0, 1)
-        state.size, state.kept, state.owner = total, state.kept[stays], target[state.owner]
+        state.size, state.kept, state.owner = total, state.kept[kept], target[state.owner]
         return (state.merged, *args[1:])
 
     def _match(self, state: Packed, index: int) -> Tensor | None:

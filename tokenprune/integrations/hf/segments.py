@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.hf.copies import of_each_piece
+from tokenprune.kernels.compact import partition
 from tokenprune.tokens import Segments, square_grid
 
 
@@ -111,7 +112,7 @@ def _by_row(pieces: list[tuple]) -> list[tuple]:
 
 def keep_segments(segments: Segments, keep: Tensor, counts: list[int]) -> Segments:
     """Return the segments after a cut. keep: bool `[S, N]`; counts: its row sums."""
-    order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(counts)]
+    order = partition(keep)[:, : max(counts)]
     limit = torch.tensor(counts, device=keep.device)[:, None]
     mask = torch.arange(order.shape[1], device=keep.device) < limit
     position = segments.position.gather(1, order)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that compare and choose tokens, against their references; and the references' memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tokenprune.kernels import farthest as farthest_module
+from tokenprune.kernels.farthest import farthest
+from tokenprune.kernels.match import best_match
+from tokenprune.kernels.take import take_in_turn, top_mask
+
+HALVES_TOO = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+BAD = [0.0, torch.inf, torch.nan]
+
+
+def corners(*shape: int, seed: int = 0) -> Tensor:
+    """Vectors of -1 and 1: with 16 of them (or 4), all cosines are exact, and many are the same."""
+    return 2.0 * torch.randint(2, shape, generator=torch.Generator().manual_seed(seed)) - 1
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def real(counts: list[int], width: int) -> Tensor:
+    return torch.arange(width) < torch.tensor(counts)[:, None]
+
+
+def same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(got[0].cpu(), want[0], atol=2e-6, rtol=0)
+    assert torch.equal(got[1].cpu(), want[1])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that a tensor made meanwhile has."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                self.size = max(self.size, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@HALVES_TOO
+@pytest.mark.parametrize(("s", "a", "b", "d"), [(1, 1, 1, 1), (2, 7, 5, 9), (1, 33, 18, 20)])
+def test_best_match(kernel_device: torch.device, dtype: torch.dtype, s: int, a: int, b: int, d: int) -> None:
+    x, y = normal(s, a, d).to(dtype), normal(s, b, d, seed=1).to(dtype)
+    x, y = x.to(kernel_device), y.to(kernel_device)
+    for blocks in ((16, 16, 16), None):
+        same(best_match.triton(x, y, blocks=blocks), best_match.reference(x.cpu(), y.cpu()))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("parts", [1, 2])
+def test_best_match_with_ties_bad_vectors_and_nothing_allowed(kernel_device: torch.device, parts: int) -> None:
+    x = corners(3, 19, 4)
+    x[0, 3], x[1, 8] = torch.nan, torch.inf
+    groups = torch.arange(19).expand(3, -1) // 7
+    allowed = real([19, 12, 0], 19) & (torch.arange(19) % 3 > 0)
+    cases = [
+        dict(), dict(allowed=allowed), dict(allowed=allowed, others=True),
+        dict(allowed=allowed, group_a=groups, group_b=groups),
+    ]  # fmt: skip
+    for case in cases:
+        want = best_match.reference(x, x, **case)
+        on = {k: v.to(kernel_device) if isinstance(v, Tensor) else v for k, v in case.items()}
+        x_on = x.to(kernel_device)
+        same(best_match.triton(x_on, x_on, **on, blocks=(16, 16, 16), parts=parts), want)
+    # Every second token, as views.
+    same(
+        best_match.triton(x_on[:, ::2], x_on[:, 1::2], blocks=(16, 16, 16)), best_match.reference(x[:, ::2], x[:, 1::2])
+    )
+
+
+def test_best_match_is_the_first_of_the_most_similar(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = corners(2, 13, 16), corners(2, 9, 16, seed=1)
+    x[0, 2] = 0
+    allowed, group_a, group_b = real([9, 6], 9), torch.arange(13).expand(2, -1) % 3, torch.arange(9).expand(2, -1) % 2
+    for at_once in (1, 50, 2**22):  # one row at a time, a few, all
+        monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", at_once)
+        for case in (dict(), dict(group_a=group_a, group_b=group_b)):
+            best, place = best_match.reference(x, y, allowed, **case)
+            for s in range(2):
+                for i in range(13):
+                    own = [j for j in range(9) if allowed[s, j] and group_b[s, j] == group_a[s, i]]
+                    pool = own if own and case else [j for j in range(9) if allowed[s, j]]
+                    cosine = {j: float(x[s, i] @ y[s, j]) / 16 for j in pool}
+                    first = max(pool, key=lambda j: (cosine[j], -j))
+                    assert (float(best[s, i]), int(place[s, i])) == (cosine[first], first)
+
+
+@HALVES_TOO
+@pytest.mark.parametrize("table", [True, False])
+@pytest.mark.parametrize(("s", "n", "d"), [(1, 1, 3), (1, 16, 16), (2, 19, 20)])
+def test_farthest(kernel_device: torch.device, dtype: torch.dtype, table: bool, s: int, n: int, d: int) -> None:
+    x = normal(s, n, d).to(dtype)
+    counts = [n - 4 * row for row in range(s)]
+    budget = torch.tensor([min(count, 5 - row) for row, count in enumerate(counts)])
+    mask, most = real(counts, n), int(budget.max())
+    want = farthest.reference(x, mask, budget, most)
+    assert want.sum(1).tolist() == budget.tolist()
+    arguments = [t.to(kernel_device) for t in (x, mask, budget)]
+    got = farthest.triton(*arguments, most, table=table, blocks=(16, 16, 16), rows=8)
+    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("table", [True, False])
+@pytest.mark.parametrize("bad", BAD)
+def test_farthest_with_ties_and_bad_vectors(
+    kernel_device: torch.device, table: bool, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = corners(3, 15, 16)
+    x[0, 9:12] = x[0, 0:3]
+    x[1, 4] = x[2, 14] = bad  # the second is padding
+    mask, most, budget = real([15, 10, 0], 15), 5, torch.tensor([5, 4, 0])
+    mask[0, :2] = False
+    monkeypatch.setattr(farthest_module, "TABLE", 4096 if table else 0)
+    want = farthest.reference(x, mask, budget, most)
+    assert want.sum(1).tolist() == budget.tolist()
+    got = farthest.triton(*(t.to(kernel_device) for t in (x, mask, budget)), most, blocks=(16, 16, 16), rows=8)
+    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("bad", [None, *BAD])
+def test_farthest_with_a_table_and_without(bad: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, mask = normal(3, 40, 8), real([40, 23, 1], 40)
+    monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", 3 * 40 * 7)  # seven rows at a time
+    if bad is not None:
+        x[:, 7] = bad
+    for budget in (torch.tensor([40, 5, 1]), torch.tensor([1, 22, 1])):
+        want = farthest.reference(x, mask, budget, int(budget.max()))
+        with monkeypatch.context() as patch:
+            patch.setattr(farthest_module, "fits_table", lambda features: False)
+            assert torch.equal(farthest.reference(x, mask, budget, int(budget.max())), want)
+
+
+@HALVES_TOO
+@pytest.mark.parametrize(("s", "p", "n"), [(1, 1, 1), (2, 3, 7), (2, 1, 33)])
+def test_take_in_turn(kernel_device: torch.device, dtype: torch.dtype, s: int, p: int, n: int) -> None:
+    score, inf, nan = corners(s, p, n).to(dtype), torch.inf, torch.nan
+    special = torch.tensor([inf, -inf, nan, -nan, -0.0, 0.0, 65504.0, -65504.0, 1e-7], dtype=dtype)
+    g = torch.Generator().manual_seed(1)
+    odd = torch.rand(score.shape, generator=g) < 0.5
+    score = torch.where(odd, special[torch.randint(len(special), score.shape, generator=g)], score)
+    mask = torch.rand(s, n, generator=g) < 0.8
+    mask[-1] &= s == 1  # fully masked
+    for most in (n // 3, n):
+        count = torch.randint(0, most + 1, (s, p), generator=g)
+        count[0, 0] = most
+        want = mask.clone()
+        for row in range(s):
+            for turn in range(p):
+                pool = want[row].nonzero().flatten().tolist()
+                key = {i: -inf if (v := float(score[row, turn, i])) != v else v for i in pool}
+                best = sorted(pool, key=lambda i: (-key[i], i))[: int(count[row, turn])]
+                want[row, best] = False
+        want = mask & ~want
+        assert torch.equal(take_in_turn.reference(score, mask, count, most), want)
+        got = take_in_turn.triton(*(t.to(kernel_device) for t in (score, mask, count)), most)
+        assert torch.equal(got.cpu(), want)
+
+
+def test_top_mask_takes_what_there_is() -> None:
+    score, mask = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[True, False, True]])
+    assert top_mask(score, mask, torch.tensor([3]), 3).tolist() == mask.tolist()
+    assert top_mask(score, mask, torch.tensor([1]), 3).tolist() == [[False, False, True]]
+    assert top_mask(score[:, :0], mask[:, :0], torch.tensor([0]), 0).shape == (1, 0)
+
+
+def test_no_matrix_of_all_tokens_by_all_tokens() -> None:
+    count = 8192
+    x, mask = normal(1, count, 8), torch.ones(1, count, dtype=torch.bool)
+    with LargestTensor() as largest:
+        best_match(x, x, mask, others=True)
+        best_match(x[:, ::2], x[:, 1::2])
+        farthest(x, mask, torch.tensor([3]), 3)
+    assert count * 8 <= largest.size <= count * count // 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="real shapes need a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_real_shapes(dtype: torch.dtype) -> None:
+    for s, n, d, keep in ((5, 576, 1024, 64), (1, 2880, 4096, 320), (1, 6000, 1024, 40)):
+        x = corners(s, n, d).to(dtype).cuda()
+        mask, budget = real([n - 3 * i for i in range(s)], n).cuda(), torch.full((s,), keep).cuda()
+        got = best_match.triton(x[:, ::2], x[:, 1::2], mask[:, 1::2])
+        same(got, tuple(t.cpu() for t in best_match.reference(x[:, ::2], x[:, 1::2], mask[:, 1::2])))
+        assert torch.equal(farthest.triton(x, mask, budget, keep), farthest.reference(x, mask, budget, keep))
+        count = torch.tensor([[keep, 0, 7]]).cuda().expand(s, -1)
+        args = corners(s, 3, n).cuda(), mask, count, keep
+        assert torch.equal(take_in_turn.triton(*args), take_in_turn.reference(*args))

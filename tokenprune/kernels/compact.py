@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring together the tokens that stay."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenprune.kernels.dispatch import operation
+
+
+@operation(kernel="tokenprune.kernels.compact_triton:partition")
+def partition(first: Tensor) -> Tensor:
+    """Return the order, long `[B, W]`, that puts the places where `first` (bool `[B, W]`) is True before the others;
+    among either they stay in order."""
+    return (~first).to(torch.uint8).argsort(dim=1, stable=True)
+
+
+@operation(kernel="tokenprune.kernels.compact_triton:gather_tokens")
+def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Gather tokens along `dim`, row by row.
+
+    x: any shape with the batch (size B or 1) right before `dim`. index: long `[B, W]`. Returns x with `dim` of size W,
+    and the batch expanded to B.
+    """
+    dim = dim % x.ndim
+    batch = dim - 1
+    if x.shape[batch] > 1:
+        index = index + x.shape[dim] * torch.arange(len(index), device=index.device)[:, None]
+    # Rows laid end to end: taking whole tokens is much faster than gathering their elements.
+    return x.flatten(batch, dim).index_select(batch, index.flatten()).unflatten(batch, index.shape)

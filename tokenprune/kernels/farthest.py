@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy selection of the tokens that are farthest from each other (DivPrune)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from tokenprune.kernels.dispatch import operation
+from tokenprune.kernels.match import best_match
+
+TABLE = 4096  # tokens whose similarities are kept, all of them; also as many as a token has features
+
+
+def fits_table(features: Tensor) -> bool:
+    """Whether all similarities `[S, N, N]` are to be held in memory, which is then about that of the features."""
+    return features.shape[1] <= max(features.shape[2], TABLE)
+
+
+def nearest_other(features: Tensor, mask: Tensor, match: object = best_match) -> Tensor:
+    """float32 `[S, N]`: cosine distance of each token to its nearest other token; +inf for one that has none, NaN for
+    all of a segment with a token that is not finite. The matrix of distances is never in memory."""
+    nearest = 1 - match(features, features, mask, others=True)[0]
+    broken = (~torch.isfinite(features).all(dim=2) & mask).any(dim=1, keepdim=True)
+    return nearest.masked_fill(broken & nearest.isfinite(), torch.nan)
+
+
+def _limits(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> str | None:
+    if features.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it takes float32, float16 or bfloat16, not {features.dtype}"
+    return None
+
+
+@operation(kernel="tokenprune.kernels.farthest_triton:farthest", limits=_limits)
+def farthest(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tensor:
+    """Take the token whose nearest other is farthest away, then again and again the one farthest from all taken, by
+    cosine distance in float32; returns bool `[S, N]`, which were taken.
+
+    features: `[S, N, D]`; mask: bool `[S, N]`, tokens that are no padding; budget: long `[S]`, how many to take, at
+    most those of the mask; most: the largest budget. Ties go to the lower index; NaN counts as farthest.
+    """
+    unit = normalize(features.float(), dim=-1)
+    rows = torch.arange(len(unit), device=unit.device)
+    table = None
+    if fits_table(unit):
+        table = unit @ unit.transpose(1, 2)
+        table.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+        table.masked_fill_(~mask[:, None], -torch.inf)
+        nearest = 1 - table.amax(dim=2)
+    else:
+        nearest = nearest_other(unit, mask, best_match.reference)
+    barred = ~mask
+    for step in range(most):
+        # -inf bars what is taken or padding, whatever the distances are.
+        pick = nearest.masked_fill(barred, -torch.inf).argmax(dim=1)
+        barred[rows, pick] = barred[rows, pick] | (step < budget)
+        alike = table[rows, pick] if table is not None else (unit @ unit[rows, pick].unsqueeze(-1)).squeeze(-1)
+        nearest = 1 - alike if step == 0 else torch.minimum(nearest, 1 - alike)
+    return barred & mask

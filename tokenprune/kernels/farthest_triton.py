@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of `farthest.py`: a program that walks over a table of all similarities, or one launch for each pick."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenprune.kernels.farthest import fits_table, nearest_other
+from tokenprune.kernels.match_triton import best_match, block_sizes, inverse_norm, likeness, multipliable
+
+
+@triton.jit(do_not_specialize=["N"])
+def _table(
+    x, inverse, mask, table, N, D, segment, row, feature,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    s = tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_A + tl.arange(0, BLOCK_A)
+    columns = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    x += s * segment
+    inverse += s * N
+    alike = likeness(
+        x, x, inverse, inverse, rows, columns, N, N, D, row, feature, row, feature, BLOCK_A, BLOCK_B, BLOCK_D
+    )
+    real = tl.load(mask + s * N + columns, columns < N, 0) != 0
+    alike = tl.where(real[None, :] & (rows[:, None] != columns[None, :]), alike, float("-inf"))
+    at = table + s * N * N + rows[:, None].to(tl.int64) * N + columns[None, :]
+    tl.store(at, alike, (rows[:, None] < N) & (columns[None, :] < N))
+
+
+@triton.jit
+def _rank(near, barred):
+    """What is compared: nothing that is barred, NaN before all else."""
+    return tl.where(barred, float("-inf"), tl.where(near == near, near, float("inf")))
+
+
+@triton.jit
+def _closer(near, alike, first):
+    distance = 1 - alike
+    return tl.where(first, distance, tl.minimum(near, distance, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _walk(table, nearest, mask, budget, taken, N, BLOCK: tl.constexpr):
+    # One program for each segment, which needs to wait for nobody.
+    s = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < N
+    real = tl.load(mask + s * N + at, inside, 0) != 0
+    near = tl.load(nearest + s * N + at, inside, 0.0)
+    barred = real == 0
+    for step in range(tl.load(budget + s)):
+        pick = tl.argmax(_rank(near, barred), 0, tie_break_left=True)
+        barred = barred | (at == pick)
+        alike = tl.load(table + (s * N + pick) * N + at, inside, 0.0)
+        near = _closer(near, alike, step == 0)
+    tl.store(taken + s * N + at, barred & real, inside)
+
+
+@triton.jit(do_not_specialize=["step", "N", "segments", "groups"])
+def _step(
+    x, inverse, mask, budget, nearest, taken, value, place, step, N, D, segments, segment, row, feature, groups,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    # Each program has a block of tokens and leaves their best candidate to the next launch, which is what makes all
+    # programs wait for each other. Launches take turns with two sets of candidates. The first one, step -1, only leaves
+    # candidates.
+    s = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    if step >= tl.load(budget + s):
+        return
+    at = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = at < N
+    near = tl.load(nearest + s * N + at, inside, 0.0)
+    barred = (tl.load(mask + s * N + at, inside, 0) == 0) | (tl.load(taken + s * N + at, inside, 0) != 0)
+    if step >= 0:
+        of_block = tl.arange(0, BLOCK_G)
+        read = (step % 2 * segments + s) * groups + of_block
+        winner = tl.argmax(tl.load(value + read, of_block < groups, float("-inf")), 0, tie_break_left=True)
+        pick = tl.load(place + (step % 2 * segments + s) * groups + winner)
+        tl.store(taken + s * N + at, at == pick, inside & (at == pick))
+        barred = barred | (at == pick)
+        total = tl.zeros([BLOCK_N], tl.float32)
+        mine = x + s * segment
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            picked = tl.load(mine + pick.to(tl.int64) * row + d * feature, d < D, 0.0).to(tl.float32)
+            tile = tl.load(mine + at[:, None] * row + d[None, :] * feature, inside[:, None] & (d[None, :] < D), 0.0)
+            total += tl.sum(tile.to(tl.float32) * picked[None, :], 1)
+        alike = total * tl.load(inverse + s * N + at, inside, 0.0) * tl.load(inverse + s * N + pick)
+        near = _closer(near, alike, step == 0)
+        tl.store(nearest + s * N + at, near, inside)
+    rank = _rank(near, barred | (at >= N))
+    write = ((step + 1) % 2 * segments + s) * groups + block
+    best, first = tl.max(rank, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(value + write, best)
+    tl.store(place + write, block * BLOCK_N + first)
+
+
+def farthest(
+    features: Tensor,
+    mask: Tensor,
+    budget: Tensor,
+    most: int,
+    *,
+    table: bool | None = None,
+    blocks: tuple[int, int, int] | None = None,
+    rows: int = 32,
+) -> Tensor:
+    """See `farthest.farthest`. table: whether to keep all similarities in memory. blocks: rows, columns and features of
+    a tile of them. rows: tokens of a program, without a table."""
+    segments, count, width = features.shape
+    mask = mask.contiguous()
+    taken = torch.zeros_like(mask)
+    if not (segments and count and most > 0):
+        return taken
+    inverse = inverse_norm(features)
+    if fits_table(features) if table is None else table:
+        features = multipliable(features)
+        block_a, block_b, block_d = blocks or block_sizes(features)
+        alike = torch.empty(segments, count, count, device=features.device)
+        _table[triton.cdiv(count, block_a), triton.cdiv(count, block_b), segments](
+            features, inverse, mask, alike, count, width, *features.stride(),
+            BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8 if block_a >= 128 else 4, num_stages=3,
+        )  # fmt: skip
+        block = triton.next_power_of_2(count)
+        nearest = 1 - alike.amax(dim=2)
+        _walk[segments,](
+            alike, nearest, mask, budget, taken, count, BLOCK=block, num_warps=min(32, max(4, block // 512))
+        )
+        return taken
+    nearest = nearest_other(features, mask, lambda *a, **k: best_match(*a, **k, blocks=blocks))
+    groups = triton.cdiv(count, rows)
+    value = torch.empty(2, segments, groups, device=features.device)
+    place = torch.empty_like(value, dtype=torch.int32)
+    for step in range(-1, most):
+        _step[groups, segments](
+            features, inverse, mask, budget, nearest, taken, value, place, step, count, width, segments,
+            *features.stride(), groups, BLOCK_N=rows, BLOCK_D=256, BLOCK_G=triton.next_power_of_2(groups),
+        )  # fmt: skip
+    return taken

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weighted means of tokens that become one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenprune.kernels.dispatch import operation
+
+
+@operation(kernel="tokenprune.kernels.join_triton:join")
+def join(x: Tensor, keep: Tensor | None, own: Tensor, source: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Let tokens join others: `[n, D]` -> `[m, D]`, each the weighted mean, in float32, of one that stays and of those
+    that join it. What nothing joins, or nothing that weighs anything, is copied.
+
+    keep: long `[m]`, the tokens that stay, in the order of the output; None if all do. own: float `[m]`, their weights.
+    source: long `[r]`, tokens that join. target: long `[r]`, the places in the output where; m for nowhere. weight:
+    float `[r]`. Members are added in their order, so that a mean is the same in every run.
+    """
+    count, wide = len(own), torch.promote_types(x.dtype, torch.float32)
+    keep = torch.arange(count, device=x.device) if keep is None else keep
+    # One row more than asked for takes what goes nowhere: no boolean indexing, so no device sync.
+    out = x.index_select(0, torch.cat([keep, keep.new_zeros(1)]))
+    order = target.argsort(stable=True)
+    source, target, weight = source[order], target[order], weight[order].to(wide)
+    # Only the rows that something joins are worked on: `slot` numbers them, `row` says which they are.
+    slot = torch.cat([target.new_zeros(1), target.diff().ne(0).cumsum(0)])[: len(target)]
+    row = torch.full_like(target, count).scatter(0, slot, target)
+    start = torch.cat([own.to(wide), own.new_zeros(1, dtype=wide)])[row]
+    total = start.index_add(0, slot, weight)
+    mass = (out[row] * start[:, None]).index_add(0, slot, x.index_select(0, source) * weight[:, None])
+    mean = (mass / total.masked_fill(total <= 0, 1)[:, None]).to(x.dtype)
+    return out.index_copy_(0, torch.where(total > 0, row, count), mean)[:count]

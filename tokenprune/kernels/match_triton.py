@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of `match.py`: a matrix product whose tiles are reduced to their row maxima and thrown away."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 264  # enough to fill the largest GPUs twice
+
+
+@triton.jit
+def likeness(
+    a, b, inverse_a, inverse_b, rows, columns, A, B, D, row_a, feature_a, row_b, feature_b,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The cosines `[BLOCK_A, BLOCK_B]` of the tokens at `rows` of a and at `columns` of b."""
+    total = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
+    inside_a, inside_b = rows[:, None] < A, columns[None, :] < B
+    for start in range(0, D, BLOCK_D):
+        at = start + tl.arange(0, BLOCK_D)
+        x = tl.load(a + rows[:, None] * row_a + at[None, :] * feature_a, inside_a & (at[None, :] < D), 0.0)
+        y = tl.load(b + columns[None, :] * row_b + at[:, None] * feature_b, inside_b & (at[:, None] < D), 0.0)
+        # Half precision is multiplied exactly and added up in float32; float32 must not be rounded to TF32.
+        total = tl.dot(x, y, total, input_precision="ieee")
+    length_a = tl.load(inverse_a + rows, rows < A, 0.0)
+    length_b = tl.load(inverse_b + columns, columns < B, 0.0)
+    return total * length_a[:, None] * length_b[None, :]
+
+
+@triton.jit
+def _rows_max(value, first):
+    """Of each row the maximum and, counted from `first`, its first place."""
+    best, at = tl.max(value, 1, return_indices=True, return_indices_tie_break_left=True)
+    return best, first + at
+
+
+@triton.jit(do_not_specialize=["A", "B", "share", "segments"])
+def _best(
+    a, b, inverse_a, inverse_b, allowed, group_a, group_b, value, place, A, B, D, share, segments,
+    segment_a, row_a, feature_a, segment_b, row_b, feature_b,
+    ALLOWED: tl.constexpr, GROUPS: tl.constexpr, OTHERS: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # Program (i, s, p) finds the best of the p-th share of b for the i-th block of a of segment s.
+    s = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    rows = tl.program_id(0) * BLOCK_A + tl.arange(0, BLOCK_A)
+    best = tl.full([BLOCK_A], float("-inf"), tl.float32)
+    where = tl.zeros([BLOCK_A], tl.int32)
+    own, own_where = best, where
+    for first in range(part * share, tl.minimum(part * share + share, B), BLOCK_B):
+        columns = first + tl.arange(0, BLOCK_B)
+        alike = likeness(
+            a + s * segment_a, b + s * segment_b, inverse_a + s * A, inverse_b + s * B, rows, columns, A, B, D,
+            row_a, feature_a, row_b, feature_b, BLOCK_A, BLOCK_B, BLOCK_D,
+        )  # fmt: skip
+        alike = tl.where(alike == alike, alike, -2.0)
+        can = columns < B
+        if ALLOWED:
+            can = can & (tl.load(allowed + s * B + columns, can, 0) != 0)
+        alike = tl.where(can[None, :], alike, float("-inf"))
+        if OTHERS:
+            alike = tl.where(rows[:, None] == columns[None, :], float("-inf"), alike)
+        found, at = _rows_max(alike, first)
+        # Strictly better only: of equals the first one stays.
+        best, where = tl.where(found > best, found, best), tl.where(found > best, at, where)
+        if GROUPS:
+            of_row = tl.load(group_a + s * A + rows, rows < A, 0)
+            of_column = tl.load(group_b + s * B + columns, columns < B, 0)
+            found, at = _rows_max(tl.where(of_row[:, None] == of_column[None, :], alike, float("-inf")), first)
+            own, own_where = tl.where(found > own, found, own), tl.where(found > own, at, own_where)
+    out = (part * segments + s) * A + rows
+    tl.store(value + out, best, rows < A)
+    tl.store(place + out, where, rows < A)
+    if GROUPS:
+        out += tl.num_programs(2).to(tl.int64) * segments * A
+        tl.store(value + out, own, rows < A)
+        tl.store(place + out, own_where, rows < A)
+
+
+def inverse_norm(x: Tensor) -> Tensor:
+    """float32 `[S, N]`: what makes each vector of `[S, N, D]` one of length 1."""
+    return 1 / torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).clamp(min=1e-12)
+
+
+def multipliable(x: Tensor) -> Tensor:
+    """`x`, in a dtype that `tl.dot` can take: the interpreter (Triton 3.9) multiplies the bits of bfloat16 instead."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return x.float() if interpreted and x.dtype == torch.bfloat16 else x
+
+
+def block_sizes(x: Tensor) -> tuple[int, int, int]:
+    """Rows, columns and features of a tile."""
+    if x.dtype == torch.float32:
+        return 64, 64, 32
+    # Three stages of the larger tiles take 96 KiB of shared memory.
+    roomy = not x.is_cuda or torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin >= 2**17
+    return (128, 128, 64) if roomy else (64, 64, 64)
+
+
+def best_match(
+    a: Tensor,
+    b: Tensor,
+    allowed: Tensor | None = None,
+    *,
+    group_a: Tensor | None = None,
+    group_b: Tensor | None = None,
+    others: bool = False,
+    blocks: tuple[int, int, int] | None = None,
+    parts: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `match.best_match`. blocks: rows, columns and features of a tile. parts: shares of b that programs of their
+    own go through."""
+    a, b = multipliable(a), multipliable(b)
+    (segments, count, width), others_count = a.shape, b.shape[1]
+    block_a, block_b, block_d = blocks or block_sizes(a)
+    groups = group_a is not None
+    if parts is None:
+        parts = max(1, _PROGRAMS // max(1, segments * triton.cdiv(count, block_a)))
+    share = max(1, triton.cdiv(triton.cdiv(others_count, block_b), parts)) * block_b
+    parts = max(1, triton.cdiv(others_count, share))
+    value = torch.empty(1 + groups, parts, segments, count, device=a.device)
+    place = torch.empty_like(value, dtype=torch.int32)
+    if segments * count:
+        flags = a if allowed is None else allowed.contiguous()
+        of_a, of_b = (group_a.contiguous(), group_b.contiguous()) if groups else (a, b)
+        _best[triton.cdiv(count, block_a), segments, parts](
+            a, b, inverse_norm(a), inverse_norm(b), flags, of_a, of_b, value, place, count, others_count, width, share,
+            segments, *a.stride(), *b.stride(), ALLOWED=allowed is not None, GROUPS=groups, OTHERS=others,
+            BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8 if block_a >= 128 else 4, num_stages=3,
+        )  # fmt: skip
+    best = value.amax(dim=1)
+    place = torch.where(value == best[:, None], place, others_count).amin(dim=1).long()
+    if groups:
+        own = best[1] > -torch.inf
+        return torch.where(own, best[1], best[0]), torch.where(own, place[1], place[0])
+    return best[0], place[0]

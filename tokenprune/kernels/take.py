@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens with the highest scores, in a fixed order among equals."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenprune.kernels.dispatch import operation
+
+_WIDEST = 65536  # tokens that one program of the kernel can hold
+
+
+def _limits(score: Tensor, mask: Tensor, count: Tensor, most: int) -> str | None:
+    return None if score.shape[-1] <= _WIDEST else f"it takes up to {_WIDEST} tokens, not {score.shape[-1]}"
+
+
+@operation(kernel="tokenprune.kernels.take_triton:take_in_turn", limits=_limits)
+def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tensor:
+    """Let P pickers, one after the other, each take the tokens that score highest with it and are not taken yet;
+    returns bool `[S, N]`, which were taken.
+
+    score: float `[S, P, N]`; mask: bool `[S, N]`, what can be taken; count: long `[S, P]`, how many each takes, as far
+    as there are; most: at least the largest count. Ties go to the lower index; NaN counts as lowest.
+    """
+    score = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
+    left = mask
+    for turn in range(score.shape[1]):
+        one = score[:, turn]
+        # The lowest score that is taken. -inf is a legal score, so what cannot be taken is not told by its value alone.
+        best = one.masked_fill(~left, -torch.inf).topk(min(most, one.shape[1]), dim=1).values
+        place = count[:, turn, None].clamp(1, max(1, best.shape[1])) - 1
+        lowest = best.gather(1, place) if best.shape[1] else one.new_full((len(one), 1), torch.inf)
+        above, equal = left & (one > lowest), left & (one == lowest)
+        room = count[:, turn, None] - above.sum(dim=1, keepdim=True)
+        left = left & ~(above & (count[:, turn, None] > 0) | equal & (equal.cumsum(dim=1) <= room))
+    return mask & ~left
+
+
+def top_mask(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tensor:
+    """bool `[S, N]`: the `count` (long `[S]`, at most `most`) highest scores of each row among `mask`; ties go to the
+    lower index, NaN counts as lowest."""
+    return take_in_turn(score[:, None], mask, count[:, None], most)
