@@ -115,7 +115,8 @@ class Engine(Attachable):
         """Pictures were encoded. Their grids travel with the output, which generate() hands to a later forward."""
         grids = self.adapter.grids(modality, arguments)
         if grids is not None and hasattr(output, "pooler_output"):
-            output.tokenprune_grids = grids
+            # As an item, here and in the parts: an attribute is lost when accelerate moves the output between devices.
+            output["tokenprune_grids"] = grids
         for part in self.parts:
             part.note(modality, arguments, output)
         if (call := self._call()) is not None:
