@@ -204,7 +204,10 @@ def test_attentions_are_of_what_a_layer_saw(method: str, name: str, build: Calla
     widths = [length if layer < cut.layer else left for layer in range(4)]
     assert left < length
     assert [x.shape[-2:] for x in out.attentions] == [(width, width) for width in widths]
-    assert [x.shape[1] for x in out.hidden_states] == [*widths, length]
+    # States are those that a layer is handed, so a cut at its input comes after them.
+    handed = [length if layer <= cut.layer > 0 else left for layer in range(4)]
+    assert [x.shape[1] for x in out.hidden_states] == [*handed, left]
+    assert out.logits.shape[1] == length
 
 
 # -- copies and checkpoints --------------------------------------------------------------------------------------------
