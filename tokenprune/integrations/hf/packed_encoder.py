@@ -105,7 +105,7 @@ class PackedTowerPatch(TowerPatch):
                 left.append(count)
         plans = [(frames, self.method.plan(*self._asked(count, keep))) for (count, keep), frames in kinds.items()]
         pixels, weight = args[0] if args else kwargs["hidden_states"], next(self.tower.merger.parameters())
-        device = pixels.device if weight.is_meta else weight.device  # of offloaded weights, none is known before they run
+        device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
         units = torch.arange(sum(left), device=device)
         frame = torch.repeat_interleave(torch.tensor(left, device=device), output_size=len(units))
         states()[id(self)] = Packed(frame, plans, left, units, units)
