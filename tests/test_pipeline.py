@@ -50,8 +50,9 @@ def test_pipeline(method: str, case: tuple[Any, Any, Any]) -> None:
         new = model.generate(**inputs, max_new_tokens=8)[:, inputs["input_ids"].shape[1] :]
         return processor.batch_decode(new, skip_special_tokens=True)[0]
 
+    options_of = {"divprune": {}, "dart": {"layer": 1}}  # of three layers
     plain = [by_hand(**each) for each in asked]
-    with tokenprune.patched(model, method, keep=0.1):
+    with tokenprune.patched(model, method, keep=0.1, **options_of[method]):
         want = [by_hand(**each) for each in asked]
         assert answers() == want
         stats = tokenprune.stats(model)
