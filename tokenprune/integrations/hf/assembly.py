@@ -17,6 +17,7 @@ from tokenprune.integrations.hf.cutting import Step
 from tokenprune.integrations.hf.encoder import TowerPatch, tower_patch
 from tokenprune.integrations.hf.encoder_attention import EncoderAttention
 from tokenprune.integrations.hf.engine import Engine
+from tokenprune.integrations.hf.lost_pictures import LostPictures
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.pixels import patch_for
 from tokenprune.integrations.hf.setup_checks import check_steps
@@ -63,4 +64,6 @@ def hf_parts(
                 "them on the way: use one of the two"
             )
         parts.append(EncoderAttention(adapter, readers))
+    if not all(budget.is_identity() for budget in budgets):
+        parts.append(LostPictures(adapter))
     return [*pixels, Engine(adapter, steps, parts, record)]

@@ -110,7 +110,7 @@ class BlockAttention(Part):
 
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         if modality == "video" and hasattr(output, "pooler_output"):
-            output.tokenprune_frames = self.adapter.video_frames(arguments)
+            output["tokenprune_frames"] = self.adapter.video_frames(arguments)
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
         """Plan the blocks of a call that brings a video, and note why where there are none."""

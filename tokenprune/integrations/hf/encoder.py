@@ -148,7 +148,7 @@ class EncoderPatch(TowerPatch):
             restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
             output.hidden_states = tuple(restored)
         output.tokenprune_owners = state.owners[self.shape.read]
-        output.tokenprune_counts = [sum(rows) for rows in state.counts]
+        output["tokenprune_counts"] = [sum(rows) for rows in state.counts]
         return output
 
     # -- behind the tower
@@ -168,7 +168,7 @@ class EncoderPatch(TowerPatch):
                 f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
                 "patches they were made of; leave them out of the prompt, or use a method that acts behind the tower"
             )
-        output.tokenprune_groups = groups
+        output["tokenprune_groups"] = groups
 
 
 def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> TowerPatch:

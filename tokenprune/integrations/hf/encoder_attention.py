@@ -139,7 +139,7 @@ class EncoderAttention(Part):
         ]
         placed = place(self.adapter, modality, arguments, output, torch.cat(layers, dim=-1), packed)
         scores = dict(zip(state, placed.scores.split([x.shape[-1] for x in layers], dim=-1), strict=True))
-        output.tokenprune_encoded = Encoded({layer: scores[index] for layer, index in self.places.items()}, placed)
+        output["tokenprune_encoded"] = Encoded({layer: scores[index] for layer, index in self.places.items()}, placed)
 
 
 @dataclass(frozen=True)

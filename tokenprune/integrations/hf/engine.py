@@ -115,7 +115,8 @@ class Engine(Attachable):
             modality = self.adapter.modality(modality, arguments, call.arguments)
         grids = self.adapter.grids(modality, arguments)
         if grids is not None and hasattr(output, "pooler_output"):
-            output.tokenprune_grids = grids
+            # As an item, here and in the parts: an attribute is lost when accelerate moves the output between devices.
+            output["tokenprune_grids"] = grids
         for part in self.parts:
             part.note(modality, arguments, output)
         if call is not None:

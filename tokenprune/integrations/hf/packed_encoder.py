@@ -106,7 +106,8 @@ class PackedTowerPatch(TowerPatch):
                 kinds[count, keep].append(len(left))
                 left.append(count)
         plans = [(frames, self.method.plan(*self._asked(count, keep))) for (count, keep), frames in kinds.items()]
-        device = next(self.tower.merger.parameters()).device
+        pixels, weight = args[0] if args else kwargs["hidden_states"], next(self.tower.merger.parameters())
+        device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
         units = torch.arange(sum(left), device=device)
         frame = torch.repeat_interleave(torch.tensor(left, device=device), output_size=len(units))
         states()[id(self)] = Packed(frame, plans, left, units, units)
@@ -145,8 +146,8 @@ class PackedTowerPatch(TowerPatch):
         if hasattr(self.tower, "window_size"):  # its units stand in the order of windows, its output in that of rows
             owner = owner[_window_order(self.tower, args, kwargs).to(owner.device).argsort()]
         sizes = [t * h * w // self.unit for t, h, w in _grids(args, kwargs)]
-        output.tokenprune_groups = [first_of_group(one[None])[0] for one in owner.split(sizes)]
-        output.tokenprune_counts = [count * self.unit for count in state.counts]
+        output["tokenprune_groups"] = [first_of_group(one[None])[0] for one in owner.split(sizes)]
+        output["tokenprune_counts"] = [count * self.unit for count in state.counts]
         features = getattr(output, "deepstack_features", None)
         if features:  # of blocks at which not all members of a group were one yet
             output.deepstack_features = [_mean_of_groups(x, owner) for x in features]
