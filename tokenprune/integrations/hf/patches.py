@@ -13,7 +13,6 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.groups import Packed
-from tokenprune.integrations.hf.segments import feature_total
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,12 @@ class Placed:
 
 
 def place(
-    adapter: Adapter, modality: str, arguments: dict[str, Any], output: Any, scores: Tensor, packed: Packed | None
+    adapter: Adapter, modality: str, arguments: dict[str, Any], total: int | None, scores: Tensor, packed: Packed | None
 ) -> Placed:
     """Bring scores of patches to the visual tokens that are made of them.
 
-    modality, arguments, output: what was encoded, what `get_image_features` (or that of videos) was given, and what it
-    returned. scores: `[rows of the tower, patches, C]`. packed: what `pack_image_features` did.
+    modality, arguments, total: what was encoded, what `get_image_features` (or that of videos) was given, and how many
+    features it returned. scores: `[rows of the tower, patches, C]`. packed: what `pack_image_features` did.
     Raises UnsupportedSetupError where the two do not fit together.
     """
     layout = adapter.patch_layout
@@ -46,7 +45,7 @@ def place(
     elif layout == "packed":
         placed = _packed(adapter, arguments, scores, packed)
     else:
-        placed = _tiles(adapter, arguments, output, scores)
+        placed = _tiles(adapter, arguments, total, scores)
     if placed is None:
         raise UnsupportedSetupError(
             f"the {modality} features of this {adapter.config.model_type!r} do not tell which patches of the vision "
@@ -79,9 +78,9 @@ def _patch_grid(adapter: Adapter, arguments: dict[str, Any], patches: int) -> tu
     return (side, side) if side * side == patches else None
 
 
-def _tiles(adapter: Adapter, arguments: dict[str, Any], output: Any, scores: Tensor) -> Placed | None:
+def _tiles(adapter: Adapter, arguments: dict[str, Any], total: int | None, scores: Tensor) -> Placed | None:
     rows, patches, channels = scores.shape
-    total, grid = feature_total(output), _patch_grid(adapter, arguments, patches)
+    grid = _patch_grid(adapter, arguments, patches)
     if not total or total % rows or grid is None:
         return None
     tokens = total // rows
