@@ -94,7 +94,9 @@ class EncoderAttention(Part):
         state = states().get(id(self))
         if state is not None:  # else gradient checkpointing runs the block again
             with torch.no_grad():
-                state[index] += [patch_scores(piece, self.protected).transpose(1, 2) for piece in _sequences(observation)]
+                state[index] += [
+                    patch_scores(piece, self.protected).transpose(1, 2) for piece in _sequences(observation)
+                ]
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
         state = states().pop(id(self), None)
@@ -119,9 +121,7 @@ class EncoderAttention(Part):
             torch.cat(pieces) if len({piece.shape[1] for piece in pieces}) == 1 else torch.cat(pieces, dim=1)
             for pieces in state.values()
         ]
-        placed = place(
-            self.adapter, modality, arguments, feature_total(output), torch.cat(layers, dim=-1), packed
-        )
+        placed = place(self.adapter, modality, arguments, feature_total(output), torch.cat(layers, dim=-1), packed)
         scores = dict(zip(state, placed.scores.split([x.shape[-1] for x in layers], dim=-1), strict=True))
         output.tokenprune_encoded = Encoded({layer: scores[index] for layer, index in self.places.items()}, placed)
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
+from tokenprune.integrations.hf.encoder_attention import Encoded
 from tokenprune.integrations.vllm import positions
 from tokenprune.integrations.vllm.configuration import check_engine, configured
 from tokenprune.integrations.vllm.families import Family
 from tokenprune.integrations.vllm.plan import Plan, field_name
 from tokenprune.integrations.vllm.runner import prepare_runner
 from tokenprune.integrations.vllm.select import choose, segments_of
+from tokenprune.integrations.vllm.tower import TowerReader, is_known, reads_tower
 
 _MODALITIES = ("image", "video")
 # What the models' own rules of positions read of an item.
@@ -36,23 +38,39 @@ class ReducingModel:
         if self.tokenprune_active:
             check_engine(vllm_config, self.tokenprune_family)
             prepare_runner(vllm_config)
+            self.tokenprune_tower = TowerReader(self) if is_known(self.config) else None
         self.tokenprune_width = vllm_config.model_config.hf_text_config.hidden_size
 
     def embed_multimodal(self, **kwargs: object) -> Any:
-        plans = {modality: kwargs.pop(field_name(modality), None) for modality in _MODALITIES}
-        outputs = super().embed_multimodal(**kwargs)
-        if not self.tokenprune_active or not len(outputs):
+        encoded = {modality: kwargs.pop(field_name(modality), None) for modality in _MODALITIES}
+        if not self.tokenprune_active:
+            return super().embed_multimodal(**kwargs)
+        modality, data = next(((name, data) for name, data in encoded.items() if data is not None), ("image", ()))
+        plans = [Plan.decode(one) for one in data]
+        readers = [plan.setting.method for plan in plans if plan.reduces and reads_tower(plan.setting.method)]
+        if not readers:
+            seen, outputs = {}, super().embed_multimodal(**kwargs)
+        else:
+            with self.tokenprune_tower.reading(readers, kwargs, modality) as seen:
+                outputs = super().embed_multimodal(**kwargs)
+        if not len(outputs):
             return outputs
-        modality, encoded = next(((name, data) for name, data in plans.items() if data is not None), (None, ()))
-        if len(encoded) != len(outputs):
-            raise PlaceholderMismatchError(f"{len(outputs)} items came with {len(encoded)} plans")
-        return tuple(
-            self._reduce(Plan.decode(data), rows.reshape(-1, rows.shape[-1]), modality, _item(kwargs, index))
-            for index, (data, rows) in enumerate(zip(encoded, outputs, strict=True))
-        )
+        if len(plans) != len(outputs):
+            raise PlaceholderMismatchError(f"{len(outputs)} items came with {len(plans)} plans")
+        reduced = []
+        for index, (plan, rows) in enumerate(zip(plans, outputs, strict=True)):
+            told = None
+            if plan.reduces and reads_tower(plan.setting.method):
+                told = self.tokenprune_tower.encoded(plan.setting.method, seen, index, outputs, kwargs, modality)
+            rows = rows.reshape(-1, rows.shape[-1])
+            reduced.append(self._reduce(plan, rows, modality, _item(kwargs, index), told))
+        return tuple(reduced)
 
-    def _reduce(self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
-        """Return the rows for one item's place in the prompt. rows: `[n, W]`, all that the encoder made of it."""
+    def _reduce(
+        self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any], encoded: Encoded | None = None
+    ) -> Tensor:
+        """Return the rows for one item's place in the prompt. rows: `[n, W]`, all that the encoder made of it.
+        encoded: what the vision tower says of them, for a method that asks for it."""
         if rows.shape[0] != sum(plan.counts):
             raise PlaceholderMismatchError(
                 f"the encoder made {rows.shape[0]} tokens of an item where the processor counted {sum(plan.counts)}"
@@ -61,7 +79,7 @@ class ReducingModel:
         if plan.reduces:
             segments = segments_of(plan.counts, self._grid(item, modality), modality, rows.device)
             norm = getattr(getattr(self.get_language_model(), "model", None), "norm", None)
-            kept, rows = choose(plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm)
+            kept, rows = choose(plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm, encoded)
             first, end = plan.span
             within = torch.arange(len(plan.tokens), device=rows.device)
             text = ~stays & (within >= first) & (within < end) if plan.between else torch.zeros_like(stays)

@@ -127,10 +127,13 @@ def _unservable(method: Method) -> str | None:
             Site.IN_ENCODER: "it acts inside the vision tower",
         }.get(method.site, "it acts inside the language model, after the prompt's length is settled")
         return f"{hint} ({method.site})"
-    if type(method).stages is not Method.stages:
-        return "it acts at several places, and only what enters the language model can be changed"
-    if method.needs:
-        return f"it needs {', '.join(sorted(method.needs))}, and vLLM's fused layers give no such thing"
+    if _stages(method) != [method]:
+        return (
+            "it acts at several places, and only what enters the language model can be changed; switch the others off "
+            "where it has an option for that (vscan: stage2=false)"
+        )
+    if missing := method.reads - {"encoder_attention"}:
+        return f"it needs {', '.join(sorted(missing))}, and vLLM's fused layers give no such thing"
     if method.query_aware:
         return "it reads the question, but a picture's features are shared by all prompts that hold it"
     try:
@@ -138,6 +141,10 @@ def _unservable(method: Method) -> str | None:
     except TokenPruneError as error:
         return str(error)
     return None
+
+
+def _stages(method: Method) -> list[Method]:
+    return [stage for stage, _ in method.stages(Budget.of(0.5), 32)]
 
 
 def servable() -> list[str]:
