@@ -253,8 +253,8 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         Checkpoint(
             "qwen2_5_vl",
             lambda: qwen_config("qwen2_5_vl_text", [4, 6, 6], dict(
-                depth=3, num_heads=2, patch_size=14, hidden_size=HIDDEN, intermediate_size=96, out_hidden_size=HIDDEN,
-                window_size=56, fullatt_block_indexes=[1], tokens_per_second=1)),
+                depth=4, num_heads=2, patch_size=14, hidden_size=HIDDEN, intermediate_size=96, out_hidden_size=HIDDEN,
+                window_size=56, fullatt_block_indexes=[1, 3], tokens_per_second=1)),
             lambda: qwen(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, 14),
             QWEN_PICTURE, video=QWEN_VIDEO, mrope=True, sizes=((140, 196), (196, 140), (168, 168)),
         ),

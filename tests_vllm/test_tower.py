@@ -12,7 +12,9 @@ from torch import Tensor
 
 from checkpoints import Checkpoint
 from conftest import Engine, same
-from tokenprune import Method, Site
+from test_plugin import config
+from tokenprune import Method, OptionError, Site
+from tokenprune.integrations.vllm import tower
 from tokenprune.registry import register
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
@@ -117,3 +119,58 @@ def test_several_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint
     outputs = engine.generate([engine.request(*request) for request in requests])
     for (prompt, images, override), output in zip(requests, outputs, strict=True):
         check(theirs, output, prompt, images, override)
+
+
+def test_a_video_beside_a_picture(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    if checkpoint.video is None:
+        pytest.skip(f"{checkpoint.name} takes no video here")
+    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
+    overrides = [{}, {"method": "seer", "keep": 0.3}]
+    requests = [engine.request(prompt, images, override, videos) for override in overrides]
+    if checkpoint.name == "internvl":  # and the Hugging Face side refuses it likewise
+        with pytest.raises(OptionError, match=r"do not tell which patches.*behind the tower"):
+            engine.generate(requests)
+        return
+    for override, output in zip(overrides, engine.generate(requests), strict=True):
+        check(reference(checkpoint.name), output, prompt, images, override, videos)
+
+
+def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
+    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"local_layer": 17}, "there is no block 17"),
+        ({"stage2": True}, "stage2=false"),
+        ({"method": "seer", "early": 1.5}, "no share of the vision tower's depth"),
+    ]
+    if checkpoint.name == "llava":  # whose last block nobody reads, so vLLM does not load it
+        wrong.append(({"local_layer": 2}, "vLLM does not run block 2"))
+    if checkpoint.name in ("llava_next", "llava_onevision"):
+        wrong.append(({"keep": 4}, "4 tokens of this image of .* are newlines; vscan needs one more"))
+    for override, says in wrong:
+        with pytest.raises(OptionError, match=says):
+            engine.generate([engine.request(prompt, images, override)])
+    engine.generate([engine.request(prompt, images)])
+
+
+@pytest.mark.parametrize("name", ["pixtral", "mistral3"])
+def test_unknown_towers_stop_the_server(folder: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=r"vscan reads attention inside the vision tower.*behind the tower, such as"):
+        config(folder(name), VSCAN)
+    assert config(folder(name), {"method": "divprune"}).multimodal_config.tokenprune["method"] == "divprune"
+
+
+def test_a_tower_spread_over_devices_stops_the_server(folder: Any) -> None:
+    with pytest.raises(ValueError, match="spreads over devices"):
+        config(folder("llava"), VSCAN, mm_encoder_tp_mode="data")
+
+
+def test_interpolated_features_are_refused(folder: Any) -> None:
+    """LLaVA-OneVision scales the features of pictures with many tiles down: none of them is a patch any more."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    wide = {"image_grid_pinpoints": [[56, 56], [560, 560]]}
+    model_config = config(folder("llava_onevision"), VSCAN, hf_overrides=wide)
+    info = MULTIMODAL_REGISTRY.create_processor(model_config).info
+    assert tower._newlines(info, 56, 56, Seer()) == 4
+    with pytest.raises(OptionError, match="interpolates its features"):
+        tower._newlines(info, 500, 500, Seer())
