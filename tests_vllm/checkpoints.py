@@ -146,11 +146,11 @@ def text(model_type: str, **extra: Any) -> dict[str, Any]:
     return dict(model_type=model_type, vocab_size=VOCABULARY, **TEXT | extra)
 
 
-def llava() -> Any:
-    image = CLIPImageProcessor(size={"shortest_edge": 84}, crop_size={"height": 84, "width": 84})
+def llava(side: int = 84, strategy: str = "default") -> Any:
+    image = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     return LlavaProcessor(
-        image, tokenizer(image_token="<image>"), patch_size=14, vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
+        image, tokenizer(image_token="<image>"), patch_size=14, vision_feature_select_strategy=strategy,
+        num_additional_image_tokens=int(strategy == "default"),
     )  # fmt: skip
 
 
@@ -249,6 +249,13 @@ CHECKPOINTS: dict[str, Checkpoint] = {
             lambda: dict(text_config=text("llama"), vision_config=CLIP, image_token_index=IDS["<image>"],
                          image_seq_length=36, tie_word_embeddings=False),
             llava, "<image>", rename=TOWER,
+        ),
+        Checkpoint(
+            "llava_siglip",
+            lambda: dict(text_config=text("llama"), vision_config=SIGLIP, image_token_index=IDS["<image>"],
+                         image_seq_length=16, vision_feature_layer=-1, vision_feature_select_strategy="full",
+                         tie_word_embeddings=False),
+            lambda: llava(56, "full"), "<image>", rename=TOWER, kind="llava",
         ),
         Checkpoint(
             "qwen2_5_vl",

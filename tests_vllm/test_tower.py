@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
-from tokenprune import Method, OptionError, Site
+from tokenprune import Method, OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.vllm import tower
 from tokenprune.registry import register
 
@@ -154,14 +154,16 @@ def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpo
 
 @pytest.mark.parametrize("name", ["pixtral", "mistral3"])
 def test_unknown_towers_stop_the_server(folder: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=r"vscan reads attention inside the vision tower.*behind the tower, such as"):
+    with pytest.raises(
+        UnsupportedSetupError, match=r"vscan reads attention inside the vision tower.*behind the tower, such as"
+    ):
         config(folder(name), VSCAN)
     assert config(folder(name), {"method": "divprune"}).multimodal_config.tokenprune["method"] == "divprune"
 
 
 def test_a_tower_spread_over_devices_stops_the_server(folder: Any) -> None:
-    with pytest.raises(ValueError, match="spreads over devices"):
-        config(folder("llava"), VSCAN, mm_encoder_tp_mode="data")
+    with pytest.raises(UnsupportedSetupError, match="spreads over devices"):
+        config(folder("qwen2_vl"), VSCAN, mm_encoder_tp_mode="data")
 
 
 def test_interpolated_features_are_refused(folder: Any) -> None:

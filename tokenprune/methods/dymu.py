@@ -64,6 +64,10 @@ class DyMU(EncoderMethod):
             self._check_int("max_r", 1)
         self._check(self.vtu in VTU_FORMS, f"vtu={self.vtu!r} must be one of {', '.join(VTU_FORMS)}")
 
+    @property
+    def inexact(self) -> str | None:
+        return None if self.exact else "each picture keeps a number of its own: pass exact=True"
+
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what merges the pairs above each block's threshold."""
         if self.is_identity(budget):

@@ -9,6 +9,7 @@ from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSet
 from tokenprune.integrations.vllm.families import FAMILIES, Family
 from tokenprune.integrations.vllm.settings import KEY, Setting
 from tokenprune.integrations.vllm.tower import check_method, reads_tower
+from tokenprune.integrations.vllm.tower_merging import check_merging, merges_in_tower
 
 
 def configured(model_config: Any) -> dict[str, Any] | None:
@@ -31,6 +32,8 @@ def check_model(setting: Setting, model_config: Any) -> None:
     """Raise UnsupportedSetupError or OptionError for a method that this model cannot be served with."""
     if reads_tower(setting.method):
         check_method(setting.method, model_config)
+    if merges_in_tower(setting.method):
+        check_merging(setting, model_config)
 
 
 def configure(model_config: Any) -> None:

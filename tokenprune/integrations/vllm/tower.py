@@ -26,7 +26,7 @@ from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.patches import place
 
 # By the model type of the vision config: how many class tokens stand before the patches.
-_CLASS_TOKENS = {
+CLASS_TOKENS = {
     "clip_vision_model": 1,
     "siglip_vision_model": 0,
     "internvl_vision": 1,
@@ -61,14 +61,10 @@ def check_method(method: Method, model_config: Any) -> None:
     if not is_known(config):
         raise UnsupportedSetupError(
             f"{method.name} reads attention inside the vision tower, but of {config.model_type!r} with the tower "
-            f"{_kind(config)!r} it is not known how patches become visual tokens; {_INSTEAD}"
+            f"{kind_of(config)!r} it is not known how patches become visual tokens; {_INSTEAD}"
         )
-    if model_config.multimodal_config.mm_encoder_tp_mode == "data":
-        raise UnsupportedSetupError(
-            f'{method.name} reads attention inside the vision tower, whose pictures --mm-encoder-tp-mode "data" '
-            f"spreads over devices; leave it at its default, or {_INSTEAD}"
-        )
-    depth = _depth(config.vision_config)
+    check_whole(method, model_config)
+    depth = depth_of(config.vision_config)
     read = read_block(config, depth)
     for layer in method.encoder_layers:
         if block_index(method, layer, depth, config) > read:
@@ -78,12 +74,21 @@ def check_method(method: Method, model_config: Any) -> None:
             )
 
 
+def check_whole(method: Method, model_config: Any) -> None:
+    """Raise UnsupportedSetupError if a call's pictures are not all encoded on each device."""
+    if model_config.multimodal_config.mm_encoder_tp_mode == "data":
+        raise UnsupportedSetupError(
+            f'{method.name} looks into the vision tower, whose pictures --mm-encoder-tp-mode "data" spreads over '
+            f"devices; leave it at its default, or {_INSTEAD}"
+        )
+
+
 def is_known(config: Any) -> bool:
     """Whether it is known how patches of this model's tower become visual tokens."""
-    return ServedModel(None, config).patch_layout is not None and _kind(config) in _CLASS_TOKENS
+    return ServedModel(None, config).patch_layout is not None and kind_of(config) in CLASS_TOKENS
 
 
-def _kind(config: Any) -> str | None:
+def kind_of(config: Any) -> str | None:
     # Of the class: checkpoints may say another in their config.
     return getattr(type(getattr(config, "vision_config", None)), "model_type", None)
 
@@ -158,8 +163,12 @@ def _check(condition: bool, message: str) -> None:
         raise OptionError(message)
 
 
-def _depth(vision: Any) -> int:
+def depth_of(vision: Any) -> int:
     return getattr(vision, "num_hidden_layers", None) or vision.depth
+
+
+def heads_of(vision: Any) -> int:
+    return getattr(vision, "num_attention_heads", None) or vision.num_heads
 
 
 # -- worker
@@ -174,11 +183,11 @@ class TowerReader:
     def __init__(self, model: nn.Module) -> None:
         vision = model.config.vision_config
         self.served = ServedModel(model, model.config)
-        self.protected, self.depth = _CLASS_TOKENS[_kind(model.config)], _depth(vision)
-        self.heads = getattr(vision, "num_attention_heads", None) or vision.num_heads
+        self.protected, self.depth = CLASS_TOKENS[kind_of(model.config)], depth_of(vision)
+        self.heads = heads_of(vision)
         self._seen: dict[int, list[Tensor]] = {}  # of the call that runs
         self._lengths: list[int] | None = None
-        for index, attention in enumerate(_attentions(model)):
+        for index, attention in enumerate(attentions_of(model)):
             attention.register_forward_pre_hook(partial(self._look, index), with_kwargs=True)
 
     @contextmanager
@@ -255,24 +264,25 @@ class TowerReader:
         if pieces is None:
             return
         query, key = (kwargs[name] if name in kwargs else args[at] for at, name in enumerate(("query", "key")))
-        query, key = (_heads_first(x, heads) for x, heads in ((query, module.num_heads), (key, module.num_kv_heads)))
+        query, key = (heads_first(x, heads) for x, heads in ((query, module.num_heads), (key, module.num_kv_heads)))
         lengths = self._lengths or [query.shape[2]]
         with torch.no_grad():
             pairs = zip(query.split(lengths, 2), key.split(lengths, 2), strict=True)
             for queries, keys in pairs:  # the sequences that lie end to end on one axis
                 seen = Observation(queries, keys, None, module.scale, causal=False)
-                pieces.append(self._all_heads(patch_scores(seen, self.protected)).transpose(1, 2))
-
-    def _all_heads(self, scores: Tensor) -> Tensor:
-        """`[B, H, patches]` of this device's heads -> of all heads."""
-        if scores.shape[1] == self.heads:
-            return scores
-        from vllm.distributed import tensor_model_parallel_all_gather
-
-        return tensor_model_parallel_all_gather(scores.contiguous(), dim=1)
+                pieces.append(all_heads(patch_scores(seen, self.protected), self.heads).transpose(1, 2))
 
 
-def _heads_first(x: Tensor, heads: int) -> Tensor:
+def all_heads(x: Tensor, heads: int) -> Tensor:
+    """`[B, H, ...]` of this device's heads -> of all `heads`, where they are spread over devices."""
+    if x.shape[1] == heads:
+        return x
+    from vllm.distributed import tensor_model_parallel_all_gather
+
+    return tensor_model_parallel_all_gather(x.contiguous(), dim=1)
+
+
+def heads_first(x: Tensor, heads: int) -> Tensor:
     """`[B, N, H * Dh]` or `[B, N, H, Dh]` -> `[B, H, N, Dh]`."""
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
@@ -285,7 +295,7 @@ def _grids(kwargs: Mapping[str, Any], modality: str) -> list[tuple[int, int, int
     return [tuple(torch.as_tensor(one).tolist()) for one in kwargs[f"{modality}_grid_thw"]]
 
 
-def _attentions(model: nn.Module) -> list[nn.Module]:
+def attentions_of(model: nn.Module) -> list[nn.Module]:
     """Return the fused attention of each block of a model's tower, in order."""
     from vllm.model_executor.layers.attention import MMEncoderAttention
 
