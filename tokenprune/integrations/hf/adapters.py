@@ -99,8 +99,10 @@ class Adapter:
         "tiles": each row of the tower is a square tile, and a square of one or more patches makes a token.
         "packed": tiles whose features are reordered, cropped and set apart by newlines (`pack_image_features`).
         "runs": patches of all pictures on one axis, ordered so that consecutive ones make a token.
+        "sized": patches of all pictures on one axis, each picture's row by row; a square of them makes a token.
         """
-        return _PATCH_LAYOUTS.get(self.config.model_type)
+        tower = getattr(getattr(self.config, "vision_config", None), "model_type", None)
+        return _PATCH_LAYOUTS.get((self.config.model_type, tower), _PATCH_LAYOUTS.get(self.config.model_type))
 
     # -- reading a call
 
@@ -250,9 +252,10 @@ _PATCH_LAYOUTS = {
         "tiles": "llava internvl gemma3 idefics3 smolvlm",
         "packed": "llava_next llava_onevision",
         "runs": "qwen2_vl qwen2_5_vl qwen3_vl",
+        "sized": "mistral3",
     }.items()
     for family in families.split()
-}
+} | {("llava", "pixtral"): "sized"}
 # Layers that keep a key and a value for each token; others (linear attention, convolution, state space) carry a state.
 _CUTTABLE_LAYERS = {"full_attention", "sliding_attention"}
 

@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.copies import number_features
 from tokenprune.integrations.hf.groups import PackRecorder, take_packed
 from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
-from tokenprune.integrations.hf.patches import Placed, place
+from tokenprune.integrations.hf.patches import Placed, picture_sizes, place
 from tokenprune.integrations.hf.segments import feature_total
 from tokenprune.tokens import Patches, Segments
 
@@ -42,6 +42,7 @@ _CLASS_TOKENS = {
     "Qwen2VLVisionBlock": 0,
     "Qwen2_5_VLVisionBlock": 0,
     "Qwen3VLVisionBlock": 0,
+    "PixtralAttentionLayer": 0,
 }
 _ROWS = 512  # attention rows that are made at a time, over all pictures
 
@@ -80,22 +81,28 @@ class EncoderAttention(Part):
     def _attach(self) -> None:
         for index in sorted(set(self.places.values())):
             self.attach_part(Observer(self.attentions[index], partial(self._record, index)))
-        self.hook(self.tower.register_forward_pre_hook(self._enter_tower))
+        self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
         self.hook(self.tower.register_forward_hook(self._leave_tower))
         pack = getattr(self.adapter.base, "pack_image_features", None)
         if pack is not None:
             self.replace(self.adapter.base, "pack_image_features", PackRecorder(pack))
 
-    def _enter_tower(self, module: nn.Module, args: tuple) -> None:
+    def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         take_packed()  # what a call that failed may have left
-        states()[id(self)] = {index: [] for index in self.places.values()}
+        lengths = None
+        if self.adapter.patch_layout == "sized":
+            given = dict(zip(("pixel_values", "image_sizes"), args, strict=False)) | kwargs
+            patch = self.adapter.config.vision_config.patch_size
+            lengths = [(height // patch) * (width // patch) for height, width in picture_sizes(given)]
+        states()[id(self)] = _Reading({index: [] for index in self.places.values()}, lengths)
 
     def _record(self, index: int, observation: Observation) -> None:
         state = states().get(id(self))
         if state is not None:  # else gradient checkpointing runs the block again
             with torch.no_grad():
-                state[index] += [
-                    patch_scores(piece, self.protected).transpose(1, 2) for piece in _sequences(observation)
+                state.scores[index] += [
+                    patch_scores(piece, self.protected).transpose(1, 2)
+                    for piece in _sequences(observation, state.lengths)
                 ]
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -103,7 +110,7 @@ class EncoderAttention(Part):
         if isinstance(output, tuple):
             raise UnsupportedSetupError(f"{self.name}: the tower must return an output object; use return_dict")
         if state is not None:
-            output.tokenprune_attention = state
+            output.tokenprune_attention = state.scores
 
     # -- behind the tower
 
@@ -124,6 +131,15 @@ class EncoderAttention(Part):
         placed = place(self.adapter, modality, arguments, feature_total(output), torch.cat(layers, dim=-1), packed)
         scores = dict(zip(state, placed.scores.split([x.shape[-1] for x in layers], dim=-1), strict=True))
         output.tokenprune_encoded = Encoded({layer: scores[index] for layer, index in self.places.items()}, placed)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One forward of a tower. scores: of each block. lengths: of the pictures, if all are on one axis and only a mask
+    tells them apart."""
+
+    scores: dict[int, list[Tensor]]
+    lengths: list[int] | None
 
 
 @dataclass(frozen=True)
@@ -179,11 +195,12 @@ def as_patches(cells: Tensor, mask: Tensor) -> Patches:
     return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1))
 
 
-def _sequences(observation: Observation) -> list[Observation]:
-    """Split what flash attention gets, several sequences on one axis, into one observation each."""
-    if observation.starts is None:
+def _sequences(observation: Observation, lengths: list[int] | None) -> list[Observation]:
+    """Split several sequences on one axis, as flash attention gets them, into one observation each."""
+    if observation.starts is not None:
+        lengths = observation.starts.diff().tolist()
+    if lengths is None:
         return [observation]
-    lengths = observation.starts.diff().tolist()
     pairs = zip(observation.query.split(lengths, 2), observation.key.split(lengths, 2), strict=True)
     return [Observation(query, key, None, observation.scaling, causal=False) for query, key in pairs]
 
@@ -210,7 +227,8 @@ def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module
     found = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
     raise UnsupportedSetupError(
         f"{name} reads attention inside the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
-        f"and SmolVLM), InternVL and Qwen-VL of transformers, not {found}; use a method that acts behind the tower"
+        f"and SmolVLM), InternVL, Pixtral and Qwen-VL of transformers, not {found}; use a method that acts behind the "
+        "tower"
     )
 
 

@@ -42,6 +42,8 @@ def place(
         placed = _runs(adapter, adapter.grids(modality, arguments), scores.flatten(0, 1))
     elif modality == "video":
         placed = _pooled(adapter, arguments, scores)
+    elif layout == "sized":
+        placed = _sized(adapter, arguments, scores.flatten(0, 1))
     elif layout == "packed":
         placed = _packed(adapter, arguments, scores, packed)
     else:
@@ -132,6 +134,27 @@ def _runs(adapter: Adapter, grids: list[tuple[int, int, int]] | None, scores: Te
             order = order[key[order].argsort(stable=True)]
         tokens = torch.empty_like(tokens).index_copy(0, order, tokens)
     return Placed(tokens, cells)
+
+
+def _sized(adapter: Adapter, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
+    patch, side = adapter.config.vision_config.patch_size, getattr(adapter.config, "spatial_merge_size", 1)
+    grids = [(height // patch, width // patch) for height, width in picture_sizes(arguments)]
+    if sum(map(math.prod, grids)) != len(scores):
+        return None
+    means, cells = [], []
+    for number, ((height, width), own) in enumerate(zip(grids, scores.split(list(map(math.prod, grids))), strict=True)):
+        down, across = height // side, width // side
+        whole = own.view(height, width, -1)[: down * side, : across * side]
+        means.append(whole.reshape(down, side, across, side, -1).mean((1, 3)).flatten(0, 1))
+        cells.append(_grid_cells(1, down, across, side * side, scores.device))
+        cells[-1][:, 0] = number
+    return Placed(torch.cat(means), torch.cat(cells))
+
+
+def picture_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return (height, width) in pixels of each picture, from the arguments of `get_image_features` or of a tower."""
+    sizes, pixels = arguments.get("image_sizes"), arguments["pixel_values"]
+    return [tuple(pixels.shape[-2:])] * len(pixels) if sizes is None else torch.as_tensor(sizes).tolist()
 
 
 def _pooled(adapter: Adapter, arguments: dict[str, Any], scores: Tensor) -> Placed | None:

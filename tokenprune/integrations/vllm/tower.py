@@ -35,6 +35,7 @@ CLASS_TOKENS = {
     "qwen2_vl_vision": 0,
     "qwen2_5_vl_vision": 0,
     "qwen3_vl_vision": 0,
+    "pixtral": 0,
 }
 _INSTEAD = "use a method that acts behind the tower, such as divprune"
 
@@ -199,9 +200,7 @@ class TowerReader:
         seen: dict[int, list[Tensor]] = {
             self._block(method, layer): [] for method in methods for layer in method.encoder_layers
         }
-        grids = _grids(kwargs, modality) if self.served.patch_layout == "runs" else None
-        self._lengths = None if grids is None else [h * w for t, h, w in grids for _ in range(t)]
-        self._seen = seen
+        self._seen, self._lengths = seen, self._sequences(kwargs, modality)
         try:
             yield seen
         finally:
@@ -216,7 +215,8 @@ class TowerReader:
         found = list(dict.fromkeys(blocks.values()))
         if not all(seen[block] for block in found):
             raise TokenPruneError(f"{method.name}: the vision tower showed no attention; pass pixels, not embeddings")
-        axis = 1 if self.served.patch_layout == "runs" else 0  # sequences of different length end to end, or tiles
+        # Sequences of different length lie end to end, tiles are rows.
+        axis = 1 if self.served.patch_layout in ("runs", "sized") else 0
         layers = [torch.cat(seen[block], dim=axis) for block in found]
         joined = torch.cat(layers, dim=-1)
         placed = self._place(joined, index, outputs, kwargs, modality)
@@ -231,6 +231,10 @@ class TowerReader:
             sizes = [t * h * w for t, h, w in grids]
             own = scores[:, sum(sizes[:index]) : sum(sizes[: index + 1])]
             arguments[f"{modality}_grid_thw"] = [grids[index]]
+        elif layout == "sized":
+            sizes = self._sequences(kwargs, modality)
+            own = scores[:, sum(sizes[:index]) : sum(sizes[: index + 1])]
+            arguments["pixel_values"] = kwargs["pixel_values"][index][None]
         elif layout == "packed":
             pixels = kwargs["pixel_values" if modality == "image" else "pixel_values_videos"]
             sizes = [len(one) for one in pixels]
@@ -255,6 +259,16 @@ class TowerReader:
         pack = type(model)._merge_image_patch_embeddings
         more = {"image_newline": newline} if "image_newline" in pack.__code__.co_varnames else {}
         return Packed([pack(stand_in, size, numbers, strategy="spatial_unpad", **more)], tiles.shape[1])
+
+    def _sequences(self, kwargs: Mapping[str, Any], modality: str) -> list[int] | None:
+        """Lengths of the sequences that the tower lays end to end; None if it makes a row of each."""
+        if self.served.patch_layout == "runs":
+            return [h * w for t, h, w in _grids(kwargs, modality) for _ in range(t)]
+        if self.served.patch_layout == "sized":
+            patch = self.served.config.vision_config.patch_size
+            sizes = [one.shape[-2:] for one in kwargs["pixel_values"]]
+            return [(height // patch) * (width // patch) for height, width in sizes]
+        return None
 
     def _block(self, method: Method, layer: int | float) -> int:
         return block_index(method, layer, self.depth, self.served.config)
