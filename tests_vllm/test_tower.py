@@ -159,6 +159,13 @@ def test_unknown_towers_stop_the_server(folder: Any, monkeypatch: pytest.MonkeyP
     assert config(folder("pixtral"), {"method": "divprune"}).multimodal_config.tokenprune["method"] == "divprune"
 
 
+def test_a_server_that_takes_no_pictures(start: Callable[..., Engine]) -> None:
+    """vLLM leaves the tower out then."""
+    engine = start("llava", VSCAN, limit_mm_per_prompt={"image": 0})
+    (output,) = engine.generate([{"prompt": "what is it? "}])
+    assert len(output.outputs[0].token_ids) == 6
+
+
 def test_a_tower_spread_over_devices_stops_the_server(folder: Any) -> None:
     with pytest.raises(UnsupportedSetupError, match="spreads over devices"):
         config(folder("qwen2_vl"), VSCAN, mm_encoder_tp_mode="data")

@@ -310,12 +310,15 @@ def _grids(kwargs: Mapping[str, Any], modality: str) -> list[tuple[int, int, int
 
 
 def attentions_of(model: nn.Module) -> list[nn.Module]:
-    """Return the fused attention of each block of a model's tower, in order."""
+    """Return the fused attention of each block of a model's tower, in order; none if the server takes no pictures."""
     from vllm.model_executor.layers.attention import MMEncoderAttention
+    from vllm.model_executor.models.utils import StageMissingLayer
 
     for base in (model, getattr(model, "model", None)):
         for name in ("vision_tower", "visual", "vision_model"):
             tower = getattr(base, name, None)
+            if isinstance(tower, StageMissingLayer):
+                return []
             for module in tower.modules() if tower is not None else ():
                 if not isinstance(module, nn.ModuleList) or not len(module):
                     continue
