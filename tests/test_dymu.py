@@ -280,6 +280,89 @@ def test_gradients_and_half_precision(family: Family) -> None:
     assert len({len(owner.unique()) for owner in output.tokenprune_owners}) > 1
 
 
+# -- exactly as many as asked for
+
+
+def naive_exact(n: int, above: int, rest: int, floor: int, protected: int, max_r: int | None) -> int:
+    """How many pairs of a picture's n tokens merge: as near to `above` as lets `rest` blocks behind end at `floor`."""
+
+    def most_now(count: int) -> int:
+        return min((count - protected) // 2, count if max_r is None else max_r)
+
+    def least(count: int) -> int:
+        for _ in range(rest):
+            count -= most_now(count)
+        return count
+
+    able = [r for r in range(most_now(n) + 1) if least(n - r) <= floor <= n - r]
+    return min(able, key=lambda r: abs(r - above))
+
+
+@pytest.mark.parametrize("max_r", [None, 9])
+@pytest.mark.parametrize("taus", [[0.6, 0.7, 0.75], [1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [0.9, 0.5, 0.2]])
+@torch.no_grad()
+def test_exact_keeps_as_many_as_asked_for(family: Family, model, taus: list[float], max_r: int | None) -> None:
+    """Whatever the content, and by the same merges as a naive loop; the thresholds still choose where they can."""
+    pixels, tower = mixed(model), tower_of(model)
+    options = dict(thresholds=by_hand(model, taus), exact=True, max_r=max_r)
+    shape = tower_shape(model)
+    with tokenprune.patched(model, "dymu", keep=0.5, **options):
+        got = tower(pixels, output_hidden_states=True)
+    want, entered = shape.left(tokenprune.Budget(keep=0.5)) + shape.protected, []
+    for row, one in enumerate(pixels):
+        picture, counts = Picture(tower, one), []
+        for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):
+            keys = picture.attend(block)
+            counts.append(len(keys))
+            joined = [[token] for token in range(len(keys))]
+            if stage <= shape.read:
+                above = sum(score > tau for score, _, _ in naive_scores(keys, picture.protected)) if tau < 1 else 0
+                r = naive_exact(len(keys), above, shape.read - stage, want, picture.protected, max_r)
+                joined = naive_groups(keys, r, picture.protected) if r else joined
+            picture.finish(block, joined)
+            close(got.hidden_states[stage][row], picture.grid())
+        assert len(got.tokenprune_owners[row].unique()) == len(picture.groups) == want
+        entered.append(counts)
+    assert got.tokenprune_counts == [sum(counts) for counts in zip(*entered, strict=True)]
+
+
+@torch.no_grad()
+def test_exact_is_the_same_where_the_thresholds_hit_the_number(build) -> None:
+    """Calibrated on one picture, the thresholds leave of it what was asked for: then nothing is to be made up."""
+    model = build(FAMILIES["llava"])
+    pixels = tiles(model, 1)
+    found = tokenprune.calibrate(model, pixels, keep=0.5, progress=False)
+    owners = []
+    for exact in (False, True):
+        with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=exact):
+            owners.append(tower_of(model)(pixels).tokenprune_owners)
+    assert len(owners[0].unique()) == tower_shape(model).left(tokenprune.Budget(keep=0.5)) + 1
+    assert torch.equal(*owners)
+
+
+@torch.no_grad()
+def test_exact_in_the_decoder(build) -> None:
+    """Every picture of a batch brings the same number of tokens, also in `generate`."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    inputs["pixel_values"][0] = 0.3
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=by_hand(model, TAUS["llava"]), exact=True):
+        for run in (model, lambda **inputs: model.generate(**inputs, max_new_tokens=2, min_new_tokens=2)):
+            run(**inputs)
+            assert tokenprune.stats(model).visual_tokens_out == 3 * tower_shape(model).left(tokenprune.Budget(keep=0.5))
+
+
+def test_exact_says_what_it_cannot_reach(build) -> None:
+    model = build(FAMILIES["llava"])
+    few = Thresholds({0.05: torch.ones(3), 0.5: torch.ones(3)}, tower_shape(model).fingerprint, 1)
+    with pytest.raises(BudgetError, match=r"exactly 2 of 36 patches: a block merges at most half.*2 blocks count"):
+        tokenprune.patch(model, "dymu", keep=0.05, thresholds=few, exact=True)
+    with pytest.raises(BudgetError, match="max_r=3"):
+        tokenprune.patch(model, "dymu", keep=0.5, thresholds=few, exact=True, max_r=3)
+    with pytest.raises(OptionError, match="exact=1 must be True or False"):
+        tokenprune.method("dymu", exact=1)
+
+
 # -- the decoder
 
 

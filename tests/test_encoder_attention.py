@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForImageTextToText, LlavaConfig
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForImageTextToText, LlavaConfig
 
 import tokenprune
 from conftest import MODEL_METHODS, snapshot
@@ -249,6 +249,54 @@ def test_flash_attention_in_the_tower(name: str, build) -> None:
         close(seen[1].maps[layer], seen[0].maps[layer])
 
 
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize(("name", "side"), [("llava", 1), ("mistral3", 2)])
+@torch.no_grad()
+def test_pictures_of_any_size_on_one_axis(name: str, side: int, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixtral's tower, in LLaVA and Mistral 3: scores are of one picture's patches, not of all that a call encodes."""
+    vision = dict(model_type="pixtral", hidden_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=64,
+                  patch_size=4, intermediate_size=32, head_dim=16)  # fmt: skip
+    more = dict(spatial_merge_size=2) if side == 2 else dict(vision_feature_select_strategy="full")
+    config = CONFIG_MAPPING[name](
+        text_config={**TEXT, "model_type": "mistral"}, vision_config=vision, image_token_id=IMAGE,
+        vision_feature_layer=-1, **more,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=attn).eval()
+    for block in model.model.vision_tower.transformer.layers:
+        block.attention.q_proj.weight.normal_()  # far from even attention
+        block.attention.k_proj.weight.normal_()
+    sizes, pixels = torch.tensor([[24, 16], [16, 40], [8, 8]]), torch.randn(3, 3, 24, 40)
+    counts = [h // 4 // side * (w // 4 // side) for h, w in sizes.tolist()]
+    ids = torch.tensor([[5, *(token for n in counts for token in [*[IMAGE] * n, 7])]])
+    inputs = dict(input_ids=ids, pixel_values=pixels, image_sizes=sizes)
+    method, seen = make_seer((0, -1))
+    with tokenprune.patched(model, method, keep=0.5):
+        model(**inputs)
+    maps: list[Tensor] = []
+    module = sys.modules[type(model.model.vision_tower).__module__]
+    original = module.eager_attention_forward
+    monkeypatch.setattr(
+        module, "eager_attention_forward", lambda *a, **k: [out := original(*a, **k), maps.append(out[1])][0]
+    )
+    model.model.vision_tower.config._attn_implementation = "eager"
+    model(**inputs)
+    (saw,) = seen
+    for layer, index in {0: 0, -1: 2}.items():
+        start = 0
+        for segment, (height, width) in enumerate((sizes // 4).tolist()):
+            own = slice(start, start := start + height * width)
+            received = maps[index][0, :, own, own].mean(1)
+            square = received.view(2, height // side, side, width // side, side).mean((2, 4)).flatten(1)
+            close(saw.maps[layer][segment, :, : counts[segment]], square, 1e-6)
+            places = torch.cartesian_prod(torch.arange(height // side), torch.arange(width // side))
+            assert torch.equal(saw.patches.row[segment, : counts[segment]], places[:, 0])
+            assert torch.equal(saw.patches.column[segment, : counts[segment]], places[:, 1])
+            assert saw.patches.tile[segment, : counts[segment]].unique().tolist() == [0]
+            assert (saw.patches.height[segment, 0], saw.patches.width[segment, 0]) == (height // side, width // side)
+            assert saw.patches.size[segment, 0] == side**2
+
+
 @torch.no_grad()
 def test_any_block_can_be_read(build, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index from the front, also of a block that nobody reads; from the back of what is read; a share."""
@@ -310,14 +358,14 @@ def test_what_is_refused(build) -> None:
 
 
 def test_towers_that_are_not_known(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    vision = dict(model_type="pixtral", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16,
-                  patch_size=4, intermediate_size=32)  # fmt: skip
+    vision = dict(model_type="dinov2", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16,
+                  patch_size=4)  # fmt: skip
     config = LlavaConfig(text_config={**TEXT, "model_type": "llama"}, vision_config=vision, image_token_id=IMAGE)
-    pixtral = AutoModelForImageTextToText.from_config(config)
-    was = snapshot(pixtral)
-    with pytest.raises(UnsupportedSetupError, match=r"knows the towers CLIP.*not PixtralVisionModel"):
-        tokenprune.patch(pixtral, "vscan", keep=0.3)
-    assert snapshot(pixtral) == was and not tokenprune.is_patched(pixtral)
+    model = AutoModelForImageTextToText.from_config(config)
+    was = snapshot(model)
+    with pytest.raises(UnsupportedSetupError, match=r"knows the towers CLIP.*not Dinov2Model"):
+        tokenprune.patch(model, "vscan", keep=0.3)
+    assert snapshot(model) == was and not tokenprune.is_patched(model)
     monkeypatch.delitem(families.PATCH_LAYOUTS, "internvl")
     with pytest.raises(UnsupportedSetupError, match=r"'internvl'.*patch_layout"):
         tokenprune.patch(build(FAMILIES["internvl"]), "vscan", keep=0.3)

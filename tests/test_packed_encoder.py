@@ -203,6 +203,18 @@ def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
 
 
 @torch.no_grad()
+def test_exact_dymu_leaves_the_asked_number_of_every_picture(family: Family, build) -> None:
+    model, processor = build(family), small_processor()
+    images = pictures([(48, 64), (32, 56), (64, 40), (24, 24)])
+    thresholds = tokenprune.calibrate(model, images[:1], processor=processor, keep=0.4)
+    made = processor(images=images, return_tensors="pt")
+    with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds, exact=True):
+        got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
+    for groups in got.tokenprune_groups:
+        assert len(groups.unique()) == round(0.4 * len(groups))
+
+
+@torch.no_grad()
 def test_units_really_leave_between_attention_and_mlp(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     with tokenprune.patched(model, "tome", r=3), rows_in_mlps(model) as seen:

@@ -70,7 +70,10 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"padding": "x" * 5000}, OptionError, "characters long"),
         ({"keep": object()}, OptionError, "what JSON can hold"),
         ({"method": "fastv"}, OptionError, "Servable are .*divprune"),
-        ({"method": "tome"}, OptionError, "inside the vision tower"),
+        ({"method": "tome", "r": 3}, OptionError, "settled before the tower runs.*keep decides"),
+        ({"method": "dymu"}, OptionError, "pass exact=True"),
+        ({"method": "dymu", "exact": True, "vtu": "exact"}, OptionError, "leave it out"),
+        ({"method": "vscan"}, OptionError, "vscan: stage2=false"),
         ({"method": "downsample"}, OptionError, "clients send smaller"),
     ],
 )

@@ -146,11 +146,11 @@ def text(model_type: str, **extra: Any) -> dict[str, Any]:
     return dict(model_type=model_type, vocab_size=VOCABULARY, **TEXT | extra)
 
 
-def llava() -> Any:
-    image = CLIPImageProcessor(size={"shortest_edge": 84}, crop_size={"height": 84, "width": 84})
+def llava(side: int = 84, strategy: str = "default") -> Any:
+    image = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     return LlavaProcessor(
-        image, tokenizer(image_token="<image>"), patch_size=14, vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
+        image, tokenizer(image_token="<image>"), patch_size=14, vision_feature_select_strategy=strategy,
+        num_additional_image_tokens=int(strategy == "default"),
     )  # fmt: skip
 
 
@@ -251,10 +251,17 @@ CHECKPOINTS: dict[str, Checkpoint] = {
             llava, "<image>", rename=TOWER,
         ),
         Checkpoint(
+            "llava_siglip",
+            lambda: dict(text_config=text("llama"), vision_config=SIGLIP, image_token_index=IDS["<image>"],
+                         image_seq_length=16, vision_feature_layer=-1, vision_feature_select_strategy="full",
+                         tie_word_embeddings=False),
+            lambda: llava(56, "full"), "<image>", rename=TOWER, kind="llava",
+        ),
+        Checkpoint(
             "qwen2_5_vl",
             lambda: qwen_config("qwen2_5_vl_text", [4, 6, 6], dict(
-                depth=3, num_heads=2, patch_size=14, hidden_size=HIDDEN, intermediate_size=96, out_hidden_size=HIDDEN,
-                window_size=56, fullatt_block_indexes=[1], tokens_per_second=1)),
+                depth=4, num_heads=2, patch_size=14, hidden_size=HIDDEN, intermediate_size=96, out_hidden_size=HIDDEN,
+                window_size=56, fullatt_block_indexes=[1, 3], tokens_per_second=1)),
             lambda: qwen(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, 14),
             QWEN_PICTURE, video=QWEN_VIDEO, mrope=True, sizes=((140, 196), (196, 140), (168, 168)),
         ),

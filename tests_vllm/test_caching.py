@@ -13,6 +13,7 @@ from conftest import DIVPRUNE, Engine, same
 
 CHUNK, BLOCK = 24, 32
 ONE = {"keep": 30}  # more than a chunk, whatever the family
+VSCAN = {"method": "vscan", "stage2": False}  # reads the tower
 
 
 @pytest.fixture(scope="module", params=["llava", "qwen2_5_vl", "qwen3_vl", "mistral3"])
@@ -49,9 +50,9 @@ def expect(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, ima
 def test_chunks_split_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     engine.forget()
     prompt, images = checkpoint.prompt(2), checkpoint.pictures(2)
-    requests = [engine.request(prompt, images, override) for override in (ONE, {"off": True}, {})]
+    requests = [engine.request(prompt, images, override) for override in (ONE, {"off": True}, {}, VSCAN)]
     outputs = engine.generate(requests)
-    for setting, output in zip((DIVPRUNE | ONE, None, DIVPRUNE), outputs, strict=True):
+    for setting, output in zip((DIVPRUNE | ONE, None, DIVPRUNE, DIVPRUNE | VSCAN), outputs, strict=True):
         expect(reference, checkpoint, output, prompt, images, setting)
 
 
@@ -110,7 +111,7 @@ def test_the_encoder_gets_what_its_memory_was_measured_for(
 
 
 def test_many_at_once_answer_as_alone(engine: Engine, checkpoint: Checkpoint) -> None:
-    overrides = [{}, ONE, {"off": True}, {"method": "pool", "keep": 0.5}, {"method": "random", "seed": 2}] * 2
+    overrides = [{}, ONE, {"off": True}, {"method": "pool", "keep": 0.5}, {"method": "random", "seed": 2}, VSCAN] * 2
     requests = []
     for i, override in enumerate(overrides):
         prompt, images = checkpoint.prompt(1 + i % 3, f"case {i % 4}? "), checkpoint.pictures(1 + i % 3, seed=i)

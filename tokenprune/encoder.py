@@ -70,6 +70,12 @@ class EncoderMethod(Method):
         contradicts the options."""
         return budget.is_identity()
 
+    @property
+    def inexact(self) -> str | None:
+        """Why a picture may keep another number of patches than `keep` asks for, and which option changes that; None if
+        none ever does."""
+        return "how many patches a picture keeps is its own affair"
+
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what finds the merge of each of the tower's blocks; None where a block merges nothing.
 

@@ -150,17 +150,29 @@ def _merge(source: Tensor, rest: Tensor, partner: Tensor, count: int, protected:
 
 
 def threshold_match(
-    metric: Tensor, counts: list[int] | None, *, threshold: float, protected: int = 0, limit: int | None = None
+    metric: Tensor,
+    counts: list[int] | None,
+    *,
+    threshold: float,
+    protected: int = 0,
+    limit: int | None = None,
+    floor: int = 0,
+    ceiling: int | None = None,
 ) -> Merge | None:
     """Merge the pairs more similar than `threshold`, in each row at most half of its tokens and at most `limit`.
 
-    metric: `[B, n, D]`. counts: the real tokens of each row, None if all are. None if no row merges anything.
+    metric: `[B, n, D]`. counts: the real tokens of each row, None if all are. floor, ceiling: the fewest and the most
+    tokens that may be left in a row; where more would be, the best pairs below the threshold merge too. None if no row
+    merges anything.
     """
     best, partner = best_partners(metric, protected, counts)
     counts = counts or [metric.shape[1]] * len(metric)
-    wanted = (best > threshold).sum(dim=1).tolist()
-    caps = [most(count, protected) if limit is None else min(limit, most(count, protected)) for count in counts]
-    return ragged_merge(best, partner, [min(pair) for pair in zip(wanted, caps, strict=True)], protected, counts)
+    merged = []
+    for count, above in zip(counts, (best > threshold).sum(dim=1).tolist(), strict=True):
+        cap = most(count, protected) if limit is None else min(limit, most(count, protected))
+        least = 0 if ceiling is None else count - ceiling
+        merged.append(min(max(above, least), cap, max(0, count - floor)))
+    return ragged_merge(best, partner, merged, protected, counts)
 
 
 def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, counts: list[int]) -> Merge | None:

@@ -136,11 +136,15 @@ class Merger(Attachable):
         bias = state.bias(self.method.proportional, hidden.dtype)
         if bias is None:
             return None
+        return self._with_bias(index, bias.to(hidden.device), args, kwargs)
+
+    def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """See to it that `bias` `[B, 1, 1, n]` is added to a block's attention logits; returns the block's arguments,
+        or None to leave them."""
         block = self.blocks[index]
         given = args[block.mask_place] if len(args) > block.mask_place else kwargs.get(block.mask)
         if given is not None:
             raise UnsupportedSetupError(f"{self.method.name}: the tower's blocks got an attention mask of their own")
-        bias = bias.to(hidden.device)
         if len(args) > block.mask_place:
             return (*args[: block.mask_place], bias, *args[block.mask_place + 1 :]), kwargs
         return args, kwargs | {block.mask: bias}

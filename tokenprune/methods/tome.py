@@ -47,6 +47,10 @@ class ToMe(EncoderMethod):
         self._check(not (budget.is_identity() and self.r), f"keep=1.0 merges nothing, r={self.r!r} does: leave out one")
         return budget.is_identity()
 
+    @property
+    def inexact(self) -> str | None:
+        return None if self.r is None else "r says how much merges: leave it out, and keep decides"
+
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what merges the schedule's number of tokens in each block."""
         return [_matcher(r, tower.protected) if r else None for r in self.schedule(budget, tower)]

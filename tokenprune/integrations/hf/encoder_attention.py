@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,8 @@ from tokenprune.integrations.hf.copies import number_features
 from tokenprune.integrations.hf.groups import PackRecorder, take_packed
 from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
-from tokenprune.integrations.hf.patches import Placed, place
+from tokenprune.integrations.hf.patches import Placed, picture_sizes, place
+from tokenprune.integrations.hf.segments import feature_total
 from tokenprune.tokens import Patches, Segments
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ _CLASS_TOKENS = {
     "Qwen2VLVisionBlock": 0,
     "Qwen2_5_VLVisionBlock": 0,
     "Qwen3VLVisionBlock": 0,
+    "PixtralAttentionLayer": 0,
 }
 
 
@@ -71,55 +74,43 @@ class EncoderAttention(Part):
             Observer(self.attentions[index], self._record)  # raises what cannot be observed
 
     def _block(self, method: Method, layer: int | float, depth: int) -> int:
-        """Return the index of the block that a method means by `layer`; see `Method.encoder_layers`."""
-        read = _read_block(self.adapter, depth)
-        # Blocks that attend in windows do not compare one window's patches with another's.
-        whole = getattr(self.adapter.config.vision_config, "fullatt_block_indexes", None) or range(depth)
-        if isinstance(layer, float):
-            if not 0 < layer < 1:
-                raise OptionError(f"{method.name}: {layer} is no share of the vision tower's depth: use 0 < share < 1")
-            index = math.ceil(layer * (read + 1)) - 1
-            return next((block for block in sorted(whole) if block >= index), max(whole))
-        index = layer if layer >= 0 else read + 1 + layer
-        if not 0 <= index < depth:
-            raise OptionError(
-                f"{method.name}: the vision tower has {depth} blocks, of which the model reads up to number {read}; "
-                f"there is no block {layer}"
-            )
-        if index not in whole:
-            raise OptionError(
-                f"{method.name}: block {index} of this tower attends in windows, so that its scores do not compare "
-                f"patches of the whole picture; use one of {sorted(whole)}"
-            )
-        return index
+        return block_index(method, layer, depth, self.adapter.config)
 
     # -- inside the tower
 
     def _attach(self) -> None:
         for index in sorted(set(self.places.values())):
             self.attach_part(Observer(self.attentions[index], partial(self._record, index)))
-        self.hook(self.tower.register_forward_pre_hook(self._enter_tower))
+        self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
         self.hook(self.tower.register_forward_hook(self._leave_tower))
         pack = getattr(self.adapter.base, "pack_image_features", None)
         if pack is not None:
             self.replace(self.adapter.base, "pack_image_features", PackRecorder(pack))
 
-    def _enter_tower(self, module: nn.Module, args: tuple) -> None:
+    def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         take_packed()  # what a call that failed may have left
-        states()[id(self)] = {index: [] for index in self.places.values()}
+        lengths = None
+        if self.adapter.patch_layout == "sized":
+            given = dict(zip(("pixel_values", "image_sizes"), args, strict=False)) | kwargs
+            patch = self.adapter.config.vision_config.patch_size
+            lengths = [(height // patch) * (width // patch) for height, width in picture_sizes(given)]
+        states()[id(self)] = _Reading({index: [] for index in self.places.values()}, lengths)
 
     def _record(self, index: int, observation: Observation) -> None:
         state = states().get(id(self))
         if state is not None:  # else gradient checkpointing runs the block again
             with torch.no_grad():
-                state[index].append(_scores(observation, self.protected).transpose(1, 2))
+                if observation.starts is None and state.lengths is not None:
+                    ends = [0, *accumulate(state.lengths)]
+                    observation = replace(observation, starts=torch.tensor(ends, device=observation.query.device))
+                state.scores[index].append(patch_scores(observation, self.protected).transpose(1, 2))
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
         state = states().pop(id(self), None)
         if isinstance(output, tuple):
             raise UnsupportedSetupError(f"{self.name}: the tower must return an output object; use return_dict")
         if state is not None:
-            output.tokenprune_attention = state
+            output.tokenprune_attention = state.scores
 
     # -- behind the tower
 
@@ -137,9 +128,18 @@ class EncoderAttention(Part):
             torch.cat(pieces) if len({piece.shape[1] for piece in pieces}) == 1 else torch.cat(pieces, dim=1)
             for pieces in state.values()
         ]
-        placed = place(self.adapter, modality, arguments, output, torch.cat(layers, dim=-1), packed)
+        placed = place(self.adapter, modality, arguments, feature_total(output), torch.cat(layers, dim=-1), packed)
         scores = dict(zip(state, placed.scores.split([x.shape[-1] for x in layers], dim=-1), strict=True))
         output["tokenprune_encoded"] = Encoded({layer: scores[index] for layer, index in self.places.items()}, placed)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One forward of a tower. scores: of each block. lengths: of the pictures, if all are on one axis and only a mask
+    tells them apart."""
+
+    scores: dict[int, list[Tensor]]
+    lengths: list[int] | None
 
 
 @dataclass(frozen=True)
@@ -180,18 +180,24 @@ class EncodedTokens:
         return flat[self._tokens(segments)].masked_fill(~segments.mask.unsqueeze(-1), 0).transpose(1, 2)
 
     def patches(self, segments: Segments) -> Patches:
-        cells = torch.cat([part.placed.cells.to(self.device) for part in self.parts])[self._tokens(segments)]
-        tile = cells[..., 0].masked_fill(~segments.mask, -1)
-        first = tile.masked_fill(tile < 0, torch.iinfo(torch.long).max).amin(1, keepdim=True)
-        return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1))
+        cells = torch.cat([part.placed.cells.to(self.device) for part in self.parts])
+        return as_patches(cells[self._tokens(segments)], segments.mask)
 
     def _tokens(self, segments: Segments) -> Tensor:
         return self.index[segments.row_index, segments.position]
 
 
-def _scores(seen: Observation, protected: int) -> Tensor:
+def as_patches(cells: Tensor, mask: Tensor) -> Patches:
+    """cells: long `[S, N, 6]` (see `Placed`); mask: bool `[S, N]`, False for padding. Each segment's tiles are numbered
+    from 0."""
+    tile = cells[..., 0].masked_fill(~mask, -1)
+    first = tile.masked_fill(tile < 0, torch.iinfo(torch.long).max).amin(1, keepdim=True)
+    return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1))
+
+
+def patch_scores(seen: Observation, protected: int) -> Tensor:
     """float32 `[B, H, patches]`: the attention of the class token, else what each patch receives on average."""
-    if seen.starts is not None:  # flash attention of several sequences on one axis
+    if seen.starts is not None:  # several sequences on one axis
         return replace(seen, mask=None, causal=False).received(starts=seen.starts)
     rows, _, queries = seen.query.shape[:3]
     first = torch.zeros(rows, 1, dtype=torch.long, device=seen.query.device)
@@ -212,7 +218,8 @@ def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module
     found = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
     raise UnsupportedSetupError(
         f"{name} reads attention inside the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
-        f"and SmolVLM), InternVL and Qwen-VL of transformers, not {found}; use a method that acts behind the tower"
+        f"and SmolVLM), InternVL, Pixtral and Qwen-VL of transformers, not {found}; use a method that acts behind the "
+        "tower"
     )
 
 
@@ -220,9 +227,36 @@ def _attention_of(block: nn.Module) -> nn.Module:
     return next(getattr(block, name) for name in ("self_attn", "attn", "attention") if hasattr(block, name))
 
 
-def _read_block(adapter: Adapter, depth: int) -> int:
+def block_index(method: Method, layer: int | float, depth: int, config: Any) -> int:
+    """Return which of a tower's `depth` blocks a method means by `layer`; see `Method.encoder_layers`.
+
+    config: of the whole model. Raises OptionError for blocks that there are not.
+    """
+    read = read_block(config, depth)
+    # Blocks that attend in windows do not compare one window's patches with another's.
+    whole = getattr(config.vision_config, "fullatt_block_indexes", None) or range(depth)
+    if isinstance(layer, float):
+        if not 0 < layer < 1:
+            raise OptionError(f"{method.name}: {layer} is no share of the vision tower's depth: use 0 < share < 1")
+        index = math.ceil(layer * (read + 1)) - 1
+        return next((block for block in sorted(whole) if block >= index), max(whole))
+    index = layer if layer >= 0 else read + 1 + layer
+    if not 0 <= index < depth:
+        raise OptionError(
+            f"{method.name}: the vision tower has {depth} blocks, of which the model reads up to number {read}; "
+            f"there is no block {layer}"
+        )
+    if index not in whole:
+        raise OptionError(
+            f"{method.name}: block {index} of this tower attends in windows, so that its scores do not compare "
+            f"patches of the whole picture; use one of {sorted(whole)}"
+        )
+    return index
+
+
+def read_block(config: Any, depth: int) -> int:
     """Return the index of the last block whose output the model reads."""
-    read = getattr(adapter.config, "vision_feature_layer", None)
+    read = getattr(config, "vision_feature_layer", None)
     # Numbers of hidden states: 0 is the tower's input, -1 the output of its last block.
     states = [-1] if read is None else [read] if isinstance(read, int) else list(read)
     return max(max(state if state >= 0 else depth + 1 + state for state in states) - 1, 0)

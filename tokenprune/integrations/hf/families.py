@@ -154,6 +154,7 @@ PATCH_LAYOUTS = {
         "tiles": "llava internvl gemma3 idefics3 smolvlm",
         "packed": "llava_next llava_onevision",
         "runs": "qwen2_vl qwen2_5_vl qwen3_vl",
+        "sized": "mistral3",
     }.items()
     for family in families.split()
-}
+} | {("llava", "pixtral"): "sized"}

@@ -95,13 +95,11 @@ class PackRecorder:
         numbers, start = [], 0
         for picture in bound.arguments["image_features"]:
             tiles, tokens = picture.shape[:2]
-            ids = torch.arange(start, start + tiles * tokens, dtype=torch.float64, device=picture.device)
-            # A second channel, so that interpolated numbers do not pass for numbers.
-            numbers.append(torch.stack([ids, _check(ids)], -1).view(tiles, tokens, 2))
+            numbers.append(numbered(tiles, tokens, picture.device, start))
             start += tiles * tokens
         bound.arguments["image_features"] = numbers
         if bound.arguments.get("image_newline") is not None:
-            bound.arguments["image_newline"] = numbers[0].new_tensor([-1, _check(torch.tensor(-1.0))])
+            bound.arguments["image_newline"] = newline_number(numbers[0].device)
         pictures = self.original(*bound.args, **bound.kwargs)[0]
         _thread.packed = Packed(list(pictures), numbers[0].shape[1])
         return result
@@ -133,6 +131,18 @@ class Packed:
                 "patch of the tower; use a smaller picture, or a method that acts behind the tower"
             )
         return ids
+
+
+def numbered(tiles: int, tokens: int, device: torch.device, start: int = 0) -> Tensor:
+    """float64 `[tiles, tokens, 2]`: what stands for the features of a picture while it is packed."""
+    ids = torch.arange(start, start + tiles * tokens, dtype=torch.float64, device=device)
+    # A second channel, so that interpolated numbers do not pass for numbers.
+    return torch.stack([ids, _check(ids)], -1).view(tiles, tokens, 2)
+
+
+def newline_number(device: torch.device) -> Tensor:
+    """float64 `[2]`: what stands for a newline."""
+    return torch.tensor([-1, _check(torch.tensor(-1.0))], dtype=torch.float64, device=device)
 
 
 def _check(ids: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.groups import Packed
-from tokenprune.integrations.hf.segments import feature_total
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,12 @@ class Placed:
 
 
 def place(
-    adapter: Adapter, modality: str, arguments: dict[str, Any], output: Any, scores: Tensor, packed: Packed | None
+    adapter: Adapter, modality: str, arguments: dict[str, Any], total: int | None, scores: Tensor, packed: Packed | None
 ) -> Placed:
     """Bring scores of patches to the visual tokens that are made of them.
 
-    modality, arguments, output: what was encoded, what `get_image_features` (or that of videos) was given, and what it
-    returned. scores: `[rows of the tower, patches, C]`. packed: what `pack_image_features` did.
+    modality, arguments, total: what was encoded, what `get_image_features` (or that of videos) was given, and how many
+    features it returned. scores: `[rows of the tower, patches, C]`. packed: what `pack_image_features` did.
     Raises UnsupportedSetupError where the two do not fit together.
     """
     layout = adapter.patch_layout
@@ -43,10 +42,12 @@ def place(
         placed = _runs(adapter, adapter.grids(modality, arguments), scores.flatten(0, 1))
     elif modality == "video":
         placed = _pooled(adapter, arguments, scores)
+    elif layout == "sized":
+        placed = _sized(adapter, arguments, scores.flatten(0, 1))
     elif layout == "packed":
         placed = _packed(adapter, arguments, scores, packed)
     else:
-        placed = _tiles(adapter, arguments, output, scores)
+        placed = _tiles(adapter, arguments, total, scores)
     if placed is None:
         raise UnsupportedSetupError(
             f"the {modality} features of this {adapter.config.model_type!r} do not tell which patches of the vision "
@@ -79,9 +80,9 @@ def _patch_grid(adapter: Adapter, arguments: dict[str, Any], patches: int) -> tu
     return (side, side) if side * side == patches else None
 
 
-def _tiles(adapter: Adapter, arguments: dict[str, Any], output: Any, scores: Tensor) -> Placed | None:
+def _tiles(adapter: Adapter, arguments: dict[str, Any], total: int | None, scores: Tensor) -> Placed | None:
     rows, patches, channels = scores.shape
-    total, grid = feature_total(output), _patch_grid(adapter, arguments, patches)
+    grid = _patch_grid(adapter, arguments, patches)
     if not total or total % rows or grid is None:
         return None
     tokens = total // rows
@@ -133,6 +134,27 @@ def _runs(adapter: Adapter, grids: list[tuple[int, int, int]] | None, scores: Te
             order = order[key[order].argsort(stable=True)]
         tokens = torch.empty_like(tokens).index_copy(0, order, tokens)
     return Placed(tokens, cells)
+
+
+def _sized(adapter: Adapter, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
+    patch, side = adapter.config.vision_config.patch_size, getattr(adapter.config, "spatial_merge_size", 1)
+    grids = [(height // patch, width // patch) for height, width in picture_sizes(arguments)]
+    if sum(map(math.prod, grids)) != len(scores):
+        return None
+    means, cells = [], []
+    for number, ((height, width), own) in enumerate(zip(grids, scores.split(list(map(math.prod, grids))), strict=True)):
+        down, across = height // side, width // side
+        whole = own.view(height, width, -1)[: down * side, : across * side]
+        means.append(whole.reshape(down, side, across, side, -1).mean((1, 3)).flatten(0, 1))
+        cells.append(_grid_cells(1, down, across, side * side, scores.device))
+        cells[-1][:, 0] = number
+    return Placed(torch.cat(means), torch.cat(cells))
+
+
+def picture_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return (height, width) in pixels of each picture, from the arguments of `get_image_features` or of a tower."""
+    sizes, pixels = arguments.get("image_sizes"), arguments["pixel_values"]
+    return [tuple(pixels.shape[-2:])] * len(pixels) if sizes is None else torch.as_tensor(sizes).tolist()
 
 
 def _pooled(adapter: Adapter, arguments: dict[str, Any], scores: Tensor) -> Placed | None:

@@ -8,6 +8,8 @@ from typing import Any
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.families import FAMILIES, Family
 from tokenprune.integrations.vllm.settings import KEY, Setting
+from tokenprune.integrations.vllm.tower import check_method, reads_tower
+from tokenprune.integrations.vllm.tower_merging import check_merging, merges_in_tower
 
 
 def configured(model_config: Any) -> dict[str, Any] | None:
@@ -26,6 +28,14 @@ def family_of(model_config: Any) -> Family:
     return FAMILIES[architecture]
 
 
+def check_model(setting: Setting, model_config: Any) -> None:
+    """Raise UnsupportedSetupError or OptionError for a method that this model cannot be served with."""
+    if reads_tower(setting.method):
+        check_method(setting.method, model_config)
+    if merges_in_tower(setting.method):
+        check_merging(setting, model_config)
+
+
 def configure(model_config: Any) -> None:
     """Find the setting of a server that starts, in its `--mm-processor-kwargs` or in the checkpoint's config, and
     check all that can be checked before a model is loaded."""
@@ -39,6 +49,7 @@ def configure(model_config: Any) -> None:
         raise UnsupportedModelError(f"{KEY} is set, but {model_config.model} takes no pictures: leave the setting out")
     setting = Setting.of(*layers)
     family_of(model_config)
+    check_model(setting, model_config)
     if multimodal.video_pruning_rate:
         raise OptionError(
             f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
@@ -56,6 +67,11 @@ def check_engine(vllm_config: Any, family: Family) -> None:
         raise UnsupportedSetupError(
             f"{KEY} does not go with LoRA on the vision tower, which counts the tower's tokens by those of the prompt: "
             "start without --enable-tower-connector-lora"
+        )
+    if vllm_config.compilation_config.compile_mm_encoder:
+        raise UnsupportedSetupError(
+            f"{KEY} does not go with a compiled vision tower, whose attention it cannot read: start without "
+            "compile_mm_encoder"
         )
     if family.mrope and vllm_config.speculative_config is not None:
         raise UnsupportedSetupError(

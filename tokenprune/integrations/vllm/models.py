@@ -13,12 +13,15 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
+from tokenprune.integrations.hf.encoder_attention import Encoded
 from tokenprune.integrations.vllm import positions
 from tokenprune.integrations.vllm.configuration import check_engine, configured
 from tokenprune.integrations.vllm.families import Family
 from tokenprune.integrations.vllm.plan import Plan, field_name
 from tokenprune.integrations.vllm.runner import prepare_runner
 from tokenprune.integrations.vllm.select import choose, segments_of
+from tokenprune.integrations.vllm.tower import TowerReader, is_known, reads_tower
+from tokenprune.integrations.vllm.tower_merging import TowerMerger, merging, stretches
 
 _MODALITIES = ("image", "video")
 # What the models' own rules of positions read of an item.
@@ -36,32 +39,66 @@ class ReducingModel:
         if self.tokenprune_active:
             check_engine(vllm_config, self.tokenprune_family)
             prepare_runner(vllm_config)
+            self.tokenprune_tower = TowerReader(self) if is_known(self.config) else None
         self.tokenprune_width = vllm_config.model_config.hf_text_config.hidden_size
 
     def embed_multimodal(self, **kwargs: object) -> Any:
-        plans = {modality: kwargs.pop(field_name(modality), None) for modality in _MODALITIES}
-        outputs = super().embed_multimodal(**kwargs)
-        if not self.tokenprune_active or not len(outputs):
-            return outputs
-        modality, encoded = next(((name, data) for name, data in plans.items() if data is not None), (None, ()))
-        if len(encoded) != len(outputs):
-            raise PlaceholderMismatchError(f"{len(outputs)} items came with {len(encoded)} plans")
-        return tuple(
-            self._reduce(Plan.decode(data), rows.reshape(-1, rows.shape[-1]), modality, _item(kwargs, index))
-            for index, (data, rows) in enumerate(zip(encoded, outputs, strict=True))
-        )
+        encoded = {modality: kwargs.pop(field_name(modality), None) for modality in _MODALITIES}
+        if not self.tokenprune_active:
+            return super().embed_multimodal(**kwargs)
+        modality, data = next(((name, data) for name, data in encoded.items() if data is not None), ("image", ()))
+        plans = [Plan.decode(one) for one in data]
+        rows: list[Tensor] = []
+        for start, end in stretches(plans):
+            whole = end - start == len(plans)
+            part = kwargs if whole else {name: value[start:end] for name, value in kwargs.items()}
+            rows += self._embed(super().embed_multimodal, plans[start:end], part, modality)
+        return tuple(rows)
 
-    def _reduce(self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
-        """Return the rows for one item's place in the prompt. rows: `[n, W]`, all that the encoder made of it."""
+    def _embed(self, embed: Any, plans: list[Plan], kwargs: dict[str, Any], modality: str) -> list[Tensor]:
+        """Return the rows for the places of items in the prompt that are merged alike in the tower, if at all.
+
+        embed: the model's own `embed_multimodal`.
+        """
+        readers = [plan.setting.method for plan in plans if plan.reduces and reads_tower(plan.setting.method)]
+        seen, merged = {}, None
+        if plans and merging(plans[0]):
+            with TowerMerger(self, plans[0].setting.method, plans[0].setting.keep) as merged:
+                outputs = embed(**kwargs)
+        elif readers:
+            with self.tokenprune_tower.reading(readers, kwargs, modality) as seen:
+                outputs = embed(**kwargs)
+        else:
+            outputs = embed(**kwargs)
+        if len(outputs) and len(plans) != len(outputs):
+            raise PlaceholderMismatchError(f"{len(outputs)} items came with {len(plans)} plans")
+        reduced = []
+        for index, (plan, rows) in enumerate(zip(plans, outputs, strict=False)):
+            told, rows = None, rows.reshape(-1, rows.shape[-1])
+            if plan.reduces and reads_tower(plan.setting.method):
+                told = self.tokenprune_tower.encoded(plan.setting.method, seen, index, outputs, kwargs, modality)
+            elif merged is not None:
+                told = merged.kept[index]
+            reduced.append(self._reduce(plan, rows, modality, _item(kwargs, index), told))
+        return reduced
+
+    def _reduce(
+        self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any], told: Encoded | Tensor | None = None
+    ) -> Tensor:
+        """Return the rows for one item's place in the prompt. rows: `[n, W]`, all that the encoder made of it. told: by
+        the vision tower, for a method that reads its attention; or bool `[n]`, which stay, for one that merges there.
+        """
         if rows.shape[0] != sum(plan.counts):
             raise PlaceholderMismatchError(
                 f"the encoder made {rows.shape[0]} tokens of an item where the processor counted {sum(plan.counts)}"
             )
         stays = torch.tensor(plan.embeds, device=rows.device)
         if plan.reduces:
-            segments = segments_of(plan.counts, self._grid(item, modality), modality, rows.device)
-            norm = getattr(getattr(self.get_language_model(), "model", None), "norm", None)
-            kept, rows = choose(plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm)
+            kept = told
+            if not isinstance(told, Tensor):
+                segments = segments_of(plan.counts, self._grid(item, modality), modality, rows.device)
+                norm = getattr(getattr(self.get_language_model(), "model", None), "norm", None)
+                kept, rows = choose(plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm, told)
             first, end = plan.span
             within = torch.arange(len(plan.tokens), device=rows.device)
             text = ~stays & (within >= first) & (within < end) if plan.between else torch.zeros_like(stays)

@@ -14,9 +14,11 @@ from vllm.multimodal.processing import BaseMultiModalProcessor
 from vllm.multimodal.processing.processor import PromptReplacement, PromptUpdate, PromptUpdateDetails
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.configuration import configured, family_of
+from tokenprune.integrations.vllm.configuration import check_model, configured, family_of
 from tokenprune.integrations.vllm.plan import Plan, field_name
 from tokenprune.integrations.vllm.settings import KEY, Setting
+from tokenprune.integrations.vllm.tower import check_items, reads_tower
+from tokenprune.integrations.vllm.tower_merging import merges_in_tower
 
 OFF = {"off": True}
 
@@ -36,7 +38,16 @@ class ReducingProcessor(BaseMultiModalProcessor):
                     f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
                 )
             return None
-        return Setting.of(server, *([kwargs[KEY]] if KEY in kwargs else []), *([OFF] if self._dummy else []))
+        if isinstance(kwargs.get(KEY), Mapping) and "thresholds" in kwargs[KEY]:
+            raise OptionError(
+                "thresholds names a file of the server: it belongs to the server's setting, not a request"
+            )
+        setting = Setting.of(server, *([kwargs[KEY]] if KEY in kwargs else []), *([OFF] if self._dummy else []))
+        try:
+            check_model(setting, self.info.ctx.model_config)
+        except UnsupportedSetupError as error:
+            raise OptionError(str(error)) from error  # the server goes on, and the client is told
+        return setting
 
     def _get_mm_hashes(self, inputs: Any) -> Any:
         setting = self._setting(inputs.hf_processor_mm_kwargs)
@@ -93,6 +104,9 @@ class ReducingProcessor(BaseMultiModalProcessor):
         model_config = self.info.ctx.model_config
         if configured(model_config) is not None and family_of(model_config).mrope and not self._dummy:
             _check_placeholders(inputs.prompt, inputs.mm_data_items.get_all_counts(), self.info.get_hf_config())
+        setting = self._setting(inputs.hf_processor_mm_kwargs)
+        if setting is not None and (reads_tower(setting.method) or merges_in_tower(setting.method)):
+            check_items(setting.method, setting, inputs.mm_data_items, self.info)
         return super().apply(inputs, *args, **kwargs)
 
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from tokenprune.base import Method, Selection
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.cutting import checked_keep, merge_tokens
-from tokenprune.tokens import Segments, VisualTokens, square_grid
+from tokenprune.integrations.hf.encoder_attention import Encoded, as_patches
+from tokenprune.integrations.hf.patches import Placed
+from tokenprune.tokens import Patches, Segments, VisualTokens, square_grid
 
 Grid = tuple[int, int, int]
 Norm = Callable[[Tensor], Tensor]
@@ -25,6 +27,7 @@ class _Features:
 
     hidden: Tensor
     norm: Norm | None = None
+    encoded: Encoded | None = None
 
     def gather(self, what: str, position: Tensor, segments: Segments) -> Tensor:
         if what != "hidden":
@@ -36,6 +39,20 @@ class _Features:
 
     def attention(self, kind: str) -> Tensor:
         raise TokenPruneError(f"it reads the attention of the language model ({kind}), which did not run yet")
+
+    def encoder_attention(self, layer: int | float, segments: Segments) -> Tensor:
+        if self.encoded is None or layer not in self.encoded.scores:
+            raise TokenPruneError(
+                f"it reads attention of the vision tower ({layer}) without a word of it: a method declares "
+                "encoder_attention in its needs, and names in its encoder_layers all that it reads"
+            )
+        of_tokens = self.encoded.scores[layer][segments.position]
+        return of_tokens.masked_fill(~segments.mask.unsqueeze(-1), 0).transpose(1, 2)
+
+    def patches(self, segments: Segments) -> Patches:
+        if self.encoded is None:
+            raise TokenPruneError("it reads which patches tokens are made of without encoder_attention in its needs")
+        return as_patches(self.encoded.placed.cells[segments.position], segments.mask)
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         raise TokenPruneError("it reads the text, but a picture's features are shared by all prompts that hold it")
@@ -60,14 +77,16 @@ def segments_of(counts: list[int], grid: Grid | None, modality: str, device: tor
 
 
 def choose(
-    method: Method, rows: Tensor, width: int, segments: Segments, keep: list[int], norm: Norm | None = None
-) -> tuple[Tensor, Tensor]:
+    method: Method, rows: Tensor, width: int, segments: Segments, keep: list[int], norm: Norm | None = None,
+    encoded: Encoded | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return bool `[n]`, True where a row stays, and the rows `[n, W]`, merged where the method merges.
 
     rows: `[n, W]`; the first `width` columns are what enters the language model, and all that the method sees. Further
-    ones (features for deeper layers) are cut and merged alike. keep: how many rows of each segment must stay.
+    ones (features for deeper layers) are cut and merged alike. keep: how many rows of each segment must stay. encoded:
+    what the vision tower says of the rows, for a method that asks for it.
     """
-    tokens = VisualTokens(segments, keep, _Features(rows[:, :width], norm))
+    tokens = VisualTokens(segments, keep, _Features(rows[:, :width], norm, encoded))
     with torch.no_grad():
         selection = method.select(tokens)
     stays = _exact(selection, segments, method, keep)
@@ -96,4 +115,12 @@ def probe(method: Method) -> None:
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
         rows = torch.randn(sum(counts), 8, generator=generator)
         keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
-        choose(method, rows, 8, segments_of(counts, None, "image", rows.device), keep)
+        choose(method, rows, 8, segments_of(counts, None, "image", rows.device), keep, encoded=_made_up(method, counts))
+
+
+def _made_up(method: Method, counts: list[int]) -> Encoded:
+    """What a tower might have said: each segment is a tile of one row."""
+    cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
+    generator = torch.Generator().manual_seed(1)
+    scores = {layer: torch.rand(len(cells), 2, generator=generator) for layer in method.encoder_layers}
+    return Encoded(scores, Placed(torch.empty(len(cells), 0), torch.tensor(cells)))

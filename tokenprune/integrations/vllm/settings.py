@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.integrations.vllm.select import probe
 from tokenprune.registry import available_methods, build, method_class
@@ -28,6 +31,8 @@ class Setting:
 
     method: Method | None = None
     keep: float | int = 1.0
+    # Options that were given as files: name, path and digest of the content.
+    files: tuple[tuple[str, str, str], ...] = ()
 
     @classmethod
     def of(cls, *layers: Any) -> Setting:
@@ -47,11 +52,12 @@ class Setting:
         """Return the setting with nothing left implicit; `Setting.of` reads it."""
         if self.method is None:
             return {"off": True}
-        return {"method": self.method.name, "keep": self.keep} | dataclasses.asdict(self.method)
+        options = {field.name: getattr(self.method, field.name) for field in dataclasses.fields(self.method)}
+        return {"method": self.method.name, "keep": self.keep} | options | {name: path for name, path, _ in self.files}
 
     def cache_key(self) -> dict[str, Any]:
         """What has to be part of a cache key of whatever was made under this setting."""
-        return {"algorithm": ALGORITHM} | self.as_dict()
+        return {"algorithm": ALGORITHM} | self.as_dict() | {name: digest for name, _, digest in self.files}
 
     def count(self, tokens: int) -> int:
         """How many of `tokens` visual tokens stay: a function of integers, the same in every process."""
@@ -105,7 +111,10 @@ def _parsed(layers: tuple[str, ...]) -> Setting:
     except TypeError as error:  # an option of a type that the method itself did not check
         raise OptionError(f"{name}: {error}") from error
     check_method(method)
-    return Setting(method, keep)
+    files = [(name, path) for name, path in merged.items() if isinstance(path, str) and getattr(method, name) != path]
+    return Setting(
+        method, keep, tuple((*file, hashlib.sha256(Path(file[1]).read_bytes()).hexdigest()) for file in files)
+    )
 
 
 def _short(value: Any) -> str:
@@ -121,16 +130,23 @@ def check_method(method: Method) -> None:
 
 
 def _unservable(method: Method) -> str | None:
+    if isinstance(method, EncoderMethod):
+        if getattr(method, "vtu", "off") != "off":
+            return f"vtu={method.vtu} changes attention inside the language model; leave it out"
+        why = method.inexact
+        return why and f"the prompt's length is settled before the tower runs, and {why}"
     if method.site is not Site.PRE_LLM:
         hint = {
             Site.PRE_ENCODER: "it changes the pictures themselves; let clients send smaller or fewer ones",
-            Site.IN_ENCODER: "it acts inside the vision tower",
         }.get(method.site, "it acts inside the language model, after the prompt's length is settled")
         return f"{hint} ({method.site})"
-    if type(method).stages is not Method.stages:
-        return "it acts at several places, and only what enters the language model can be changed"
-    if method.needs:
-        return f"it needs {', '.join(sorted(method.needs))}, and vLLM's fused layers give no such thing"
+    if _stages(method) != [method]:
+        return (
+            "it acts at several places, and only what enters the language model can be changed; switch the others off "
+            "where it has an option for that (vscan: stage2=false)"
+        )
+    if missing := method.reads - {"encoder_attention"}:
+        return f"it needs {', '.join(sorted(missing))}, and vLLM's fused layers give no such thing"
     if method.query_aware:
         return "it reads the question, but a picture's features are shared by all prompts that hold it"
     try:
@@ -138,6 +154,10 @@ def _unservable(method: Method) -> str | None:
     except TokenPruneError as error:
         return str(error)
     return None
+
+
+def _stages(method: Method) -> list[Method]:
+    return [stage for stage, _ in method.stages(Budget.of(0.5), 32)]
 
 
 def servable() -> list[str]:

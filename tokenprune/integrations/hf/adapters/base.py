@@ -128,8 +128,10 @@ class Adapter:
         "tiles": each row of the tower is a square tile, and a square of one or more patches makes a token.
         "packed": tiles whose features are reordered, cropped and set apart by newlines (`pack_image_features`).
         "runs": patches of all pictures on one axis, ordered so that consecutive ones make a token.
+        "sized": patches of all pictures on one axis, each picture's row by row; a square of them makes a token.
         """
-        return PATCH_LAYOUTS.get(self.config.model_type)
+        tower = getattr(getattr(self.config, "vision_config", None), "model_type", None)
+        return PATCH_LAYOUTS.get((self.config.model_type, tower), PATCH_LAYOUTS.get(self.config.model_type))
 
     # -- reading a call
 

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that read the vision tower's attention: the words of the patched Hugging Face model, for every tower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from checkpoints import Checkpoint
+from conftest import Engine, same
+from test_plugin import config
+from tokenprune import Method, OptionError, Site, UnsupportedSetupError
+from tokenprune.integrations.vllm import tower
+from tokenprune.registry import register
+
+VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
+FAMILIES = [
+    "llava", "llava_next", "llava_onevision", "gemma3", "idefics3", "smolvlm", "internvl", "qwen2_vl", "qwen2_5_vl",
+    "qwen3_vl", "pixtral", "mistral3",
+]  # fmt: skip
+
+
+@register("seer", site=Site.PRE_LLM, needs=("encoder_attention",), paper="none")
+@dataclass(frozen=True)
+class Seer(Method):
+    """Somebody else's: keep what the tower looks at in two of its blocks."""
+
+    early: float = 0.3
+
+    @property
+    def encoder_layers(self) -> tuple[float | int, ...]:
+        return self.early, -1
+
+    def score(self, tokens: Any) -> Tensor:
+        return sum(tokens.encoder_attention(layer).amax(1) for layer in self.encoder_layers)
+
+
+SETTINGS = [
+    {},
+    {"keep": 0.7, "local": 0.2, "merge": False},
+    {"off": True},
+    {"window": 2, "local_layer": -1},
+    {"method": "seer", "keep": 0.5},
+    {"method": "divprune", "keep": 0.5},
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engine:
+    return start(request.param, VSCAN)
+
+
+@pytest.fixture
+def checkpoint(engine: Engine) -> Checkpoint:
+    return engine.checkpoint
+
+
+def in_force(override: dict[str, Any]) -> dict[str, Any] | None:
+    """The setting that an override amounts to, as `tokenprune.patch` takes it."""
+    if override.get("off"):
+        return None
+    return override if "method" in override else VSCAN | override
+
+
+@pytest.fixture
+def encoded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Items in each call of the encoder, from here on; all caches are empty at the start."""
+    engine.forget()
+    calls: list[int] = []
+    embed = type(engine.model).embed_multimodal
+
+    def spy(self: Any, **kwargs: Any) -> Any:
+        out = embed(self, **kwargs)
+        calls.append(len(out))
+        return out
+
+    monkeypatch.setattr(type(engine.model), "embed_multimodal", spy)
+    yield calls
+
+
+def check(reference: Any, output: Any, prompt: str, images: list, override: dict, videos: Any = ()) -> None:
+    tokens, logprobs = reference.greedy(prompt, images, len(output.outputs[0].token_ids), in_force(override), videos)
+    same(output, tokens, logprobs)
+
+
+def test_alone_and_again_from_the_cache(
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
+) -> None:
+    theirs, images = reference(checkpoint.name), checkpoint.pictures(1)
+    text = "what is it, and where, and why is it there at all? "
+    for prompt in (checkpoint.prompt(1, text), checkpoint.prompt(1, text), checkpoint.prompt(1, "else? ")):
+        (output,) = engine.generate([engine.request(prompt, images)])
+        check(theirs, output, prompt, images, {})
+    assert encoded == [1]
+
+
+def test_mixed_settings_in_one_call_of_the_tower(
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
+) -> None:
+    theirs, prompt, images = reference(checkpoint.name), checkpoint.prompt(1), checkpoint.pictures(1)
+    for settings in (SETTINGS[:4], SETTINGS[2:]):
+        engine.forget()
+        outputs = engine.generate([engine.request(prompt, images, override) for override in settings])
+        for override, output in zip(settings, outputs, strict=True):
+            check(theirs, output, prompt, images, override)
+    assert max(encoded) > 1
+    assert engine.model.tokenprune_tower._seen == {}
+
+
+def test_several_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """Of different sizes, so that each has tiles, windows and sequences of its own."""
+    theirs = reference(checkpoint.name)
+    cases = [(2, {}), (3, {"method": "seer", "keep": 0.3}), (3, {"keep": 0.6, "local": 1.0})]
+    requests = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.pictures(n, seed=n), o) for n, o in cases]
+    outputs = engine.generate([engine.request(*request) for request in requests])
+    for (prompt, images, override), output in zip(requests, outputs, strict=True):
+        check(theirs, output, prompt, images, override)
+
+
+def test_a_video_beside_a_picture(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    if checkpoint.video is None:
+        pytest.skip(f"{checkpoint.name} takes no video here")
+    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
+    overrides = [{}, {"method": "seer", "keep": 0.3}]
+    requests = [engine.request(prompt, images, override, videos) for override in overrides]
+    if checkpoint.name == "internvl":  # and the Hugging Face side refuses it likewise
+        with pytest.raises(OptionError, match=r"do not tell which patches.*behind the tower"):
+            engine.generate(requests)
+        return
+    for override, output in zip(overrides, engine.generate(requests), strict=True):
+        check(reference(checkpoint.name), output, prompt, images, override, videos)
+
+
+def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
+    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"local_layer": 17}, "there is no block 17"),
+        ({"stage2": True}, "stage2=false"),
+        ({"method": "seer", "early": 1.5}, "no share of the vision tower's depth"),
+    ]
+    if checkpoint.name == "llava":  # whose last block nobody reads, so vLLM does not load it
+        wrong.append(({"local_layer": 2}, "vLLM does not run block 2"))
+    if checkpoint.name in ("llava_next", "llava_onevision"):
+        wrong.append(({"keep": 4}, "4 tokens of this image of .* are newlines; vscan needs one more"))
+    for override, says in wrong:
+        with pytest.raises(OptionError, match=says):
+            engine.generate([engine.request(prompt, images, override)])
+    engine.generate([engine.request(prompt, images)])
+
+
+def test_unknown_towers_stop_the_server(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(tower.CLASS_TOKENS, "pixtral")
+    with pytest.raises(UnsupportedSetupError, match=r"of 'llava' with the tower 'pixtral' it is not known.*divprune"):
+        config(folder("pixtral"), VSCAN)
+    assert config(folder("pixtral"), {"method": "divprune"}).multimodal_config.tokenprune["method"] == "divprune"
+
+
+def test_a_server_that_takes_no_pictures(start: Callable[..., Engine]) -> None:
+    """vLLM leaves the tower out then."""
+    engine = start("llava", VSCAN, limit_mm_per_prompt={"image": 0})
+    (output,) = engine.generate([{"prompt": "what is it? "}])
+    assert len(output.outputs[0].token_ids) == 6
+
+
+def test_a_tower_spread_over_devices_stops_the_server(folder: Any) -> None:
+    with pytest.raises(UnsupportedSetupError, match="spreads over devices"):
+        config(folder("qwen2_vl"), VSCAN, mm_encoder_tp_mode="data")
+
+
+def test_interpolated_features_are_refused(folder: Any) -> None:
+    """LLaVA-OneVision scales the features of pictures with many tiles down: none of them is a patch any more."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    wide = {"image_grid_pinpoints": [[56, 56], [560, 560]]}
+    model_config = config(folder("llava_onevision"), VSCAN, hf_overrides=wide)
+    info = MULTIMODAL_REGISTRY.create_processor(model_config).info
+    assert tower._newlines(info, 56, 56, Seer()) == 4
+    with pytest.raises(OptionError, match="interpolates its features"):
+        tower._newlines(info, 500, 500, Seer())

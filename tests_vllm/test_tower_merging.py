@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that merge inside the vision tower: the words of the patched Hugging Face model, and fewer tokens inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from checkpoints import CHECKPOINTS, Checkpoint
+from conftest import Engine, same
+from test_plugin import config
+from tokenprune import BudgetError, OptionError, Thresholds, UnsupportedSetupError
+from tokenprune.integrations.vllm import settings
+from tokenprune.integrations.vllm.settings import Setting
+
+TOME = {"method": "tome", "keep": 0.5}
+
+
+@pytest.fixture(scope="module")
+def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Calibrated on noise for keep 0.4 and 0.6; by hand for 0.5, so that pictures need more and fewer merges."""
+
+    def get(name: str) -> Path:
+        path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
+        model, side = reference(name).model, CHECKPOINTS[name].config()["vision_config"]["image_size"]
+        noise = torch.randn(4, 3, side, side, generator=torch.Generator().manual_seed(0))
+        values = {}
+        for keep in (0.4, 0.6):
+            found = tokenprune.calibrate(model, noise, keep=keep, progress=False)
+            values |= found.values
+        values[0.5] = torch.tensor([0.8, 0.3, 1.0])
+        Thresholds(values, found.fingerprint, 4).save(path)
+        return path
+
+    return get
+
+
+@pytest.fixture(scope="module", params=["llava", "llava_siglip"])
+def engine(request: pytest.FixtureRequest, start: Callable[..., Engine], thresholds: Any) -> Engine:
+    engine = start(
+        request.param, {"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(thresholds(request.param))}
+    )
+    engine.setting = engine.llm.model_config.multimodal_config.tokenprune
+    return engine
+
+
+@pytest.fixture
+def checkpoint(engine: Engine) -> Checkpoint:
+    return engine.checkpoint
+
+
+def in_force(engine: Engine, override: dict[str, Any]) -> dict[str, Any] | None:
+    """The setting that an override amounts to, as `tokenprune.patch` takes it."""
+    if override.get("off"):
+        return None
+    return override if "method" in override else engine.setting | override
+
+
+@contextmanager
+def tokens_in_mlps(engine: Engine) -> Iterator[list[tuple[int, int]]]:
+    """(pictures, tokens of each) that each MLP of the tower gets, in order of the calls."""
+    seen: list[tuple[int, int]] = []
+    layers = engine.model.vision_tower.vision_model.encoder.layers
+    handles = [
+        one.mlp.register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape[:2]))) for one in layers
+    ]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def check(engine: Engine, reference: Any, output: Any, prompt: str, images: list, override: dict) -> None:
+    steps = len(output.outputs[0].token_ids)
+    tokens, logprobs = reference(engine.checkpoint.name).greedy(prompt, images, steps, in_force(engine, override))
+    same(output, tokens, logprobs)
+
+
+OVERRIDES = [
+    {},
+    {"keep": 0.6, "proportional": False},
+    TOME,
+    {"off": True},
+    TOME | {"proportional": False, "keep": 9},
+    {"method": "divprune", "keep": 0.5},
+    {"method": "vscan", "stage2": False, "keep": 0.5},
+    {"keep": 0.5},
+    {"keep": 0.5, "max_r": 15},
+]
+
+
+def test_alone_and_again_from_the_cache(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    engine.forget()
+    images, text = checkpoint.pictures(1), "what is it, and where, and why is it there at all? "
+    with tokens_in_mlps(engine) as seen:
+        for prompt in (checkpoint.prompt(1, text), checkpoint.prompt(1, text), checkpoint.prompt(1, "else? ")):
+            (output,) = engine.generate([engine.request(prompt, images)])
+            check(engine, reference, output, prompt, images, {})
+    patches = (CHECKPOINTS[checkpoint.name].config()["vision_config"]["image_size"] // 14) ** 2
+    assert len(seen) == len(engine.model.vision_tower.vision_model.encoder.layers)  # the tower ran once
+    assert seen[-1] == (1, round(0.4 * patches) + (checkpoint.name == "llava"))  # and its last MLP on what was left
+
+
+def test_mixed_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    for overrides in (OVERRIDES[:4], OVERRIDES[3:7], OVERRIDES[5:]):
+        engine.forget()
+        outputs = engine.generate([engine.request(prompt, images, override) for override in overrides])
+        for override, output in zip(overrides, outputs, strict=True):
+            check(engine, reference, output, prompt, images, override)
+    attention = engine.model.vision_tower.vision_model.encoder.layers[0].self_attn.attn
+    assert "forward" not in vars(attention), "the hooks are gone after each call"
+
+
+def test_several_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """Beside a picture of one colour, whose tokens merge earlier: rows of one call are padded."""
+    cases = [(2, {}), (3, TOME), (3, {"keep": 0.5}), (2, {"keep": 0.6, "proportional": False})]
+    requests = []
+    for n, override in cases:
+        images = checkpoint.pictures(n, seed=n)
+        images[0] = images[0].resize((1, 1)).resize(images[0].size)
+        requests.append((checkpoint.prompt(n, f"case {n}? "), images, override))
+    engine.forget()
+    outputs = engine.generate([engine.request(*request) for request in requests])
+    for (prompt, images, override), output in zip(requests, outputs, strict=True):
+        check(engine, reference, output, prompt, images, override)
+    lengths = [len(output.prompt_token_ids) for output in outputs]
+    assert len(set(lengths)) > 1
+
+
+def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
+    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    wrong = [
+        ({"exact": False}, OptionError, "pass exact=True"),
+        ({"vtu": "exact"}, OptionError, "vtu=exact changes attention inside the language model"),
+        ({"thresholds": "/etc/passwd"}, OptionError, "belongs to the server's setting"),
+        ({"method": "dymu", "thresholds": "x"}, OptionError, "belongs to the server's setting"),
+        ({"keep": 0.25}, BudgetError, "was not calibrated"),
+        ({"method": "tome", "r": 3}, OptionError, "leave it out, and keep decides"),
+        ({"method": "tome", "keep": 1}, BudgetError, "halves|at most half"),
+        ({"keep": 0.4, "max_r": 2}, BudgetError, "max_r=2"),
+    ]
+    for override, error, says in wrong:
+        with pytest.raises(error, match=says):
+            engine.generate([engine.request(prompt, images, override)])
+    engine.generate([engine.request(prompt, images)])
+
+
+def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp_path: Path) -> None:
+    dymu = {"method": "dymu", "keep": 0.4}
+    path = thresholds("llava")
+    found = Thresholds.load(path)
+    short = Thresholds({0.4: torch.ones(2)}, found.fingerprint, 1)
+    short.save(tmp_path / "short.safetensors")
+    for setting, error, says in (
+        (dymu, ValueError, "pass exact=True"),
+        (dymu | {"exact": True}, ValueError, "needs thresholds=PATH"),
+        (dymu | {"exact": True, "thresholds": str(tmp_path / "none")}, ValueError, "cannot read"),
+        (dymu | {"exact": True, "thresholds": str(tmp_path / "short.safetensors")}, ValueError, "with 2 blocks, and"),
+        (dymu | {"exact": True, "thresholds": str(thresholds("llava_siglip"))}, ValueError, "Siglip.*is a CLIP"),
+    ):
+        with pytest.raises(error, match=says):
+            config(folder("llava"), setting)
+    with pytest.raises(ValueError, match=r"in float32 .*in bfloat16.*dtype that it is served in"):
+        config(folder("llava"), dymu | {"exact": True, "thresholds": str(path)}, dtype="bfloat16")
+    for name in ("llava_next", "llava_onevision", "qwen2_vl", "gemma3", "pixtral"):
+        with pytest.raises(UnsupportedSetupError, match=r"LLaVA-1.5 alone.*behind the tower"):
+            config(folder(name), TOME)
+
+
+def test_the_same_path_with_other_thresholds_is_another_key(thresholds: Any) -> None:
+    """Caches may outlive a server; the file may not be the same for the next one."""
+    path = thresholds("llava")
+    setting = Setting.of({"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(path)})
+    before = setting.cache_key()
+    assert Setting.of(setting.as_dict()).cache_key() == before
+    assert json.loads(json.dumps(before)) == before
+    found = Thresholds.load(path)
+    Thresholds(found.values | {0.4: torch.ones(3)}, found.fingerprint, 4).save(path)
+    settings._parsed.cache_clear()  # as another process
+    assert Setting.of(setting.as_dict()).cache_key() != before

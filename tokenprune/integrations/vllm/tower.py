@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores from the vision tower: what its attention says of the patches, for methods that need "encoder_attention".
+
+vLLM's towers use fused attention, which returns no weights. Its input is queries and keys as they enter the attention
+(after rotary embedding), so a hook there makes the wanted rows or column means of them, in chunks of rows; the tower's
+own work is left alone. The rest (which block is meant, what a token is made of) is code of the Hugging Face side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.base import Method
+from tokenprune.errors import OptionError, PlaceholderMismatchError, TokenPruneError, UnsupportedSetupError
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.encoder_attention import Encoded, block_index, patch_scores, read_block
+from tokenprune.integrations.hf.groups import Packed, newline_number, numbered
+from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.hf.patches import place
+
+# By the model type of the vision config: how many class tokens stand before the patches.
+CLASS_TOKENS = {
+    "clip_vision_model": 1,
+    "siglip_vision_model": 0,
+    "internvl_vision": 1,
+    "idefics3_vision": 0,
+    "smolvlm_vision": 0,
+    "qwen2_vl_vision": 0,
+    "qwen2_5_vl_vision": 0,
+    "qwen3_vl_vision": 0,
+    "pixtral": 0,
+}
+_INSTEAD = "use a method that acts behind the tower, such as divprune"
+
+
+def reads_tower(method: Method | None) -> bool:
+    """Whether a method asks for the attention inside the vision tower."""
+    return method is not None and "encoder_attention" in method.reads
+
+
+class ServedModel(Adapter):
+    """A model of vLLM, as far as it is asked how patches of its tower become visual tokens."""
+
+    def __init__(self, base: nn.Module | None, config: Any) -> None:
+        self.base, self.config = base, config
+
+
+# -- front end: what can be told before anything runs
+
+
+def check_method(method: Method, model_config: Any) -> None:
+    """Raise if this model cannot give a method what it reads of the tower: UnsupportedSetupError for all such methods,
+    OptionError for blocks that there are not."""
+    config = model_config.hf_config
+    if not is_known(config):
+        raise UnsupportedSetupError(
+            f"{method.name} reads attention inside the vision tower, but of {config.model_type!r} with the tower "
+            f"{kind_of(config)!r} it is not known how patches become visual tokens; {_INSTEAD}"
+        )
+    check_whole(method, model_config)
+    depth = depth_of(config.vision_config)
+    read = read_block(config, depth)
+    for layer in method.encoder_layers:
+        if block_index(method, layer, depth, config) > read:
+            raise OptionError(
+                f"{method.name}: the model reads the vision tower's blocks up to number {read}, and vLLM does not run "
+                f"block {layer}"
+            )
+
+
+def check_whole(method: Method, model_config: Any) -> None:
+    """Raise UnsupportedSetupError if a call's pictures are not all encoded on each device."""
+    if model_config.multimodal_config.mm_encoder_tp_mode == "data":
+        raise UnsupportedSetupError(
+            f'{method.name} looks into the vision tower, whose pictures --mm-encoder-tp-mode "data" spreads over '
+            f"devices; leave it at its default, or {_INSTEAD}"
+        )
+
+
+def is_known(config: Any) -> bool:
+    """Whether it is known how patches of this model's tower become visual tokens."""
+    return ServedModel(None, config).patch_layout is not None and kind_of(config) in CLASS_TOKENS
+
+
+def kind_of(config: Any) -> str | None:
+    # Of the class: checkpoints may say another in their config.
+    return getattr(type(getattr(config, "vision_config", None)), "model_type", None)
+
+
+def check_items(method: Method, setting: Any, items: Any, info: Any) -> None:
+    """Raise OptionError for pictures and videos of a prompt whose tokens cannot be traced to patches, or of which less
+    would be kept than a method that traces them has to keep.
+
+    setting: the `Setting` that names the method. items: vLLM's `MultiModalDataItems`. info: its `ProcessingInfo`.
+    """
+    from vllm.multimodal.parse import EmbeddingItems, ImageProcessorItems
+
+    served = ServedModel(None, info.get_hf_config())
+    for modality, of_modality in items.items():
+        if isinstance(of_modality, EmbeddingItems) or not len(of_modality):
+            _check(not len(of_modality), f"{method.name} reads the vision tower: pass pixels, not embeddings")
+            continue
+        video = modality == "video"
+        _check(
+            not video or served.patch_layout in ("runs", "packed"),
+            f"{method.name}: the video features of {served.config.model_type!r} do not tell which patches of the "
+            f"vision tower they were made of; {_INSTEAD}",
+        )
+        if served.patch_layout != "packed":
+            continue
+        for index in range(len(of_modality)):
+            if video:
+                size = of_modality.get_frame_size(index)
+                frames = of_modality.get_num_frames(index)
+                tokens = info.get_num_video_tokens(image_width=size.width, image_height=size.height, num_frames=frames)
+                newlines = 1
+            elif isinstance(of_modality, ImageProcessorItems):
+                size = of_modality.get_image_size(index)
+                tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
+                newlines = _newlines(info, size.height, size.width, method)
+            keep = setting.count(tokens)
+            _check(
+                keep == tokens or keep > newlines,
+                f"keep={setting.keep} leaves {keep} tokens of this {modality} of {tokens}, of which {newlines} are "
+                f"newlines; {method.name} needs one more at least",
+            )
+
+
+def _newlines(info: Any, height: int, width: int, method: Method) -> int:
+    """Return how many newlines stand in the features of a picture; OptionError if these are interpolated."""
+    from vllm.model_executor.models.llava_next import LlavaNextProcessingInfo, get_anyres_image_grid_shape
+
+    encoder = info.get_vision_encoder_info()
+    down, across = get_anyres_image_grid_shape(
+        image_size=(height, width),
+        grid_pinpoints=info.get_hf_config().image_grid_pinpoints,
+        patch_size=encoder.get_image_size(),
+    )
+    sizes = dict(
+        original_height=height,
+        original_width=width,
+        npatches=encoder.get_patch_grid_length(),
+        num_patch_height=down,
+        num_patch_width=across,
+    )
+    found = info._get_num_unpadded_features(**sizes)
+    _check(
+        found == LlavaNextProcessingInfo._get_num_unpadded_features(info, **sizes),
+        f"{method.name}: this picture has so many tiles that the model interpolates its features, so that none of them "
+        f"is a patch of the tower; send a smaller picture, or {_INSTEAD}",
+    )
+    return found[1]
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise OptionError(message)
+
+
+def depth_of(vision: Any) -> int:
+    return getattr(vision, "num_hidden_layers", None) or vision.depth
+
+
+def heads_of(vision: Any) -> int:
+    return getattr(vision, "num_attention_heads", None) or vision.num_heads
+
+
+# -- worker
+
+
+class TowerReader:
+    """Stands at the attention of each of a tower's blocks, and reads those that a call asks for.
+
+    model: vLLM's. Raises UnsupportedSetupError where its tower is not built as expected.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        vision = model.config.vision_config
+        self.served = ServedModel(model, model.config)
+        self.protected, self.depth = CLASS_TOKENS[kind_of(model.config)], depth_of(vision)
+        self.heads = heads_of(vision)
+        self._seen: dict[int, list[Tensor]] = {}  # of the call that runs
+        self._lengths: list[int] | None = None
+        for index, attention in enumerate(attentions_of(model)):
+            attention.register_forward_pre_hook(partial(self._look, index), with_kwargs=True)
+
+    @contextmanager
+    def reading(self, methods: Sequence[Method], kwargs: Mapping[str, Any], modality: str) -> Iterator[dict]:
+        """Within, the blocks that `methods` name are read; yields what each showed, pieces `[rows, patches, H]`.
+
+        kwargs: what `embed_multimodal` is called with.
+        """
+        seen: dict[int, list[Tensor]] = {
+            self._block(method, layer): [] for method in methods for layer in method.encoder_layers
+        }
+        self._seen, self._lengths = seen, self._sequences(kwargs, modality)
+        try:
+            yield seen
+        finally:
+            self._seen, self._lengths = {}, None
+
+    def encoded(
+        self, method: Method, seen: Mapping[int, list[Tensor]], index: int, outputs: Sequence[Tensor],
+        kwargs: Mapping[str, Any], modality: str,
+    ) -> Encoded:  # fmt: skip
+        """Return what a method may read of the item at `index` among `outputs`, the model's features of a call."""
+        blocks = {layer: self._block(method, layer) for layer in method.encoder_layers}
+        found = list(dict.fromkeys(blocks.values()))
+        if not all(seen[block] for block in found):
+            raise TokenPruneError(f"{method.name}: the vision tower showed no attention; pass pixels, not embeddings")
+        # Sequences of different length lie end to end, tiles are rows.
+        axis = 1 if self.served.patch_layout in ("runs", "sized") else 0
+        layers = [torch.cat(seen[block], dim=axis) for block in found]
+        joined = torch.cat(layers, dim=-1)
+        placed = self._place(joined, index, outputs, kwargs, modality)
+        scores = dict(zip(found, placed.scores.split([one.shape[-1] for one in layers], dim=-1), strict=True))
+        return Encoded({layer: scores[block] for layer, block in blocks.items()}, placed)
+
+    def _place(self, scores: Tensor, index: int, outputs: Sequence[Tensor], kwargs: Mapping, modality: str) -> Any:
+        """scores: `[rows of the tower, patches, C]` of all items."""
+        layout, packed, arguments = self.served.patch_layout, None, {}
+        if layout == "runs":
+            grids = _grids(kwargs, modality)
+            sizes = [t * h * w for t, h, w in grids]
+            own = scores[:, sum(sizes[:index]) : sum(sizes[: index + 1])]
+            arguments[f"{modality}_grid_thw"] = [grids[index]]
+        elif layout == "sized":
+            sizes = self._sequences(kwargs, modality)
+            own = scores[:, sum(sizes[:index]) : sum(sizes[: index + 1])]
+            arguments["pixel_values"] = kwargs["pixel_values"][index][None]
+        elif layout == "packed":
+            pixels = kwargs["pixel_values" if modality == "image" else "pixel_values_videos"]
+            sizes = [len(one) for one in pixels]
+            own = scores[sum(sizes[:index]) : sum(sizes[: index + 1])]
+            arguments = {"pixel_values": pixels[index], "pixel_values_videos": [pixels[index]]}
+            if modality == "image":
+                packed = self._packed(own, kwargs["image_sizes"][index])
+        else:
+            counts = [_rows(one) for one in outputs]
+            each, rest = divmod(sum(counts), len(scores))  # tokens that every tile becomes
+            if rest or any(count % each for count in counts):
+                raise PlaceholderMismatchError(f"{len(scores)} tiles became {counts} tokens")
+            start = sum(counts[:index]) // each
+            own = scores[start : start + counts[index] // each]
+        return place(self.served, modality, arguments, _rows(outputs[index]), own, packed)
+
+    def _packed(self, tiles: Tensor, size: Any) -> Packed:
+        """Let the model put together numbers of features in place of features; see `PackRecorder`."""
+        model, numbers = self.served.base, numbered(*tiles.shape[:2], tiles.device)
+        newline = newline_number(tiles.device)
+        stand_in = SimpleNamespace(config=model.config, image_newline=newline)
+        pack = type(model)._merge_image_patch_embeddings
+        more = {"image_newline": newline} if "image_newline" in pack.__code__.co_varnames else {}
+        return Packed([pack(stand_in, size, numbers, strategy="spatial_unpad", **more)], tiles.shape[1])
+
+    def _sequences(self, kwargs: Mapping[str, Any], modality: str) -> list[int] | None:
+        """Lengths of the sequences that the tower lays end to end; None if it makes a row of each."""
+        if self.served.patch_layout == "runs":
+            return [h * w for t, h, w in _grids(kwargs, modality) for _ in range(t)]
+        if self.served.patch_layout == "sized":
+            patch = self.served.config.vision_config.patch_size
+            sizes = [one.shape[-2:] for one in kwargs["pixel_values"]]
+            return [(height // patch) * (width // patch) for height, width in sizes]
+        return None
+
+    def _block(self, method: Method, layer: int | float) -> int:
+        return block_index(method, layer, self.depth, self.served.config)
+
+    def _look(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        pieces = self._seen.get(index)
+        if pieces is None:
+            return
+        query, key = (kwargs[name] if name in kwargs else args[at] for at, name in enumerate(("query", "key")))
+        query, key = (heads_first(x, heads) for x, heads in ((query, module.num_heads), (key, module.num_kv_heads)))
+        lengths = self._lengths or [query.shape[2]]
+        with torch.no_grad():
+            pairs = zip(query.split(lengths, 2), key.split(lengths, 2), strict=True)
+            for queries, keys in pairs:  # the sequences that lie end to end on one axis
+                seen = Observation(queries, keys, None, module.scale, causal=False)
+                pieces.append(all_heads(patch_scores(seen, self.protected), self.heads).transpose(1, 2))
+
+
+def all_heads(x: Tensor, heads: int) -> Tensor:
+    """`[B, H, ...]` of this device's heads -> of all `heads`, where they are spread over devices."""
+    if x.shape[1] == heads:
+        return x
+    from vllm.distributed import tensor_model_parallel_all_gather
+
+    return tensor_model_parallel_all_gather(x.contiguous(), dim=1)
+
+
+def heads_first(x: Tensor, heads: int) -> Tensor:
+    """`[B, N, H * Dh]` or `[B, N, H, Dh]` -> `[B, H, N, Dh]`."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def _rows(features: Tensor) -> int:
+    return features.numel() // features.shape[-1]
+
+
+def _grids(kwargs: Mapping[str, Any], modality: str) -> list[tuple[int, int, int]]:
+    return [tuple(torch.as_tensor(one).tolist()) for one in kwargs[f"{modality}_grid_thw"]]
+
+
+def attentions_of(model: nn.Module) -> list[nn.Module]:
+    """Return the fused attention of each block of a model's tower, in order; none if the server takes no pictures."""
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+    from vllm.model_executor.models.utils import StageMissingLayer
+
+    for base in (model, getattr(model, "model", None)):
+        for name in ("vision_tower", "visual", "vision_model"):
+            tower = getattr(base, name, None)
+            if isinstance(tower, StageMissingLayer):
+                return []
+            for module in tower.modules() if tower is not None else ():
+                if not isinstance(module, nn.ModuleList) or not len(module):
+                    continue
+                found = [[m for m in block.modules() if isinstance(m, MMEncoderAttention)] for block in module]
+                if all(len(of_block) == 1 for of_block in found):
+                    return [of_block[0] for of_block in found]
+    raise UnsupportedSetupError(
+        f"tokenprune does not find the attention in the vision tower of {type(model).__name__}; {_INSTEAD}"
+    )

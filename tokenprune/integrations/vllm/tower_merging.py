@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging inside the vision tower: methods of the site IN_ENCODER that leave exactly what `keep` asks for of a picture.
+
+The blocks' own forward runs, with the hooks of `tokenprune.integrations.blocks` around it, so merged tokens cost
+neither MLP nor attention in what is left of the tower. Fused attention takes no bias, so while tokens are merged
+proportionally, or rows are padded, the blocks attend by PyTorch's. Hooks are attached for one call, and gone after it.
+
+LLaVA-1.5 alone: a picture is one row of its tower, and its visual tokens are the row's patches, so that their number
+is known beforehand. Tiles (LLaVA-NeXT, LLaVA-OneVision) are cropped behind the tower, and how many merged tokens a crop
+leaves is their content's affair; where a visual token holds several patches, patches cannot merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.base import Method
+from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Tower
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.fingerprint import Fingerprint
+from tokenprune.integrations.blocks import Block, Merger
+from tokenprune.integrations.hf.encoder_attention import read_block
+from tokenprune.integrations.hf.groups import first_of_group
+from tokenprune.integrations.vllm.plan import Plan
+from tokenprune.integrations.vllm.tower import (
+    CLASS_TOKENS,
+    all_heads,
+    attentions_of,
+    check_whole,
+    depth_of,
+    heads_first,
+    heads_of,
+    kind_of,
+)
+
+_CLASSES = {"clip_vision_model": "CLIPVisionModel", "siglip_vision_model": "SiglipVisionModel"}
+
+
+def merges_in_tower(method: Method | None) -> bool:
+    return isinstance(method, EncoderMethod)
+
+
+@dataclass(frozen=True)
+class ServedTower(Tower):
+    """A tower as its config describes it. vLLM fuses weights and leaves out those that it does not need, so thresholds
+    are not compared with the weights they were made for; `check_merging` compares what the config tells."""
+
+    claimed: Fingerprint | None = None
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint | None:
+        return self.claimed
+
+
+def tower_of(method: EncoderMethod, config: Any) -> ServedTower:
+    """Return what `method` is told of the tower of a model with this config."""
+    vision = config.vision_config
+    protected, depth = CLASS_TOKENS[kind_of(config)], depth_of(vision)
+    tokens = (vision.image_size // vision.patch_size) ** 2 + protected
+    claimed = getattr(getattr(method, "thresholds", None), "fingerprint", None)
+    return ServedTower(tokens, protected, depth, read_block(config, depth) + 1, claimed=claimed)
+
+
+def check_merging(setting: Any, model_config: Any) -> None:
+    """Raise UnsupportedSetupError, OptionError or BudgetError if this model's tower cannot merge by `setting`."""
+    method, config = setting.method, model_config.hf_config
+    if config.model_type != "llava" or kind_of(config) not in _CLASSES or _strategy(config) != "default":
+        raise UnsupportedSetupError(
+            f"{method.name} merges inside the vision tower. vLLM has to know before how many tokens that leaves, which "
+            f"can be told of LLaVA-1.5 alone (with CLIP or SigLIP, and a visual token for each patch), not of this "
+            f"{config.model_type!r}; use a method that acts behind the tower, such as divprune"
+        )
+    if not isinstance(config.vision_feature_layer, int):
+        raise UnsupportedSetupError(
+            f"{method.name}: this model joins the features of several tower layers ({config.vision_feature_layer}), "
+            "which merge differently; use a method that acts behind the tower, such as divprune"
+        )
+    check_whole(method, model_config)
+    if setting.removes_nothing:
+        return
+    tower = tower_of(method, config)
+    if hasattr(method, "thresholds"):
+        _check_thresholds(method, tower, model_config)
+    method.plan(Budget.of(setting.keep), tower)
+
+
+def _strategy(config: Any) -> str:
+    """ "default" if visual tokens are the patches, without the class token."""
+    chosen = config.vision_feature_select_strategy
+    return "default" if (chosen == "full") == (not CLASS_TOKENS[kind_of(config)]) else chosen
+
+
+def _check_thresholds(method: Any, tower: Tower, model_config: Any) -> None:
+    found = method.thresholds
+    if found is None:
+        raise OptionError(
+            f"{method.name} needs thresholds=PATH in the server's setting, a file by `tokenprune calibrate`: those "
+            "that ship with the package are recognised by weights, which vLLM keeps in another form"
+        )
+    made_for = found.fingerprint.kind, found.fingerprint.dtype, {len(values) for values in found.values.values()}
+    ours = _CLASSES[kind_of(model_config.hf_config)], str(model_config.dtype).removeprefix("torch."), {tower.blocks}
+    if made_for != ours:
+        told = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
+        raise OptionError(
+            f"{method.name}: these thresholds were calibrated for {told[0]}, and this tower is {told[1]}: run "
+            "`tokenprune calibrate` for this model in the dtype that it is served in"
+        )
+
+
+def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
+    """Cut the plans of a call where the merging in the tower changes: (start, end) of each piece, at least one."""
+    pieces, start = [], 0
+    for _, group in groupby(plans, key=lambda plan: plan.setting.as_dict() if merging(plan) else None):
+        pieces.append((start, start := start + len(list(group))))
+    return pieces or [(0, 0)]
+
+
+def merging(plan: Plan) -> bool:
+    return plan.reduces and merges_in_tower(plan.setting.method)
+
+
+class TowerMerger(Merger):
+    """Merges in the tower of vLLM's `model` between `attach` and `detach`. Afterwards `kept` tells what is left.
+
+    kept: bool `[pictures, patches]`, True for one patch of each merged token, the first.
+    """
+
+    def __init__(self, model: nn.Module, method: EncoderMethod, keep: float | int) -> None:
+        self.model, self.heads = model, heads_of(model.config.vision_config)
+        self.tower, self.attentions = model.vision_tower, attentions_of(model)
+        self.encoder = next(module for module in self.tower.modules() if hasattr(module, "layers"))
+        layers = list(self.encoder.layers)
+        blocks = [Block(layer, layer.layer_norm2, layer.mlp, "", 0) for layer in layers]
+        super().__init__(method, Budget.of(keep), blocks, tower_of(method, model.config))
+        self.kept: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._entered: torch.Size | None = None
+
+    def __enter__(self) -> TowerMerger:
+        self.attach()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def _attach(self) -> None:
+        super()._attach()
+        for index, attention in enumerate(self.attentions):
+            self.replace(attention, "forward", partial(self._attend, index, attention, attention.forward))
+        self.hook(self.encoder.register_forward_hook(self._leave_encoder))
+
+    def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._bias = None
+        return super()._enter_block(index, module, args, kwargs)
+
+    def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._bias = bias  # the block has no argument for it
+
+    def _attend(
+        self, index: int, attention: nn.Module, fused: Any, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        q, k, v = (heads_first(x, attention.num_heads) for x in (query, key, value))
+        self.note_keys(index, all_heads(k, self.heads))
+        if self._bias is None:
+            return fused(query, key, value)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self._bias, scale=attention.scale)
+        return out.transpose(1, 2).reshape(query.shape)
+
+    def _merge(self, index: int, module: nn.Module, args: tuple) -> tuple | None:
+        self._entered = args[0].shape
+        return super()._merge(index, module, args)
+
+    def _leave_branch(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        # SigLIP adds the tokens before the merge to it in place.
+        return None if super()._leave_branch(module, args, output) is None else output.new_zeros(self._entered)
+
+    def _leave_encoder(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        state = self.end()
+        first = first_of_group(state.owners[-1][:, self.shape.protected :])
+        self.kept = first == torch.arange(first.shape[1], device=first.device)
+        return state.restore(output)
