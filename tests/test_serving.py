@@ -19,11 +19,14 @@ from tokenprune.integrations.vllm.runner import chunks, in_small_batches
 from tokenprune.integrations.vllm.select import choose, segments_of
 from tokenprune.integrations.vllm.settings import Setting, servable
 from tokenprune.methods.divprune import DivPrune
+from tokenprune.methods.downsample import Downsample
+from tokenprune.methods.dynres import DynRes
 from tokenprune.methods.pool import Pool
 from tokenprune.methods.random import Random
 from tokenprune.methods.uniform import Uniform
 
 SERVER = {"method": "divprune", "keep": 0.25}
+TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,19 @@ SERVER = {"method": "divprune", "keep": 0.25}
         # Another method keeps the budget, and none of the options.
         (({"method": "random", "seed": 3, "keep": 9}, {"method": "uniform"}), Setting(Uniform(), 9)),
         (({"method": "random", "seed": 3}, {"method": "random"}), Setting(Random(3), 0.25)),
+        (({"method": ["pool"]},), Setting(Pool(), 0.25)),
+        # What acts on pixels, alone and with a method behind the encoder, in any order.
+        (({"method": "downsample"},), Setting(pixels=Downsample(), share=0.25)),
+        ((SERVER, {"method": "dynres", "min_scale": 0.5}), Setting(pixels=DynRes(0.5), share=0.25)),
+        ((SERVER, TWO), Setting(DivPrune(), 0.5, Downsample(), 0.4)),
+        (
+            ({"method": ["random", {"method": "dynres", "min_scale": 0.1}], "keep": 0.5},),
+            Setting(Random(), 0.5, DynRes(0.1), 0.5),
+        ),
+        ((TWO, {"keep": 0.3}), Setting(DivPrune(), 0.3, Downsample(), 0.3)),
+        ((TWO, {"keep": [0.3, 7]}), Setting(DivPrune(), 7, Downsample(), 0.3)),
+        ((TWO, {"method": ["dynres", "divprune"]}), Setting(DivPrune(), 0.25, DynRes(), 0.25)),
+        ((TWO, {"method": "pool"}), Setting(Pool(), 0.25)),
     ],
 )
 def test_later_layers_win(layers, wanted) -> None:
@@ -53,7 +69,18 @@ def test_later_layers_win(layers, wanted) -> None:
         (None, OptionError, "must be an object"),
         ({"method": "divprun"}, UnknownMethodError, "did you mean 'divprune'"),
         ({"method": 3}, UnknownMethodError, "unknown method"),
-        ({"method": ["divprune"]}, UnknownMethodError, "unknown method"),
+        ({"method": [["divprune"]]}, UnknownMethodError, "unknown method"),
+        ({"method": []}, OptionError, "empty list"),
+        ({"method": ["dynres", "divprune"], "min_scale": 0.5}, OptionError, "ambiguous for several methods"),
+        ({"method": ["dynres", "divprune"], "keep": [0.5]}, BudgetError, "1 entries for 2 methods"),
+        ({"method": ["dynres", {"method": "divprune", "keep": 0.5}]}, OptionError, "beside the list"),
+        ({"method": ["divprune", "pool"]}, OptionError, "at the same place"),
+        ({"method": ["downsample", "dynres"]}, OptionError, "at the same place"),
+        ({"method": ["dynres", "fastv"]}, OptionError, "Servable are .*divprune"),
+        ({"keep": [0.5, 0.25]}, BudgetError, "2 entries for 1 methods"),
+        ({"method": "downsample", "keep": 20}, BudgetError, "as a share"),
+        ({"method": "dynres", "keep": 0.01}, BudgetError, "smaller min_scale"),
+        ({"method": "dynres", "question_guard": True}, OptionError, "question_guard it reads the question"),
         ({"keep": 0}, BudgetError, "keeps nothing"),
         ({"keep": 1.5}, BudgetError, "no share"),
         ({"keep": -3}, BudgetError, "keeps nothing"),
@@ -71,7 +98,7 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"keep": object()}, OptionError, "what JSON can hold"),
         ({"method": "fastv"}, OptionError, "Servable are .*divprune"),
         ({"method": "tome"}, OptionError, "inside the vision tower"),
-        ({"method": "downsample"}, OptionError, "clients send smaller"),
+        ({"method": "view_select"}, OptionError, "let clients leave out"),
     ],
 )
 def test_bad_settings(bad, error, says) -> None:
@@ -93,9 +120,11 @@ def test_cache_keys_hold_all_that_matters() -> None:
     assert Setting.of({"method": "random"}).cache_key() == Setting.of({"method": "random", "seed": 0}).cache_key()
     keys = [Setting.of(SERVER, more).cache_key() for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})]
     keys += [Setting.of({"method": "random", "seed": seed}).cache_key() for seed in (0, 1)]
+    keys += [Setting.of(TWO, more).cache_key() for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})]
     assert len({str(key) for key in keys}) == len(keys)
     assert all(key["algorithm"] for key in keys)
-    assert Setting.of(Setting.of({"method": "random", "seed": 5}).as_dict()) == Setting(Random(5), 0.25)
+    for setting in ({"method": "random", "seed": 5}, TWO, {"method": "dynres", "min_scale": 0.3}, {"off": True}):
+        assert Setting.of(Setting.of(setting).as_dict()) == Setting.of(setting)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16, 576, 1225])

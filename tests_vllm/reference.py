@@ -45,16 +45,25 @@ class Reference:
             made["token_type_ids"] = torch.zeros_like(made["token_type_ids"])
         return made
 
+    def prompt_ids(
+        self, prompt: str, images: list[Any], setting: dict[str, Any] | None = None, videos: Sequence[Any] = ()
+    ) -> list[int]:
+        """The prompt as the processor writes it, patched if the setting says so."""
+        with ExitStack() as stack:
+            if setting is not None:
+                stack.enter_context(tokenprune.patched(self.model, **setting))
+            return self.inputs(prompt, images, videos)["input_ids"][0].tolist()
+
     @torch.no_grad()
     def greedy(
         self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None, videos: Sequence[Any] = ()
     ) -> tuple[list[int], Tensor]:
         """Tokens written, and the log-probabilities `[steps, V]` that they were chosen by."""
-        inputs = self.inputs(prompt, images, videos)
         tokens, logprobs = [], []
         with ExitStack() as stack:
             if setting is not None:
                 stack.enter_context(tokenprune.patched(self.model, **setting))
+            inputs = self.inputs(prompt, images, videos)
             if not self.checkpoint.mrope:
                 stack.callback(self._count_from_zero().remove)
             for _ in range(steps):

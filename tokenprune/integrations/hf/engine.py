@@ -116,6 +116,8 @@ class Engine(Attachable):
         grids = self.adapter.grids(modality, arguments)
         if grids is not None and hasattr(output, "pooler_output"):
             output.tokenprune_grids = grids
+        if self.per == "frame" and modality == "video":
+            output.tokenprune_frames = self.adapter.video_frames(arguments)
         for part in self.parts:
             part.note(modality, arguments, output)
         if (call := self._call()) is not None:

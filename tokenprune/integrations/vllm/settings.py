@@ -13,6 +13,7 @@ from typing import Any
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
+from tokenprune.integrations.places import check_places
 from tokenprune.integrations.vllm.select import probe
 from tokenprune.registry import available_methods, build, method_class
 
@@ -20,41 +21,51 @@ KEY = "tokenprune"
 # Raise it whenever the same setting begins to keep other tokens: it is part of every cache key.
 ALGORITHM = 1
 _LONGEST = 2048  # characters of a setting as JSON
+_DEFAULT = object()
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What to do with an item. method: None if the reduction is off for it."""
+    """What to do with an item.
+
+    method, keep:  acts on the features of the encoder; None if all of them stay.
+    pixels, share: acts on a picture before the encoder (see pixels.py); None if pictures stay as they are.
+    """
 
     method: Method | None = None
     keep: float | int = 1.0
+    pixels: Method | None = None
+    share: float = 1.0
 
     @classmethod
     def of(cls, *layers: Any) -> Setting:
         """Merge settings as users write them, the later over the earlier, and check the result.
 
-        A layer that names another method drops the options of the one before. Raises OptionError, UnknownMethodError
+        A layer that names other methods drops the options of the one before. Raises OptionError, UnknownMethodError
         or BudgetError, which are ValueErrors: a server answers them with HTTP 400.
         """
         return _parsed(tuple(_checked(layer) for layer in layers))
 
     @property
     def removes_nothing(self) -> bool:
-        """Whether every token of any item stays."""
+        """Whether every feature of the encoder stays."""
         return self.method is None or Budget.of(self.keep).is_identity()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the setting with nothing left implicit; `Setting.of` reads it."""
-        if self.method is None:
-            return {"off": True}
-        return {"method": self.method.name, "keep": self.keep} | dataclasses.asdict(self.method)
+        steps = [(self.pixels, self.share), (self.method, self.keep)]
+        methods = [{"method": method.name} | dataclasses.asdict(method) for method, _ in steps if method is not None]
+        keeps = [keep for method, keep in steps if method is not None]
+        if len(methods) > 1:
+            return {"method": methods, "keep": keeps}
+        return methods[0] | {"keep": keeps[0]} if methods else {"off": True}
 
     def cache_key(self) -> dict[str, Any]:
         """What has to be part of a cache key of whatever was made under this setting."""
         return {"algorithm": ALGORITHM} | self.as_dict()
 
     def count(self, tokens: int) -> int:
-        """How many of `tokens` visual tokens stay: a function of integers, the same in every process."""
+        """How many of `tokens` features of the encoder stay: a function of integers, the same in every process."""
         if self.removes_nothing:
             return tokens
         (wanted,) = Budget.of(self.keep).resolve([tokens], layer=0, shape=None, text_tokens=0)
@@ -88,24 +99,61 @@ def _parsed(layers: tuple[str, ...]) -> Setting:
     merged: dict[str, Any] = {}
     for layer in layers:
         given = json.loads(layer)
-        if given.get("method", merged.get("method")) != merged.get("method"):
-            merged = {key: value for key, value in merged.items() if key == "keep"}
+        if "method" in given and _names(given["method"]) != _names(merged.get("method")):
+            # A list of budgets belongs to the methods that it was given for.
+            merged = {key: value for key, value in merged.items() if key == "keep" and not isinstance(value, list)}
         merged = {key: value for key, value in merged.items() if key != "off"} | given
     if merged.pop("off", False):
         return Setting()
     if "method" not in merged:
         raise OptionError(f'{KEY} names no method: {{"method": "divprune", "keep": 0.25}}, for example')
-    name = merged.pop("method")
-    keep = merged.pop("keep", method_class(name).default_keep)
+    named, keep = merged.pop("method"), merged.pop("keep", _DEFAULT)
+    entries = named if isinstance(named, list) else [named]
+    if not entries:
+        raise OptionError(f"{KEY}: method is an empty list: name at least one method")
+    if merged and len(entries) > 1:
+        raise OptionError(
+            f"{KEY}: options {', '.join(merged)} are ambiguous for several methods: give them with their method, "
+            '{"method": [{"method": "dynres", "min_scale": 0.5}, "divprune"]}, for example'
+        )
+    keeps = keep if isinstance(keep, list) else [keep] * len(entries)
+    if len(keeps) != len(entries):
+        raise BudgetError(f"{KEY}: keep has {len(keeps)} entries for {len(entries)} methods: give one for each, or one")
+    steps = [_step(*pair, merged) for pair in zip(entries, keeps, strict=True)]
+    check_places([method for method, _ in steps])
+    pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
+    features = [step for step in steps if step[0].site is Site.PRE_LLM]
+    return Setting(*(features or [(None, 1.0)])[0], *(pixels or [(None, 1.0)])[0])
+
+
+def _names(methods: Any) -> list[Any]:
+    """The names in what stands under "method"."""
+    entries = methods if isinstance(methods, list) else [methods]
+    return [entry.get("method") if isinstance(entry, dict) else entry for entry in entries]
+
+
+def _step(entry: Any, keep: Any, options: dict[str, Any]) -> tuple[Method, float | int]:
+    """Return one of the methods of a setting and its budget, both checked."""
+    if isinstance(entry, dict) and "method" in entry:
+        options = {key: value for key, value in entry.items() if key != "method"}
+        entry = entry["method"]
+        if "keep" in options:
+            raise OptionError(f'{KEY}: keep stands beside the list of methods, {{"method": [...], "keep": [0.5, 0.25]}}')
+    if keep is _DEFAULT:
+        keep = method_class(entry).default_keep
     if isinstance(keep, (dict, list, str)):
         raise BudgetError(f"{KEY}: keep must be a number, not {keep!r}: a share in (0, 1], or a number of tokens")
     Budget.of(keep)
     try:
-        method = build(name, merged)
+        method = build(entry, options)
     except TypeError as error:  # an option of a type that the method itself did not check
-        raise OptionError(f"{name}: {error}") from error
+        raise OptionError(f"{entry}: {error}") from error
     check_method(method)
-    return Setting(method, keep)
+    if method.site is Site.PRE_ENCODER:
+        if isinstance(keep, int):
+            raise BudgetError(f"{method.name} takes keep as a share (a float), not {keep}")
+        method.check_keep(keep)
+    return method, keep
 
 
 def _short(value: Any) -> str:
@@ -121,9 +169,14 @@ def check_method(method: Method) -> None:
 
 
 def _unservable(method: Method) -> str | None:
+    if method.site is Site.PRE_ENCODER:
+        if method.chooses_pictures:
+            return "vLLM needs all of a prompt's pictures; let clients leave out those that no question is about"
+        if method.reads_question:
+            return "with question_guard it reads the question, and a picture is shared by all prompts that hold it"
+        return None
     if method.site is not Site.PRE_LLM:
         hint = {
-            Site.PRE_ENCODER: "it changes the pictures themselves; let clients send smaller or fewer ones",
             Site.IN_ENCODER: "it acts inside the vision tower",
         }.get(method.site, "it acts inside the language model, after the prompt's length is settled")
         return f"{hint} ({method.site})"
