@@ -163,7 +163,9 @@ def test_qwen_pictures_do_not_depend_on_their_companions(method: str) -> None:
     """Also where they lie around the processor's lower limit; pages of text stay whole under dynres."""
     processor = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 101 * 64, "longest_edge": 10**6})
     lines = (np.random.default_rng(0).random((200, 200)) < 0.3).astype(np.uint8) * 255
-    pages = [Image.fromarray(lines[:height, :width]).convert("RGB") for height, width in ((83, 83), (40, 60), (200, 99))]
+    pages = [
+        Image.fromarray(lines[:height, :width]).convert("RGB") for height, width in ((83, 83), (40, 60), (200, 99))
+    ]
     pictures = [photo(200, 200), photo(20, 30), *pages, photo(83, 83)]
     patch_processor(processor, method, keep=0.4)
     together = processor(pictures)

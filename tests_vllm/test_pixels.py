@@ -115,7 +115,8 @@ def test_caches_tell_settings_apart(engine: Engine, reference: Any, checkpoint: 
 def processor(folder: Any, setting: Any, **options: Any) -> Any:
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    return MULTIMODAL_REGISTRY.create_processor(config(folder, setting, **options))
+    model_config = config(folder, setting, **options)  # which loads plugins: before the registry is asked
+    return MULTIMODAL_REGISTRY.create_processor(model_config)
 
 
 def written(made: Any, prompt: str, images: Any, override: Any = None) -> list[int]:
@@ -140,7 +141,9 @@ def test_pictures_of_one_size_are_refused(folder: Callable[..., Any], name: str)
         written(made, prompt, images, SETTINGS["downsample"])
 
 
-@pytest.mark.parametrize("extra", [{}, {"min_pixels": 150 * 28**2}, {"size": {"shortest_edge": 784, "longest_edge": 9000}}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"min_pixels": 150 * 28**2}, {"size": {"shortest_edge": 784, "longest_edge": 9000}}]
+)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_the_servers_own_limits_hold(folder: Callable[..., Any], reference: Any, name: str, extra: dict) -> None:
     """The share is one of the tokens that the server would make, whatever limits it was given."""

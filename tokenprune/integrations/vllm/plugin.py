@@ -40,6 +40,7 @@ HOOKS = {
     "vllm.multimodal.processing.processor:PromptUpdateDetails.select_token_id": "seq embed_token_id",
     "vllm.multimodal.processing:BaseProcessingInfo._merge_and_resolve_mm_processor_kwargs": "self mm_kwargs",
     "vllm.multimodal.parse:ImageProcessorItems": "data",
+    "vllm.multimodal.parse:VideoProcessorItems.get_num_frames": "self item_idx",
     "vllm.multimodal.parse:ImageProcessorItems.get_item_for_hash": "self index",
     "vllm.multimodal.inputs:MultiModalFieldElem": "data field",
     "vllm.multimodal.inputs:MultiModalBatchedField": "keep_on_cpu",

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
+from vllm.multimodal.parse import VideoProcessorItems
 from vllm.multimodal.processing import BaseMultiModalProcessor
 from vllm.multimodal.processing.processor import PromptReplacement, PromptUpdate, PromptUpdateDetails
 
@@ -91,7 +92,9 @@ class ReducingProcessor(BaseMultiModalProcessor):
         def replacement(index: int) -> PromptUpdateDetails:
             content = update._resolve_content(index)
             embeds = None if content.is_embed is None else content.is_embed(content.full).tolist()
-            plan = Plan.make(setting, content.full, embeds, family_of(self.info.ctx.model_config).per_run)
+            apart = setting.per == "frame" and update.modality == "video"
+            frames = _frames(mm_items, out_mm_kwargs, index) if apart else 1
+            plan = Plan.make(setting, content.full, embeds, family_of(self.info.ctx.model_config).per_run, frames)
             # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
             element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
             out_mm_kwargs[update.modality][index][field_name(update.modality)] = element
@@ -125,6 +128,15 @@ class ReducingProcessor(BaseMultiModalProcessor):
         if configured(model_config) is not None and family_of(model_config).mrope and not self._dummy:
             _check_placeholders(inputs.prompt, inputs.mm_data_items.get_all_counts(), self.info.get_hf_config())
         return super().apply(inputs, *args, **kwargs)
+
+
+def _frames(mm_items: Any, out_mm_kwargs: Any, index: int) -> int:
+    """How many frames of a video reach the language model; 0 if nothing tells."""
+    grid = out_mm_kwargs["video"][index].get("video_grid_thw")
+    if grid is not None:
+        return int(grid.data[0])
+    videos = mm_items["video"]
+    return videos.get_num_frames(index) if isinstance(videos, VideoProcessorItems) else 0
 
 
 def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:

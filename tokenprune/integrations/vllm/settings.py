@@ -30,12 +30,14 @@ class Setting:
 
     method, keep:  acts on the features of the encoder; None if all of them stay.
     pixels, share: acts on a picture before the encoder (see pixels.py); None if pictures stay as they are.
+    per:           "image", or "frame" if every frame of a video has `keep` for itself (see `Budget`).
     """
 
     method: Method | None = None
     keep: float | int = 1.0
     pixels: Method | None = None
     share: float = 1.0
+    per: str = "image"
 
     @classmethod
     def of(cls, *layers: Any) -> Setting:
@@ -56,9 +58,10 @@ class Setting:
         steps = [(self.pixels, self.share), (self.method, self.keep)]
         methods = [{"method": method.name} | dataclasses.asdict(method) for method, _ in steps if method is not None]
         keeps = [keep for method, keep in steps if method is not None]
-        if len(methods) > 1:
-            return {"method": methods, "keep": keeps}
-        return methods[0] | {"keep": keeps[0]} if methods else {"off": True}
+        if not methods:
+            return {"off": True}
+        scope = {} if self.per == "image" else {"per": self.per}
+        return (methods[0] | {"keep": keeps[0]} if len(methods) == 1 else {"method": methods, "keep": keeps}) | scope
 
     def cache_key(self) -> dict[str, Any]:
         """What has to be part of a cache key of whatever was made under this setting."""
@@ -101,7 +104,8 @@ def _parsed(layers: tuple[str, ...]) -> Setting:
         given = json.loads(layer)
         if "method" in given and _names(given["method"]) != _names(merged.get("method")):
             # A list of budgets belongs to the methods that it was given for.
-            merged = {key: value for key, value in merged.items() if key == "keep" and not isinstance(value, list)}
+            kept = ("keep", "per")
+            merged = {key: value for key, value in merged.items() if key in kept and not isinstance(value, list)}
         merged = {key: value for key, value in merged.items() if key != "off"} | given
     if merged.pop("off", False):
         return Setting()
@@ -109,6 +113,9 @@ def _parsed(layers: tuple[str, ...]) -> Setting:
         raise OptionError(f'{KEY} names no method: {{"method": "divprune", "keep": 0.25}}, for example')
     named, keep = merged.pop("method"), merged.pop("keep", _DEFAULT)
     entries = named if isinstance(named, list) else [named]
+    per = merged.pop("per", "image")
+    if per not in ("image", "frame"):
+        raise OptionError(f'{KEY}: per must be "image" or "frame", not {_short(per)}')
     if not entries:
         raise OptionError(f"{KEY}: method is an empty list: name at least one method")
     if merged and len(entries) > 1:
@@ -123,7 +130,7 @@ def _parsed(layers: tuple[str, ...]) -> Setting:
     check_places([method for method, _ in steps])
     pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
     features = [step for step in steps if step[0].site is Site.PRE_LLM]
-    return Setting(*(features or [(None, 1.0)])[0], *(pixels or [(None, 1.0)])[0])
+    return Setting(*(features or [(None, 1.0)])[0], *(pixels or [(None, 1.0)])[0], per)
 
 
 def _names(methods: Any) -> list[Any]:
@@ -138,7 +145,9 @@ def _step(entry: Any, keep: Any, options: dict[str, Any]) -> tuple[Method, float
         options = {key: value for key, value in entry.items() if key != "method"}
         entry = entry["method"]
         if "keep" in options:
-            raise OptionError(f'{KEY}: keep stands beside the list of methods, {{"method": [...], "keep": [0.5, 0.25]}}')
+            raise OptionError(
+                f'{KEY}: keep stands beside the list of methods, {{"method": [...], "keep": [0.5, 0.25]}}'
+            )
     if keep is _DEFAULT:
         keep = method_class(entry).default_keep
     if isinstance(keep, (dict, list, str)):
