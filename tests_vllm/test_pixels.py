@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from checkpoints import CHECKPOINTS, Checkpoint
@@ -50,27 +51,10 @@ def checkpoint(engine: Engine) -> Checkpoint:
 def check(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, images: list, setting: Any, videos=()):
     """The same prompt, placeholders included, where nothing is cut behind the encoder; and the same answer."""
     theirs = reference(checkpoint.name)
-    patch = as_patch(theirs, setting)
-    if patch is None or isinstance(patch["method"], str):
-        assert list(output.prompt_token_ids) == theirs.prompt_ids(prompt, images, patch, videos)
-    tokens, logprobs = theirs.greedy(prompt, images, len(output.outputs[0].token_ids), patch, videos)
+    if not isinstance(setting.get("method"), list):
+        assert list(output.prompt_token_ids) == theirs.prompt_ids(prompt, images, setting, videos)
+    tokens, logprobs = theirs.greedy(prompt, images, len(output.outputs[0].token_ids), setting, videos)
     return same(output, tokens, logprobs)
-
-
-def as_patch(theirs: Any, setting: dict[str, Any]) -> dict[str, Any] | None:
-    """A setting of the server in the words of `tokenprune.patch`."""
-    import tokenprune
-
-    if setting.get("off"):
-        return None
-    method = setting["method"]
-    if isinstance(method, list):
-        method = [tokenprune.method(**({"name": one} if isinstance(one, str) else renamed(one))) for one in method]
-    return setting | {"method": method, "processor": theirs.processor}
-
-
-def renamed(entry: dict[str, Any]) -> dict[str, Any]:
-    return {"name": entry["method"]} | {key: value for key, value in entry.items() if key != "method"}
 
 
 def test_every_setting(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
@@ -156,9 +140,7 @@ def test_the_servers_own_limits_hold(folder: Callable[..., Any], reference: Any,
             limits = dict(limits) | {"shortest_edge": extra["min_pixels"]}
         limits = extra.get("size", limits)
         pad = theirs.model.config.image_token_id
-        import tokenprune
-
-        with tokenprune.patched(theirs.model, "downsample", keep=0.4, processor=theirs.processor):
+        with theirs.patched(SETTINGS["downsample"]):
             ids = theirs.processor(
                 images=[image], text=[checkpoint.prompt(1)], images_kwargs={"size": dict(limits)}, return_tensors="pt"
             )["input_ids"]
@@ -168,8 +150,6 @@ def test_the_servers_own_limits_hold(folder: Callable[..., Any], reference: Any,
 
 
 def test_embeddings_are_refused(folder: Callable[..., Any]) -> None:
-    import torch
-
     made = processor(folder("llava_next"), SETTINGS["downsample"], enable_mm_embeds=True)
     with pytest.raises(OptionError, match="brings embeddings"):
         written(made, CHECKPOINTS["llava_next"].prompt(1), torch.zeros(1, 20, 64))
