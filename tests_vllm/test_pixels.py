@@ -149,6 +149,16 @@ def test_the_servers_own_limits_hold(folder: Callable[..., Any], reference: Any,
     assert len(set(counts)) > 1 or "min_pixels" in extra or "size" in extra, counts
 
 
+def test_a_picture_is_hashed_as_it_came(folder: Callable[..., Any]) -> None:
+    """With a cache vLLM hashes pictures before they shrink, without one after it."""
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    made, checkpoint = processor(folder("llava_next"), SETTINGS["downsample"]), CHECKPOINTS["llava_next"]
+    items = made.info.parse_mm_data({"image": pictures(checkpoint)})
+    before = made._get_mm_hashes(ProcessorInputs([], items))
+    assert made(checkpoint.prompt(3), items)["mm_hashes"] == before
+
+
 def test_embeddings_are_refused(folder: Callable[..., Any]) -> None:
     made = processor(folder("llava_next"), SETTINGS["downsample"], enable_mm_embeds=True)
     with pytest.raises(OptionError, match="brings embeddings"):
