@@ -39,13 +39,17 @@ class Server:
         except openai.OpenAIError as error:
             raise AssertionError(self.story(repr(error))) from error
 
-    def get(self, path: str, timeout: float = CALL) -> str:
+    def get(self, path: str, timeout: float) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
             return answer.read().decode()
 
     def counted(self, name: str) -> dict[str, float]:
         """Return the values of a counter at /metrics, by their labels as they are written there."""
-        lines = re.findall(rf"^{re.escape(name)}\{{(.*?)\}} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        try:
+            page = self.get("/metrics", CALL)
+        except (OSError, HTTPException) as error:
+            raise AssertionError(self.story(repr(error))) from error
+        lines = re.findall(rf"^{re.escape(name)}\{{(.*?)\}} (\S+)$", page, re.MULTILINE)
         return {labels: float(value) for labels, value in lines}
 
     def story(self, what: str) -> str:
@@ -55,13 +59,14 @@ class Server:
         return f"{what}\nThe server {state}. The end of its log:\n{tail}"
 
     def wait(self) -> None:
-        deadline = time.monotonic() + START
+        start = time.monotonic()
         while True:
             with contextlib.suppress(OSError, HTTPException):
-                self.get("/health", timeout=5)
+                self.get("/health", 5)
                 return
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(self.story(f"no answer of a server started {START} s ago at most"))
+            waited = time.monotonic() - start
+            if self.process.poll() is not None or waited > START:
+                raise AssertionError(self.story(f"no answer from /health in {waited:.0f} s"))
             time.sleep(1)
 
     def stop(self) -> None:

@@ -126,27 +126,32 @@ def test_pictures_of_one_size_are_refused(folder: Callable[..., Any], name: str)
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, {"min_pixels": 150 * 28**2}, {"size": {"shortest_edge": 784, "longest_edge": 9000}}]
+    ("extra", "limits"),
+    [
+        ({}, {}),
+        ({"min_pixels": 150 * 28**2}, {"shortest_edge": 150 * 28**2}),
+        ({"images_kwargs": {"min_pixels": 150 * 28**2}}, {"shortest_edge": 150 * 28**2}),
+        ({"size": {"shortest_edge": 784, "longest_edge": 9000}}, {"shortest_edge": 784, "longest_edge": 9000}),
+    ],
 )
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_the_servers_own_limits_hold(folder: Callable[..., Any], reference: Any, name: str, extra: dict) -> None:
+def test_the_servers_own_limits_hold(
+    folder: Callable[..., Any], reference: Any, name: str, extra: dict[str, Any], limits: dict[str, int]
+) -> None:
     """The share is one of the tokens that the server would make, whatever limits it was given."""
     made = processor(folder(name), SETTINGS["downsample"], extra=extra)
     checkpoint, theirs = CHECKPOINTS[name], reference(name)
     counts = []
     for image in [*pictures(checkpoint), Image.new("RGB", (30, 29))]:
-        limits = theirs.processor.image_processor.size
-        if "min_pixels" in extra:
-            limits = dict(limits) | {"shortest_edge": extra["min_pixels"]}
-        limits = extra.get("size", limits)
+        size = dict(theirs.processor.image_processor.size) | limits
         pad = theirs.model.config.image_token_id
         with theirs.patched(SETTINGS["downsample"]):
             ids = theirs.processor(
-                images=[image], text=[checkpoint.prompt(1)], images_kwargs={"size": dict(limits)}, return_tensors="pt"
+                images=[image], text=[checkpoint.prompt(1)], images_kwargs={"size": size}, return_tensors="pt"
             )["input_ids"]
         assert written(made, checkpoint.prompt(1), [image]) == ids[0].tolist()
         counts.append(int((ids == pad).sum()))
-    assert len(set(counts)) > 1 or "min_pixels" in extra or "size" in extra, counts
+    assert len(set(counts)) > 1 or limits, counts
 
 
 def test_a_picture_is_hashed_as_it_came(folder: Callable[..., Any]) -> None:
