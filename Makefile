@@ -5,6 +5,7 @@
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' </dev/null >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 PYTEST_ARGS ?=
+SERVING_ARGS ?=
 
 # More threads than cores slow every test down. The suite must not reach for a hub.
 TEST_ENV := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0 HF_HUB_OFFLINE=1
@@ -12,7 +13,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-vllm demo lint clean distclean
+.PHONY: help setup test test-newest test-vllm serving demo lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -28,6 +29,9 @@ test-newest: .venv-newest/.setup-done ## run the tests with the newest transform
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
+
+serving: .venv-vllm/.setup-done ## put load on a vLLM server, full and reduced (benchmarks/serving.py; SERVING_ARGS=...)
+	HF_HUB_OFFLINE=1 .venv-vllm/bin/python benchmarks/serving.py $(SERVING_ARGS)
 
 demo: setup ## prune the demo model, then run the benchmark on it
 	HF_HUB_OFFLINE=1 .venv/bin/tokenprune demo

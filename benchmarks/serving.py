@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load on vLLM's OpenAI server with fewer visual tokens: requests per second and time to the first token.
 
-    python benchmarks/serving.py --json benchmarks/results/serving.jsonl
+    make serving SERVING_ARGS="--json benchmarks/results/serving.jsonl"
+
+sets up `.venv-vllm` (vLLM's CPU build, and openai, which comes with it) and runs it there. Beside a vLLM of your own:
+
+    python benchmarks/serving.py --json serving.jsonl
 
 One server, started with `{"tokenprune": {"off": true}}`; each request says how much it keeps, so all settings meet the
 same process. Every request has a picture of its own, so nothing comes from a cache. The settings take turns, round by
 round, so that a drift of the machine's speed cancels. Without --model the server serves a random LLaVA with a small
-tower, 576 visual tokens a picture and a decoder of about 100 M parameters. Needs vllm and openai.
+tower, 576 visual tokens a picture and a decoder of about 100 M parameters.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ from transformers.models.llava_next.processing_llava_next import LlavaNextProces
 from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.llava_onevision.video_processing_llava_onevision import LlavaOnevisionVideoProcessor
+from transformers.models.pixtral.image_processing_pixtral import PixtralImageProcessor
+from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.siglip2.image_processing_siglip2 import Siglip2ImageProcessor
 from transformers.models.smolvlm.image_processing_smolvlm import SmolVLMImageProcessor
@@ -138,6 +140,11 @@ def _lfm2(**settings: Any) -> Any:
     return Lfm2VlProcessor(Lfm2VlImageProcessor(**settings), tokenizer())
 
 
+def _pixtral(size: dict[str, int] | None = None, **settings: Any) -> Any:
+    image = PixtralImageProcessor(patch_size=4, size=size or {"longest_edge": 300})
+    return PixtralProcessor(image, tokenizer(), patch_size=4, image_token="<image>", **settings)
+
+
 COUNTED: dict[str, Counted] = {
     "Qwen2VLImageProcessor": Counted(
         lambda **settings: Qwen2VLImageProcessor(patch_size=4, **settings),
@@ -159,6 +166,9 @@ COUNTED: dict[str, Counted] = {
             {"use_thumbnail": False, "max_tiles": 4},
             {"tile_size": 48, "min_tiles": 1},
         ),
+    ),
+    "PixtralImageProcessor": Counted(
+        _pixtral, written, ({"spatial_merge_size": 2}, {"size": {"longest_edge": 160}}), different=20
     ),
     "LlavaNextImageProcessor": Counted(_next, written),
     "LlavaOnevisionImageProcessor": Counted(

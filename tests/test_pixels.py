@@ -158,8 +158,26 @@ def test_qwen_picture_is_resized_once() -> None:
     assert torch.equal(patched["pixel_values"], by_hand["pixel_values"])
 
 
+@pytest.mark.parametrize("method", PIXEL_METHODS)
+def test_qwen_pictures_do_not_depend_on_their_companions(method: str) -> None:
+    """Also where they lie around the processor's lower limit; pages of text stay whole under dynres."""
+    processor = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 101 * 64, "longest_edge": 10**6})
+    lines = (np.random.default_rng(0).random((200, 200)) < 0.3).astype(np.uint8) * 255
+    pages = [
+        Image.fromarray(lines[:height, :width]).convert("RGB") for height, width in ((83, 83), (40, 60), (200, 99))
+    ]
+    pictures = [photo(200, 200), photo(20, 30), *pages, photo(83, 83)]
+    patch_processor(processor, method, keep=0.4)
+    together = processor(pictures)
+    alone = [processor(picture) for picture in pictures]
+    assert torch.equal(together["image_grid_thw"], torch.cat([one["image_grid_thw"] for one in alone]))
+    assert torch.equal(together["pixel_values"], torch.cat([one["pixel_values"] for one in alone]))
+
+
 @pytest.mark.parametrize("keep", [0.5, 0.25, 0.1])
-@pytest.mark.parametrize("name", ["LlavaNextImageProcessor", "LlavaOnevisionImageProcessor", "Lfm2VlImageProcessor"])
+@pytest.mark.parametrize(
+    "name", ["LlavaNextImageProcessor", "LlavaOnevisionImageProcessor", "Lfm2VlImageProcessor", "PixtralImageProcessor"]
+)
 def test_tiles_come_as_close_as_they_can(name: str, keep: float) -> None:
     """No picture of the same shape and smaller size is closer to the share than the one that was made."""
     processor = COUNTED[name].make()

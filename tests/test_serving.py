@@ -19,11 +19,14 @@ from tokenprune.integrations.vllm.runner import chunks, in_small_batches
 from tokenprune.integrations.vllm.select import choose, segments_of
 from tokenprune.integrations.vllm.settings import Setting, servable
 from tokenprune.methods.divprune import DivPrune
+from tokenprune.methods.downsample import Downsample
+from tokenprune.methods.dynres import DynRes
 from tokenprune.methods.pool import Pool
 from tokenprune.methods.random import Random
 from tokenprune.methods.uniform import Uniform
 
 SERVER = {"method": "divprune", "keep": 0.25}
+TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,21 @@ SERVER = {"method": "divprune", "keep": 0.25}
         # Another method keeps the budget, and none of the options.
         (({"method": "random", "seed": 3, "keep": 9}, {"method": "uniform"}), Setting(Uniform(), 9)),
         (({"method": "random", "seed": 3}, {"method": "random"}), Setting(Random(3), 0.25)),
+        (({"method": ["pool"]},), Setting(Pool(), 0.25)),
+        # What acts on pixels, alone and with a method behind the encoder, in any order.
+        (({"method": "downsample"},), Setting(pixels=Downsample(), share=0.25)),
+        ((SERVER, {"method": "dynres", "min_scale": 0.5}), Setting(pixels=DynRes(0.5), share=0.25)),
+        ((SERVER, TWO), Setting(DivPrune(), 0.5, Downsample(), 0.4)),
+        (
+            ({"method": ["random", {"method": "dynres", "min_scale": 0.1}], "keep": 0.5},),
+            Setting(Random(), 0.5, DynRes(0.1), 0.5),
+        ),
+        ((TWO, {"keep": 0.3}), Setting(DivPrune(), 0.3, Downsample(), 0.3)),
+        ((TWO, {"keep": [0.3, 7]}), Setting(DivPrune(), 7, Downsample(), 0.3)),
+        ((TWO, {"method": ["dynres", "divprune"]}), Setting(DivPrune(), 0.25, DynRes(), 0.25)),
+        ((TWO, {"method": "pool"}), Setting(Pool(), 0.25)),
+        ((SERVER, {"per": "frame"}, {"method": "pool"}), Setting(Pool(), 0.25, per="frame")),
+        ((SERVER, {"per": "frame"}, {"per": "image"}), Setting(DivPrune(), 0.25)),
     ],
 )
 def test_later_layers_win(layers, wanted) -> None:
@@ -53,7 +71,20 @@ def test_later_layers_win(layers, wanted) -> None:
         (None, OptionError, "must be an object"),
         ({"method": "divprun"}, UnknownMethodError, "did you mean 'divprune'"),
         ({"method": 3}, UnknownMethodError, "unknown method"),
-        ({"method": ["divprune"]}, UnknownMethodError, "unknown method"),
+        ({"method": [["divprune"]]}, UnknownMethodError, "unknown method"),
+        ({"method": []}, OptionError, "empty list"),
+        ({"method": ["dynres", "divprune"], "min_scale": 0.5}, OptionError, "ambiguous for several methods"),
+        ({"method": ["dynres", "divprune"], "keep": [0.5]}, BudgetError, "1 entries for 2 methods"),
+        ({"method": ["dynres", {"method": "divprune", "keep": 0.5}]}, OptionError, "beside the list"),
+        ({"method": ["divprune", "pool"]}, OptionError, "at the same place"),
+        ({"method": ["downsample", "dynres"]}, OptionError, "at the same place"),
+        ({"method": ["dynres", "fastv"]}, OptionError, "Servable are .*divprune"),
+        ({"keep": [0.5, 0.25]}, BudgetError, "2 entries for 1 methods"),
+        ({"per": "prompt"}, OptionError, 'must be "image" or "frame"'),
+        ({"per": ["frame"]}, OptionError, 'must be "image" or "frame"'),
+        ({"method": "downsample", "keep": 20}, BudgetError, "as a share"),
+        ({"method": "dynres", "keep": 0.01}, BudgetError, "smaller min_scale"),
+        ({"method": "dynres", "question_guard": True}, OptionError, "question_guard it reads the question"),
         ({"keep": 0}, BudgetError, "keeps nothing"),
         ({"keep": 1.5}, BudgetError, "no share"),
         ({"keep": -3}, BudgetError, "keeps nothing"),
@@ -74,7 +105,7 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": "dymu"}, OptionError, "pass exact=True"),
         ({"method": "dymu", "exact": True, "vtu": "exact"}, OptionError, "leave it out"),
         ({"method": "vscan"}, OptionError, "vscan: stage2=false"),
-        ({"method": "downsample"}, OptionError, "clients send smaller"),
+        ({"method": "view_select"}, OptionError, "let clients leave out"),
     ],
 )
 def test_bad_settings(bad, error, says) -> None:
@@ -96,9 +127,13 @@ def test_cache_keys_hold_all_that_matters() -> None:
     assert Setting.of({"method": "random"}).cache_key() == Setting.of({"method": "random", "seed": 0}).cache_key()
     keys = [Setting.of(SERVER, more).cache_key() for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})]
     keys += [Setting.of({"method": "random", "seed": seed}).cache_key() for seed in (0, 1)]
+    keys += [Setting.of(SERVER, {"per": "frame"}).cache_key()]
+    keys += [Setting.of(TWO, more).cache_key() for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})]
     assert len({str(key) for key in keys}) == len(keys)
     assert all(key["algorithm"] for key in keys)
-    assert Setting.of(Setting.of({"method": "random", "seed": 5}).as_dict()) == Setting(Random(5), 0.25)
+    dynres = {"method": "dynres", "min_scale": 0.3}
+    for setting in ({"method": "random", "seed": 5}, TWO, dynres, {"off": True}, TWO | {"per": "frame"}):
+        assert Setting.of(Setting.of(setting).as_dict()) == Setting.of(setting)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16, 576, 1225])
@@ -203,6 +238,28 @@ def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
         start += count
 
 
+def test_every_frame_has_its_budget() -> None:
+    """Frames of one run split it evenly, a rest goes with the last; runs apart are the frames; pictures do not care."""
+    half, frames = Setting(DivPrune(), 0.5), Setting(DivPrune(), 0.5, per="frame")
+
+    def made(setting: Setting, pieces: str, number: int) -> Plan:
+        return Plan.make(
+            setting, [9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces], False, number
+        )
+
+    one = made(frames, "a#############", 3)
+    assert one.counts == [4, 4, 5] and one.keep == [2, 2, 2] and one.reduced() == [ord("a"), *[9] * 6]
+    stamped = made(frames, "a####bc####d####", 3)
+    assert stamped.keep == [2, 2, 2] and stamped.between == 0 and stamped.rows == 6
+    assert stamped.reduced() == [ord("a"), 9, 9, ord("b"), ord("c"), 9, 9, ord("d"), 9, 9]
+    assert Plan.decode(stamped.encode()) == stamped and Plan.decode(one.encode()) == one
+    assert made(half, "a####bc####d####", 3).counts == [12]
+    assert made(frames, "####b####", 1).counts == [8]
+    for pieces, number in (("####b####", 3), ("####", 5), ("########", 0), ("#####", 3)):
+        with pytest.raises(OptionError, match='"per": "image"'):
+            made(frames, pieces, number)
+
+
 class _Hidden:
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
@@ -215,6 +272,9 @@ def test_a_known_grid_is_used() -> None:
     cpu = torch.device("cpu")
     assert segments_of([12], (1, 3, 4), "image", cpu).grids == [(1, 3, 4)]
     assert segments_of([12], (1, 2, 4), "image", cpu).grids == [None]
+    assert segments_of([12, 12], (2, 3, 4), "video", cpu).grids == [(1, 3, 4)] * 2
+    assert segments_of([24], (2, 3, 4), "video", cpu).grids == [(2, 3, 4)]
+    assert segments_of([12, 13], (2, 3, 4), "video", cpu).grids == [(1, 3, 4), None]
     assert segments_of([9, 12], None, "image", cpu).grids == [(1, 3, 3), None]
 
 

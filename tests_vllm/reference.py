@@ -8,7 +8,7 @@ tokens that are there; so the decoder of the reference gets consecutive position
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -45,16 +45,36 @@ class Reference:
             made["token_type_ids"] = torch.zeros_like(made["token_type_ids"])
         return made
 
+    def patched(self, setting: dict[str, Any] | None) -> AbstractContextManager:
+        """The model under a setting as a server takes it; None if it is as it was."""
+        if setting is None or setting.get("off"):
+            return nullcontext()
+        rest = {key: value for key, value in setting.items() if key not in ("method", "keep", "per")}
+        entries = setting["method"] if isinstance(setting["method"], list) else [{"method": setting["method"]} | rest]
+        named = [one if isinstance(one, dict) else {"method": one} for one in entries]
+        methods = [tokenprune.method(one["method"], **{k: v for k, v in one.items() if k != "method"}) for one in named]
+        keep = setting["keep"]
+        if "per" in setting:
+            keep = tokenprune.Budget(keep=keep, per=setting["per"])
+        pixels = any(method.site is tokenprune.Site.PRE_ENCODER for method in methods)
+        return tokenprune.patched(self.model, methods, keep=keep, processor=self.processor if pixels else None)
+
+    def prompt_ids(
+        self, prompt: str, images: list[Any], setting: dict[str, Any] | None = None, videos: Sequence[Any] = ()
+    ) -> list[int]:
+        """The prompt as the processor writes it, patched if the setting says so."""
+        with self.patched(setting):
+            return self.inputs(prompt, images, videos)["input_ids"][0].tolist()
+
     @torch.no_grad()
     def greedy(
         self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None, videos: Sequence[Any] = ()
     ) -> tuple[list[int], Tensor]:
         """Tokens written, and the log-probabilities `[steps, V]` that they were chosen by."""
-        inputs = self.inputs(prompt, images, videos)
         tokens, logprobs = [], []
         with ExitStack() as stack:
-            if setting is not None:
-                stack.enter_context(tokenprune.patched(self.model, **setting))
+            stack.enter_context(self.patched(setting))
+            inputs = self.inputs(prompt, images, videos)
             if not self.checkpoint.mrope:
                 stack.callback(self._count_from_zero().remove)
             for _ in range(steps):

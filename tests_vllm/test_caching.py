@@ -61,10 +61,14 @@ def test_chunks_split_videos(engine: Engine, reference: Any, checkpoint: Checkpo
         pytest.skip(f"{checkpoint.name} takes no video here")
     engine.forget()
     prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
-    outputs = engine.generate([engine.request(prompt, images, override, videos) for override in ({"keep": 0.5}, {})])
-    for setting, output in zip((DIVPRUNE | {"keep": 0.5}, DIVPRUNE), outputs, strict=True):
-        tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 6, setting, videos)
-        same(output, tokens, logprobs)
+    overrides = [{"keep": 0.5}, {}, {"keep": 0.5, "per": "frame"}]
+    requests = [engine.request(prompt, images, override, videos) for override in overrides]
+    # The second time from the prefix cache.
+    for outputs in (engine.generate(requests), engine.generate(requests)):
+        for override, output in zip(overrides, outputs, strict=True):
+            tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 6, DIVPRUNE | override, videos)
+            same(output, tokens, logprobs)
+    assert all(output.num_cached_tokens >= BLOCK for output in outputs)
 
 
 def test_a_second_time_from_the_cache(

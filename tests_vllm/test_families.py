@@ -74,6 +74,7 @@ def test_a_video_beside_a_picture(engine: Engine, reference: Any, checkpoint: Ch
     theirs = reference(checkpoint.name)
     prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
     overrides = [{"off": True}, {}, {"method": "uniform", "keep": 20}, {"method": "pool", "keep": 0.3}]
+    overrides += [{"per": "frame"}, {"method": "pool", "keep": 0.3, "per": "frame"}]
     outputs = engine.generate([engine.request(prompt, images, override, videos) for override in overrides])
     for override, output in zip(overrides, outputs, strict=True):
         check(engine, theirs, output, prompt, images, override, videos)

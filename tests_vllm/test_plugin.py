@@ -18,11 +18,11 @@ from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm import plugin
 
 
-def config(folder: Path, setting: Any = None, **options: Any) -> Any:
-    """vLLM's configuration of a model, made as a server that starts makes it."""
+def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    """vLLM's configuration of a model, made as a server that starts makes it. extra: more arguments of processors."""
     from vllm.engine.arg_utils import EngineArgs
 
-    kwargs = None if setting is None else {"tokenprune": setting}
+    kwargs = (extra or {}) | ({} if setting is None else {"tokenprune": setting}) or None
     return EngineArgs(str(folder), mm_processor_kwargs=kwargs, **OPTIONS | options).create_model_config()
 
 

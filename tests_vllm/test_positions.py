@@ -42,7 +42,8 @@ def item(plan: Plan) -> dict[str, Any]:
 @pytest.mark.parametrize("keep", [0.3, 0.6, 1.0])
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_split(keep: float, first: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("per_run", [False, True])
+def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool) -> None:
     generator = torch.Generator().manual_seed(first)
     # A run; two runs with text between them, and text before and behind; a run.
     texts = ["#" * 8, "ab########c########d", "#" * 12]
@@ -50,14 +51,17 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype) -> None:
     full, kept_places, features, rows = list(tokens), list(range(first)), [], []
     for text in texts:
         plan = Plan.make(
-            Setting(DivPrune(), keep), [PAD if c == "#" else ord(c) for c in text], [c == "#" for c in text], False
+            Setting(DivPrune(), keep), [PAD if c == "#" else ord(c) for c in text], [c == "#" for c in text], per_run
         )
         if plan.reduces:
             begin, end = plan.span
-            drop = torch.randperm(sum(plan.counts), generator=generator)[: sum(plan.counts) - sum(plan.keep)]
             pads = torch.tensor([place for place, embed in enumerate(plan.embeds) if embed])
-            gone = set(pads[drop].tolist())
-            stay = [place for place in range(begin, end) if place not in gone]
+            gone: set[int] = set()
+            for segment, kept in zip(pads.split(plan.counts), plan.keep, strict=True):
+                gone |= set(segment[torch.randperm(len(segment), generator=generator)[kept:]].tolist())
+            left = [place for place in range(begin, end) if place not in gone]
+            # Between runs with a budget each, text stays text.
+            stay = [place for place in left if plan.embeds[place]] if per_run else left
             written = plan.reduced()
         else:
             stay, written = [place for place, embed in enumerate(plan.embeds) if embed], list(plan.tokens)
@@ -65,7 +69,7 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype) -> None:
         within = within_item(rule, plan, item(plan), "video")[:, stay]
         rows.append(torch.cat([torch.zeros(len(stay), 5, dtype=dtype), to_columns(within, dtype)], 1))
         if plan.reduces:
-            kept_places += [len(full) + p for p in [*range(begin), *stay, *range(end, len(plan.tokens))]]
+            kept_places += [len(full) + p for p in [*range(begin), *left, *range(end, len(plan.tokens))]]
         else:
             kept_places += [len(full) + p for p in range(len(plan.tokens))]
         full += [*plan.tokens, 50, 51]

@@ -5,13 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import random
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,48 +16,22 @@ import pytest
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
+from server import CALL, Server, serve
 
 NAME = "qwen2_5_vl"
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     stop()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    setting = '{"tokenprune": {"method": "divprune", "keep": 0.25}}'
     place = tmp_path_factory.mktemp("server")
-    (place / "template.jinja").write_text(TEMPLATE)
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder(NAME)),
-        "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8", "--block-size", "32",
-        "--max-num-batched-tokens", "256", "--chat-template", str(place / "template.jinja"),
-        "--trust-request-mm-kwargs",
-        "--mm-processor-kwargs", '{"tokenprune": {"method": "divprune", "keep": 0.25}}',
-    ]  # fmt: skip
-    with (place / "log").open("w") as log:
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            deadline = time.monotonic() + 420
-            while True:
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                    break
-                except OSError:
-                    alive = process.poll() is None and time.monotonic() < deadline
-                    assert alive, (place / "log").read_text()[-4000:]
-                    time.sleep(1)
-            yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=300, max_retries=0)
-        finally:
-            process.terminate()
-            process.wait(60)
+    with serve(folder(NAME), place, "--trust-request-mm-kwargs", "--mm-processor-kwargs", setting) as running:
+        yield running
 
 
-def ask(server: openai.OpenAI, images: list[Any], text: str, override: Any = None) -> Any:
+def ask(server: Server, images: list[Any], text: str, override: Any = None) -> Any:
     content: list[dict[str, Any]] = []
     for image in images:
         buffer = io.BytesIO()
@@ -74,7 +42,7 @@ def ask(server: openai.OpenAI, images: list[Any], text: str, override: Any = Non
     extra: dict[str, Any] = {"return_tokens_as_token_ids": True, "ignore_eos": True}
     if override is not None:
         extra["mm_processor_kwargs"] = {"tokenprune": override}
-    return server.chat.completions.create(
+    return server.ask(
         model="tiny", messages=[{"role": "user", "content": content}], temperature=0, max_tokens=STEPS, logprobs=True,
         top_logprobs=5, extra_body=extra,
     )  # fmt: skip
@@ -95,7 +63,7 @@ def check(reply: Any, reference: Any, images: list[Any], text: str, override: An
             assert likely.logprob == pytest.approx(float(logprobs[number, token]), abs=1e-4)
 
 
-def test_requests_override_the_server(server: openai.OpenAI, reference: Any) -> None:
+def test_requests_override_the_server(server: Server, reference: Any) -> None:
     images = CHECKPOINTS[NAME].pictures(2)
     lengths = []
     for override in (None, {"keep": 0.5}, {"method": "pool", "keep": 5}, {"off": True}):
@@ -122,9 +90,14 @@ def test_requests_override_the_server(server: openai.OpenAI, reference: Any) -> 
         ("divprune", "must be an object"),
         ({"x": "y" * 100_000}, "characters long"),
         ({"seed": 3}, "no option 'seed'"),
+        ({"method": "downsample", "keep": 20}, "as a share"),
+        ({"method": "dynres", "question_guard": True}, "reads the question"),
+        ({"method": "view_select"}, "needs all of a prompt's pictures"),
+        ({"method": ["divprune", "pool"]}, "at the same place"),
+        ({"per": "prompt"}, "must be"),
     ],
 )
-def test_bad_input_is_answered(server: openai.OpenAI, reference: Any, override: Any, says: str) -> None:
+def test_bad_input_is_answered(server: Server, reference: Any, override: Any, says: str) -> None:
     """With HTTP 400 and our words; and the server lives on."""
     images = CHECKPOINTS[NAME].pictures(1)
     with pytest.raises(openai.BadRequestError) as caught:
@@ -133,17 +106,55 @@ def test_bad_input_is_answered(server: openai.OpenAI, reference: Any, override: 
     check(ask(server, images, "what? "), reference, images, "what? ", None)
 
 
-def test_a_hundred_at_once(server: openai.OpenAI, reference: Any) -> None:
+def test_visual_tokens_are_counted(server: Server) -> None:
+    """At /metrics, once for each request, whether or not its pictures were in a cache; pictures have 35 tokens each."""
+    name = "tokenprune:visual_tokens_total"
+    labels = {stage: f'model_name="tiny",stage="{stage}"' for stage in ("in", "out")}
+    images = CHECKPOINTS[NAME].pictures(2, seed=75)
+
+    def added(call: Callable[[], Any]) -> dict[str, float]:
+        before = server.counted(name)
+        call()
+        after = server.counted(name)
+        assert set(after) <= set(labels.values())
+        return {stage: after.get(key, 0) - before.get(key, 0) for stage, key in labels.items()}
+
+    for _ in range(2):
+        assert added(lambda: ask(server, images, "how many? ")) == {"in": 70, "out": 18}
+    assert added(lambda: ask(server, images[:1], "how many? ", {"keep": 5})) == {"in": 35, "out": 5}
+    assert added(lambda: ask(server, images, "how many? ", {"off": True})) == {"in": 70, "out": 70}
+    assert added(lambda: ask(server, [], "how many? ")) == {"in": 0, "out": 0}
+
+    lengths = []
+    small = {"method": ["downsample", "uniform"], "keep": [0.5, 0.5]}
+    counted = added(lambda: lengths.append(ask(server, images, "how many? ", small).usage.prompt_tokens))
+    lengths.append(ask(server, images, "how many? ", {"off": True}).usage.prompt_tokens)
+    assert counted["in"] == 70 and counted["out"] == 70 - (lengths[1] - lengths[0]) < 20
+
+    def refused() -> None:
+        with pytest.raises(openai.BadRequestError):
+            ask(server, images, "how many? ", {"keep": 7.0})
+
+    assert added(refused) == {"in": 0, "out": 0}
+
+
+def test_a_hundred_at_once(server: Server, reference: Any) -> None:
     draw = random.Random(0)
     overrides = [None, {"keep": 0.5}, {"off": True}, {"method": "uniform"}, {"method": "pool", "keep": 6}, {"keep": 30}]
+    overrides += [{"method": "downsample", "keep": 0.4}, {"method": "dynres", "keep": 0.5}]
     cases = [(draw.randrange(3), draw.randrange(1, 3), draw.choice(overrides)) for _ in range(100)]
 
     def answer(case: Any) -> Any:
         seed, count, override = case
         return ask(server, CHECKPOINTS[NAME].pictures(count, seed=seed), "and? ", override)
 
-    with ThreadPoolExecutor(16) as pool:
-        replies = list(pool.map(answer, cases))
+    pool = ThreadPoolExecutor(16)
+    try:
+        replies = list(pool.map(answer, cases, timeout=2 * CALL))
+    except TimeoutError as error:
+        raise AssertionError(server.story("not all requests were answered in time")) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
     seen = set()
     for (seed, count, override), reply in zip(cases, replies, strict=True):
         key = (seed, count, str(override))

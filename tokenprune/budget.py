@@ -11,7 +11,7 @@ from typing import Any
 from tokenprune.accounting import DecoderShape
 from tokenprune.errors import BudgetError
 
-_SCOPES = ("image", "prompt")
+_SCOPES = ("image", "frame", "prompt")
 _TARGETS = ("keep", "average_tokens", "kv_share", "flops_share")
 
 
@@ -23,8 +23,9 @@ class Budget:
     average_tokens:  tokens per image averaged over the decoder's layers, what papers mean by "192 tokens".
     kv_share:        share of the visual tokens' KV bytes that remains, in (0, 1].
     flops_share:     share of the decoder's prefill FLOPs that remains (text included), in (0, 1].
-    per:             "image": every image, video or tile has the budget for itself; "prompt": all visual tokens of a
-                     prompt share it, and compete.
+    per:             "image": every image, video or tile has the budget for itself; "frame": so has every frame of a
+                     video, such as the decoder sees (Qwen's towers join two); "prompt": all visual tokens of a prompt
+                     share it, and compete.
 
     The last three are solved for the layer at which the method cuts, from closed forms (accounting.py).
     Raises BudgetError for anything else, and, when solved, for a target that this layer cannot reach.

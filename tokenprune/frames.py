@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,20 @@ class Visual:
 
     @staticmethod
     def of(modality: str, positions: Sequence[int], frames: int) -> Visual | None:
-        """Return the visual whose tokens stand at `positions`, split into `frames` of the same number of tokens, or
-        None if they do not split so. A rest, the newline behind a video of LLaVA-OneVision, belongs to the last."""
-        size = len(positions) // frames if frames > 0 else 0
-        if size == 0 or len(positions) - frames * size >= size:
+        """Return the visual whose tokens stand at `positions`, split into `frames` by `frame_counts`, or None."""
+        counts = frame_counts(len(positions), frames)
+        if counts is None:
             return None
-        first = [number * size for number in range(frames)]
-        last = [start - 1 for start in first[1:]] + [len(positions) - 1]
-        return Visual(modality, tuple((positions[a], positions[b] + 1) for a, b in zip(first, last, strict=True)))
+        end = list(accumulate(counts))
+        return Visual(
+            modality, tuple((positions[b - n], positions[b - 1] + 1) for b, n in zip(end, counts, strict=True))
+        )
+
+
+def frame_counts(tokens: int, frames: int) -> list[int] | None:
+    """Return how many of a video's `tokens` each of its `frames` has, or None if they do not split evenly. A rest, the
+    newline behind a video of LLaVA-OneVision, belongs to the last."""
+    size = tokens // frames if frames > 0 else 0
+    if size == 0 or tokens - frames * size >= size:
+        return None
+    return [size] * (frames - 1) + [tokens - (frames - 1) * size]

@@ -31,8 +31,9 @@ def patch_processor(
     options: the method's own options.
 
     The same as `patch(model, method, keep=keep, processor=processor)`, for processors whose pictures any model of their
-    family takes in any size (Qwen-VL, LLaVA-NeXT and OneVision, LFM2-VL). Raises UnsupportedSetupError for the others,
-    and OptionError, BudgetError or AlreadyPatchedError; the processor is then as it was before.
+    family take in any size (Qwen-VL, LLaVA-NeXT and OneVision, LFM2-VL, Mistral 3, Pixtral). Raises
+    UnsupportedSetupError for the others, and OptionError, BudgetError or AlreadyPatchedError; the processor is then as
+    it was before.
     """
     from tokenprune.integrations.hf.pixels import patch_for, patch_on
 

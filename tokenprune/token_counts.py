@@ -184,6 +184,16 @@ def _closest_grid(height: int, width: int, tile: int, least: int, most: int) -> 
     return best
 
 
+# -- Pixtral and Mistral 3
+
+
+def _pixtral(read: Reader, height: int, width: int, images: int) -> int:
+    size, side = read.size(), read.whole("patch_size") * read.whole("spatial_merge_size")
+    most = [size.get("longest_edge") or size[edge] for edge in ("height", "width")]
+    ratio = max(1.0, height / most[0], width / most[1])
+    return math.prod((math.floor(edge / ratio) - 1) // side + 1 for edge in (height, width))
+
+
 # -- LLaVA-NeXT and LLaVA-OneVision
 
 
@@ -272,6 +282,7 @@ _RULES: dict[str, Rule] = {
     "Qwen2VLImageProcessor": Rule(_qwen, "input", _qwen_grid),
     "Siglip2ImageProcessor": Rule(_naflex, None),
     "Lfm2VlImageProcessor": Rule(_lfm2, "input"),
+    "PixtralImageProcessor": Rule(_pixtral, "input"),
     "LlavaNextImageProcessor": Rule(_llava_next, "input"),
     "LlavaOnevisionImageProcessor": Rule(_onevision, "input"),
     "CLIPImageProcessor": Rule(_llava, "target"),

@@ -94,7 +94,7 @@ class DynRes(Method):
             for picture, (_, text) in zip(pictures, looks, strict=True)
         ]
         details = [detail for detail, _ in looks]
-        if per == "image":
+        if per != "prompt":
             return [self._share(detail, kept, keep) for detail, kept in zip(details, whole, strict=True)]
         levels = {
             prompt: self._level(

@@ -117,6 +117,8 @@ class Engine(Attachable):
         if grids is not None and hasattr(output, "pooler_output"):
             # As an item, here and in the parts: an attribute is lost when accelerate moves the output between devices.
             output["tokenprune_grids"] = grids
+        if self.per == "frame" and modality == "video":
+            output["tokenprune_frames"] = self.adapter.video_frames(arguments)
         for part in self.parts:
             part.note(modality, arguments, output)
         if call is not None:

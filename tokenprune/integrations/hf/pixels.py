@@ -188,16 +188,16 @@ class PixelPatch:
         self, read: Reader, pictures: list[Picture], shares: list[float]
     ) -> tuple[list[tuple[int, int]], dict]:
         """Sizes in whole tokens, which the processor then leaves alone."""
-        sizes, areas = [], []
+        sizes = []
         for picture, share in zip(pictures, shares, strict=True):
-            rows, columns, factor, least, most = self.rule.grid(read, *picture.size)
+            height, width = picture.size
+            rows, columns, factor, least, most = self.rule.grid(read, height, width)
+            # A picture of full size is left to the processor, unless it is only made that large by the lower limit,
+            # which has to go: what becomes of a picture must not depend on the others in the call.
+            left = share >= 1 and round(height / factor) * round(width / factor) * factor**2 >= least
             small = _grid(rows, columns, share)
-            area = small[0] * small[1] * factor**2
-            # A picture of full size is left to the processor, unless the smaller limit would let it be too small.
-            left = share >= 1 and picture.size[0] * picture.size[1] >= least
             sizes.append(picture.size if left else (small[0] * factor, small[1] * factor))
-            areas.append(least if left else min(least, area))
-        return sizes, {"shortest_edge": min(areas), "longest_edge": most}
+        return sizes, {"shortest_edge": min(least, factor**2), "longest_edge": most}
 
     def _target(self, read: Reader, share: float) -> dict[str, Any]:
         if read("do_resize") is False:

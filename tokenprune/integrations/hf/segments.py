@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.errors import PlaceholderMismatchError
+from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
+from tokenprune.frames import frame_counts
 from tokenprune.integrations.hf.copies import of_each_piece
 from tokenprune.kernels.compact import partition
 from tokenprune.tokens import Segments, square_grid
@@ -50,14 +51,17 @@ def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str, s
 
     masks: bool `[B, L]` for each modality. outputs: the encoder's output for each modality, where known: it tells
     pictures apart that stand side by side, and carries their grids; without it every unbroken run of placeholders is a
-    segment. per: "image", or "prompt" for one segment a row. step: from one placeholder to the next within a run; 2
-    where ids for the ends of rows stand between.
+    segment.
+    per: "image"; "frame", where each frame of a video is a segment; or "prompt" for one segment a row. step: from one
+    placeholder to the next within a run; 2 where ids for the ends of rows stand between.
+    Raises UnsupportedSetupError for a video whose frames cannot be told.
     """
     pieces = []  # (row, positions, grid, modality)
     for modality, mask in masks.items():
         rows, columns = mask.cpu().nonzero(as_tuple=True)
         if len(rows):
-            pieces += _pieces(modality, rows, columns, outputs.get(modality), step)
+            found = _pieces(modality, rows, columns, outputs.get(modality), step)
+            pieces += _by_frame(found, outputs.get(modality)) if per == "frame" and modality == "video" else found
     if not pieces:
         return None
     pieces.sort(key=lambda piece: (piece[0], int(piece[1][0])))
@@ -98,6 +102,21 @@ def _pieces(modality: str, rows: Tensor, columns: Tensor, output: Any, step: int
             grid = square_grid(end - start) if modality == "image" else None
         pieces.append((row, columns[start:end], grid, modality))
     return pieces
+
+
+def _by_frame(pieces: list[tuple], output: Any) -> list[tuple]:
+    frames = of_each_piece(getattr(output, "tokenprune_frames", None) or [], [piece[0] for piece in pieces])
+    split = []
+    for (row, columns, grid, modality), number in zip(pieces, frames, strict=True):
+        counts = frame_counts(len(columns), number or 0)
+        if counts is None:
+            raise UnsupportedSetupError(
+                f"nothing tells which of a video's {len(columns)} tokens belong to which frame: use a Budget with "
+                'per="image", which the whole video shares'
+            )
+        one = None if grid is None else (1, *grid[1:])
+        split += [(row, part, one, modality) for part in columns.split(counts)]
+    return split
 
 
 def _by_row(pieces: list[tuple]) -> list[tuple]:

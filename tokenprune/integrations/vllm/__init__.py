@@ -7,4 +7,5 @@ it; see docs/serving.md. Nothing outside this package imports vllm.
 How it works. The number of tokens that a method keeps follows from an item's shape alone, so the processor (front end)
 can write the shorter prompt before anything is encoded. It attaches a `Plan` to each item; the model (worker) reads
 it, lets the method choose among the features of the encoder, and returns as many rows as the prompt has room for.
+Methods that act on pixels shrink pictures in the processor, and leave the counting to vLLM.
 """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenprune.errors import OptionError
+from tokenprune.frames import frame_counts
 from tokenprune.integrations.vllm.settings import KEY, Setting
 
 
@@ -28,12 +31,14 @@ class Plan:
     tokens:  ids of the item's text in the prompt, placeholders and what stands between them.
     embeds:  which of them are placeholders, and get a row of the encoder's output.
     per_run: see `Family`.
+    frames:  of a video whose frames have a budget each, and stand in one run; else 1.
     """
 
     setting: Setting
     tokens: tuple[int, ...]
     embeds: tuple[bool, ...]
     per_run: bool
+    frames: int = 1
 
     @cached_property
     def runs(self) -> list[int]:
@@ -43,7 +48,7 @@ class Plan:
     @cached_property
     def counts(self) -> list[int]:
         """Rows of the encoder's output in each segment, the pieces that have a budget each."""
-        return self.runs if self.per_run else [sum(self.runs)]
+        return self.runs if self.per_run else frame_counts(sum(self.runs), self.frames)
 
     @cached_property
     def keep(self) -> list[int]:
@@ -93,7 +98,8 @@ class Plan:
         """Return the plan as bytes in a tensor, the one kind of thing that travels with an item."""
         pairs = zip(self.tokens, self.embeds, strict=True)
         lengths = [[token, int(embed), len(list(group))] for (token, embed), group in itertools.groupby(pairs)]
-        text = json.dumps({"setting": self.setting.as_dict(), "tokens": lengths, "per_run": self.per_run})
+        content = {"setting": self.setting.as_dict(), "tokens": lengths, "per_run": self.per_run, "frames": self.frames}
+        text = json.dumps(content)
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     @staticmethod
@@ -107,9 +113,22 @@ class Plan:
         return None if element is None or element.data is None else Plan.decode(element.data)
 
     @staticmethod
-    def make(setting: Setting, tokens: Sequence[int], embeds: Sequence[bool] | None, per_run: bool) -> Plan:
+    def make(
+        setting: Setting, tokens: Sequence[int], embeds: Sequence[bool] | None, per_run: bool, frames: int = 1
+    ) -> Plan:
+        """frames: of a video; 1 for a picture. Raises OptionError for frames that cannot be told but have to be."""
         embeds = [True] * len(tokens) if embeds is None else embeds
-        return Plan(setting, tuple(tokens), tuple(bool(embed) for embed in embeds), per_run)
+        whole = Plan(setting, tuple(tokens), tuple(bool(embed) for embed in embeds), per_run)
+        if per_run or frames == 1 or setting.per != "frame":
+            return whole
+        if len(whole.runs) == frames:  # time stamps between them
+            return dataclasses.replace(whole, per_run=True)
+        if len(whole.runs) > 1 or frame_counts(sum(whole.runs), frames) is None:
+            raise OptionError(
+                'nothing tells which tokens of the video belong to which frame: use "per": "image", so that the whole '
+                "video shares its budget"
+            )
+        return dataclasses.replace(whole, frames=frames)
 
 
 @lru_cache(maxsize=1024)
@@ -119,4 +138,4 @@ def _decode(data: bytes) -> Plan:
     for token, embed, length in content["tokens"]:
         tokens += [token] * length
         embeds += [bool(embed)] * length
-    return Plan(Setting.of(content["setting"]), tuple(tokens), tuple(embeds), content["per_run"])
+    return Plan(Setting.of(content["setting"]), tuple(tokens), tuple(embeds), content["per_run"], content["frames"])

@@ -30,11 +30,18 @@ HOOKS = {
         "self mm_items hf_processor_mm_kwargs out_mm_kwargs"
     ),
     "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_hashes": "self inputs",
+    "vllm.multimodal.processing:BaseMultiModalProcessor._maybe_apply_prompt_updates": "self mm_items mm_res",
     "vllm.multimodal.processing:BaseMultiModalProcessor.get_dummy_mm_inputs": "self mm_counts",
     "vllm.multimodal.processing:BaseMultiModalProcessor.apply": "self inputs",
     "vllm.multimodal.processing.processor:PromptReplacement": "modality target replacement",
     "vllm.multimodal.processing.processor:PromptUpdate._resolve_content": "self item_idx",
+    "vllm.multimodal.processing.processor:PromptUpdateDetails": "full is_embed",
+    "vllm.multimodal.processing.processor:MultiModalProcessingResult": "prompt_updates",
     "vllm.multimodal.processing.processor:PromptUpdateDetails.select_token_id": "seq embed_token_id",
+    "vllm.multimodal.processing:BaseProcessingInfo._merge_and_resolve_mm_processor_kwargs": "self mm_kwargs",
+    "vllm.multimodal.parse:ImageProcessorItems": "data",
+    "vllm.multimodal.parse:VideoProcessorItems.get_num_frames": "self item_idx",
+    "vllm.multimodal.parse:ImageProcessorItems.get_item_for_hash": "self index",
     "vllm.multimodal.inputs:MultiModalFieldElem": "data field",
     "vllm.multimodal.inputs:MultiModalBatchedField": "keep_on_cpu",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "data modality identifier mm_position",
@@ -144,6 +151,8 @@ def _with_reduction(processor: Any, registry: Any) -> Any:
     except TypeError:  # a processor built in another way, of a model that we do not serve
         if configured(processor.info.ctx.model_config) is not None:
             raise
+    else:
+        processor.check_pixels()
     return processor
 
 

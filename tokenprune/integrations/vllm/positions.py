@@ -10,6 +10,7 @@ of a picture never has to be computed again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
     positions, _ = rule(list(plan.tokens), [spec])
     first, end = plan.span
     starts = torch.tensor([first] * len(plan.tokens))
-    if not plan.reduces:  # then each run of placeholders stands for itself
+    if not plan.reduces or plan.per_run:  # then each run of placeholders stands for itself
         for place in range(first, end):
             same = place > first and plan.embeds[place] and plan.embeds[place - 1]
             starts[place] = starts[place - 1] if same else place
@@ -65,7 +66,9 @@ def of_prompt(rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpe
         full += tokens[done:offset]
         where = PlaceholderRange(len(full), len(plan.tokens))
         moved.append(dataclasses.replace(feature, mm_position=where))
-        if plan.reduces:
+        if plan.reduces and plan.per_run:
+            index += [len(full) + place for place in _first_of_each_run(plan)]
+        elif plan.reduces:
             first, end = plan.span
             index += range(len(full), len(full) + first)
             index += [min(len(full) + first + row, len(full) + end - 1) for row in range(plan.rows)]
@@ -78,6 +81,16 @@ def of_prompt(rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpe
     full += tokens[done:]
     positions, _ = rule(full, moved)
     return positions[:, index], int(positions.max()) + 1 - len(tokens)
+
+
+def _first_of_each_run(plan: Plan) -> list[int]:
+    """Places in the item's full text: of its text, and of as many placeholders of each run as stay of it."""
+    places, start, keep = [], 0, iter(plan.keep)
+    for embed, group in itertools.groupby(plan.embeds):
+        length = len(list(group))
+        places += range(start, start + (next(keep) if embed else length))
+        start += length
+    return places
 
 
 def place(

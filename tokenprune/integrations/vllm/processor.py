@@ -10,17 +10,29 @@ from functools import cache
 from typing import Any
 
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
+from vllm.multimodal.parse import VideoProcessorItems
 from vllm.multimodal.processing import BaseMultiModalProcessor
 from vllm.multimodal.processing.processor import PromptReplacement, PromptUpdate, PromptUpdateDetails
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm import metrics
 from tokenprune.integrations.vllm.configuration import check_model, configured, family_of
+from tokenprune.integrations.vllm.pixels import Shrinker, SmallerImages
 from tokenprune.integrations.vllm.plan import Plan, field_name
 from tokenprune.integrations.vllm.settings import KEY, Setting
 from tokenprune.integrations.vllm.tower import check_items, reads_tower
 from tokenprune.integrations.vllm.tower_merging import merges_in_tower
 
 OFF = {"off": True}
+
+
+@dataclasses.dataclass
+class CountedDetails(PromptUpdateDetails):
+    """What is written for an item, with its number of visual tokens before and after; vLLM keeps it with the item, so a
+    hit of its cache knows them too."""
+
+    before: int = 0
+    after: int = 0
 
 
 class ReducingProcessor(BaseMultiModalProcessor):
@@ -49,6 +61,12 @@ class ReducingProcessor(BaseMultiModalProcessor):
             raise OptionError(str(error)) from error  # the server goes on, and the client is told
         return setting
 
+    def check_pixels(self) -> None:
+        """Raise OptionError if the server's own setting asks for smaller pictures where they save nothing."""
+        setting = self._setting({})
+        if setting is not None and setting.pixels is not None:
+            Shrinker(setting, self.info, {}).check()
+
     def _get_mm_hashes(self, inputs: Any) -> Any:
         setting = self._setting(inputs.hf_processor_mm_kwargs)
         if setting is not None:
@@ -58,8 +76,11 @@ class ReducingProcessor(BaseMultiModalProcessor):
         return super()._get_mm_hashes(inputs)
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
-        self._setting(hf_kwargs)  # raise before any work is done
-        return super()._apply_hf_processor_main(mm_items=mm_items, hf_kwargs=_without(hf_kwargs))
+        setting = self._setting(hf_kwargs)  # raise before any work is done
+        hf_kwargs = _without(hf_kwargs)
+        if setting is not None and setting.pixels is not None:
+            hf_kwargs = Shrinker(setting, self.info, hf_kwargs).shrink(mm_items)
+        return super()._apply_hf_processor_main(mm_items=mm_items, hf_kwargs=hf_kwargs)
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:
         return super()._get_mm_fields_config(hf_inputs, _without(hf_processor_mm_kwargs))
@@ -73,24 +94,37 @@ class ReducingProcessor(BaseMultiModalProcessor):
         )
         if setting is None:
             return updates
-        return [self._reduced(update, setting, out_mm_kwargs) for update in updates]
+        return [self._reduced(update, setting, mm_items, out_mm_kwargs) for update in updates]
 
-    def _reduced(self, update: PromptUpdate, setting: Setting, out_mm_kwargs: Any) -> PromptUpdate:
+    def _reduced(self, update: PromptUpdate, setting: Setting, mm_items: Any, out_mm_kwargs: Any) -> PromptUpdate:
         if not isinstance(update, PromptReplacement):
             raise UnsupportedSetupError(f"{type(self).__name__} puts pictures into the prompt by {update.mode}")
 
         def replacement(index: int) -> PromptUpdateDetails:
             content = update._resolve_content(index)
             embeds = None if content.is_embed is None else content.is_embed(content.full).tolist()
-            plan = Plan.make(setting, content.full, embeds, family_of(self.info.ctx.model_config).per_run)
+            apart = setting.per == "frame" and update.modality == "video"
+            frames = _frames(mm_items, out_mm_kwargs, index) if apart else 1
+            plan = Plan.make(setting, content.full, embeds, family_of(self.info.ctx.model_config).per_run, frames)
             # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
             element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
             out_mm_kwargs[update.modality][index][field_name(update.modality)] = element
-            if not plan.reduces:
-                return content
-            return PromptUpdateDetails.select_token_id(plan.reduced(), plan.placeholder)
+            if plan.reduces:
+                content = PromptUpdateDetails.select_token_id(plan.reduced(), plan.placeholder)
+            items = mm_items[update.modality]
+            full = items.full[index] if isinstance(items, SmallerImages) else sum(plan.counts)
+            return CountedDetails(content.full, content.is_embed, full, sum(plan.keep))
 
         return dataclasses.replace(update, replacement=replacement)
+
+    def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> Any:
+        applied = super()._maybe_apply_prompt_updates(mm_items, mm_res)
+        details = [update[0].content for items in mm_res.prompt_updates.values() for update in items if update]
+        counted = [one for one in details if isinstance(one, CountedDetails)]
+        if counted and not self._dummy:
+            before, after = sum(one.before for one in counted), sum(one.after for one in counted)
+            metrics.count(self.info.ctx.model_config, before, after)
+        return applied
 
     def get_dummy_mm_inputs(self, *args: Any, **kwargs: Any) -> Any:
         self._dummy = configured(self.info.ctx.model_config) is not None
@@ -108,6 +142,15 @@ class ReducingProcessor(BaseMultiModalProcessor):
         if setting is not None and (reads_tower(setting.method) or merges_in_tower(setting.method)):
             check_items(setting.method, setting, inputs.mm_data_items, self.info)
         return super().apply(inputs, *args, **kwargs)
+
+
+def _frames(mm_items: Any, out_mm_kwargs: Any, index: int) -> int:
+    """How many frames of a video reach the language model; 0 if nothing tells."""
+    grid = out_mm_kwargs["video"][index].get("video_grid_thw")
+    if grid is not None:
+        return int(grid.data[0])
+    videos = mm_items["video"]
+    return videos.get_num_frames(index) if isinstance(videos, VideoProcessorItems) else 0
 
 
 def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:

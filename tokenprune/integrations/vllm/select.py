@@ -59,19 +59,24 @@ class _Features:
 
 
 def segments_of(counts: list[int], grid: Grid | None, modality: str, device: torch.device) -> Segments:
-    """Return one segment for each entry of `counts`, in the order of the rows. grid: of an item with one segment."""
+    """Return one segment for each entry of `counts`, in the order of the rows.
+
+    grid: (frames, height, width) of an item that is one segment, or whose frames are one each.
+    """
     limit = torch.tensor(counts, device=device)[:, None]
     place = torch.arange(max(counts), device=device)
     start = limit.cumsum(0) - limit
     mask = place < limit
-    known = len(counts) == 1 and grid is not None and math.prod(grid) == counts[0]
+    guess = square_grid if modality == "image" else lambda count: None
+    if grid is not None and len(counts) == grid[0]:
+        grid = (1, *grid[1:])
     return Segments(
         row=[0] * len(counts),
         ordinal=list(range(len(counts))),
         counts=counts,
         position=torch.where(mask, start + place, start),
         mask=mask,
-        grids=[grid] if known else [square_grid(count) if modality == "image" else None for count in counts],
+        grids=[grid if grid is not None and math.prod(grid) == count else guess(count) for count in counts],
         modality=[modality] * len(counts),
     )
 

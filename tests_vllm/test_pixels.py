@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that act on pixels, in the real engine: prompts, words and log-probabilities of the Hugging Face model whose
+processor is patched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from checkpoints import CHECKPOINTS, Checkpoint
+from conftest import DIVPRUNE, Engine, same
+from test_plugin import config
+from tokenprune.errors import OptionError
+
+RESIZED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next", "llava_onevision", "mistral3", "pixtral"]
+FIXED = ["llava", "internvl", "gemma3", "smolvlm", "idefics3"]
+SETTINGS = {
+    "off": {"off": True},
+    "downsample": {"method": "downsample", "keep": 0.4},
+    "dynres": {"method": "dynres", "keep": 0.5},
+    "dynres without guard": {"method": "dynres", "keep": 0.3, "text_guard": False, "min_scale": 0.5},
+    "downsample, divprune": {"method": ["downsample", "divprune"], "keep": [0.6, 0.5]},
+    "pool, dynres": {"method": ["pool", {"method": "dynres", "min_scale": 0.4}], "keep": 0.6},
+}
+
+
+def pictures(checkpoint: Checkpoint) -> list[Image.Image]:
+    """Smooth, and noisy: dynres tells them apart; and lines, which it takes for text."""
+    (height, width), *_ = checkpoint.sizes
+    slope = np.linspace(60, 200, height * width).reshape(height, width)
+    noise = np.random.default_rng(3).integers(0, 256, (width, height))
+    lines = (np.random.default_rng(0).random((height, height)) < 0.3) * 255
+    return [Image.fromarray(one.astype(np.uint8)).convert("RGB") for one in (slope, noise, lines)]
+
+
+@pytest.fixture(scope="module", params=RESIZED)
+def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engine:
+    return start(request.param, SETTINGS["downsample"])
+
+
+@pytest.fixture
+def checkpoint(engine: Engine) -> Checkpoint:
+    return engine.checkpoint
+
+
+def check(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, images: list, setting: Any, videos=()):
+    """The same prompt, placeholders included, where nothing is cut behind the encoder; and the same answer."""
+    theirs = reference(checkpoint.name)
+    if not isinstance(setting.get("method"), list):
+        assert list(output.prompt_token_ids) == theirs.prompt_ids(prompt, images, setting, videos)
+    tokens, logprobs = theirs.greedy(prompt, images, len(output.outputs[0].token_ids), setting, videos)
+    return same(output, tokens, logprobs)
+
+
+def test_every_setting(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """In one batch, with pictures that get a share each."""
+    prompt, images = checkpoint.prompt(3), pictures(checkpoint)
+    outputs = engine.generate([engine.request(prompt, images, override) for override in SETTINGS.values()])
+    for setting, output in zip(SETTINGS.values(), outputs, strict=True):
+        check(reference, checkpoint, output, prompt, images, setting)
+    lengths = [len(output.prompt_token_ids) for output in outputs]
+    assert max(lengths[1:]) < lengths[0] and len(set(lengths)) > 3, lengths
+
+
+def test_videos_keep_their_size(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    if checkpoint.video is None:
+        pytest.skip(f"{checkpoint.name} takes no video here")
+    prompt, images, videos = checkpoint.prompt(1, video=True), pictures(checkpoint)[1:2], [checkpoint.film()]
+    overrides = [{"off": True}, SETTINGS["downsample"], SETTINGS["downsample, divprune"]]
+    outputs = engine.generate([engine.request(prompt, images, override, videos) for override in overrides])
+    for setting, output in zip(overrides, outputs, strict=True):
+        check(reference, checkpoint, output, prompt, images, setting, videos)
+    lengths = [len(output.prompt_token_ids) for output in outputs]
+    assert lengths[0] > lengths[1] > lengths[2], lengths
+
+
+def test_caches_tell_settings_apart(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """Both settings make the same number of placeholders, and share nothing; the same setting shares all."""
+    engine.forget()
+    prompt, images = checkpoint.prompt(1, "what is it, and where, and why? " * 2), pictures(checkpoint)[:1]
+    overrides = [{"keep": 0.4}, {"method": "dynres", "keep": 0.4}, {"method": "downsample", "keep": 0.400001}, {}]
+    hits = []
+    for override in overrides:
+        (output,) = engine.generate([engine.request(prompt, images, override)])
+        check(reference, checkpoint, output, prompt, images, SETTINGS["downsample"] | override)
+        hits.append(output.num_cached_tokens)
+    text = prompt.index(checkpoint.picture) // 32 * 32
+    assert hits[:3] == [text] * 3 and hits[3] >= 32, hits
+
+
+# -- without an engine: the front end alone
+
+
+def processor(folder: Any, setting: Any, **options: Any) -> Any:
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    model_config = config(folder, setting, **options)  # which loads plugins: before the registry is asked
+    return MULTIMODAL_REGISTRY.create_processor(model_config)
+
+
+def written(made: Any, prompt: str, images: Any, override: Any = None) -> list[int]:
+    kwargs = {} if override is None else {"tokenprune": override}
+    items = made.info.parse_mm_data({"image": images})
+    return made(prompt, items, hf_processor_mm_kwargs=kwargs)["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_pictures_of_one_size_are_refused(folder: Callable[..., Any], name: str) -> None:
+    """When the server starts, and in a request; composed methods too."""
+    checkpoint = CHECKPOINTS[name]
+    for key in ("downsample", "dynres", "downsample, divprune"):
+        with pytest.raises(OptionError, match=r"ImageProcessor makes as many tokens .* use a method .* such as pool"):
+            processor(folder(name), SETTINGS[key])
+    made = processor(folder(name), DIVPRUNE)
+    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    if name != "gemma3":  # its processor wants its own placeholders around
+        full, kept = written(made, prompt, images, {"off": True}), written(made, prompt, images)
+        assert len(kept) < len(full)
+    with pytest.raises(OptionError, match="cannot be served with this model"):
+        written(made, prompt, images, SETTINGS["downsample"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "limits"),
+    [
+        ({}, {}),
+        ({"min_pixels": 150 * 28**2}, {"shortest_edge": 150 * 28**2}),
+        ({"images_kwargs": {"min_pixels": 150 * 28**2}}, {"shortest_edge": 150 * 28**2}),
+        ({"size": {"shortest_edge": 784, "longest_edge": 9000}}, {"shortest_edge": 784, "longest_edge": 9000}),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_servers_own_limits_hold(
+    folder: Callable[..., Any], reference: Any, name: str, extra: dict[str, Any], limits: dict[str, int]
+) -> None:
+    """The share is one of the tokens that the server would make, whatever limits it was given."""
+    made = processor(folder(name), SETTINGS["downsample"], extra=extra)
+    checkpoint, theirs = CHECKPOINTS[name], reference(name)
+    counts = []
+    for image in [*pictures(checkpoint), Image.new("RGB", (30, 29))]:
+        size = dict(theirs.processor.image_processor.size) | limits
+        pad = theirs.model.config.image_token_id
+        with theirs.patched(SETTINGS["downsample"]):
+            ids = theirs.processor(
+                images=[image], text=[checkpoint.prompt(1)], images_kwargs={"size": size}, return_tensors="pt"
+            )["input_ids"]
+        assert written(made, checkpoint.prompt(1), [image]) == ids[0].tolist()
+        counts.append(int((ids == pad).sum()))
+    assert len(set(counts)) > 1 or limits, counts
+
+
+def test_a_picture_is_hashed_as_it_came(folder: Callable[..., Any]) -> None:
+    """With a cache vLLM hashes pictures before they shrink, without one after it."""
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    made, checkpoint = processor(folder("llava_next"), SETTINGS["downsample"]), CHECKPOINTS["llava_next"]
+    items = made.info.parse_mm_data({"image": pictures(checkpoint)})
+    before = made._get_mm_hashes(ProcessorInputs([], items))
+    assert made(checkpoint.prompt(3), items)["mm_hashes"] == before
+
+
+def test_embeddings_are_refused(folder: Callable[..., Any]) -> None:
+    made = processor(folder("llava_next"), SETTINGS["downsample"], enable_mm_embeds=True)
+    with pytest.raises(OptionError, match="brings embeddings"):
+        written(made, CHECKPOINTS["llava_next"].prompt(1), torch.zeros(1, 20, 64))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which methods vLLM can serve, and why it cannot serve the others."""
+
+from __future__ import annotations
+
+from tokenprune.base import Method, Site
+from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod
+from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.integrations.vllm.select import probe
+from tokenprune.registry import available_methods, method_class
+
+KEY = "tokenprune"
+IN_LLM = "experimental_in_llm"  # the key that allows methods inside the language model
+
+
+def check_method(method: Method, in_llm: bool = False) -> None:
+    """Raise OptionError if vLLM cannot serve this method, saying what to use instead."""
+    reason = _unservable_in_llm(method) if in_llm else _unservable(method)
+    if reason:
+        key = f" with {IN_LLM}" if in_llm else ""
+        raise OptionError(
+            f"{method.name} cannot be served by vLLM{key}: {reason}. Servable are {', '.join(servable(in_llm))}"
+        )
+
+
+def servable(in_llm: bool = False) -> list[str]:
+    """Return the names of the methods that can be served with their default options."""
+    reason = _unservable_in_llm if in_llm else _unservable
+    return [name for name in available_methods() if reason(method_class(name)()) is None]
+
+
+def _unservable_in_llm(method: Method) -> str | None:
+    if method.site is not Site.IN_LLM:
+        return f"it does not act inside the language model ({method.site}); leave {IN_LLM} out"
+    if _stages(method) != [method]:
+        return "it cuts at several layers, and one is what there is"
+    from tokenprune.integrations.vllm.in_llm.select import probe
+
+    try:
+        probe(method)
+    except TokenPruneError as error:
+        return str(error)
+    return None
+
+
+def _unservable(method: Method) -> str | None:
+    if method.site is Site.PRE_ENCODER:
+        if method.chooses_pictures:
+            return "vLLM needs all of a prompt's pictures; let clients leave out those that no question is about"
+        if method.reads_question:
+            return "with question_guard it reads the question, and a picture is shared by all prompts that hold it"
+        return None
+    if isinstance(method, EncoderMethod):
+        if getattr(method, "vtu", "off") != "off":
+            return f"vtu={method.vtu} changes attention inside the language model; leave it out"
+        why = method.inexact
+        return why and f"the prompt's length is settled before the tower runs, and {why}"
+    if method.site is Site.IN_LLM and _unservable_in_llm(method) is None:
+        return (
+            f'it acts inside the language model, after the prompt\'s length is settled; "{IN_LLM}": true allows it, '
+            "with limits (docs/serving.md)"
+        )
+    if method.site is not Site.PRE_LLM:
+        return f"it acts inside the language model, after the prompt's length is settled ({method.site})"
+    if _stages(method) != [method]:
+        return (
+            "it acts at several places, and only what enters the language model can be changed; switch the others off "
+            "where it has an option for that (vscan: stage2=false)"
+        )
+    if missing := method.reads - {"encoder_attention"}:
+        return f"it needs {', '.join(sorted(missing))}, and vLLM's fused layers give no such thing"
+    if method.query_aware:
+        return "it reads the question, but a picture's features are shared by all prompts that hold it"
+    try:
+        probe(method)
+    except TokenPruneError as error:
+        return str(error)
+    return None
+
+
+def _stages(method: Method) -> list[Method]:
+    return [stage for stage, _ in method.stages(Budget.of(0.5), 32)]
