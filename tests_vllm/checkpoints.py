@@ -146,8 +146,8 @@ def text(model_type: str, **extra: Any) -> dict[str, Any]:
     return dict(model_type=model_type, vocab_size=VOCABULARY, **TEXT | extra)
 
 
-def llava() -> Any:
-    image = CLIPImageProcessor(size={"shortest_edge": 84}, crop_size={"height": 84, "width": 84})
+def llava(side: int = 84) -> Any:
+    image = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     return LlavaProcessor(
         image, tokenizer(image_token="<image>"), patch_size=14, vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
@@ -329,6 +329,19 @@ CHECKPOINTS: dict[str, Checkpoint] = {
                          vision_config=vision(model_type="pixtral", image_size=224, patch_size=14, head_dim=32),
                          tie_word_embeddings=False),
             pixtral, "[IMG]", sizes=((140, 196), (196, 140), (168, 168)),
+        ),
+    ]
+}  # fmt: skip
+
+# Pictures of several blocks of the KV cache, and a decoder deep enough to cut in.
+DEEP: dict[str, Checkpoint] = {
+    one.name: one
+    for one in [
+        Checkpoint(
+            "llava_deep",
+            lambda: dict(text_config=text("llama", num_hidden_layers=4), vision_config=CLIP | {"image_size": 140},
+                         image_token_index=IDS["<image>"], image_seq_length=100, tie_word_embeddings=False),
+            lambda: llava(140), "<image>", rename=TOWER, sizes=((140, 140),), kind="llava",
         ),
     ]
 }  # fmt: skip

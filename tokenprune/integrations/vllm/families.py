@@ -13,15 +13,17 @@ class Family:
     mrope:   its positions have three axes (time, height, width), and kept tokens keep theirs.
     per_run: every unbroken run of placeholders (a tile, a frame) has the budget for itself, instead of the whole
              picture or video. Like on the Hugging Face side, where nothing tells which runs make up a picture.
+    in_llm:  tokens can leave between the layers of its language model (see `in_llm`).
     """
 
     mrope: bool = False
     per_run: bool = False
+    in_llm: bool = False
 
 
 # By the name that stands in `architectures` of a checkpoint's config.
 FAMILIES: dict[str, Family] = {
-    "LlavaForConditionalGeneration": Family(),
+    "LlavaForConditionalGeneration": Family(in_llm=True),
     "LlavaNextForConditionalGeneration": Family(),
     "LlavaOnevisionForConditionalGeneration": Family(),
     "Mistral3ForConditionalGeneration": Family(),

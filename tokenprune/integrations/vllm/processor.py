@@ -16,7 +16,7 @@ from vllm.multimodal.processing.processor import PromptReplacement, PromptUpdate
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.configuration import configured, family_of
 from tokenprune.integrations.vllm.plan import Plan, field_name
-from tokenprune.integrations.vllm.settings import KEY, Setting
+from tokenprune.integrations.vllm.settings import KEY, Setting, check_override
 
 OFF = {"off": True}
 
@@ -36,7 +36,10 @@ class ReducingProcessor(BaseMultiModalProcessor):
                     f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
                 )
             return None
-        return Setting.of(server, *([kwargs[KEY]] if KEY in kwargs else []), *([OFF] if self._dummy else []))
+        setting = Setting.of(server, *([kwargs[KEY]] if KEY in kwargs else []), *([OFF] if self._dummy else []))
+        if KEY in kwargs:
+            check_override(Setting.of(server), setting)
+        return setting
 
     def _get_mm_hashes(self, inputs: Any) -> Any:
         setting = self._setting(inputs.hf_processor_mm_kwargs)

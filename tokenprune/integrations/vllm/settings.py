@@ -17,6 +17,7 @@ from tokenprune.integrations.vllm.select import probe
 from tokenprune.registry import available_methods, build, method_class
 
 KEY = "tokenprune"
+IN_LLM = "experimental_in_llm"  # the key that allows methods inside the language model
 # Raise it whenever the same setting begins to keep other tokens: it is part of every cache key.
 ALGORITHM = 1
 _LONGEST = 2048  # characters of a setting as JSON
@@ -24,10 +25,12 @@ _LONGEST = 2048  # characters of a setting as JSON
 
 @dataclass(frozen=True)
 class Setting:
-    """What to do with an item. method: None if the reduction is off for it."""
+    """What to do with an item. method: None if the reduction is off for it. in_llm: whether it acts inside the language
+    model, and leaves the prompt as it is."""
 
     method: Method | None = None
     keep: float | int = 1.0
+    in_llm: bool = False
 
     @classmethod
     def of(cls, *layers: Any) -> Setting:
@@ -40,23 +43,26 @@ class Setting:
 
     @property
     def removes_nothing(self) -> bool:
-        """Whether every token of any item stays."""
-        return self.method is None or Budget.of(self.keep).is_identity()
+        """Whether every token of any item stays in the prompt."""
+        return self.method is None or self.in_llm or Budget.of(self.keep).is_identity()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the setting with nothing left implicit; `Setting.of` reads it."""
         if self.method is None:
             return {"off": True}
-        return {"method": self.method.name, "keep": self.keep} | dataclasses.asdict(self.method)
+        in_llm = {IN_LLM: True} if self.in_llm else {}
+        return {"method": self.method.name, "keep": self.keep} | in_llm | dataclasses.asdict(self.method)
 
     def cache_key(self) -> dict[str, Any]:
         """What has to be part of a cache key of whatever was made under this setting."""
         return {"algorithm": ALGORITHM} | self.as_dict()
 
     def count(self, tokens: int) -> int:
-        """How many of `tokens` visual tokens stay: a function of integers, the same in every process."""
-        if self.removes_nothing:
-            return tokens
+        """How many of `tokens` visual tokens stay in the prompt: a function of integers, the same in every process."""
+        return tokens if self.removes_nothing else self.wanted(tokens)
+
+    def wanted(self, tokens: int) -> int:
+        """How many of `tokens` visual tokens the method is to keep."""
         (wanted,) = Budget.of(self.keep).resolve([tokens], layer=0, shape=None, text_tokens=0)
         return min(tokens, max(1, self.method.budget(tokens, wanted)))
 
@@ -96,6 +102,9 @@ def _parsed(layers: tuple[str, ...]) -> Setting:
     if "method" not in merged:
         raise OptionError(f'{KEY} names no method: {{"method": "divprune", "keep": 0.25}}, for example')
     name = merged.pop("method")
+    in_llm = merged.pop(IN_LLM, False)
+    if not isinstance(in_llm, bool):
+        raise OptionError(f"{KEY}: {IN_LLM} must be true or false, not {_short(in_llm)}")
     keep = merged.pop("keep", method_class(name).default_keep)
     if isinstance(keep, (dict, list, str)):
         raise BudgetError(f"{KEY}: keep must be a number, not {keep!r}: a share in (0, 1], or a number of tokens")
@@ -104,8 +113,8 @@ def _parsed(layers: tuple[str, ...]) -> Setting:
         method = build(name, merged)
     except TypeError as error:  # an option of a type that the method itself did not check
         raise OptionError(f"{name}: {error}") from error
-    check_method(method)
-    return Setting(method, keep)
+    check_method(method, in_llm)
+    return Setting(method, keep, in_llm)
 
 
 def _short(value: Any) -> str:
@@ -113,14 +122,46 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def check_method(method: Method) -> None:
+def check_override(server: Setting, request: Setting) -> None:
+    """Raise OptionError if a request asks for another reduction inside the language model than the server has: its layers
+    are prepared for one."""
+    if (server.in_llm or request.in_llm) and request.method is not None and request != server:
+        raise OptionError(
+            f"{IN_LLM} is a matter of the whole server, set when it starts: a request can only switch the reduction off, "
+            'with {"off": true}'
+        )
+
+
+def check_method(method: Method, in_llm: bool = False) -> None:
     """Raise OptionError if vLLM cannot serve this method, saying what to use instead."""
-    reason = _unservable(method)
+    reason = _unservable_in_llm(method) if in_llm else _unservable(method)
     if reason:
-        raise OptionError(f"{method.name} cannot be served by vLLM: {reason}. Servable are {', '.join(servable())}")
+        key = f" with {IN_LLM}" if in_llm else ""
+        raise OptionError(
+            f"{method.name} cannot be served by vLLM{key}: {reason}. Servable are {', '.join(servable(in_llm))}"
+        )
+
+
+def _unservable_in_llm(method: Method) -> str | None:
+    if method.site is not Site.IN_LLM:
+        return f"it does not act inside the language model ({method.site}); leave {IN_LLM} out"
+    if type(method).stages is not Method.stages:
+        return "it cuts at several layers, and one is what there is"
+    from tokenprune.integrations.vllm.in_llm.select import probe
+
+    try:
+        probe(method)
+    except TokenPruneError as error:
+        return str(error)
+    return None
 
 
 def _unservable(method: Method) -> str | None:
+    if method.site is Site.IN_LLM and _unservable_in_llm(method) is None:
+        return (
+            f'it acts inside the language model, after the prompt\'s length is settled; "{IN_LLM}": true allows it, '
+            "with limits (docs/serving.md)"
+        )
     if method.site is not Site.PRE_LLM:
         hint = {
             Site.PRE_ENCODER: "it changes the pictures themselves; let clients send smaller or fewer ones",
@@ -140,6 +181,7 @@ def _unservable(method: Method) -> str | None:
     return None
 
 
-def servable() -> list[str]:
+def servable(in_llm: bool = False) -> list[str]:
     """Return the names of the methods that can be served with their default options."""
-    return [name for name in available_methods() if _unservable(method_class(name)()) is None]
+    reason = _unservable_in_llm if in_llm else _unservable
+    return [name for name in available_methods() if reason(method_class(name)()) is None]
