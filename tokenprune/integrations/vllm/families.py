@@ -24,14 +24,14 @@ class Family:
 # By the name that stands in `architectures` of a checkpoint's config.
 FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(in_llm=True),
-    "LlavaNextForConditionalGeneration": Family(),
-    "LlavaOnevisionForConditionalGeneration": Family(),
-    "Mistral3ForConditionalGeneration": Family(),
-    "Qwen2VLForConditionalGeneration": Family(mrope=True),
-    "Qwen2_5_VLForConditionalGeneration": Family(mrope=True),
-    "Qwen3VLForConditionalGeneration": Family(mrope=True),
-    "InternVLForConditionalGeneration": Family(per_run=True),
+    "LlavaNextForConditionalGeneration": Family(in_llm=True),
+    "LlavaOnevisionForConditionalGeneration": Family(in_llm=True),
+    "Mistral3ForConditionalGeneration": Family(in_llm=True),
+    "Qwen2VLForConditionalGeneration": Family(mrope=True, in_llm=True),
+    "Qwen2_5_VLForConditionalGeneration": Family(mrope=True, in_llm=True),
+    "Qwen3VLForConditionalGeneration": Family(mrope=True, in_llm=True),
+    "InternVLForConditionalGeneration": Family(per_run=True, in_llm=True),
     "Gemma3ForConditionalGeneration": Family(per_run=True),
-    "Idefics3ForConditionalGeneration": Family(per_run=True),
-    "SmolVLMForConditionalGeneration": Family(per_run=True),
+    "Idefics3ForConditionalGeneration": Family(per_run=True, in_llm=True),
+    "SmolVLMForConditionalGeneration": Family(per_run=True, in_llm=True),
 }

@@ -56,12 +56,10 @@ def kept(setting: Setting, count: int, block: int | None) -> int:
     return count - block * max(0, min((count - wanted) // block, count // block - 1))
 
 
-def pieces_of(plans: Sequence[tuple[Plan | None, int, str]], block: int | None) -> list[Piece]:
+def pieces_of(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list[Piece]:
     """Return the pieces of a prompt. plans: of each multimodal item in order, with its place and modality."""
     pieces: list[Piece] = []
     for item, (plan, offset, modality) in enumerate(plans):
-        if plan is None:
-            continue
         places = [offset + index for index, embed in enumerate(plan.embeds) if embed]
         for count in plan.counts:
             keep = kept(plan.setting, count, block)

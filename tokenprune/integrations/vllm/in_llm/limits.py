@@ -22,6 +22,7 @@ ENGINE_HOOKS = {
         "self request num_computed_tokens num_new_tokens encoder_compute_budget"
     ),
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler": "",
+    "vllm.v1.core.sched.output:NewRequestData.from_request": "request uses_mrope",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": "self request",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": "self blocks num_computed_tokens",
 }

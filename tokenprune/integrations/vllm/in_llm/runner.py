@@ -13,7 +13,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tokenprune.errors import TokenPruneError
+from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.vllm.in_llm.layout import Layout, Piece, Share, lay_out, pieces_of
 from tokenprune.integrations.vllm.in_llm.reducer import Cut, Reducer, Step, grids_of
 from tokenprune.integrations.vllm.plan import Plan
@@ -91,7 +91,7 @@ class InLLM:
         return shares
 
     def _find(self, features: list[Any], runner: Any) -> list[Piece]:
-        items = [(Plan.of_item(one.data, one.modality), one.mm_position.offset, one.modality) for one in features]
+        items = [(_plan(one), one.mm_position.offset, one.modality) for one in features]
         pieces = pieces_of(items, runner.input_batch.block_table[0].block_size if self.aligned else None)
         whole = [piece for piece in pieces if not piece.drop and items[piece.item][0].setting.method is not None]
         if whole and self.aligned and not self._warned:
@@ -115,6 +115,13 @@ class InLLM:
             end = request.num_prompt_tokens
         grids = grids_of(self.model, share.cut, [feature.data for feature in request.mm_features])
         return Cut(start, start + end - share.computed, share, grids)
+
+
+def _plan(feature: Any) -> Plan:
+    plan = Plan.of_item(feature.data, feature.modality)
+    if plan is None or len(plan.tokens) != feature.mm_position.length:
+        raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan that fits its place in the prompt")
+    return plan
 
 
 def _metadata(runner: Any, layout: Layout, full: torch.Tensor, block_size: int) -> tuple[torch.Tensor, Any]:

@@ -26,6 +26,8 @@ class WholePictures:
             )
         setting = Setting.of(configured(self.vllm_config.model_config))
         self._whole_prompts = setting.method is not None and not setting.method.prefix_cache_safe
+        # vLLM strips items of what the worker will not encode, but for models with M-RoPE: their plans are needed here.
+        self.model_uses_mrope = True
         self._found = self.kv_cache_manager.get_computed_blocks
         self.kv_cache_manager.get_computed_blocks = self._cut_back
 
