@@ -195,12 +195,12 @@ def qwen(processor: Any, video: Any, patch: int) -> Any:
     return processor(image, tokenizer(**QWEN_TOKENS), films, chat_template="{{ messages }}")
 
 
-def qwen_config(
-    kind: str, section: list[int], vision: dict[str, Any], layers: int = 3, **rope: Any
-) -> dict[str, Any]:
+def qwen_config(kind: str, section: list[int], vision: dict[str, Any], layers: int = 3, **rope: Any) -> dict[str, Any]:
     return dict(
         text_config=text(
-            kind, num_hidden_layers=layers, rope_parameters=dict(rope_type="default", rope_theta=10_000.0, mrope_section=section, **rope)
+            kind,
+            num_hidden_layers=layers,
+            rope_parameters=dict(rope_type="default", rope_theta=10_000.0, mrope_section=section, **rope),
         ),
         vision_config=vision,
         tie_word_embeddings=False,
@@ -337,7 +337,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     ]
 }  # fmt: skip
 
-# Pictures of several blocks of the KV cache, and a decoder deep enough to cut in.
+# For cuts inside the decoder: full attention, enough layers, pictures of several blocks of the KV cache.
 DEEP: dict[str, Checkpoint] = {
     one.name: one
     for one in [
@@ -346,6 +346,13 @@ DEEP: dict[str, Checkpoint] = {
             lambda: dict(text_config=text("llama", num_hidden_layers=4), vision_config=CLIP | {"image_size": 140},
                          image_token_index=IDS["<image>"], image_seq_length=100, tie_word_embeddings=False),
             lambda: llava(140), "<image>", rename=TOWER, sizes=((140, 140),), kind="llava",
+        ),
+        Checkpoint(
+            "mistral3_deep",
+            lambda: dict(text_config=text("mistral", sliding_window=None), image_token_index=IDS["[IMG]"],
+                         spatial_merge_size=2, tie_word_embeddings=False,
+                         vision_config=vision(model_type="pixtral", image_size=224, patch_size=14, head_dim=32)),
+            pixtral, "[IMG]", sizes=((224, 224),), kind="mistral3",
         ),
         Checkpoint(
             "qwen3_vl_deep",

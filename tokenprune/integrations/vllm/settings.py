@@ -123,12 +123,12 @@ def _short(value: Any) -> str:
 
 
 def check_override(server: Setting, request: Setting) -> None:
-    """Raise OptionError if a request asks for another reduction inside the language model than the server has: its layers
-    are prepared for one."""
+    """Raise OptionError if a request asks for another reduction than its server, and one of them is inside the language
+    model: its layers are prepared for one."""
     if (server.in_llm or request.in_llm) and request.method is not None and request != server:
         raise OptionError(
-            f"{IN_LLM} is a matter of the whole server, set when it starts: a request can only switch the reduction off, "
-            'with {"off": true}'
+            f"{IN_LLM} is a matter of the whole server, set when it starts: a request can only switch the reduction "
+            'off, with {"off": true}'
         )
 
 

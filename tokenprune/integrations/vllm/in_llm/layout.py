@@ -110,7 +110,8 @@ class Layout:
 
     lengths:  int64 `[R]`, tokens behind the cut after this step. starts: int32 `[R + 1]`, where each request's begin.
     columns:  int64 `[R, W]`, column of the full block table for each one behind the cut.
-    row, column, offset: int64 `[T']`, the request of each token, the column (behind the cut) of its block, and its place in it.
+    row, column, offset: int64 `[T']`, the request of each token, the column (behind the cut) of its block, and its
+    place in the block.
     """
 
     lengths: np.ndarray

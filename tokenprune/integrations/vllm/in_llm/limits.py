@@ -32,8 +32,8 @@ WORKER_HOOKS = {
     "vllm.v1.worker.block_table:BlockTable.get_device_tensor": "self num_reqs",
     "vllm.v1.worker.utils:AttentionGroup.build_metadata": "self common_attn_metadata",
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
-        "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs num_actual_tokens max_query_len "
-        "max_seq_len block_table_tensor slot_mapping causal is_prefilling"
+        "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs num_actual_tokens "
+        "max_query_len max_seq_len block_table_tensor slot_mapping causal is_prefilling"
     ),
     "vllm.forward_context:ForwardContext": "attn_metadata slot_mapping",
     "vllm.model_executor.layers.attention.attention:Attention.forward": "self query key value",
@@ -54,18 +54,22 @@ def check_engine(vllm_config: Any, setting: Setting) -> None:
     if not family_of(model_config).in_llm:
         served = ", ".join(name for name, family in FAMILIES.items() if family.in_llm)
         raise UnsupportedModelError(
-            f"{IN_LLM} does not serve {model_config.architecture}: it serves {served}. Use a method that acts before the "
-            "language model"
+            f"{IN_LLM} does not serve {model_config.architecture}: it serves {served}. Use a method that acts before "
+            "the language model"
         )
     problems = [*_of_engine(vllm_config), *_of_batches(vllm_config, setting.method)]
-    layers = model_config.hf_text_config.num_hidden_layers
-    if not 1 <= setting.method.cut_layer < layers:
-        problems.append(f"layer={setting.method.cut_layer} with {layers} layers: choose a layer from 1 to {layers - 1}")
-    deep = len(getattr(getattr(model_config.hf_config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-    if setting.method.cut_layer < deep:
-        problems.append(f"layer={setting.method.cut_layer}: features enter the first {deep} layers; cut at {deep} or later")
+    problems += _of_layer(model_config, setting.method.cut_layer)
     if problems:
         raise UnsupportedSetupError(f"{IN_LLM} does not go with this server:\n- " + "\n- ".join(problems))
+
+
+def _of_layer(model_config: Any, layer: int) -> Iterator[str]:
+    layers = model_config.hf_text_config.num_hidden_layers
+    # Of Qwen3-VL: the tower's features are added to those of as many of the first layers.
+    tower = getattr(model_config.hf_config, "vision_config", None)
+    first = max(1, len(getattr(tower, "deepstack_visual_indexes", None) or ()))
+    if not first <= layer < layers:
+        yield f"layer={layer}: choose a layer from {first} to {layers - 1} of this model"
 
 
 def _of_engine(vllm_config: Any) -> Iterator[str]:
@@ -112,8 +116,8 @@ def _of_batches(vllm_config: Any, method: Method) -> Iterator[str]:
             )
         if scheduler.enable_chunked_prefill:
             yield (
-                f"chunked prefill: {why}, so a prompt must not come in parts. Start with --no-enable-chunked-prefill and "
-                f"--max-num-batched-tokens of at least --max-model-len{instead}"
+                f"chunked prefill: {why}, so a prompt must not come in parts. Start with --no-enable-chunked-prefill "
+                f"and --max-num-batched-tokens of at least --max-model-len{instead}"
             )
         return
     if cache.enable_prefix_caching and cache.prefix_match_unit is not None:
@@ -130,11 +134,13 @@ def check_layers(decoder: Any) -> None:
         attention = getattr(getattr(one, "self_attn", None), "attn", None)
         where = f"layer {number} of {type(decoder).__name__}"
         if attention is None or not hasattr(attention, "layer_name"):
-            raise UnsupportedModelError(f"{IN_LLM}: {where} has no self_attn.attn; use a method before the language model")
-        if attention.sliding_window is not None or getattr(attention, "kv_sharing_target_layer_name", None) is not None:
+            raise UnsupportedModelError(
+                f"{IN_LLM}: {where} has no self_attn.attn; use a method that acts before the language model"
+            )
+        if attention.sliding_window is not None or attention.kv_sharing_target_layer_name is not None:
             raise UnsupportedModelError(
                 f"{IN_LLM}: {where} has a sliding window or shares its KV cache, and tokens are only taken out of full "
-                "attention; use a method before the language model"
+                "attention; use a method that acts before the language model"
             )
         if (backend := attention.attn_backend.get_name()) not in BACKENDS:
             raise UnsupportedSetupError(

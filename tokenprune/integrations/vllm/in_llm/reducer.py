@@ -111,8 +111,8 @@ class Reducer:
         return None if self.step is None else (self.step.positions, *args[1:])
 
     def _restore(self, module: nn.Module, args: tuple, output: tuple) -> tuple | None:
-        """As many rows again as the runner expects; it reads each request's last one, and that of a prompt that ends with
-        a picture may be gone. So a row that left shows the last one before it that did not."""
+        """As many rows again as the runner expects. It reads each request's last one, and that of a prompt that ends
+        with a picture may be gone: so a row that left shows the last one before it that did not."""
         if self.step is None:
             return None
         hidden, residual = output

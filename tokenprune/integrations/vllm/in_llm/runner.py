@@ -67,9 +67,7 @@ class InLLM:
             context.attn_metadata[name] = metadata
             context.slot_mapping[name] = slots
         starts = runner.query_start_loc.np
-        cuts = [
-            self._cut(runner, row, int(starts[row]), share) for row, share in enumerate(shares) if share.cut
-        ]
+        cuts = [self._cut(runner, row, int(starts[row]), share) for row, share in enumerate(shares) if share.cut]
         if not cuts:
             return None
         rows = int(starts[len(shares)])
@@ -92,14 +90,18 @@ class InLLM:
 
     def _find(self, features: list[Any], runner: Any) -> list[Piece]:
         items = [(_plan(one), one.mm_position.offset, one.modality) for one in features]
-        pieces = pieces_of(items, runner.input_batch.block_table[0].block_size if self.aligned else None)
-        whole = [piece for piece in pieces if not piece.drop and items[piece.item][0].setting.method is not None]
-        if whole and self.aligned and not self._warned:
+        block = runner.input_batch.block_table[0].block_size if self.aligned else None
+        pieces = pieces_of(items, block)
+        for piece in pieces:
+            setting, count = items[piece.item][0].setting, len(piece.places)
+            if self._warned or piece.drop or setting.method is None or setting.wanted(count) == count:
+                continue
             self._warned = True
             logger.warning(
-                "tokenprune: %d visual tokens stay as they are. With prefix caching only whole blocks of the KV cache "
-                "are left out, and at least one stays: use a smaller --block-size or --no-enable-prefix-caching",
-                len(whole[0].places),
+                "tokenprune keeps all %d tokens of a picture where %d were asked for: with prefix caching only whole "
+                "blocks of the KV cache (%s tokens) are left out, and at least one stays. Use a smaller --block-size, "
+                "or --no-enable-prefix-caching",
+                *(count, setting.wanted(count), block),
             )
         return pieces
 
@@ -109,8 +111,8 @@ class InLLM:
         if self.reducer.whole:
             if share.computed > 0 or share.end < request.num_prompt_tokens:
                 raise TokenPruneError(
-                    f"tokens {share.computed} to {share.end} of a prompt of {request.num_prompt_tokens} came alone, but "
-                    f"{self.reducer.method.name} reads all of it; report this with the server's configuration"
+                    f"tokens {share.computed} to {share.end} of a prompt of {request.num_prompt_tokens} came alone, "
+                    f"but {self.reducer.method.name} reads all of it; report this with the server's configuration"
                 )
             end = request.num_prompt_tokens
         grids = grids_of(self.model, share.cut, [feature.data for feature in request.mm_features])
@@ -120,7 +122,7 @@ class InLLM:
 def _plan(feature: Any) -> Plan:
     plan = Plan.of_item(feature.data, feature.modality)
     if plan is None or len(plan.tokens) != feature.mm_position.length:
-        raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan that fits its place in the prompt")
+        raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan that fits its place")
     return plan
 
 

@@ -32,8 +32,8 @@ class WholePictures:
         self.kv_cache_manager.get_computed_blocks = self._cut_back
 
     def _cut_back(self, request: Any) -> Any:
-        """A hit of the prefix cache that ends inside a picture ends before it instead: which of its tokens went on behind
-        the cut is not known any more."""
+        """A hit of the prefix cache that ends inside a picture ends before it instead: which of its tokens went on
+        behind the cut is not known any more."""
         blocks, hit, boundary = self._found(request)
         shorter = before_pictures(hit, request.mm_features, self.cache_config.block_size)
         if shorter == hit:

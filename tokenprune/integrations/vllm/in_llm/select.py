@@ -60,7 +60,7 @@ class Seen:
         is_text = torch.ones(width, dtype=torch.bool)
         is_text[self.visual] = False
         places = torch.arange(width)
-        last = torch.tensor([int(of[mask].max()) for of, mask in zip(segments.position.cpu(), segments.mask.cpu(), strict=True)])
+        last = segments.position.masked_fill(~segments.mask, -1).amax(1).cpu()
         behind = is_text & (places > last[:, None])
         order = (~behind).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, int(behind.sum(1).max()))]
         return order.to(self.hidden.device), behind.gather(1, order).to(self.hidden.device)
@@ -80,8 +80,8 @@ def segments_of(
     grids: Sequence[Grid | None],
     device: torch.device,
 ) -> Segments:
-    """Return the segments of one request. places: of the tokens of each, in this step. grids: None for a full square, if
-    it is a picture and its count is that of one."""
+    """Return the segments of one request. places: of the tokens of each, in this step. grids: None where not known; a
+    picture is then taken for a square, if it can be one."""
     counts = [len(of) for of in places]
     longest = max(counts)
     position = torch.tensor([[*of, *[of[0]] * (longest - len(of))] for of in places])
