@@ -139,9 +139,12 @@ def require_hooks(problems: list[str]) -> None:
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
-    from tokenprune.integrations.vllm.configuration import configured
+    from tokenprune.integrations.vllm.configuration import in_llm
 
-    if vllm_config.model_config is not None and configured(vllm_config.model_config) is not None:
+    if vllm_config.model_config is not None and in_llm(vllm_config.model_config):
+        from tokenprune.integrations.vllm.in_llm.limits import ENGINE_HOOKS
+
+        require_hooks(missing_hooks(ENGINE_HOOKS))
         from tokenprune.integrations.vllm.in_llm.attach import configure
 
         configure(vllm_config)
@@ -149,12 +152,12 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
 
 
 def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.configuration import configured
+    from tokenprune.integrations.vllm.configuration import in_llm
 
-    if params.prompt_logprobs is not None and configured(model_config) is not None:
+    if in_llm(model_config):
         from tokenprune.integrations.vllm.in_llm.attach import check_request
 
-        check_request(model_config)
+        check_request(params)
     return result
 
 

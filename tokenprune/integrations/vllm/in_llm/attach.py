@@ -5,36 +5,39 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
+
 from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm.configuration import configured
 from tokenprune.integrations.vllm.in_llm import limits
 from tokenprune.integrations.vllm.plugin import missing_hooks, require_hooks
-from tokenprune.integrations.vllm.settings import IN_LLM
+from tokenprune.integrations.vllm.settings import IN_LLM, Setting
+
+
+class RefusedRequestError(OptionError, VLLMValidationError):
+    """A request that this server cannot answer; vLLM makes HTTP 400 of it."""
 
 
 def configure(vllm_config: Any) -> None:
-    """Check the whole configuration of a server, and choose its scheduler; nothing without the setting."""
-    if (setting := limits.in_llm_setting(vllm_config.model_config)) is None:
-        return
-    require_hooks(missing_hooks(limits.ENGINE_HOOKS))
+    """Check the whole configuration of a server, and choose its scheduler."""
+    setting = Setting.of(configured(vllm_config.model_config))
     limits.check_engine(vllm_config, setting)
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = limits.SCHEDULERS[bool(scheduler.async_scheduling)]
 
 
-def check_request(model_config: Any) -> None:
-    """Raise OptionError for a request that wants log-probabilities of its prompt."""
-    if limits.in_llm_setting(model_config) is not None:
-        raise OptionError(
+def check_request(params: Any) -> None:
+    """Raise RefusedRequestError for sampling parameters that ask for log-probabilities of the prompt."""
+    if params.prompt_logprobs is not None:
+        raise RefusedRequestError(
             f"{IN_LLM} takes tokens of the prompt out before the last layer, so they have no log-probabilities: leave "
             "prompt_logprobs (or echo with logprobs) out"
         )
 
 
 def attach(model: Any, vllm_config: Any) -> Any:
-    """Hang the reduction into a model that was just made; returns what the runner asks it for, or None without the
-    setting."""
-    if (setting := limits.in_llm_setting(vllm_config.model_config)) is None:
-        return None
+    """Hang the reduction into a model that was just made; returns what the runner asks it for."""
+    setting = Setting.of(configured(vllm_config.model_config))
     require_hooks(missing_hooks(limits.WORKER_HOOKS))
     limits.check_engine(vllm_config, setting)
     if vllm_config.scheduler_config.scheduler_cls not in limits.SCHEDULERS.values():

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.configuration import configured, family_of
+from tokenprune.integrations.vllm.configuration import family_of
 from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.integrations.vllm.settings import IN_LLM, Setting
 
@@ -18,6 +18,7 @@ SCHEDULERS = {False: f"{_PLACE}.InLLMScheduler", True: f"{_PLACE}.AsyncInLLMSche
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 # Private parts of vLLM, in the engine's and in the worker's process, with the parameters that are passed or taken.
 ENGINE_HOOKS = {
+    "vllm.exceptions:VLLMValidationError": "message",
     "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": (
         "self request num_computed_tokens num_new_tokens encoder_compute_budget"
     ),
@@ -38,14 +39,6 @@ WORKER_HOOKS = {
     "vllm.forward_context:ForwardContext": "attn_metadata slot_mapping",
     "vllm.model_executor.layers.attention.attention:Attention.forward": "self query key value",
 }
-
-
-def in_llm_setting(model_config: Any) -> Setting | None:
-    """Return the setting of a server that reduces inside the model, else None."""
-    if model_config is None or (found := configured(model_config)) is None:
-        return None
-    setting = Setting.of(found)
-    return setting if setting.in_llm else None
 
 
 def check_engine(vllm_config: Any, setting: Setting) -> None:
@@ -94,6 +87,8 @@ def _of_engine(vllm_config: Any) -> Iterator[str]:
         yield "a disaggregated encoder: leave out --ec-transfer-config"
     if cache.kv_sharing_fast_prefill:
         yield "KV sharing: leave out --kv-sharing-fast-prefill"
+    if model.enable_prompt_embeds:
+        yield "prompts that are given as embeddings: leave out --enable-prompt-embeds"
     if model.runner_type != "generate":
         yield f"--runner {model.runner_type}: only generation is served"
     if scheduler.scheduler_cls not in (None, *SCHEDULERS.values()):
