@@ -358,7 +358,7 @@ DEEP: dict[str, Checkpoint] = {
             "qwen3_vl_deep",
             lambda: qwen_config("qwen3_vl_text", [6, 5, 5], QWEN3_TOWER, layers=5, mrope_interleaved=True),
             lambda: qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16),
-            QWEN_PICTURE, video=QWEN_VIDEO, mrope=True, sizes=((320, 256),), kind="qwen3_vl",
+            QWEN_PICTURE, video=QWEN_VIDEO, mrope=True, sizes=((256, 256),), kind="qwen3_vl",
         ),
     ]
 }  # fmt: skip

@@ -19,7 +19,6 @@ from tokenprune.integrations.vllm.settings import Setting
 
 BLOCK, WIDTH = 4, 40
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
-FASTV = {"method": "fastv", "keep": 0.25, "experimental_in_llm": True}
 
 
 @dataclass
