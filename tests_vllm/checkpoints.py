@@ -195,10 +195,12 @@ def qwen(processor: Any, video: Any, patch: int) -> Any:
     return processor(image, tokenizer(**QWEN_TOKENS), films, chat_template="{{ messages }}")
 
 
-def qwen_config(kind: str, section: list[int], vision: dict[str, Any], **rope: Any) -> dict[str, Any]:
+def qwen_config(kind: str, section: list[int], vision: dict[str, Any], layers: int = 3, **rope: Any) -> dict[str, Any]:
     return dict(
         text_config=text(
-            kind, rope_parameters=dict(rope_type="default", rope_theta=10_000.0, mrope_section=section, **rope)
+            kind,
+            num_hidden_layers=layers,
+            rope_parameters=dict(rope_type="default", rope_theta=10_000.0, mrope_section=section, **rope),
         ),
         vision_config=vision,
         tie_word_embeddings=False,
@@ -239,6 +241,10 @@ def pixtral(longest: int = 224, merge: int = 2) -> Any:
 CLIP = vision(model_type="clip_vision_model", image_size=84, patch_size=14, projection_dim=32)
 SIGLIP = vision(model_type="siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False)
 TOWER = ((r"vision_tower\.(?!vision_model)", "vision_tower.vision_model."),)
+QWEN3_TOWER = dict(
+    depth=4, num_heads=2, patch_size=16, hidden_size=HIDDEN, intermediate_size=96, out_hidden_size=HIDDEN,
+    num_position_embeddings=64, deepstack_visual_indexes=[0, 1, 2],
+)  # fmt: skip
 QWEN_PICTURE, QWEN_VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
 CHECKPOINTS: dict[str, Checkpoint] = {
@@ -274,9 +280,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         ),
         Checkpoint(
             "qwen3_vl",
-            lambda: qwen_config("qwen3_vl_text", [6, 5, 5], dict(
-                depth=4, num_heads=2, patch_size=16, hidden_size=HIDDEN, intermediate_size=96, out_hidden_size=HIDDEN,
-                num_position_embeddings=64, deepstack_visual_indexes=[0, 1, 2]), mrope_interleaved=True),
+            lambda: qwen_config("qwen3_vl_text", [6, 5, 5], QWEN3_TOWER, mrope_interleaved=True),
             lambda: qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16),
             QWEN_PICTURE, video=QWEN_VIDEO, mrope=True, sizes=((160, 224), (224, 160), (192, 192)),
         ),
@@ -336,6 +340,32 @@ CHECKPOINTS: dict[str, Checkpoint] = {
                          vision_config=vision(model_type="pixtral", image_size=224, patch_size=14, head_dim=32),
                          tie_word_embeddings=False),
             pixtral, "[IMG]", sizes=((140, 196), (196, 140), (168, 168)),
+        ),
+    ]
+}  # fmt: skip
+
+# For cuts inside the decoder: full attention, enough layers, pictures of several blocks of the KV cache.
+DEEP: dict[str, Checkpoint] = {
+    one.name: one
+    for one in [
+        Checkpoint(
+            "llava_deep",
+            lambda: dict(text_config=text("llama", num_hidden_layers=4), vision_config=CLIP | {"image_size": 140},
+                         image_token_index=IDS["<image>"], image_seq_length=100, tie_word_embeddings=False),
+            lambda: llava(140), "<image>", rename=TOWER, sizes=((140, 140),), kind="llava",
+        ),
+        Checkpoint(
+            "mistral3_deep",
+            lambda: dict(text_config=text("mistral", sliding_window=None), image_token_index=IDS["[IMG]"],
+                         spatial_merge_size=2, tie_word_embeddings=False,
+                         vision_config=vision(model_type="pixtral", image_size=224, patch_size=14, head_dim=32)),
+            pixtral, "[IMG]", sizes=((224, 224),), kind="mistral3",
+        ),
+        Checkpoint(
+            "qwen3_vl_deep",
+            lambda: qwen_config("qwen3_vl_text", [6, 5, 5], QWEN3_TOWER, layers=5, mrope_interleaved=True),
+            lambda: qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16),
+            QWEN_PICTURE, video=QWEN_VIDEO, mrope=True, sizes=((256, 256),), kind="qwen3_vl",
         ),
     ]
 }  # fmt: skip

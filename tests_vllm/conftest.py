@@ -21,9 +21,10 @@ os.environ.update(
 import pytest
 import torch
 
-from checkpoints import CHECKPOINTS
+from checkpoints import CHECKPOINTS, DEEP
 from reference import Reference
 
+ALL = CHECKPOINTS | DEEP
 DIVPRUNE = {"method": "divprune", "keep": 0.25}
 OPTIONS = dict(
     dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=4, block_size=32, max_num_batched_tokens=1024,
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def get(name: str) -> Path:
         if name not in written:
-            written[name] = CHECKPOINTS[name].write(tmp_path_factory.mktemp(name))
+            written[name] = ALL[name].write(tmp_path_factory.mktemp(name))
         return written[name]
 
     return get
@@ -50,7 +51,7 @@ def reference(folder: Callable[[str], Path]) -> Callable[[str], Reference]:
 
     def get(name: str) -> Reference:
         if name not in made:
-            made[name] = Reference(CHECKPOINTS[name], folder(name))
+            made[name] = Reference(ALL[name], folder(name))
         return made[name]
 
     return get
@@ -62,7 +63,7 @@ class Engine:
     def __init__(self, name: str, folder: Path, setting: dict[str, Any] | None = None, **options: Any) -> None:
         from vllm import LLM
 
-        self.checkpoint = CHECKPOINTS[name]
+        self.checkpoint = ALL[name]
         kwargs = options.pop("mm_processor_kwargs", {}) | ({} if setting is None else {"tokenprune": setting})
         limits = {"image": 3} | ({"video": 1} if self.checkpoint.video else {})
         options = OPTIONS | {"limit_mm_per_prompt": limits} | options

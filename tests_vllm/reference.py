@@ -84,6 +84,23 @@ class Reference:
                 inputs = _longer(inputs, tokens[-1])
         return tokens, torch.stack(logprobs)
 
+    @torch.no_grad()
+    def generate(
+        self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None
+    ) -> tuple[list[int], Tensor]:
+        """The same by `generate`, with a cache: what is removed inside the model is chosen once, when the prompt is
+        read, and all tokens keep their positions."""
+        inputs = self.inputs(prompt, images)
+        self.model.generation_config.eos_token_id = None
+        with ExitStack() as stack:
+            if setting is not None:
+                stack.enter_context(tokenprune.patched(self.model, **setting))
+            made = self.model.generate(
+                **inputs, max_new_tokens=steps, do_sample=False, output_logits=True, return_dict_in_generate=True
+            )
+        tokens = made.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        return tokens, torch.stack(made.logits).float().log_softmax(-1)[:, 0]
+
     def _count_from_zero(self) -> Any:
         from tokenprune.integrations.hf.adapters import adapter_for
 

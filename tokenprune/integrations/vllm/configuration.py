@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.families import FAMILIES, Family
-from tokenprune.integrations.vllm.settings import KEY, Setting
+from tokenprune.integrations.vllm.settings import IN_LLM, KEY, Setting
 from tokenprune.integrations.vllm.tower import check_method, reads_tower
 from tokenprune.integrations.vllm.tower_merging import check_merging, merges_in_tower
 
@@ -15,6 +15,11 @@ from tokenprune.integrations.vllm.tower_merging import check_merging, merges_in_
 def configured(model_config: Any) -> dict[str, Any] | None:
     """Return the server's setting, or None if it has none."""
     return getattr(model_config.multimodal_config, KEY, None)
+
+
+def in_llm(model_config: Any) -> bool:
+    """Whether the server's setting acts inside the language model."""
+    return bool((configured(model_config) or {}).get(IN_LLM))
 
 
 def family_of(model_config: Any) -> Family:

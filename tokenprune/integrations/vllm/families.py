@@ -13,23 +13,25 @@ class Family:
     mrope:   its positions have three axes (time, height, width), and kept tokens keep theirs.
     per_run: every unbroken run of placeholders (a tile, a frame) has the budget for itself, instead of the whole
              picture or video. Like on the Hugging Face side, where nothing tells which runs make up a picture.
+    in_llm:  tokens can leave between the layers of its language model (see `in_llm`).
     """
 
     mrope: bool = False
     per_run: bool = False
+    in_llm: bool = False
 
 
 # By the name that stands in `architectures` of a checkpoint's config.
 FAMILIES: dict[str, Family] = {
-    "LlavaForConditionalGeneration": Family(),
-    "LlavaNextForConditionalGeneration": Family(),
-    "LlavaOnevisionForConditionalGeneration": Family(),
-    "Mistral3ForConditionalGeneration": Family(),
-    "Qwen2VLForConditionalGeneration": Family(mrope=True),
-    "Qwen2_5_VLForConditionalGeneration": Family(mrope=True),
-    "Qwen3VLForConditionalGeneration": Family(mrope=True),
-    "InternVLForConditionalGeneration": Family(per_run=True),
+    "LlavaForConditionalGeneration": Family(in_llm=True),
+    "LlavaNextForConditionalGeneration": Family(in_llm=True),
+    "LlavaOnevisionForConditionalGeneration": Family(in_llm=True),
+    "Mistral3ForConditionalGeneration": Family(in_llm=True),
+    "Qwen2VLForConditionalGeneration": Family(mrope=True, in_llm=True),
+    "Qwen2_5_VLForConditionalGeneration": Family(mrope=True, in_llm=True),
+    "Qwen3VLForConditionalGeneration": Family(mrope=True, in_llm=True),
+    "InternVLForConditionalGeneration": Family(per_run=True, in_llm=True),
     "Gemma3ForConditionalGeneration": Family(per_run=True),
-    "Idefics3ForConditionalGeneration": Family(per_run=True),
-    "SmolVLMForConditionalGeneration": Family(per_run=True),
+    "Idefics3ForConditionalGeneration": Family(per_run=True, in_llm=True),
+    "SmolVLMForConditionalGeneration": Family(per_run=True, in_llm=True),
 }

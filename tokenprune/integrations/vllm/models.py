@@ -15,7 +15,7 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.hf.encoder_attention import Encoded
 from tokenprune.integrations.vllm import positions
-from tokenprune.integrations.vllm.configuration import check_engine, configured
+from tokenprune.integrations.vllm.configuration import check_engine, configured, in_llm
 from tokenprune.integrations.vllm.families import Family
 from tokenprune.integrations.vllm.plan import Plan, field_name
 from tokenprune.integrations.vllm.runner import prepare_runner
@@ -40,6 +40,10 @@ class ReducingModel:
             check_engine(vllm_config, self.tokenprune_family)
             prepare_runner(vllm_config)
             self.tokenprune_tower = TowerReader(self) if is_known(self.config) else None
+        if in_llm(vllm_config.model_config):
+            from tokenprune.integrations.vllm.in_llm.attach import attach
+
+            self.tokenprune_in_llm = attach(self, vllm_config)
         self.tokenprune_width = vllm_config.model_config.hf_text_config.hidden_size
 
     def embed_multimodal(self, **kwargs: object) -> Any:

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -21,6 +22,8 @@ TESTED = "0.32.0"
 HOOKS = {
     "vllm.config.model:ModelConfig.__post_init__": "self mm_processor_kwargs video_pruning_rate",
     "vllm.config.multimodal:MultiModalConfig.is_multimodal_pruning_enabled": "self",
+    "vllm.config:VllmConfig.__post_init__": "self",
+    "vllm.sampling_params:SamplingParams.verify": "self model_config",
     "vllm.model_executor.models.registry:_BaseRegisteredModel.inspect_model_cls": "self",
     "vllm.model_executor.models.registry:_BaseRegisteredModel.load_model_cls": "self",
     "vllm.multimodal.registry:MultiModalRegistry.create_processor": "self model_config",
@@ -55,7 +58,7 @@ HOOKS = {
 
 def register() -> None:
     """Make vLLM know the setting `tokenprune`. Calling it again changes nothing."""
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
 
     if hasattr(ModelConfig.__post_init__, "_tokenprune"):
         return
@@ -68,7 +71,10 @@ def register() -> None:
     from vllm.config.multimodal import MultiModalConfig
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.multimodal.registry import MultiModalRegistry
+    from vllm.sampling_params import SamplingParams
 
+    _wrap(VllmConfig, "__post_init__", _after_engine_config)
+    _wrap(SamplingParams, "verify", _after_verify)
     _wrap(MultiModalConfig, "is_multimodal_pruning_enabled", _positions_change)
     _wrap(MultiModalRegistry, "create_processor", _with_reduction)
     for architecture in FAMILIES:
@@ -76,10 +82,10 @@ def register() -> None:
             ModelRegistry.models[architecture] = _reduced(architecture, ModelRegistry.models[architecture])
 
 
-def missing_hooks() -> list[str]:
+def missing_hooks(hooks: Mapping[str, str] | None = None) -> list[str]:
     """Return what this vLLM lacks of what we build on, in words; empty if all is there."""
     problems = []
-    for where, wanted in HOOKS.items():
+    for where, wanted in (HOOKS if hooks is None else hooks).items():
         module, _, path = where.partition(":")
         try:
             found: Any = importlib.import_module(module)
@@ -105,32 +111,60 @@ def vllm_version() -> str:
 
 
 def _wrap(owner: type, name: str, after: Any) -> None:
-    """Replace a method by itself followed by `after(result, self)`."""
+    """Replace a method by itself followed by `after(result, self, its arguments)`."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return after(original(self, *args, **kwargs), self)
+        return after(original(self, *args, **kwargs), self, *args, **kwargs)
 
     wrapper._tokenprune = True
     setattr(owner, name, wrapper)
 
 
-def _after_config(problems: list[str], result: Any, model_config: Any) -> Any:
+def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
     from tokenprune.integrations.vllm.configuration import configure
     from tokenprune.integrations.vllm.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}
     if KEY not in kwargs and getattr(model_config.hf_config, KEY, None) is None:
         return result
+    require_hooks(problems)
+    if vllm_version() != TESTED:
+        logger.warning("tokenprune was tested with vLLM %s; this is %s, whose hooks fit", TESTED, vllm_version())
+    configure(model_config)
+    return result
+
+
+def require_hooks(problems: list[str]) -> None:
+    """Raise UnsupportedSetupError if there are problems (see `missing_hooks`)."""
     if problems:
         raise UnsupportedSetupError(
             f"tokenprune was tested with vLLM {TESTED} and does not fit version {vllm_version()}, which lacks "
             f"{'; '.join(problems)}. Install the tested version, a tokenprune made for yours, or leave out the setting"
         )
-    if vllm_version() != TESTED:
-        logger.warning("tokenprune was tested with vLLM %s; this is %s, whose hooks fit", TESTED, vllm_version())
-    configure(model_config)
+
+
+def _after_engine_config(result: Any, vllm_config: Any) -> Any:
+    from tokenprune.integrations.vllm.configuration import in_llm
+
+    if vllm_config.model_config is not None and in_llm(vllm_config.model_config):
+        from tokenprune.integrations.vllm.in_llm.limits import ENGINE_HOOKS
+
+        require_hooks(missing_hooks(ENGINE_HOOKS))
+        from tokenprune.integrations.vllm.in_llm.attach import configure
+
+        configure(vllm_config)
+    return result
+
+
+def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: Any) -> Any:
+    from tokenprune.integrations.vllm.configuration import in_llm
+
+    if in_llm(model_config):
+        from tokenprune.integrations.vllm.in_llm.attach import check_request
+
+        check_request(params)
     return result
 
 
@@ -141,7 +175,7 @@ def _positions_change(result: bool, multimodal_config: Any) -> bool:
     return result or getattr(multimodal_config, KEY, None) is not None
 
 
-def _with_reduction(processor: Any, registry: Any) -> Any:
+def _with_reduction(processor: Any, registry: Any, *_: Any, **__: Any) -> Any:
     from tokenprune.integrations.vllm.configuration import configured
     from tokenprune.integrations.vllm.processor import reducing_class
 

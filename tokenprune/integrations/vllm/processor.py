@@ -19,7 +19,7 @@ from tokenprune.integrations.vllm import metrics
 from tokenprune.integrations.vllm.configuration import check_model, configured, family_of
 from tokenprune.integrations.vllm.pixels import Shrinker, SmallerImages
 from tokenprune.integrations.vllm.plan import Plan, field_name
-from tokenprune.integrations.vllm.settings import KEY, Setting
+from tokenprune.integrations.vllm.settings import KEY, Setting, check_override
 from tokenprune.integrations.vllm.tower import check_items, reads_tower
 from tokenprune.integrations.vllm.tower_merging import merges_in_tower
 
@@ -50,11 +50,13 @@ class ReducingProcessor(BaseMultiModalProcessor):
                     f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
                 )
             return None
-        if isinstance(kwargs.get(KEY), Mapping) and "thresholds" in kwargs[KEY]:
+        if _names_a_file(kwargs.get(KEY)):
             raise OptionError(
                 "thresholds names a file of the server: it belongs to the server's setting, not a request"
             )
         setting = Setting.of(server, *([kwargs[KEY]] if KEY in kwargs else []), *([OFF] if self._dummy else []))
+        if KEY in kwargs:
+            check_override(Setting.of(server), setting)
         try:
             check_model(setting, self.info.ctx.model_config)
         except UnsupportedSetupError as error:
@@ -151,6 +153,14 @@ def _frames(mm_items: Any, out_mm_kwargs: Any, index: int) -> int:
         return int(grid.data[0])
     videos = mm_items["video"]
     return videos.get_num_frames(index) if isinstance(videos, VideoProcessorItems) else 0
+
+
+def _names_a_file(layer: Any) -> bool:
+    """Whether a layer of a setting holds an option that is read from a file, for whichever of its methods."""
+    if not isinstance(layer, Mapping):
+        return False
+    methods = layer.get("method")
+    return "thresholds" in layer or (isinstance(methods, list) and any(_names_a_file(one) for one in methods))
 
 
 def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:

@@ -94,7 +94,7 @@ def choose(
     tokens = VisualTokens(segments, keep, _Features(rows[:, :width], norm, encoded))
     with torch.no_grad():
         selection = method.select(tokens)
-    stays = _exact(selection, segments, method, keep)
+    stays = exact_keep(selection, segments, method, keep)
     if selection.assign is not None:
         rows = merge_tokens(rows[None], selection, segments, segments.position)[0]
     flat = torch.zeros(rows.shape[0] + 1, dtype=torch.bool, device=rows.device)
@@ -102,7 +102,8 @@ def choose(
     return flat[:-1], rows
 
 
-def _exact(selection: Selection, segments: Segments, method: Method, keep: list[int]) -> Tensor:
+def exact_keep(selection: Selection, segments: Segments, method: Method, keep: list[int]) -> Tensor:
+    """Return the selection's `keep`, bool `[S, N]`; raises TokenPruneError unless it is as many as was asked for."""
     stays = checked_keep(selection, segments, method)
     counts = stays.sum(1).tolist()
     if counts != keep:

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts inside the decoder in the real engine: the words of the patched Hugging Face model, generating with a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints import DEEP, photo
+from conftest import Engine, same
+from tokenprune import patched, registry
+from tokenprune.base import Method, Site
+from tokenprune.errors import OptionError
+from tokenprune.methods.dart import Dart
+from tokenprune.methods.fastv import FastV
+from tokenprune.tokens import VisualTokens
+
+NAME = "llava_deep"
+BLOCK = 32
+DART = Dart(pivot_text=0)
+# A chunk holds a picture (100 tokens) but not two, and three long answers do not fit into the cache at once.
+TIGHT = dict(disable_chunked_mm_input=True, max_num_batched_tokens=160, max_model_len=512, num_gpu_blocks_override=26)
+LONG = "Describe the picture above in as many words as you can find, please, and "
+
+
+def setting(method: Method, keep: float = 0.25) -> dict[str, Any]:
+    return {"method": method.name, "keep": keep, "experimental_in_llm": True} | asdict(method)
+
+
+def aligned(method: Method) -> Method:
+    """The same method on the Hugging Face side, which lets an item lose whole blocks, and keep one."""
+
+    def budget(self: Method, count: int, keep: int) -> int:
+        while count - BLOCK >= max(keep, BLOCK):
+            count -= BLOCK
+        return count
+
+    cls = type(method)
+    return type(cls.__name__, (cls,), {"budget": budget})(**asdict(method))
+
+
+def check(reference: Any, output: Any, prompt: str, images: list[Any], method: Method | None) -> None:
+    answer = len(output.outputs[0].token_ids)
+    patch = None if method is None else {"method": method, "keep": 0.25}
+    same(output, *reference.generate(prompt, images, answer, patch))
+
+
+def mixed(engine: Engine, pictures: Callable[[int], list[Any]]) -> list[tuple[str, list[Any]]]:
+    """Prompts with one, two and three pictures, and one without."""
+    checkpoint = engine.checkpoint
+    with_pictures = [(checkpoint.prompt(n, f"{LONG}case {n}? "), pictures(n)) for n in (1, 2, 3)]
+    return [*with_pictures, ("only text here, nothing else. ", [])]
+
+
+@pytest.fixture
+def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    names: list[str] = []
+    original = Scheduler._preempt_request
+
+    def spy(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(request.request_id)
+        return original(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", spy)
+    yield names
+
+
+class TestDart:
+    """With prefix caching and chunks that end before pictures."""
+
+    @pytest.fixture(scope="class")
+    def engine(self, start: Callable[..., Engine]) -> Engine:
+        return start(NAME, setting(DART), **TIGHT)
+
+    @pytest.fixture(autouse=True)
+    def forget(self, engine: Engine) -> None:
+        engine.forget()
+
+    def test_alone_and_together(self, engine: Engine, reference: Any, preempted: list[str]) -> None:
+        """Long answers, in chunks; and some requests are thrown out and read again."""
+        pictures = engine.checkpoint.pictures
+        for prompts in (mixed(engine, pictures)[:1], mixed(engine, lambda n: pictures(n, seed=n))):
+            outputs = engine.generate([engine.request(*one) for one in prompts], 60)
+            for (prompt, images), output in zip(prompts, outputs, strict=True):
+                check(reference(NAME), output, prompt, images, aligned(DART))
+        assert preempted
+
+    def test_it_matters(self, reference: Any) -> None:
+        """The ground that the comparison stands on: another choice, or none, would be seen."""
+        prompt, images = DEEP[NAME].prompt(1, LONG), DEEP[NAME].pictures(1)
+        patches = [None, *({"method": one, "keep": 0.25} for one in (aligned(DART), DART, aligned(Dart()), FastV()))]
+        logprobs = [reference(NAME).generate(prompt, images, 1, patch)[1] for patch in patches]
+        assert min((one - other).abs().max() for one in logprobs for other in logprobs if one is not other) > 1e-2
+
+    def test_a_prefix_that_three_share(self, engine: Engine, reference: Any) -> None:
+        """At once, when each writes behind what all read, and again from the cache."""
+        checkpoint = engine.checkpoint
+        images = checkpoint.pictures(1)
+        prompts = [checkpoint.prompt(1, LONG + what) for what in ("what is it? ", "where? ", "who painted it, why? ")]
+        hits = []
+        for _ in range(2):
+            outputs = engine.generate([engine.request(prompt, images) for prompt in prompts], 40)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                check(reference(NAME), output, prompt, images, aligned(DART))
+            hits.append([output.num_cached_tokens for output in outputs])
+        assert hits[0][0] == 0 and min(hits[0][1:] + hits[1]) >= 160, hits
+        # The same picture with a question that nobody has asked.
+        other = checkpoint.prompt(1, LONG + "then tell me a story about it. ")
+        (output,) = engine.generate([engine.request(other, images)], 12)
+        check(reference(NAME), output, other, images, aligned(DART))
+        print(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens from the prefix cache")
+        assert output.num_cached_tokens == 160
+
+    def test_hits_that_end_inside_a_picture(self, engine: Engine, reference: Any, monkeypatch: Any) -> None:
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+        found: list[int] = []
+        manager = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        cut_back = manager.get_computed_blocks
+
+        def spy(request: Any) -> Any:
+            found.append(KVCacheManager.get_computed_blocks(manager, request)[1])
+            return cut_back(request)
+
+        monkeypatch.setattr(manager, "get_computed_blocks", spy)
+        one, *others = engine.checkpoint.pictures(3)
+        hits = []
+        for images, text in (([one], "what? "), ([one], "no? "), ([one, others[0]], LONG), ([one, others[1]], LONG)):
+            shown = f"and {LONG}".join(["<image>"] * len(images))
+            (output,) = engine.generate([engine.request(f"look: {shown} {text}", images)], 8)
+            check(reference(NAME), output, f"look: {shown} {text}", images, aligned(DART))
+            hits.append(output.num_cached_tokens)
+        # A block that holds the end of a picture holds what stands behind it, too.
+        assert found == [0, 96, 96, 160], found
+        assert hits == [0, 0, 0, 160], hits
+
+    def test_one_request_may_switch_it_off(self, engine: Engine, reference: Any) -> None:
+        checkpoint = engine.checkpoint
+        prompt, images = checkpoint.prompt(1, LONG), checkpoint.pictures(1)
+        for override, method in (({"off": True}, None), (None, aligned(DART)), ({"off": True}, None)):
+            outputs = engine.generate([engine.request(prompt, images, override), engine.request(prompt, images)], 8)
+            check(reference(NAME), outputs[0], prompt, images, method)
+            check(reference(NAME), outputs[1], prompt, images, aligned(DART))
+        engine.generate([engine.request(prompt, images, {"keep": 0.25})], 1)
+        for override in ({"keep": 0.5}, {"method": "divprune"}, {"layer": 1}):
+            with pytest.raises(OptionError, match="matter of the whole server"):
+                engine.generate([engine.request(prompt, images, override)])
+
+    def test_a_prompt_that_ends_with_a_picture(self, engine: Engine, reference: Any) -> None:
+        """Its last token speaks; if that one left, the last that did not."""
+        for seed in range(4):
+            images = engine.checkpoint.pictures(1, seed=seed)
+            (output,) = engine.generate([engine.request("look: <image>", images)], 1)
+            theirs = reference(NAME)
+            with torch.no_grad(), patched(theirs.model, method=aligned(DART), keep=0.25):
+                logits = theirs.model(**theirs.inputs("look: <image>", images)).logits[0]
+            last = int((logits != 0).any(1).nonzero().max())  # where tokens left there are zeros
+            logprobs = logits[last].float().log_softmax(-1)
+            same(output, [int(logprobs.argmax())], logprobs[None])
+
+    def test_prompt_logprobs_are_refused(self, engine: Engine) -> None:
+        from vllm import SamplingParams
+
+        refused, next_one = (
+            engine.request(engine.checkpoint.prompt(1), engine.checkpoint.pictures(1, seed=seed)) for seed in (7, 8)
+        )
+        with pytest.raises(OptionError, match="no log-probabilities"):
+            engine.llm.generate([refused], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+        assert engine.generate([next_one], 1)
+
+
+class TestFastV:
+    """The prompt as a whole, no prefix cache, and exactly as many tokens as asked for."""
+
+    @pytest.mark.parametrize("method", [FastV(), Dart(layer=1)], ids=["fastv", "dart with text"])
+    def test_together(self, start: Any, reference: Any, preempted: list[str], method: Method) -> None:
+        whole = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
+        engine = start(NAME, setting(method), max_model_len=512, num_gpu_blocks_override=19, **whole)
+        prompts = mixed(engine, engine.checkpoint.pictures)
+        outputs = engine.generate([engine.request(*one) for one in prompts], 60)
+        for (prompt, images), output in zip(prompts, outputs, strict=True):
+            check(reference(NAME), output, prompt, images, method)
+        assert preempted  # read again with a part of the answer, which must not choose
+
+
+@dataclass(frozen=True)
+class Loud(Method):
+    """Keep the tokens of the largest norm."""
+
+    layer: int = 2
+
+    def score(self, tokens: VisualTokens) -> Tensor:
+        return tokens.hidden.float().norm(dim=-1) + tokens.keys.float().norm(dim=-1)
+
+
+class TestOthers:
+    @pytest.fixture
+    def loud(self) -> Iterator[Method]:
+        registry.register("loud", site=Site.IN_LLM, needs=("keys",))(Loud)
+        yield Loud()
+        registry._METHODS.pop("loud")
+
+    def test_a_third_party_and_three_axes(self, start: Any, reference: Any, loud: Method) -> None:
+        """A method of norms on a model with M-RoPE, with pictures of several sizes."""
+        engine = start("qwen2_5_vl", setting(loud), disable_chunked_mm_input=True, max_num_batched_tokens=1200)
+        sizes = [(280, 224), (224, 420), (112, 112)]
+        prompts = mixed(engine, lambda n: [photo(*sizes[index], seed=index) for index in range(n)])
+        for hit in (0, 160):
+            outputs = engine.generate([engine.request(*one) for one in prompts], 12)
+            for (prompt, images), output in zip(prompts, outputs, strict=True):
+                check(reference("qwen2_5_vl"), output, prompt, images, aligned(loud))
+            assert outputs[0].num_cached_tokens == hit

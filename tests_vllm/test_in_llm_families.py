@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts inside the decoder of every family that is said to be served, beside those of test_in_llm.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from checkpoints import photo
+from conftest import Engine
+from test_in_llm import aligned, check, mixed, setting
+from tokenprune.integrations.vllm.families import FAMILIES
+from tokenprune.methods.dart import Dart
+
+# Sizes of pictures with several blocks of tokens; without one, a tile of the tiny model is smaller than two blocks, and
+# the prefix cache is off.
+SIZES = {
+    "llava_next": (112, 112),
+    "llava_onevision": (112, 112),
+    "mistral3_deep": (224, 224),
+    "qwen2_vl": (280, 224),
+    "qwen3_vl_deep": (256, 256),
+    "internvl": None,
+    "idefics3": None,
+    "smolvlm": None,
+}
+
+
+def test_no_family_is_missing() -> None:
+    tested = len(SIZES) + len(["llava_deep", "qwen2_5_vl"])
+    assert tested == sum(family.in_llm for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None:
+    size = SIZES[name]
+    method = Dart(layer=3 if name == "qwen3_vl_deep" else 1, pivot_text=0)
+    options = dict(disable_chunked_mm_input=True, max_num_batched_tokens=1200, enable_prefix_caching=size is not None)
+    engine = start(name, setting(method), **options)
+    pictures = engine.checkpoint.pictures if size is None else lambda n: [photo(*size, seed=seed) for seed in range(n)]
+    prompts = mixed(engine, pictures)
+    cuts: list[int] = []
+    in_llm = engine.model.tokenprune_in_llm
+    in_llm._cut = lambda *args, cut=in_llm._cut: cuts.append(1) or cut(*args)
+    for again in (False, True):
+        outputs = engine.generate([engine.request(*one) for one in prompts], 8)
+        for (prompt, images), output in zip(prompts, outputs, strict=True):
+            check(reference(name), output, prompt, images, method if size is None else aligned(method))
+        assert all(output.num_cached_tokens > 100 for output in outputs[:3]) == (again and size is not None)
+    # Each picture lost tokens once, or each time it was read.
+    assert len(cuts) == (3 if size is not None else 6)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts inside the decoder, the blocks of the KV cache: who reads and writes what, without an engine."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.multimodal.inputs import PlaceholderRange
+
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.vllm.in_llm.layout import Piece, Share, kept, lay_out
+from tokenprune.integrations.vllm.in_llm.scheduler import WholePictures, before_pictures
+from tokenprune.integrations.vllm.settings import Setting
+
+BLOCK, WIDTH = 4, 40
+DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
+
+
+@dataclass
+class Prompt:
+    """A request of the little engine below: its tokens, the pictures among them, and its blocks of the KV cache."""
+
+    tokens: list[str]
+    pieces: list[Piece]
+    table: list[int]
+    computed: int = 0
+
+    def remaining(self, end: int) -> list[int]:
+        """Places of the first `end` tokens that are left behind the cut; the last ones of a picture are kept."""
+        gone = {place for piece in self.pieces if piece.end <= end for place in piece.places[: piece.drop]}
+        return [place for place in range(end) if place not in gone]
+
+
+def prompts(draw: random.Random, aligned: bool, many: int) -> list[Prompt]:
+    """Prompts that begin alike, as far as some place behind the first picture."""
+    shared = ["start"] * draw.randrange(0, 9)
+    made = []
+    pieces: list[Piece] = []
+    for ordinal in range(draw.randrange(1, 4)):
+        count = draw.choice([5, 8, 11, 19, 32])
+        places = tuple(range(len(shared), len(shared) + count))
+        wanted = draw.randrange(1, count + 1)
+        keep = count - BLOCK * max(0, min((count - wanted) // BLOCK, count // BLOCK - 1)) if aligned else wanted
+        pieces.append(Piece(places, keep, ordinal, ordinal, "image"))
+        shared += [f"picture {ordinal}"] * count + ["text"] * draw.randrange(0, 7)
+    free = itertools.count(1)
+    blocks: dict[tuple[str, ...], int] = {}
+    for number in range(many):
+        tokens = shared + [f"question {number}"] * draw.randrange(1, 9)
+        table = []
+        for end in range(BLOCK, len(tokens) + BLOCK, BLOCK):
+            # Full blocks are shared by prompts that begin alike, others are a prompt's own.
+            key = (*tokens[:end], *([] if end <= len(tokens) else [f"of {number}"]))
+            table.append(blocks.setdefault(key, next(free)))
+        table += [0] * (WIDTH - len(table))
+        made.append(Prompt(tokens, pieces, table))
+    return made
+
+
+def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
+    """Read the prompts step by step, in chunks that split no picture, all in one memory; returns whether every prompt
+    finds behind the cut, at each step, what it has written itself."""
+    memory: dict[int, tuple[str, ...]] = {}
+    while active := [one for one in requests if one.computed < len(one.tokens)]:
+        shares = []
+        for one in active:
+            end = draw.randrange(one.computed, len(one.tokens)) + 1
+            for piece in one.pieces:
+                end = piece.end if piece.first < end < piece.end else end
+            shares.append(Share(one.computed, end, one.pieces))
+        layout = lay_out(shares, WIDTH, BLOCK, aligned)
+        tables = [[one.table[column] for column in layout.columns[row]] for row, one in enumerate(active)]
+        for row, (one, share) in enumerate(zip(active, shares, strict=True)):
+            mine = slice(layout.starts[row], layout.starts[row + 1])
+            new = one.remaining(share.end)[share.before :]
+            assert len(new) == share.queries == mine.stop - mine.start
+            for place, column, offset in zip(new, layout.column[mine], layout.offset[mine], strict=True):
+                slot = tables[row][column] * BLOCK + offset
+                memory[slot] = (*one.tokens[: place + 1], str(place))
+        for row, (one, share) in enumerate(zip(active, shares, strict=True)):
+            left = one.remaining(share.end)
+            assert layout.lengths[row] == len(left)
+            for index, place in enumerate(left):
+                found = memory.get(tables[row][index // BLOCK] * BLOCK + index % BLOCK)
+                if found != (*one.tokens[: place + 1], str(place)):
+                    return False
+            one.computed = share.end
+    return True
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_everybody_finds_his_own_tokens(seed: int) -> None:
+    """Prompts with common beginnings share blocks, in whatever order and chunks they are read."""
+    draw = random.Random(seed)
+    assert run(draw, prompts(draw, True, 3), True)
+    assert run(draw, prompts(draw, False, 1), False)
+
+
+def test_packed_tokens_overwrite_what_others_share() -> None:
+    """The reason for whole blocks: without them concurrent prompts write into each other's."""
+    spoilt = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        spoilt += not run(draw, prompts(draw, False, 3), False)
+    assert spoilt > 20
+
+
+def test_text_behind_a_picture_keeps_its_slot() -> None:
+    pieces = [Piece(tuple(range(3, 22)), 7, 0, 0, "image")]
+    layout = lay_out([Share(0, 30, pieces)], WIDTH, BLOCK, True)
+    slots = layout.columns[0][layout.column] * BLOCK + layout.offset
+    assert slots[:3].tolist() == [0, 1, 2] and slots[10:].tolist() == list(range(22, 30))
+    assert slots[3:10].tolist() == [3, 16, 17, 18, 19, 20, 21]  # blocks 1 to 3 are left out
+
+
+def test_how_many_stay() -> None:
+    for block in (16, 32):
+        for count in range(1, 200):
+            for keep in (0.1, 0.25, 0.6, 1.0, 5):
+                setting = Setting.of(DART | {"keep": keep})
+                wanted = setting.wanted(count)
+                expected = count
+                while expected - block >= max(wanted, block):
+                    expected -= block
+                assert kept(setting, count, block) == expected
+                assert kept(setting, count, None) == wanted
+    assert kept(Setting.of({"off": True}), 100, 16) == 100
+
+
+def test_a_picture_in_parts_is_an_error() -> None:
+    piece = Piece(tuple(range(4, 24)), 8, 0, 0, "image")
+    for computed, end in ((0, 10), (5, 30), (10, 12)):
+        with pytest.raises(TokenPruneError, match="came in parts"):
+            _ = Share(computed, end, [piece]).cut
+
+
+def feature(offset: int, length: int) -> Any:
+    return SimpleNamespace(mm_position=PlaceholderRange(offset, length), modality="image")
+
+
+def test_hits_end_before_pictures() -> None:
+    features = [feature(6, 10), feature(17, 13), feature(40, 4)]
+    ends = {hit: before_pictures(hit, features, BLOCK) for hit in range(0, 60, BLOCK)}
+    # A hit of 20 ends in the second picture, whose block begins in the first one, which begins in the second block.
+    assert ends == {0: 0, 4: 4, 8: 4, 12: 4, 16: 16, 20: 16, 24: 16, 28: 16, 32: 32, 36: 36, 40: 40, 44: 44, 48: 48} | {
+        52: 52, 56: 56
+    }  # fmt: skip
+    assert before_pictures(8, [feature(6, 4), feature(2, 3)], BLOCK) == 0
+
+
+class Base:
+    """vLLM's scheduler, as far as it matters: it takes what it is given, or stops before a picture."""
+
+    stop: int | None = None
+
+    def _try_schedule_encoder_inputs(self, request: Any, computed: int, new: int, budget: int, **_: Any) -> Any:
+        new = new if self.stop is None else min(new, self.stop)
+        return [0], new, budget - 1, [1], [2]
+
+
+class Fake(WholePictures, Base):
+    def __init__(self, whole: bool) -> None:
+        self._whole_prompts = whole
+
+
+def test_chunks_end_before_pictures() -> None:
+    request = SimpleNamespace(mm_features=[feature(6, 10)])
+    fake = Fake(False)
+    for computed, asked, given in ((0, 5, 5), (0, 6, 6), (0, 9, 6), (0, 16, 16), (2, 9, 4), (6, 3, 0), (6, 10, 10)):
+        assert fake._try_schedule_encoder_inputs(request, computed, asked, 9, shift_computed_tokens=0)[1] == given
+    whole = Fake(True)
+    assert whole._try_schedule_encoder_inputs(request, 0, 20, 9) == ([0], 20, 8, [1], [2])
+    whole.stop = 6
+    assert whole._try_schedule_encoder_inputs(request, 0, 20, 9) == ([], 0, 9, [], [])

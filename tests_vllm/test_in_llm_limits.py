@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts inside the decoder: settings and methods that are refused, and what a server must not be combined with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import OPTIONS
+from tokenprune.base import Selection
+from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
+from tokenprune.integrations.vllm.in_llm import limits
+from tokenprune.integrations.vllm.plugin import missing_hooks
+from tokenprune.integrations.vllm.settings import Setting, check_method, check_override
+from tokenprune.methods.fastv import FastV
+from tokenprune.tokens import VisualTokens
+
+DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
+FASTV = {"method": "fastv", "keep": 0.25, "experimental_in_llm": True}
+
+
+def test_settings() -> None:
+    setting = Setting.of(DART)
+    assert setting.in_llm and setting.removes_nothing and setting.count(100) == 100
+    assert Setting.of(setting.as_dict()) == setting and setting.cache_key()["experimental_in_llm"] is True
+    with pytest.raises(OptionError, match='"experimental_in_llm": true allows it'):
+        Setting.of({key: value for key, value in DART.items() if key != "experimental_in_llm"})
+    with pytest.raises(OptionError, match=r"leave experimental_in_llm out\. Servable are dart, fastv"):
+        Setting.of({"method": "divprune", "experimental_in_llm": True})
+    with pytest.raises(OptionError, match="must be true or false, not 1"):
+        Setting.of(DART | {"experimental_in_llm": 1})
+
+
+class TwoCuts(FastV):
+    def stages(self, budget: Any, layers: int) -> list[Any]:
+        return [(self, budget), (self, budget)]
+
+
+class Unlike(FastV):
+    """Reads what stands behind a picture, and denies it."""
+
+    query_aware = False
+
+
+class Merging(FastV):
+    def select(self, tokens: VisualTokens) -> Selection:
+        kept = super().select(tokens)
+        return replace(kept, assign=torch.where(kept.keep, torch.arange(kept.keep.shape[1]), -1))
+
+
+class Greedy(FastV):
+    def select(self, tokens: VisualTokens) -> Selection:
+        return Selection(tokens.mask)
+
+
+class Ahead(FastV):
+    reads = frozenset({"next_row_attention"})
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (TwoCuts(), "cuts at several layers"),
+        (Unlike(), "query_aware has to be True"),
+        (Merging(), "it merges tokens"),
+        (Greedy(), "where .* were asked for"),
+        (Ahead(), "needs next_row_attention"),
+    ],
+)
+def test_methods_that_cannot_be_served(method: Any, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        check_method(method, in_llm=True)
+
+
+def test_requests_can_only_switch_it_off() -> None:
+    server, other = Setting.of(DART), Setting.of({"method": "divprune"})
+    for request in ({}, {"keep": 0.25}, {"off": True}, DART):
+        check_override(server, Setting.of(DART, request))
+    for request in ({"keep": 0.5}, {"pivot_image": 5}, {"method": "divprune"}, FASTV):
+        with pytest.raises(OptionError, match="matter of the whole server"):
+            check_override(server, Setting.of(DART, request))
+    with pytest.raises(OptionError, match="matter of the whole server"):
+        check_override(other, Setting.of({"method": "divprune"}, FASTV))
+    check_override(other, Setting.of({"method": "divprune"}, {"method": "pool"}))
+
+
+def engine_config(folder: Path, setting: Any, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {"disable_chunked_mm_input": True} | options
+    return EngineArgs(
+        str(folder), mm_processor_kwargs={"tokenprune": setting}, **OPTIONS | options
+    ).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def good(folder: Any) -> Any:
+    return engine_config(folder("llava_deep"), DART)
+
+
+def test_every_hook_is_there() -> None:
+    assert missing_hooks(limits.ENGINE_HOOKS) == [] and missing_hooks(limits.WORKER_HOOKS) == []
+
+
+def test_a_good_server_gets_our_scheduler(good: Any) -> None:
+    from tokenprune.integrations.vllm.in_llm.scheduler import InLLMScheduler
+
+    assert good.scheduler_config.get_scheduler_cls() is InLLMScheduler
+    limits.check_engine(good, Setting.of(DART))
+    assert limits.SCHEDULERS[True].endswith("AsyncInLLMScheduler")
+
+
+@pytest.mark.parametrize(
+    ("setting", "options", "says"),
+    [
+        (DART, {"enforce_eager": False}, "--enforce-eager"),
+        (DART, {"disable_chunked_mm_input": False}, "--disable-chunked-mm-input"),
+        (DART, {"enable_lora": True}, "LoRA"),
+        (DART | {"pivot_text": 4}, {}, "--no-enable-prefix-caching, or set pivot_text to 0(.|\n)*no-enable-chunked"),
+        (FASTV, {}, "--no-enable-prefix-caching\n.*--no-enable-chunked-prefill"),
+        (DART | {"layer": 4}, {}, "layer=4: choose a layer from 1 to 3"),
+        (DART, {"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        (DART, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
+    ],
+)
+def test_refused_when_it_starts(folder: Any, setting: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedSetupError, match=says):
+        engine_config(folder("llava_deep"), setting, **options)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "says"),
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size"),
+        ("parallel_config", "data_parallel_size", 2, "--data-parallel-size"),
+        ("parallel_config", "decode_context_parallel_size", 2, "--decode-context-parallel-size"),
+        ("parallel_config", "enable_dbo", True, "--enable-dbo"),
+        ("parallel_config", "ubatch_size", 2, "--ubatch-size"),
+        ("", "kv_transfer_config", object(), "--kv-transfer-config"),
+        ("cache_config", "kv_offloading_size", 1.0, "--kv-offloading-size"),
+        ("", "ec_transfer_config", object(), "--ec-transfer-config"),
+        ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+        ("cache_config", "prefix_match_unit", 16, "--prefix-match-unit"),
+        ("scheduler_config", "long_prefill_token_threshold", 64, "--long-prefill-token-threshold"),
+        ("scheduler_config", "scheduler_cls", "some.Scheduler", "--scheduler-cls"),
+        ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
+        ("model_config", "runner_type", "pooling", "only generation"),
+    ],
+)
+def test_refused(good: Any, monkeypatch: Any, part: str, name: str, value: Any, says: str) -> None:
+    """What vLLM's CPU build would not let us ask for in earnest."""
+    monkeypatch.setattr(getattr(good, part) if part else good, name, value)
+    with pytest.raises(UnsupportedSetupError, match=says):
+        limits.check_engine(good, Setting.of(DART))
+
+
+def test_the_other_runner_is_refused(good: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UnsupportedSetupError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        limits.check_engine(good, Setting.of(DART))
+
+
+def test_other_families_are_refused(folder: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="does not serve Gemma3ForConditionalGeneration: it serves Llava"):
+        engine_config(folder("gemma3"), DART)
+    with pytest.raises(UnsupportedSetupError, match="choose a layer from 3 to 4 of this model"):
+        engine_config(folder("qwen3_vl_deep"), DART, max_num_batched_tokens=1200)
+
+
+def test_layers_with_a_window_are_refused() -> None:
+    def decoder(**changes: Any) -> Any:
+        attention = SimpleNamespace(
+            layer_name="0", sliding_window=None, kv_sharing_target_layer_name=None,
+            attn_backend=SimpleNamespace(get_name=lambda: changes.get("backend", "CPU_ATTN")),
+        )  # fmt: skip
+        vars(attention).update({key: value for key, value in changes.items() if key != "backend"})
+        return SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=attention))])
+
+    limits.check_layers(decoder())
+    for change in ({"sliding_window": 512}, {"kv_sharing_target_layer_name": "1"}):
+        with pytest.raises(UnsupportedModelError, match="sliding window or shares"):
+            limits.check_layers(decoder(**change))
+    with pytest.raises(UnsupportedSetupError, match="FLASHINFER: start with --attention-backend FLASH_ATTN or"):
+        limits.check_layers(decoder(backend="FLASHINFER"))
+    with pytest.raises(UnsupportedModelError, match=r"no self_attn\.attn"):
+        limits.check_layers(SimpleNamespace(layers=[SimpleNamespace()]))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a server that asks for it is set up: its configuration, its requests, its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm.configuration import configured
+from tokenprune.integrations.vllm.in_llm import limits
+from tokenprune.integrations.vllm.plugin import missing_hooks, require_hooks
+from tokenprune.integrations.vllm.settings import IN_LLM, Setting
+
+
+class RefusedRequestError(OptionError, VLLMValidationError):
+    """A request that this server cannot answer; vLLM makes HTTP 400 of it."""
+
+
+def configure(vllm_config: Any) -> None:
+    """Check the whole configuration of a server, and choose its scheduler."""
+    setting = Setting.of(configured(vllm_config.model_config))
+    limits.check_engine(vllm_config, setting)
+    scheduler = vllm_config.scheduler_config
+    scheduler.scheduler_cls = limits.SCHEDULERS[bool(scheduler.async_scheduling)]
+
+
+def check_request(params: Any) -> None:
+    """Raise RefusedRequestError for sampling parameters that ask for log-probabilities of the prompt."""
+    if params.prompt_logprobs is not None:
+        raise RefusedRequestError(
+            f"{IN_LLM} takes tokens of the prompt out before the last layer, so they have no log-probabilities: leave "
+            "prompt_logprobs (or echo with logprobs) out"
+        )
+
+
+def attach(model: Any, vllm_config: Any) -> Any:
+    """Hang the reduction into a model that was just made; returns what the runner asks it for."""
+    setting = Setting.of(configured(vllm_config.model_config))
+    require_hooks(missing_hooks(limits.WORKER_HOOKS))
+    limits.check_engine(vllm_config, setting)
+    if vllm_config.scheduler_config.scheduler_cls not in limits.SCHEDULERS.values():
+        raise UnsupportedSetupError(f"{IN_LLM} needs its own scheduler, which was replaced: leave --scheduler-cls out")
+    from tokenprune.integrations.vllm.in_llm import runner
+    from tokenprune.integrations.vllm.in_llm.reducer import Reducer, decoder_of
+
+    decoder = decoder_of(model)
+    limits.check_layers(decoder)
+    runner.install()
+    return runner.InLLM(model, Reducer(decoder, setting.method), vllm_config.cache_config.enable_prefix_caching)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tokens of a step stand in the layers behind the cut: integers and block tables, no model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.vllm.plan import Plan
+from tokenprune.integrations.vllm.settings import Setting
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Visual tokens of a prompt that share a budget: a picture, a video, or a tile.
+
+    places: their places in the prompt, ascending. keep: how many of them go on behind the cut. item: number of the
+    multimodal item. ordinal: the how-manieth piece of the prompt it is.
+    """
+
+    places: tuple[int, ...]
+    keep: int
+    item: int
+    ordinal: int
+    modality: str
+
+    @property
+    def first(self) -> int:
+        return self.places[0]
+
+    @property
+    def end(self) -> int:
+        return self.places[-1] + 1
+
+    @property
+    def drop(self) -> int:
+        return len(self.places) - self.keep
+
+
+def kept(setting: Setting, count: int, block: int | None) -> int:
+    """How many of `count` visual tokens go on behind the cut.
+
+    block: size of the blocks of which an item loses whole ones, or None to keep exactly what the setting asks for. At
+    least a block stays: then the blocks that go lie within the item, wherever it begins.
+    """
+    if setting.method is None:
+        return count
+    wanted = setting.wanted(count)
+    if block is None:
+        return wanted
+    return count - block * max(0, min((count - wanted) // block, count // block - 1))
+
+
+def pieces_of(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list[Piece]:
+    """Return the pieces of a prompt. plans: of each multimodal item in order, with its place and modality."""
+    pieces: list[Piece] = []
+    for item, (plan, offset, modality) in enumerate(plans):
+        places = [offset + index for index, embed in enumerate(plan.embeds) if embed]
+        for count in plan.counts:
+            keep = kept(plan.setting, count, block)
+            pieces.append(Piece(tuple(places[:count]), keep, item, len(pieces), modality))
+            places = places[count:]
+    return pieces
+
+
+@dataclass(frozen=True)
+class Share:
+    """One request's share of a step: tokens `computed` to `end` of its prompt and answer."""
+
+    computed: int
+    end: int
+    pieces: Sequence[Piece]
+
+    @cached_property
+    def cut(self) -> list[Piece]:
+        """The pieces that lose tokens in this step; raises TokenPruneError if one is only partly in it."""
+        pieces = [piece for piece in self.pieces if piece.drop and piece.end > self.computed and piece.first < self.end]
+        for piece in pieces:
+            if piece.first < self.computed or piece.end > self.end:
+                raise TokenPruneError(
+                    f"visual tokens {piece.first} to {piece.end} of a prompt came in parts (tokens {self.computed} to "
+                    f"{self.end}); report this with the server's configuration"
+                )
+        return pieces
+
+    @cached_property
+    def gone(self) -> list[Piece]:
+        """The pieces that have lost tokens before this step."""
+        return [piece for piece in self.pieces if piece.drop and piece.end <= self.computed]
+
+    @property
+    def before(self) -> int:
+        """How many tokens the layers behind the cut hold of this request already."""
+        return self.computed - sum(piece.drop for piece in self.gone)
+
+    @property
+    def queries(self) -> int:
+        """How many of the step's tokens go through the layers behind the cut."""
+        return self.end - self.computed - sum(piece.drop for piece in self.cut)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A step behind the cut, of R requests and T' tokens; all numpy, made on the host without a look at the device.
+
+    lengths:  int64 `[R]`, tokens behind the cut after this step. starts: int32 `[R + 1]`, where each request's begin.
+    columns:  int64 `[R, W]`, column of the full block table for each one behind the cut.
+    row, column, offset: int64 `[T']`, the request of each token, the column (behind the cut) of its block, and its
+    place in the block.
+    """
+
+    lengths: np.ndarray
+    starts: np.ndarray
+    columns: np.ndarray
+    row: np.ndarray
+    column: np.ndarray
+    offset: np.ndarray
+
+
+def lay_out(shares: Sequence[Share], width: int, block_size: int, aligned: bool) -> Layout:
+    """Lay a step out behind the cut.
+
+    width: columns of the full block table. aligned: whether items lose whole blocks, which are left out of the table;
+    else tokens are packed without gaps.
+    """
+    before = np.array([share.before for share in shares], dtype=np.int64)
+    queries = np.array([share.queries for share in shares], dtype=np.int64)
+    columns = np.tile(np.arange(width, dtype=np.int64), (len(shares), 1))
+    if aligned:
+        for row, share in enumerate(shares):
+            for first, blocks in _blocks_out(itertools.chain(share.gone, share.cut), block_size):
+                columns[row, first:] += blocks
+    ends = queries.cumsum()
+    row = np.repeat(np.arange(len(shares)), queries)
+    place = np.arange(int(queries.sum())) - np.repeat(ends - queries, queries) + before[row]
+    return Layout(
+        before + queries,
+        np.concatenate([[0], ends]).astype(np.int32),
+        columns.clip(max=width - 1),
+        row,
+        place // block_size,
+        place % block_size,
+    )
+
+
+def _blocks_out(pieces: itertools.chain[Piece], block_size: int) -> list[tuple[int, int]]:
+    """(first, number) of the blocks that each piece loses, counted as the table stands after those before it."""
+    out, shift = [], 0
+    for piece in pieces:
+        blocks = piece.drop // block_size
+        out.append((piece.first // block_size + 1 - shift, blocks))
+        shift += blocks
+    return out

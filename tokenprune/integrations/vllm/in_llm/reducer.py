@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker: hooks on the decoder's layers. They do nothing outside a step that was prepared (see `runner`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.base import Method
+from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.vllm.in_llm.layout import Piece, Share
+from tokenprune.integrations.vllm.in_llm.select import Seen, choose, segments_of
+from tokenprune.integrations.vllm.select import Grid
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One request whose pictures lose tokens in this step.
+
+    start: the row of its first token in the step. end: behind its last one; of a method that reads the whole prompt,
+    behind the prompt's last one (a recomputed request holds some of its answer too).
+    grids: of each piece, if it is a full grid of known shape.
+    """
+
+    start: int
+    end: int
+    share: Share
+    grids: list[Grid | None]
+
+
+@dataclass
+class Step:
+    """One pass through the decoder in which tokens leave.
+
+    rows: all rows of the step. left: how many go on behind the cut. The rest is set as the pass goes: query and key of
+    the layer before the cut, the rows that go on (long `[left]`), for each row the last one up to it that went on, and
+    the positions of those that did.
+    """
+
+    cuts: list[Cut]
+    rows: int
+    left: int
+    attended: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    stay: Tensor | None = None
+    last: Tensor | None = None
+    positions: Tensor | None = None
+
+
+class Reducer:
+    """Cuts at the input of one decoder layer."""
+
+    def __init__(self, decoder: nn.Module, method: Method) -> None:
+        self.method = method
+        self.decoder = decoder
+        self.whole = not method.prefix_cache_safe
+        self.step: Step | None = None
+        layers = list(decoder.layers)
+        self.attention: nn.Module = layers[method.cut_layer - 1].self_attn.attn
+        # The layers that see fewer tokens, by the names under which vLLM keeps what belongs to their attention.
+        self.names = [layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]]
+        if method.reads:
+            self.attention.register_forward_pre_hook(self._observe)
+        layers[method.cut_layer].register_forward_pre_hook(self._cut)
+        for layer in layers[method.cut_layer + 1 :]:
+            layer.register_forward_pre_hook(self._follow)
+        layers[-1].register_forward_hook(self._restore)
+
+    @contextmanager
+    def during(self, step: Step | None) -> Iterator[None]:
+        """Let `step` happen in passes through the decoder made meanwhile."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = None
+
+    # -- hooks
+
+    def _observe(self, module: nn.Module, args: tuple) -> None:
+        if self.step is not None:
+            self.step.attended = args[0], args[1]
+
+    def _cut(self, module: nn.Module, args: tuple) -> tuple | None:
+        if self.step is None:
+            return None
+        positions, hidden, residual, *others = args
+        step, device = self.step, hidden.device
+        state = hidden + residual  # vLLM adds the two within the layer
+        stays = torch.ones(step.rows, dtype=torch.bool, device=device)
+        for cut in step.cuts:
+            pieces = cut.share.cut
+            places = [[place - cut.share.computed for place in piece.places] for piece in pieces]
+            ordinals, modalities = [one.ordinal for one in pieces], [one.modality for one in pieces]
+            segments = segments_of(places, ordinals, modalities, cut.grids, device)
+            keep = choose(self.method, segments, [piece.keep for piece in pieces], self._seen(cut, state))
+            gone = cut.start + segments.position[segments.mask & ~keep]
+            stays[gone] = False
+        step.attended = None
+        # A stable sort instead of nonzero(): how many they are is known, so nothing is asked of the device.
+        step.stay = (~stays).to(torch.uint8).argsort(stable=True)[: step.left]
+        step.last = (stays.cumsum(0) - 1).clamp(min=0)
+        step.positions = positions[..., step.stay]
+        return step.positions, hidden[step.stay], residual[step.stay], *others
+
+    def _follow(self, module: nn.Module, args: tuple) -> tuple | None:
+        return None if self.step is None else (self.step.positions, *args[1:])
+
+    def _restore(self, module: nn.Module, args: tuple, output: tuple) -> tuple | None:
+        """As many rows again as the runner expects. It reads each request's last one, and that of a prompt that ends
+        with a picture may be gone: so a row that left shows the last one before it that did not."""
+        if self.step is None:
+            return None
+        hidden, residual = output
+        return hidden[self.step.last], residual[self.step.last]
+
+    # -- what a method sees
+
+    def _seen(self, cut: Cut, state: Tensor) -> Seen:
+        rows = slice(cut.start, cut.end)
+        observed = None
+        if self.step.attended is not None:
+            query, key = (self._heads(value[rows]) for value in self.step.attended)
+            observed = Observation(query, key, None, self.attention.impl.scale)
+        width = cut.end - cut.start
+        visual = [
+            place - cut.share.computed
+            for piece in cut.share.pieces
+            for place in piece.places
+            if 0 <= place - cut.share.computed < width
+        ]
+        return Seen(state[rows], self.decoder.norm, observed, self.whole, visual)
+
+    def _heads(self, value: Tensor) -> Tensor:
+        """`[W, H, Dh]` or `[W, H * Dh]` -> `[1, H, W, Dh]`."""
+        return value.reshape(value.shape[0], -1, self.attention.head_size).transpose(0, 1)[None]
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """The module of a multimodal model of vLLM that holds the decoder's layers."""
+    language_model = model.get_language_model()
+    return getattr(language_model, "model", language_model)
+
+
+def grids_of(model: Any, pieces: list[Piece], items: list[Any]) -> list[Grid | None]:
+    """The grid of each piece, where its item tells of one that fits. items: vLLM's data of a prompt's items."""
+    grids = [model._grid(items[piece.item], piece.modality) for piece in pieces]
+    return [
+        grid if grid is not None and grid[0] * grid[1] * grid[2] == len(piece.places) else None
+        for grid, piece in zip(grids, pieces, strict=True)
+    ]

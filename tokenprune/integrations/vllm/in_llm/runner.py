@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker: tell the layers behind the cut, before each pass, which tokens and slots are theirs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
+from tokenprune.integrations.vllm.in_llm.layout import Layout, Piece, Share, lay_out, pieces_of
+from tokenprune.integrations.vllm.in_llm.reducer import Cut, Reducer, Step, grids_of
+from tokenprune.integrations.vllm.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+def install() -> None:
+    """Let the runner of this process prepare each pass of a model that has a `tokenprune_in_llm`; others are left
+    alone."""
+    original = GPUModelRunner._model_forward
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        in_llm = getattr(self.get_model(), "tokenprune_in_llm", None)
+        if in_llm is None:
+            return original(self, *args, **kwargs)
+        with in_llm.reducer.during(in_llm.prepare(self)):
+            return original(self, *args, **kwargs)
+
+    GPUModelRunner._model_forward = forward
+
+
+class InLLM:
+    """What a model with the reduction inside knows: the hooks on its layers, and the requests of the last step."""
+
+    def __init__(self, model: Any, reducer: Reducer, aligned: bool) -> None:
+        self.model = model
+        self.reducer = reducer
+        self.aligned = aligned
+        # Of the requests of the last step: their items, how many these were, and the pieces found in them.
+        self._known: dict[str, tuple[list[Any], int, list[Piece]]] = {}
+        self._warned = False
+
+    def prepare(self, runner: Any) -> Step | None:
+        """Point the layers behind the cut to their own tokens; returns the cut to be made, if any.
+
+        A server's first steps are without metadata (vLLM measures memory) and do not come here.
+        """
+        shares = self._shares(runner)
+        if not any(share.cut or share.gone for share in shares):
+            return None
+        table = runner.input_batch.block_table[0]
+        full = table.get_device_tensor(len(shares))
+        layout = lay_out(shares, full.shape[1], table.block_size, self.aligned)
+        context = get_forward_context()
+        slots, metadata = _metadata(runner, layout, full, table.block_size)
+        for name in self.reducer.names:
+            context.attn_metadata[name] = metadata
+            context.slot_mapping[name] = slots
+        starts = runner.query_start_loc.np
+        cuts = [self._cut(runner, row, int(starts[row]), share) for row, share in enumerate(shares) if share.cut]
+        if not cuts:
+            return None
+        rows = int(starts[len(shares)])
+        return Step(cuts, rows, rows - sum(piece.drop for cut in cuts for piece in cut.share.cut))
+
+    def _shares(self, runner: Any) -> list[Share]:
+        batch = runner.input_batch
+        starts = runner.query_start_loc.np
+        shares, known = [], {}
+        for row, name in enumerate(batch.req_ids[: batch.num_reqs]):
+            features = runner.requests[name].mm_features
+            found = self._known.get(name)
+            if found is None or found[0] is not features or found[1] != len(features):
+                found = features, len(features), self._find(features, runner)
+            known[name] = found
+            computed = int(batch.num_computed_tokens_cpu[row])
+            shares.append(Share(computed, computed + int(starts[row + 1] - starts[row]), found[2]))
+        self._known = known
+        return shares
+
+    def _find(self, features: list[Any], runner: Any) -> list[Piece]:
+        items = [(_plan(one), one.mm_position.offset, one.modality) for one in features]
+        block = runner.input_batch.block_table[0].block_size if self.aligned else None
+        pieces = pieces_of(items, block)
+        for piece in pieces:
+            setting, count = items[piece.item][0].setting, len(piece.places)
+            if self._warned or piece.drop or setting.method is None or setting.wanted(count) == count:
+                continue
+            self._warned = True
+            logger.warning(
+                "tokenprune keeps all %d tokens of a picture where %d were asked for: with prefix caching only whole "
+                "blocks of the KV cache (%s tokens) are left out, and at least one stays. Use a smaller --block-size, "
+                "or --no-enable-prefix-caching",
+                *(count, setting.wanted(count), block),
+            )
+        return pieces
+
+    def _cut(self, runner: Any, row: int, start: int, share: Share) -> Cut:
+        request = runner.requests[runner.input_batch.req_ids[row]]
+        end = share.end
+        if self.reducer.whole:
+            if share.computed > 0 or share.end < request.num_prompt_tokens:
+                raise TokenPruneError(
+                    f"tokens {share.computed} to {share.end} of a prompt of {request.num_prompt_tokens} came alone, "
+                    f"but {self.reducer.method.name} reads all of it; report this with the server's configuration"
+                )
+            end = request.num_prompt_tokens
+        grids = grids_of(self.model, share.cut, [feature.data for feature in request.mm_features])
+        return Cut(start, start + end - share.computed, share, grids)
+
+
+def _plan(feature: Any) -> Plan:
+    plan = Plan.of_item(feature.data, feature.modality)
+    if plan is None or len(plan.tokens) != feature.mm_position.length:
+        raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan that fits its place")
+    return plan
+
+
+def _metadata(runner: Any, layout: Layout, full: torch.Tensor, block_size: int) -> tuple[torch.Tensor, Any]:
+    """Slots of the tokens behind the cut, and what the attention of these layers has to know. full: block table `[R,
+    W]`."""
+    device = full.device
+
+    def to_device(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(values).to(device=device, dtype=dtype, non_blocking=True)
+
+    table = full.gather(1, to_device(layout.columns, torch.int64))
+    row, column, offset = (to_device(one, torch.int64) for one in (layout.row, layout.column, layout.offset))
+    slots = table[row, column].long() * block_size + offset
+    lengths = torch.from_numpy(layout.lengths.astype(np.int32))
+    starts = torch.from_numpy(layout.starts)
+    batch, requests = runner.input_batch, len(layout.lengths)
+    computed = batch.num_computed_tokens_cpu_tensor[:requests]
+    group = runner.attn_groups[0][0]
+    metadata = group.build_metadata(
+        CommonAttentionMetadata(
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            seq_lens=lengths.to(device),
+            seq_lens_cpu_upper_bound=lengths,
+            num_reqs=requests,
+            num_actual_tokens=len(layout.row),
+            max_query_len=int(np.diff(layout.starts).max()),
+            max_seq_len=int(layout.lengths.max()),
+            block_table_tensor=table,
+            slot_mapping=slots,
+            causal=True,
+            is_prefilling=computed < batch.num_prompt_tokens_cpu_tensor[:requests],
+        )
+    )
+    return slots, metadata
