@@ -14,7 +14,7 @@ from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import Method, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.vllm import tower
+from tokenprune.integrations.vllm import tower_checks
 from tokenprune.registry import register
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
@@ -153,7 +153,7 @@ def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpo
 
 
 def test_unknown_towers_stop_the_server(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(tower.CLASS_TOKENS, "pixtral")
+    monkeypatch.delitem(tower_checks.CLASS_TOKENS, "pixtral")
     with pytest.raises(UnsupportedSetupError, match=r"of 'llava' with the tower 'pixtral' it is not known.*divprune"):
         config(folder("pixtral"), VSCAN)
     assert config(folder("pixtral"), {"method": "divprune"}).multimodal_config.tokenprune["method"] == "divprune"
@@ -178,6 +178,6 @@ def test_interpolated_features_are_refused(folder: Any) -> None:
     wide = {"image_grid_pinpoints": [[56, 56], [560, 560]]}
     model_config = config(folder("llava_onevision"), VSCAN, hf_overrides=wide)
     info = MULTIMODAL_REGISTRY.create_processor(model_config).info
-    assert tower._newlines(info, 56, 56, Seer()) == 4
+    assert tower_checks._newlines(info, 56, 56, Seer()) == 4
     with pytest.raises(OptionError, match="interpolates its features"):
-        tower._newlines(info, 500, 500, Seer())
+        tower_checks._newlines(info, 500, 500, Seer())

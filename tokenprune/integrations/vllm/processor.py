@@ -17,7 +17,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.configuration import check_model, configured, family_of
 from tokenprune.integrations.vllm.plan import Plan, field_name
 from tokenprune.integrations.vllm.settings import KEY, Setting
-from tokenprune.integrations.vllm.tower import check_items, reads_tower
+from tokenprune.integrations.vllm.tower_checks import check_items, reads_tower
 from tokenprune.integrations.vllm.tower_merging import merges_in_tower
 
 OFF = {"off": True}
