@@ -8,6 +8,7 @@ own work is left alone. The rest (which block is meant, what a token is made of)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,8 @@ from tokenprune.integrations.hf.encoder_attention import Encoded, block_index, p
 from tokenprune.integrations.hf.groups import Packed, newline_number, numbered
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.patches import place
-from tokenprune.integrations.vllm.tower_checks import CLASS_TOKENS, INSTEAD, ServedModel, depth_of, heads_of, kind_of
+from tokenprune.integrations.vllm.plugin import TESTED
+from tokenprune.integrations.vllm.tower_checks import CLASS_TOKENS, ServedModel, depth_of, heads_of, kind_of
 
 
 class TowerReader:
@@ -174,8 +176,10 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
                 if not isinstance(module, nn.ModuleList) or not len(module):
                     continue
                 found = [[m for m in block.modules() if isinstance(m, MMEncoderAttention)] for block in module]
-                if all(len(of_block) == 1 for of_block in found):
+                takes = inspect.signature(MMEncoderAttention.forward_native).parameters
+                if all(len(of_block) == 1 for of_block in found) and {"query", "key", "value"} <= set(takes):
                     return [of_block[0] for of_block in found]
     raise UnsupportedSetupError(
-        f"tokenprune does not find the attention in the vision tower of {type(model).__name__}; {INSTEAD}"
+        f"tokenprune does not find the attention that it knows of vLLM {TESTED} in the vision tower of "
+        f"{type(model).__name__}; install that version, or leave out the tokenprune setting"
     )
