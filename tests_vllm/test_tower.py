@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import Method, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.vllm import tower
+from tokenprune.integrations.vllm import tower_checks
 from tokenprune.registry import register
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
@@ -127,10 +129,6 @@ def test_a_video_beside_a_picture(engine: Engine, reference: Any, checkpoint: Ch
     prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
     overrides = [{}, {"method": "seer", "keep": 0.3}]
     requests = [engine.request(prompt, images, override, videos) for override in overrides]
-    if checkpoint.name == "internvl":  # and the Hugging Face side refuses it likewise
-        with pytest.raises(OptionError, match=r"do not tell which patches.*behind the tower"):
-            engine.generate(requests)
-        return
     for override, output in zip(overrides, engine.generate(requests), strict=True):
         check(reference(checkpoint.name), output, prompt, images, override, videos)
 
@@ -153,10 +151,22 @@ def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpo
 
 
 def test_unknown_towers_stop_the_server(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(tower.CLASS_TOKENS, "pixtral")
+    monkeypatch.delitem(tower_checks.CLASS_TOKENS, "pixtral")
     with pytest.raises(UnsupportedSetupError, match=r"of 'llava' with the tower 'pixtral' it is not known.*divprune"):
         config(folder("pixtral"), VSCAN)
     assert config(folder("pixtral"), {"method": "divprune"}).multimodal_config.tokenprune["method"] == "divprune"
+
+
+def test_items_that_cannot_be_traced(folder: Any) -> None:
+    """Videos of InternVL, which the Hugging Face side refuses likewise, and what was encoded elsewhere."""
+    from vllm.multimodal.parse import ImageEmbeddingItems
+
+    info = SimpleNamespace(get_hf_config=lambda: config(folder("internvl")).hf_config)
+    with pytest.raises(OptionError, match=r"do not tell which patches.*behind the tower"):
+        tower_checks.check_items(Seer(), None, {"video": ["frames"]}, info)
+    with pytest.raises(OptionError, match="pass pixels, not embeddings"):
+        tower_checks.check_items(Seer(), None, {"image": ImageEmbeddingItems([torch.zeros(4, 64)])}, info)
+    tower_checks.check_items(Seer(), None, {"image": ["picture"], "video": []}, info)
 
 
 def test_a_server_that_takes_no_pictures(start: Callable[..., Engine]) -> None:
@@ -178,6 +188,6 @@ def test_interpolated_features_are_refused(folder: Any) -> None:
     wide = {"image_grid_pinpoints": [[56, 56], [560, 560]]}
     model_config = config(folder("llava_onevision"), VSCAN, hf_overrides=wide)
     info = MULTIMODAL_REGISTRY.create_processor(model_config).info
-    assert tower._newlines(info, 56, 56, Seer()) == 4
+    assert tower_checks._newlines(info, 56, 56, Seer()) == 4
     with pytest.raises(OptionError, match="interpolates its features"):
-        tower._newlines(info, 500, 500, Seer())
+        tower_checks._newlines(info, 500, 500, Seer())

@@ -20,7 +20,8 @@ from tokenprune.integrations.vllm.families import Family
 from tokenprune.integrations.vllm.plan import Plan, field_name
 from tokenprune.integrations.vllm.runner import prepare_runner
 from tokenprune.integrations.vllm.select import choose, segments_of
-from tokenprune.integrations.vllm.tower import TowerReader, is_known, reads_tower
+from tokenprune.integrations.vllm.tower import TowerReader
+from tokenprune.integrations.vllm.tower_checks import is_known, reads_tower
 from tokenprune.integrations.vllm.tower_merging import TowerMerger, merging, stretches
 
 _MODALITIES = ("image", "video")

@@ -20,7 +20,7 @@ from tokenprune.integrations.vllm.configuration import check_model, configured, 
 from tokenprune.integrations.vllm.pixels import Shrinker, SmallerImages
 from tokenprune.integrations.vllm.plan import Plan, field_name
 from tokenprune.integrations.vllm.settings import KEY, Setting, check_override
-from tokenprune.integrations.vllm.tower import check_items, reads_tower
+from tokenprune.integrations.vllm.tower_checks import check_items, reads_tower
 from tokenprune.integrations.vllm.tower_merging import merges_in_tower
 
 OFF = {"off": True}

@@ -30,16 +30,8 @@ from tokenprune.integrations.blocks import Block, Merger
 from tokenprune.integrations.hf.encoder_attention import read_block
 from tokenprune.integrations.hf.groups import first_of_group
 from tokenprune.integrations.vllm.plan import Plan
-from tokenprune.integrations.vllm.tower import (
-    CLASS_TOKENS,
-    all_heads,
-    attentions_of,
-    check_whole,
-    depth_of,
-    heads_first,
-    heads_of,
-    kind_of,
-)
+from tokenprune.integrations.vllm.tower import all_heads, attentions_of, heads_first
+from tokenprune.integrations.vllm.tower_checks import CLASS_TOKENS, check_whole, depth_of, heads_of, kind_of
 
 _CLASSES = {"clip_vision_model": "CLIPVisionModel", "siglip_vision_model": "SiglipVisionModel"}
 
