@@ -9,8 +9,7 @@ floor_ms is the time in which this device moves the bytes that must be moved, or
 longer; both speeds are measured here, by copying 512 MB and by multiplying large matrices of the case's dtype. share =
 floor / median: 1 is perfect. A buffer larger than the cache is written between two runs, so that inputs come from
 memory. difference, other_choices: between kernel and reference, the largest of numbers, and the share of chosen tokens.
-Without a GPU, kernels run in Triton's interpreter: such
-times mean nothing (`"interpreted": true`).
+Without a GPU, kernels run in Triton's interpreter: such times mean nothing (`"interpreted": true`).
 
 An operation of tokenprune/kernels is measured if `@cases("its_name")` stands before a function that yields its cases.
 

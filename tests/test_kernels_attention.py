@@ -261,6 +261,17 @@ def test_kernels_with_memory_in_any_order(kernel_device: torch.device) -> None:
     close(got, attention_column_means.reference(query, key, None, mask, **options))
 
 
+def test_padding_longer_than_a_block(kernel_device: torch.device) -> None:
+    """On the left, where rows that count begin with a block that they do not see."""
+    query, key, _, options = make((1, 1, 1, 37, 37, 8))
+    valid, index = torch.arange(37)[None] >= 20, torch.tensor([[36]])
+    given = [*on(kernel_device, (query, key, index, valid))]
+    got = attention_rows.triton(*given, block_keys=16, **options)
+    close(got, attention_rows.reference(query, key, index, valid, **options))
+    got = attention_column_means.triton(given[0], given[1], given[3], given[3], block=(16, 16), **options)
+    close(got, attention_column_means.reference(query, key, valid, valid, **options))
+
+
 def test_equal_keys_have_equal_shares(kernel_device: torch.device) -> None:
     query, key, _, options = make((1, 2, 2, 1, 40, 8))
     key = key[:, :, :1].expand(-1, -1, 40, -1)

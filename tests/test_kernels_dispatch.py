@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +82,23 @@ def test_a_kernel_takes_what_its_reference_takes(kernel_device: torch.device) ->
         assert op.__doc__, name
 
 
+def test_every_operation_has_a_case_in_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parent.parent / "benchmarks" / "kernel_speed.py"
+    spec = importlib.util.spec_from_file_location("kernel_speed", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "kernel_speed", benchmark)
+    spec.loader.exec_module(benchmark)
+    for name, op in dispatch.operations().items():
+        tiny = list(benchmark.CASES[name](torch.device("cpu"), True))
+        assert tiny, name
+        for case in tiny:
+            assert benchmark.compare(op.reference(*case.args, **case.kwargs), op(*case.args, **case.kwargs), 0) == (
+                0,
+                0,
+            )
+            assert case.bytes > 0
+
+
 def test_triton_is_not_imported_before_a_kernel_runs() -> None:
     code = "import sys, tokenprune, tokenprune.kernels.dispatch; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -88,3 +107,33 @@ def test_triton_is_not_imported_before_a_kernel_runs() -> None:
 def test_memory_that_no_kernel_wrote_is_seen(kernel_device: torch.device) -> None:
     assert torch.empty(5, device=kernel_device).isnan().all()
     assert (torch.empty(5, dtype=torch.long, device=kernel_device) == torch.iinfo(torch.long).max).all()
+
+
+class OnGPU(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("capability", "old"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
+def test_gpu_tensors_take_the_kernel(
+    op: Operation, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], old: bool
+) -> None:
+    monkeypatch.delenv("TOKENPRUNE_KERNELS", raising=False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    dispatch._is_old.cache_clear()
+    x = torch.ones(2).as_subclass(OnGPU)
+    try:
+        if old:
+            assert op(x).tolist() == [2, 2]
+            monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
+            with pytest.raises(UnsupportedSetupError, match="older"):
+                op(x)
+            return
+        assert op(x) == "kernel"
+        assert op(x, odd=True).tolist() == [2, 2], "where the kernel cannot run, the reference does"
+        monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+        assert op(x).tolist() == [2, 2]
+    finally:
+        dispatch._is_old.cache_clear()

@@ -36,7 +36,7 @@ def _limits(
     return None
 
 
-@operation(kernel="tokenprune.kernels.attention_triton:attention_rows", limits=_limits)
+@operation(kernel="tokenprune.kernels.attention_rows_triton:attention_rows", limits=_limits)
 def attention_rows(
     query: Tensor,
     key: Tensor,
@@ -72,7 +72,7 @@ def _column_limits(
     return _limits(query, key, valid, mask, **options)
 
 
-@operation(kernel="tokenprune.kernels.attention_triton:attention_column_means", limits=_column_limits)
+@operation(kernel="tokenprune.kernels.attention_columns_triton:attention_column_means", limits=_column_limits)
 def attention_column_means(
     query: Tensor,
     key: Tensor,

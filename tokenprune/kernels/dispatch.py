@@ -64,6 +64,11 @@ def has_triton() -> bool:
     return True
 
 
+@functools.cache
+def _is_old(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) < (8, 0)
+
+
 class Operation:
     """A function of tensors with two implementations; see the module's text. Made by `@operation`."""
 
@@ -86,6 +91,8 @@ class Operation:
             return "Triton is not installed (pip install triton)"
         if not all(tensor.is_cuda for tensor in tensors) and os.environ.get("TRITON_INTERPRET") != "1":
             return "not all tensors are on a GPU (on CPU, kernels need a process started with TRITON_INTERPRET=1)"
+        if any(tensor.is_cuda and _is_old(tensor.device) for tensor in tensors):
+            return "this GPU is older than Triton supports (compute capability 8.0)"
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are wanted, which kernels do not have (use torch.no_grad)"
         return None if self._limits is None else self._limits(*args, **kwargs)

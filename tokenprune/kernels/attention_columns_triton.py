@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of `attention_column_means`: one finds the logarithm of each row's sum of exponentials, a second one
+goes down the columns with it.
+
+Both stream through the map, of which no more than a block exists at a time. No atomics: results do not depend on the
+order in which programs run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenprune.kernels.attention import check_starts
+from tokenprune.kernels.attention_triton import (
+    LENGTHS,
+    OF_KEYS,
+    as_bytes,
+    block_logits,
+    block_width,
+    finite,
+    mask_arguments,
+    masked,
+    precision,
+    rows_contiguous,
+    scales,
+)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _row_sums_kernel(
+    query, key, valid, mask, begins, ends, sums, heads, queries, keys, width, scaling, softcap, lowest,
+    query_b, query_h, query_q, key_b, key_h, key_k, valid_b, valid_q, mask_b, mask_h, mask_q, mask_k,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    VALID: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`[B, H, queries]`: logarithms (base 2) of sums of exponentials; +inf for rows that do not count."""
+    tiles = tl.cdiv(queries, BLOCK_ROWS)
+    program = tl.program_id(0)
+    tile = tiles - 1 - program % tiles  # a causal map's longest rows first
+    head = (program // tiles % heads).to(tl.int64)
+    batch = (program // tiles // heads).to(tl.int64)
+    row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    real = row < queries
+    wide = tl.arange(0, BLOCK_WIDTH)
+    q = tl.load(
+        query + batch * query_b + head * query_h + row.to(tl.int64)[:, None] * query_q + wide[None, :],
+        mask=real[:, None] & (wide < width)[None, :], other=0.0,
+    )  # fmt: skip
+    low = 0
+    high = keys
+    if CAUSAL:
+        high = tl.minimum(high, (tile + 1) * BLOCK_ROWS + keys - queries)
+    if PACKED:
+        begin = tl.load(begins + row, mask=real, other=keys)
+        end = tl.load(ends + row, mask=real, other=0)
+        low = tl.min(begin) // BLOCK_KEYS * BLOCK_KEYS
+        high = tl.minimum(high, tl.max(end))
+    top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    for start in range(low, high, BLOCK_KEYS):
+        column = start + tl.arange(0, BLOCK_KEYS)
+        k = tl.load(
+            key + batch * key_b + head // GROUP * key_h + column.to(tl.int64)[None, :] * key_k + wide[:, None],
+            mask=(column < keys)[None, :] & (wide < width)[:, None], other=0.0,
+        )  # fmt: skip
+        x, _ = masked(
+            block_logits(q, k, scaling, softcap, SOFTCAP, PRECISION), mask, batch, head, row.to(tl.int64)[:, None],
+            column.to(tl.int64)[None, :], queries, keys, mask_b, mask_h, mask_q, mask_k, lowest, CAUSAL, MASK,
+        )  # fmt: skip
+        if PACKED:
+            x = tl.where((column[None, :] >= begin[:, None]) & (column[None, :] < end[:, None]), x, float("-inf"))
+        higher = tl.maximum(top, tl.max(x, axis=1))
+        base = finite(higher)
+        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(x - base[:, None]), axis=1)
+        top = higher
+    counts = total != 0
+    if VALID:
+        counts = counts & (tl.load(valid + batch * valid_b + row * valid_q, mask=real, other=0) != 0)
+    result = tl.where(counts, top + tl.log2(tl.where(counts, total, 1.0)), float("inf"))
+    tl.store(sums + (batch * heads + head) * queries + row, result, mask=real)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _column_means_kernel(
+    query, key, mask, begins, ends, sums, out, heads, queries, keys, width, scaling, softcap, lowest,
+    query_b, query_h, query_q, key_b, key_h, key_k, mask_b, mask_h, mask_q, mask_k,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`[B, H, queries]`: means over the rows that see a column. Blocks are transposed: columns of the map go down, so
+    that sums over its rows stay within a warp."""
+    tiles = tl.cdiv(queries, BLOCK_KEYS)
+    program = tl.program_id(0)
+    tile = program % tiles
+    head = (program // tiles % heads).to(tl.int64)
+    batch = (program // tiles // heads).to(tl.int64)
+    token = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    real = token < queries
+    column = token + (keys - queries)
+    wide = tl.arange(0, BLOCK_WIDTH)
+    k = tl.load(
+        key + batch * key_b + head // GROUP * key_h + column.to(tl.int64)[:, None] * key_k + wide[None, :],
+        mask=real[:, None] & (wide < width)[None, :], other=0.0,
+    )  # fmt: skip
+    low = 0
+    high = queries
+    if CAUSAL:
+        low = tile * BLOCK_KEYS
+    if PACKED:
+        begin = tl.load(begins + token, mask=real, other=queries)
+        end = tl.load(ends + token, mask=real, other=0)
+        low = tl.maximum(low, tl.min(begin))
+        high = tl.max(end)
+    low = low // BLOCK_ROWS * BLOCK_ROWS
+    total = tl.zeros([BLOCK_KEYS], tl.float32)
+    count = tl.zeros([BLOCK_KEYS], tl.float32)
+    for start in range(low, high, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        q = tl.load(
+            query + batch * query_b + head * query_h + row.to(tl.int64)[None, :] * query_q + wide[:, None],
+            mask=(row < queries)[None, :] & (wide < width)[:, None], other=0.0,
+        )  # fmt: skip
+        base = tl.load(sums + (batch * heads + head) * queries + row, mask=row < queries, other=float("inf"))
+        x, seen = masked(
+            block_logits(k, q, scaling, softcap, SOFTCAP, PRECISION), mask, batch, head, row.to(tl.int64)[None, :],
+            column.to(tl.int64)[:, None], queries, keys, mask_b, mask_h, mask_q, mask_k, lowest, CAUSAL, MASK,
+        )  # fmt: skip
+        seen = seen & (base != float("inf"))[None, :]
+        if PACKED:
+            seen = seen & (row[None, :] >= begin[:, None]) & (row[None, :] < end[:, None])
+        total += tl.sum(tl.where(seen, tl.exp2(x - base[None, :]), 0.0), axis=1)
+        count += tl.sum(seen.to(tl.float32), axis=1)
+    tl.store(out + (batch * heads + head) * queries + token, total / tl.maximum(count, 1.0), mask=real)
+
+
+def attention_column_means(
+    query: Tensor,
+    key: Tensor,
+    valid: Tensor | None = None,
+    mask: Tensor | None = None,
+    starts: Tensor | None = None,
+    *,
+    scaling: float,
+    causal: bool = True,
+    softcap: float | None = None,
+    block: tuple[int, int] | None = None,
+) -> Tensor:
+    """See `tokenprune.kernels.attention.attention_column_means`. block: rows and columns of the map at a time."""
+    check_starts(query, key, mask, starts)
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    sums = torch.empty(batch, heads, queries, device=query.device)
+    out = torch.empty_like(sums)
+    if not out.numel():
+        return out
+    query, key = rows_contiguous(query), rows_contiguous(key)
+    mask, kind, strides, lowest = mask_arguments(mask, query, key)
+    scaling, cap = scales(scaling, softcap)
+    begins = ends = query  # not read
+    if starts is not None:
+        token = torch.arange(keys, device=query.device)
+        number = torch.searchsorted(starts.to(query.device, torch.long), token, right=True)
+        begins, ends = starts.to(query.device)[number - 1], starts.to(query.device)[number]
+    checked = valid if valid is not None else query
+    wide = block_width(width)
+    # The longer side stays while the other is streamed. Float32 has no tensor cores here, and takes twice the memory.
+    long, short = block or ((128, 64) if query.element_size() == 2 else (64, 32))
+    common = dict(
+        GROUP=heads // key.shape[1], CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
+        PRECISION=precision(query), PACKED=starts is not None, BLOCK_WIDTH=wide, num_warps=8 if long > 64 else 4,
+        num_stages=3 if query.element_size() == 2 else 2,
+    )  # fmt: skip
+    lengths = heads, queries, keys, width, scaling, cap, lowest, *query.stride()[:3], *key.stride()[:3]
+    with torch.cuda.device_of(query):
+        _row_sums_kernel[(triton.cdiv(queries, long) * heads * batch,)](
+            query, key, as_bytes(checked), mask, begins, ends, sums, *lengths, *checked.stride()[:2], *strides,
+            VALID=valid is not None, BLOCK_ROWS=long, BLOCK_KEYS=short, **common,
+        )  # fmt: skip
+        _column_means_kernel[(triton.cdiv(queries, long) * heads * batch,)](
+            query, key, mask, begins, ends, sums, out, *lengths, *strides,
+            BLOCK_ROWS=short, BLOCK_KEYS=long, **common,
+        )  # fmt: skip
+    return out
