@@ -56,6 +56,13 @@ def test_join_copies_what_nothing_joins_and_has_gradients() -> None:
         assert join(x, keep, own, source, target, weight).isnan().any(1).tolist() == [True, False]
 
 
+def test_join_copies_where_nothing_weighs_anything(kernel_device: torch.device) -> None:
+    x, zero = torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([0.0])
+    arguments = [t.to(kernel_device) for t in (x, torch.tensor([1]), zero, torch.tensor([0]), torch.tensor([0]), zero)]
+    for either in (join.reference, join.triton):
+        assert either(*arguments).tolist() == [[3.0, 5.0]]
+
+
 @pytest.mark.parametrize(("b", "w"), [(1, 1), (2, 16), (2, 35), (1, 0)])
 def test_partition(kernel_device: torch.device, b: int, w: int) -> None:
     g = torch.Generator().manual_seed(0)

@@ -168,6 +168,13 @@ def test_take_in_turn(kernel_device: torch.device, dtype: torch.dtype, s: int, p
         assert torch.equal(got.cpu(), want)
 
 
+def test_zeros_of_either_sign_tie(kernel_device: torch.device) -> None:
+    score, mask = torch.tensor([[[-1.0, -0.0, 0.0, -0.0, 0.0]]]), torch.ones(1, 5, dtype=torch.bool)
+    for take in (take_in_turn.reference, take_in_turn.triton):
+        got = take(*(t.to(kernel_device) for t in (score, mask, torch.tensor([[2]]))), 2)
+        assert got.tolist() == [[False, True, True, False, False]]
+
+
 def test_top_mask_takes_what_there_is() -> None:
     score, mask = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[True, False, True]])
     assert top_mask(score, mask, torch.tensor([3]), 3).tolist() == mask.tolist()
