@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tokenprune.transfer import sent
+
 
 @dataclass(frozen=True)
 class Merge:
@@ -88,7 +90,7 @@ class Merge:
         if self.left is None or min(self.left) == width:
             return None
         device = self.keep.device
-        return torch.arange(width, device=device) >= torch.tensor(self.left, device=device)[:, None]
+        return torch.arange(width, device=device) >= sent(self.left, device)[:, None]
 
 
 def _end_to_end(index: Tensor, count: int) -> Tensor:
@@ -114,7 +116,7 @@ def best_partners(metric: Tensor, protected: int = 0, counts: list[int] | None =
     scores[:, : (protected + 1) // 2] = -torch.inf
     scores[:, :, : protected // 2] = -torch.inf
     if counts is not None:
-        real = torch.arange(metric.shape[1], device=metric.device) < torch.tensor(counts, device=metric.device)[:, None]
+        real = torch.arange(metric.shape[1], device=metric.device) < sent(counts, metric.device)[:, None]
         scores.masked_fill_(~(real[:, ::2, None] & real[:, None, 1::2]), -torch.inf)
     best, partner = scores.max(dim=2)  # of equals the first
     return best, partner
@@ -175,7 +177,7 @@ def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, co
     rows, device = len(r), best.device
     width = max(counts)
     left = [count - gone for count, gone in zip(counts, r, strict=True)]
-    real, gone = torch.tensor(counts, device=device), torch.tensor(r, device=device)
+    real, gone = sent(counts, device), sent(r, device)
     order = best.argsort(dim=1, descending=True, stable=True)
     ranks = torch.arange(order.shape[1], device=device)
     leaves = torch.empty_like(order).scatter(1, order, ranks.expand_as(order)) < gone[:, None]

@@ -71,7 +71,7 @@ class Dart(Method):
             order = similarity[..., pivot].masked_fill(~pool, torch.inf).argsort(dim=1, stable=True)
             added = torch.arange(order.shape[1], device=order.device) < wanted[:, None]
             kept = kept | (torch.zeros_like(kept).scatter(1, order, added) & pool)
-        return Selection(kept)
+        return Selection(kept, counts=tokens.keep)
 
     def _pivots(self, tokens: VisualTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return the image pivots (bool `[S, N]`), and all pivots' states `[S, P, D]` with which of them exist (`[S,

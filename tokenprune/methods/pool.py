@@ -9,6 +9,7 @@ from torch import Tensor
 from tokenprune.base import Method, Selection, Site
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+from tokenprune.transfer import sent
 
 
 @register("pool", site=Site.PRE_LLM, paper="none (baseline)", merges=True)
@@ -28,7 +29,8 @@ class Pool(Method):
             cell, middle = rectangles(count, budget, grid)
             keep[segment, middle] = True
             assign[segment, :count] = middle[cell]
-        return Selection(keep.to(tokens.mask.device), assign.to(tokens.mask.device))
+        device = tokens.mask.device
+        return Selection(sent(keep, device), sent(assign, device), counts=tokens.keep)
 
 
 def rectangles(count: int, cells: int, grid: tuple[int, int, int] | None) -> tuple[Tensor, Tensor]:

@@ -141,7 +141,8 @@ class BlockAttention(Part):
         mask = call.arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return "the attention mask is one of the caller's own, of more than two axes"
-        real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask[:, -length:].bool().cpu()
+        padding = call.host.padding
+        real = torch.ones(batch, length, dtype=torch.bool) if padding is None else ~padding
         places = [row.nonzero().flatten().tolist() for row in real]
         if any(of_row and of_row[-1] - of_row[0] + 1 != len(of_row) for of_row in places):
             return "the attention mask has gaps"
@@ -162,7 +163,7 @@ class BlockAttention(Part):
     def _visuals(self, call: Call, batch: int) -> list[list[Visual] | str]:
         """Return the videos and pictures of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.features_per_picture else {}
-        segments = find_segments(call.visual, outputs, "image")
+        segments = find_segments(call.host.visual, outputs, "image", torch.device("cpu"))
         encoded = getattr(call.outputs.get("video"), "tokenprune_frames", None)
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
         frames = iter(of_each_piece(encoded or [], videos))

@@ -27,6 +27,7 @@ from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.patches import Placed, place
 from tokenprune.tokens import Patches, Segments
+from tokenprune.transfer import sent
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
@@ -159,15 +160,15 @@ class EncodedTokens:
         self.device, self.parts, start = device, [], 0
         self.index = None
         for modality, output in call.outputs.items():
-            encoded, mask = getattr(output, "tokenprune_encoded", None), call.visual[modality].to(device)
+            encoded, mask = getattr(output, "tokenprune_encoded", None), call.host.visual[modality]
             if encoded is None:
                 raise UnsupportedSetupError(
                     f"these {modality} features were not encoded by the patched model, so the attention in its vision "
                     "tower is not known: pass pixels"
                 )
             count = len(encoded.placed.cells)
-            numbers = number_features(modality, mask, count) + start
-            self.index = numbers if self.index is None else torch.where(mask, numbers, self.index)
+            numbers = sent(number_features(modality, mask, count) + start, device)
+            self.index = numbers if self.index is None else torch.where(sent(mask, device), numbers, self.index)
             self.parts.append(encoded)
             start += count
 
@@ -184,7 +185,8 @@ class EncodedTokens:
         cells = torch.cat([part.placed.cells.to(self.device) for part in self.parts])[self._tokens(segments)]
         tile = cells[..., 0].masked_fill(~segments.mask, -1)
         first = tile.masked_fill(tile < 0, torch.iinfo(torch.long).max).amin(1, keepdim=True)
-        return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1))
+        tiles = sum(part.placed.tiles for part in self.parts)
+        return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1), tiles)
 
     def _tokens(self, segments: Segments) -> Tensor:
         return self.index[segments.row_index, segments.position]
