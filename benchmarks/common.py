@@ -31,15 +31,26 @@ RESULTS = Path(__file__).parent / "results"
 IMAGE_ID, VIDEO_ID, FIRST_TEXT_ID = 5, 6, 16
 BEFORE, AFTER = 32, 32  # text tokens on either side of the pictures
 
-_VICUNA = dict(vocab_size=32064, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
+_VICUNA = dict(
+    vocab_size=32064, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
+)
 _QWEN = dict(
     vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
     num_key_value_heads=4,
 )  # fmt: skip
 DECODERS: dict[str, dict[str, int]] = {
-    "tiny": dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4),
+    "tiny": dict(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
     # As large as two CPU cores run in seconds, and still nearly all of the model.
-    "100m": dict(vocab_size=16384, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12),
+    "100m": dict(
+        vocab_size=16384, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12
+    ),
     "vicuna-7b": _VICUNA,
     "qwen2.5-7b": _QWEN,
 }
@@ -69,7 +80,11 @@ def qwen(decoder: str, device: torch.device, dtype: torch.dtype) -> Qwen2_5_VLFo
         window_size=16, fullatt_block_indexes=[1],
     )  # fmt: skip
     config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, vision_start_token_id=7
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE_ID,
+        video_token_id=VIDEO_ID,
+        vision_start_token_id=7,
     )
     return _made(Qwen2_5_VLForConditionalGeneration, config, device, dtype)
 
@@ -159,7 +174,9 @@ def header(device: torch.device, **more: Any) -> dict[str, Any]:
     return {
         "device": device_name(device), "threads": torch.get_num_threads(), "cpus": os.cpu_count(),
         "torch": torch.__version__, "transformers": transformers.__version__, "tokenprune": tokenprune.__version__,
-        "date": datetime.date.today().isoformat(), **more,
+        "date": datetime.date.today().isoformat(),
+        # Other work on the machine shows in the load: a reader can tell which times to trust.
+        "load": round(os.getloadavg()[0], 2), **more,
     }  # fmt: skip
 
 

@@ -76,16 +76,16 @@ class Syncs(TorchDispatchMode):
         if packet is aten._to_copy and target is not None and (target.type == DEVICE.type) != far:
             if not kwargs.get("non_blocking"):
                 self._note("copy to the host" if far else "copy to the device")
-        elif far and packet in (aten.copy_,) and isinstance(args[0], Far) != isinstance(args[1], Far):
+        elif far and packet is aten.copy_ and isinstance(args[0], Far) != isinstance(args[1], Far):
             self._note("copy")
-        elif far and packet in _READS:
-            self._note(str(packet))
-        elif far and (packet in _SIZED or (packet is aten.repeat_interleave and kwargs.get("output_size") is None)):
+        elif far and (
+            packet in _READS | _SIZED or (packet is aten.repeat_interleave and kwargs.get("output_size") is None)
+        ):
             self._note(str(packet))
         elif far and packet in _INDEXING and any(_is_bool(x) for x in args[1] if x is not None):
             # A mask with one value for all becomes masked_fill, which waits for nothing.
-            if packet in (aten.index, aten._unsafe_index) or args[2].numel() != 1:
-                self._note(f"{packet} by booleans")
+            filled = packet not in (aten.index, aten._unsafe_index) and args[2].numel() == 1
+            self._note(f"{packet} by booleans", 1 - filled)
         if far and packet is not aten._to_copy and packet is not aten.copy_:
             mixed = [x for x in flat if not isinstance(x, Far) and x.ndim]
             if mixed and not (packet in _INDEXING and all(any(x is y for y in args[1]) for x in mixed)):
@@ -108,10 +108,13 @@ class Syncs(TorchDispatchMode):
 
         return tree_map(wrapped, result)
 
-    def _note(self, what: str) -> None:
-        frames = [f for f in traceback.extract_stack() if "/tokenprune/" in f.filename or "/transformers/" in f.filename]
+    def _note(self, what: str, times: int = 1) -> None:
+        frames = [
+            f for f in traceback.extract_stack() if "/tokenprune/" in f.filename or "/transformers/" in f.filename
+        ]
         folder, _, file = frames[-1].filename.rpartition("/") if frames else ("", "", "")
-        self.found.append((what, f"{file}:{frames[-1].name}" if "/tokenprune" in folder else "the model"))
+        place = f"{file}:{frames[-1].name}" if "/tokenprune" in folder else "the model"
+        self.found += [(what, place)] * times
 
     @property
     def ours(self) -> Counter[tuple[str, str]]:

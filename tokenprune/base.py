@@ -47,8 +47,8 @@ class Selection:
     assign:  long `[S, N]` or None (plain dropping): for each token the index in its segment of the kept token that
              absorbs it. A kept token is assigned to itself; -1 = dropped without a trace.
     weight:  float `[S, N]` or None (equal): weight of each token in the mean that its kept token becomes.
-    counts:  how many tokens of each segment stay, S ints, if the method knows that without asking the device; None: they
-             are counted, which lets the host wait for it.
+    counts:  how many tokens of each segment stay, S ints, if the method knows that without asking the device; None:
+             they are counted, which lets the host wait for it.
     """
 
     keep: Tensor

@@ -254,5 +254,7 @@ def reused_positions(positions: Tensor | None, ids: Tensor, device: torch.device
             # A block's tokens stand side by side. The ids are on the host.
             start, count = int((of_row == block).nonzero()[0]), int((of_row == block).sum())
             first = int((of_row == 1).nonzero()[0])
-            axes[..., row, start : start + count] += axes[..., row, first : first + 1] - axes[..., row, start : start + 1]
+            axes[..., row, start : start + count] += (
+                axes[..., row, first : first + 1] - axes[..., row, start : start + 1]
+            )
     return moved

@@ -22,7 +22,8 @@ T = TypeVar("T")
 def number_features(modality: str, mask: Tensor, count: int) -> Tensor:
     """long `[B, L]`: for each placeholder the number of its feature, of `count` that were encoded; -1 elsewhere.
 
-    mask: bool `[B, L]` of the placeholders, on the host, like the result. Raises UnsupportedSetupError where the two cannot be matched.
+    mask: bool `[B, L]` of the placeholders, on the host, like the result. Raises UnsupportedSetupError where the two
+    cannot be matched.
     """
     found = int(mask.sum())
     copies = max(1, found // count)

@@ -36,11 +36,11 @@ BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisio
 class Packed:
     """One forward of a packed tower. N units entered, n are left so far.
 
-    grids: (frames, height, width) in patches of each picture. frame: long `[N]`, the picture or frame of each unit that entered. plans: for each kind of frame (its units and its
-    budget) its frames, and what finds the merge of each block. left: units of each frame so far. kept: long `[n]`,
-    which units are left, ascending. owner: long `[N]`, for each unit that entered the place among those left of the one
-    that it is part of. size: float32 `[n]`, units that each is made of; None before a merge. start: the patch at which
-    the next piece of a block's attention starts.
+    grids: (frames, height, width) in patches of each picture. frame: long `[N]`, the picture or frame of each unit that
+    entered. plans: for each kind of frame (its units and its budget) its frames, and what finds the merge of each
+    block. left: units of each frame so far. kept: long `[n]`, which units are left, ascending. owner: long `[N]`, for
+    each unit that entered the place among those left of the one that it is part of. size: float32 `[n]`, units that
+    each is made of; None before a merge. start: the patch at which the next piece of a block's attention starts.
     """
 
     grids: list[list[int]]

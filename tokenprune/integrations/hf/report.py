@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """What one forward removed; belongs to its call, and becomes the model's `Stats` when the decoder is done. What costs
-    time, or would ask the device, is left to whoever asks for the statistics (`Stats.settled`).
+    """What one forward removed; belongs to its call, and becomes the model's `Stats` when the decoder is done. What
+    costs time, or would ask the device, is left to whoever asks for the statistics (`Stats.settled`).
 
     segments: the visual tokens that reach the decoder; batch, length: the size of its input.
     """

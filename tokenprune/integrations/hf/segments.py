@@ -46,14 +46,12 @@ def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
         )
 
 
-def find_segments(
-    masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device
-) -> Segments | None:
+def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device) -> Segments | None:
     """Group placeholders into segments, with tensors on `device`; None if there are none.
 
-    masks: bool `[B, L]` for each modality, on the host. outputs: the encoder's output for each modality, where known: it tells
-    pictures apart that stand side by side, and carries their grids; without it every unbroken run of placeholders is a
-    segment.
+    masks: bool `[B, L]` for each modality, on the host. outputs: the encoder's output for each modality, where known:
+    it tells pictures apart that stand side by side, and carries their grids; without it every unbroken run of
+    placeholders is a segment.
     per: "image", or "prompt" for one segment a row.
     """
     pieces = []  # (row, positions, grid, modality)
