@@ -7,9 +7,9 @@ Patched: the model's forward on 64 text tokens and a picture of 576 (of 2880) vi
 picture is encoded beforehand (`mm_encoder_outputs`, as `generate` does). Methods that read the vision tower get the
 2880 tokens as five pictures of 576. Oracle: the unpatched language model on a prompt that has only the tokens that are
 left; for cuts inside the decoder, its times at the lengths that the layers see, weighted by the layers. efficiency =
-oracle time / patched time. All variants run in turn in one process; ratios are taken round by round, and the figures are p20,
-p50 and p80 of these. CPU time stands beside wall time: where other work shares the machine, wall time tells of that.
-Steps of decoding: the median of a few after each prefill, against those of the unpatched model.
+oracle time / patched time. All variants run in turn in one process; ratios are taken round by round, and the figures
+are p20, p50 and p80 of these. CPU time stands beside wall time: where other work shares the machine, wall time tells of
+that. Steps of decoding: the median of a few after each prefill, against those of the unpatched model.
 """
 
 from __future__ import annotations

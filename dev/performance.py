@@ -87,8 +87,8 @@ def prefill() -> str:
         f"Prefill of {whole['visual']} -> {whole['keep']} visual tokens beside {header['text']} text tokens; a decoder "
         f"of {header['parameters'] / 1e6:.0f} M random parameters on {header['device']}, {header['threads']} threads, "
         f"torch {header['torch']}, transformers {header['transformers']}. The oracle is the unpatched decoder on a "
-        "prompt that never had the other tokens (for cuts inside the decoder, the lengths weighted by their layers): 1.0 "
-        "means that choosing and removing tokens is free."
+        "prompt that never had the other tokens (for cuts inside the decoder, the lengths weighted by their layers): "
+        "1.0 means that choosing and removing tokens is free."
     )
     more = "More tokens, overhead and decoding: [docs/performance.md](docs/performance.md)."
     return "\n\n".join([setting, "\n".join(lines), f"{source('efficiency', 'cpu', up='')} {more}"])
