@@ -31,7 +31,7 @@ def source(name: str, device: str, up: str = "../") -> str:
 def where(header: dict[str, Any]) -> str:
     return (
         f"{header['device']}, {header['threads']} threads of {header['cpus']} cores, torch {header['torch']}, "
-        f"transformers {header['transformers']}, {header['date']}, load {header['load']:g} at the start"
+        f"transformers {header['transformers']}, {header['date']}, load {header['load']:g}"
     )
 
 

@@ -50,14 +50,21 @@ def test_efficiency(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(layers["vscan"]) / 4 == pytest.approx(64, abs=1) and len(set(layers["vscan"])) == 2
     monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
     text = script("performance").efficiency()
-    assert "576 -> 64 visual tokens" in text and "| `fastv` |" in text and "| `uniform` |" in script("performance").prefill()
+    assert (
+        "576 -> 64 visual tokens" in text
+        and "| `fastv` |" in text
+        and "| `uniform` |" in script("performance").prefill()
+    )
     script("plots").efficiency(header, records).savefig(tmp_path / "plot.png")
 
 
 def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method can be measured; keys and values take the bytes of the closed form; too much memory is told."""
     module = script("scaling")
-    for what, name in [*(("selection", name) for name in module.selecting_methods()), *(("merge", x) for x in module.MERGES)]:
+    for what, name in [
+        *(("selection", name) for name in module.selecting_methods()),
+        *(("merge", x) for x in module.MERGES),
+    ]:
         with torch.inference_mode():
             result = module.prepared(what, name, 90, CPU)()
         if what == "selection":
