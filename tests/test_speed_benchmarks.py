@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts that measure speed run, on tiny models, and what they write can be drawn and printed. Nothing is timed."""
+"""The scripts that measure speed run on tiny models, and what they write can be drawn and printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
