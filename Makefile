@@ -13,7 +13,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-vllm serving demo lint clean distclean
+.PHONY: help setup test test-newest test-vllm serving demo bench-cpu bench-gpu plots lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -36,6 +36,28 @@ serving: .venv-vllm/.setup-done ## put load on a vLLM server, full and reduced (
 demo: setup ## prune the demo model, then run the benchmark on it
 	HF_HUB_OFFLINE=1 .venv/bin/tokenprune demo
 	HF_HUB_OFFLINE=1 .venv/bin/tokenprune bench
+
+# Waiting threads that spin would count as CPU time.
+BENCH_ENV := HF_HUB_OFFLINE=1 GOMP_SPINCOUNT=0
+BENCH_ARGS ?=
+BENCH_PYTHON ?= .venv/bin/python
+
+bench-cpu: setup ## measure efficiency and scaling on two cores; then rewrite the pages (about 10 minutes, on a quiet machine)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --threads 2 $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py --device cpu --threads 2 $(BENCH_ARGS)
+	$(BENCH_PYTHON) benchmarks/plots.py
+	$(BENCH_PYTHON) dev/readme.py
+
+# benchmarks/kernels.py is run where it is there. BENCH_ARGS=--tiny proves the code on a CPU.
+bench-gpu: ## measure all that needs a GPU, into benchmarks/results/<device>
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --cases 576:190 576:64 2880:634 2880:320 --rounds 7 $(BENCH_ARGS)
+	if [ -f benchmarks/kernels.py ]; then $(BENCH_ENV) $(BENCH_PYTHON) benchmarks/kernels.py $(BENCH_ARGS); fi
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/ttft.py $(BENCH_ARGS)
+	$(BENCH_PYTHON) benchmarks/plots.py
+
+plots: ## draw the speed benchmarks' plots from their results
+	$(BENCH_PYTHON) benchmarks/plots.py
 
 lint: setup ## check the code with ruff
 	.venv/bin/python -m ruff check .

@@ -18,8 +18,10 @@ from typing import Any
 import tokenprune
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "dev"))
+import performance  # noqa: E402
+
 BENCH = ROOT / "benchmarks/results/bench.jsonl"
-PREFILL = ROOT / "benchmarks/results/prefill.jsonl"
 ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
 SERVING = ROOT / "benchmarks/results/serving.jsonl"
@@ -94,26 +96,6 @@ def _results() -> Any:
     from tokenprune.bench.results import read_records, summarise
 
     return summarise(read_records(BENCH))
-
-
-def prefill() -> str:
-    """The table of prefill times, from its raw file."""
-    if not PREFILL.exists():
-        return "(not measured yet)"
-    header, *records = (json.loads(line) for line in PREFILL.read_text().splitlines())
-    lines = ["| method | prefill, ms | speed-up | efficiency against the oracle |", "|---|---|---|---|"]
-    lines.append(f"| unpatched | {1000 * statistics.median(header['unpatched']):.0f} | 1.00 | |")
-    for record in records:
-        middle = 1000 * statistics.median(record["seconds"])
-        lines.append(f"| `{record['method']}` | {middle:.0f} | {record['speedup']:.2f} | {record['efficiency']:.3f} |")
-    setting = (
-        f"Prefill of {header['visual']} -> {header['keep']} visual tokens beside {header['text']} text tokens; a "
-        f"decoder of {header['parameters'] / 1e6:.0f} M random parameters on {header['device']}, "
-        f"{header['threads']} threads, torch {header['torch']}, transformers {header['transformers']}. The oracle is "
-        "the unpatched decoder on a prompt that never had the other tokens (for cuts inside the decoder, both lengths "
-        "weighted by their layers): 1.0 means that choosing and removing tokens is free."
-    )
-    return "\n\n".join([setting, "\n".join(lines), f"By `python benchmarks/prefill.py`; raw data: {link(PREFILL)}."])
 
 
 def encoder() -> str:
@@ -237,8 +219,13 @@ def _filled(page: str, parts: dict[str, str]) -> str:
 
 
 PAGES = {
-    "README.md": {"methods": methods, "summary": summary, "prefill": prefill},
+    "README.md": {"methods": methods, "summary": summary, "prefill": performance.prefill},
     "docs/serving.md": {"serving": serving},
+    "docs/performance.md": {
+        "efficiency": performance.efficiency,
+        "scaling": performance.scaling,
+        "ttft": performance.ttft,
+    },
     "docs/benchmark.md": {"bench": bench, "losers": losers, "encoder": encoder, "video": video},
 }
 

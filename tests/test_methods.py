@@ -56,7 +56,7 @@ def raster(counts: list[int], grids: list[tuple[int, int, int] | None]) -> Patch
         for i in range(count):
             place = (i // (height * width), i // width % height, i % width)
             cells[:, row, i] = torch.tensor([*place, height, width, 1])
-    return Patches(*cells)
+    return Patches(*cells, tiles=int(cells[0].max()) + 1)
 
 
 def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:

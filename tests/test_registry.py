@@ -149,6 +149,7 @@ WRONG = {
     "assign shape": lambda tokens: Selection(first(tokens), torch.full((2, 2), 0)),
     "assign type": lambda tokens: Selection(first(tokens), torch.zeros(tokens.mask.shape)),
     "weight shape": lambda tokens: Selection(first(tokens), torch.full(tokens.mask.shape, 0), torch.ones(2, 2)),
+    "counts": lambda tokens: Selection(first(tokens), counts=[2] * len(tokens.keep)),
 }
 
 

@@ -67,7 +67,7 @@ def naive_targets(cells: list[list[int]], kept: list[int], features: Tensor) -> 
 
 
 def cells_of(patches: Patches, row: int, count: int) -> list[list[int]]:
-    return torch.stack(list(vars(patches).values()))[:, row, :count].T.tolist()
+    return torch.stack([x for x in vars(patches).values() if isinstance(x, torch.Tensor)])[:, row, :count].T.tolist()
 
 
 def scan(count: Any, keep: Any, grids: list, seed: int = 0, **more: Any) -> tuple[Any, Selection]:

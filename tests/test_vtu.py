@@ -193,7 +193,10 @@ def test_scores_are_equation_10() -> None:
 def test_merge_and_expand() -> None:
     slot = torch.tensor([[0, 1, 0, 2, 1], [0, 1, 2, 3, 4]])
     layout = Layout(
-        torch.tensor([[2, 4, 0, 1, 3], [0, 1, 2, 3, 4]]), torch.tensor([[False] * 2 + [True] * 3, [True] * 5]), 5
+        torch.tensor([[2, 4, 0, 1, 3], [0, 1, 2, 3, 4]]),
+        torch.tensor([[False] * 2 + [True] * 3, [True] * 5]),
+        5,
+        [3, 5],
     )
     slot[0] += 2
     state = Unmerged(Selection(torch.ones(2, 5, dtype=torch.bool)), layout, slot)
@@ -220,7 +223,7 @@ def test_each_token_its_own_group_is_the_model(family: Family, model, form: str)
         def all_for_themselves(call: Any, segments: Any) -> Selection:
             seen.append(segments)
             places = torch.arange(segments.mask.shape[1]).expand_as(segments.mask)
-            return Selection(segments.mask, places.masked_fill(~segments.mask, -1))
+            return Selection(segments.mask, places.masked_fill(~segments.mask, -1), counts=segments.counts)
 
         encoder.select = all_for_themselves
         got = model(**inputs).logits

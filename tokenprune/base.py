@@ -47,11 +47,14 @@ class Selection:
     assign:  long `[S, N]` or None (plain dropping): for each token the index in its segment of the kept token that
              absorbs it. A kept token is assigned to itself; -1 = dropped without a trace.
     weight:  float `[S, N]` or None (equal): weight of each token in the mean that its kept token becomes.
+    counts:  how many tokens of each segment stay, S ints, if the method knows that without asking the device; None:
+             they are counted, which lets the host wait for it.
     """
 
     keep: Tensor
     assign: Tensor | None = None
     weight: Tensor | None = None
+    counts: list[int] | None = None
 
     @staticmethod
     def top(score: Tensor, tokens: VisualTokens) -> Selection:
@@ -59,7 +62,8 @@ class Selection:
 
         score: float `[S, N]`, higher is kept; padding is ignored.
         """
-        return Selection(top_mask(score, tokens.mask, tokens.budget, max(tokens.keep)))
+        keep = top_mask(score, tokens.mask, tokens.budget, max(tokens.keep))
+        return Selection(keep, counts=tokens.keep)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,17 @@ class Stats:
     cuts: list[Cut] = field(default_factory=list)
     decode_rates: list[list[float]] = field(default_factory=list)
     decode_kept: list[list[int]] = field(default_factory=list)
+    _later: list[Callable[[Stats], None]] = field(default_factory=list, repr=False, compare=False)
+
+    def later(self, fill: Callable[[Stats], None]) -> None:
+        """Have `fill` write something here when the statistics are asked for, not in the forward."""
+        self._later.append(fill)
+
+    def settled(self) -> Stats:
+        """Return these statistics, with everything written that was left for later."""
+        while self._later:
+            self._later.pop(0)(self)
+        return self
 
     @property
     def visual_tokens_average(self) -> float:
@@ -94,7 +106,9 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, and the layer average, as plain Python values."""
-        return dataclasses.asdict(self) | {"visual_tokens_average": self.visual_tokens_average}
+        told = dataclasses.asdict(self.settled()) | {"visual_tokens_average": self.visual_tokens_average}
+        del told["_later"]
+        return told
 
     def __repr__(self) -> str:
         if not self.visual_tokens_in:

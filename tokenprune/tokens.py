@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
+from tokenprune.transfer import sent
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Segments:
     @cached_property
     def row_index(self) -> Tensor:
         """long `[S, 1]`: the batch row of each segment, ready for advanced indexing."""
-        return torch.tensor(self.row, device=self.position.device)[:, None]
+        return sent(self.row, self.position.device)[:, None]
 
 
 def square_grid(count: int) -> tuple[int, int, int] | None:
@@ -87,6 +88,7 @@ class Patches:
     row, column:   place on the tile's grid of tokens.
     height, width: size of that grid.
     size:          patches that a token is made of.
+    tiles:         an int, no tile's number is as large.
     """
 
     tile: Tensor
@@ -95,6 +97,7 @@ class Patches:
     height: Tensor
     width: Tensor
     size: Tensor
+    tiles: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +127,7 @@ class VisualTokens:
 
     @cached_property
     def budget(self) -> Tensor:
-        return torch.tensor(self.keep, device=self.mask.device)
+        return sent(self.keep, self.mask.device)
 
     @cached_property
     def hidden(self) -> Tensor:

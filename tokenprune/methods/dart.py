@@ -68,7 +68,7 @@ class Dart(Method):
         similarity = unit @ normalize(pivots.float(), dim=-1).transpose(1, 2)  # [S, N, P]
         pool = tokens.mask & ~kept
         added = take_in_turn(-similarity.transpose(1, 2), pool, share.masked_fill(~exists, 0), max(tokens.keep))
-        return Selection(kept | added)
+        return Selection(kept | added, counts=tokens.keep)
 
     def _pivots(self, tokens: VisualTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return the image pivots (bool `[S, N]`), and all pivots' states `[S, P, D]` with which of them exist (`[S,

@@ -26,4 +26,5 @@ class DivPrune(Method):
     """
 
     def select(self, tokens: VisualTokens) -> Selection:
-        return Selection(farthest(tokens.hidden, tokens.mask, tokens.budget, max(tokens.keep)))
+        keep = farthest(tokens.hidden, tokens.mask, tokens.budget, max(tokens.keep))
+        return Selection(keep, counts=tokens.keep)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tokenprune.base import Method, Selection, Site
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+from tokenprune.transfer import sent
 
 
 @register("pool", site=Site.PRE_LLM, paper="none (baseline)", merges=True)
@@ -28,7 +29,8 @@ class Pool(Method):
             cell, middle = rectangles(count, budget, grid)
             keep[segment, middle] = True
             assign[segment, :count] = middle[cell]
-        return Selection(keep.to(tokens.mask.device), assign.to(tokens.mask.device))
+        device = tokens.mask.device
+        return Selection(sent(keep, device), sent(assign, device), counts=tokens.keep)
 
 
 def rectangles(count: int, cells: int, grid: tuple[int, int, int] | None) -> tuple[Tensor, Tensor]:
@@ -47,10 +49,8 @@ def rectangles(count: int, cells: int, grid: tuple[int, int, int] | None) -> tup
     for band in range(bands):
         top, bottom = band * height // bands, (band + 1) * height // bands
         inside = (band + 1) * cells // bands - done
-        column = torch.arange(width) * inside // width
-        cell[top:bottom] = done + column
-        for index in range(inside):
-            columns = (column == index).nonzero().flatten()
-            middle[done + index] = (top + bottom) // 2 * width + columns[len(columns) // 2]
+        cell[top:bottom] = done + torch.arange(width) * inside // width
+        left = -(-torch.arange(inside + 1) * width // inside)  # where each cell of the band begins
+        middle[done : done + inside] = (top + bottom) // 2 * width + left[:-1] + left.diff() // 2
         done += inside
     return cell.flatten(), middle

@@ -9,6 +9,7 @@ from torch import Tensor
 from tokenprune.base import Method, Site
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+from tokenprune.transfer import sent
 
 
 @register("random", site=Site.PRE_LLM, paper="none (baseline)")
@@ -29,4 +30,4 @@ class Random(Method):
         scores = torch.zeros(tokens.mask.shape)
         for segment, count in enumerate(tokens.counts):
             scores[segment, :count] = torch.rand(count, generator=tokens.generator(segment, self.seed))
-        return scores.to(tokens.mask.device)
+        return sent(scores, tokens.mask.device)

@@ -24,4 +24,4 @@ class Uniform(Method):
         wanted = (pick < budget) & tokens.mask
         keep = torch.zeros(tokens.mask.shape[0], tokens.mask.shape[1] + 1, dtype=torch.bool, device=tokens.mask.device)
         keep.scatter_(1, torch.where(wanted, index, tokens.mask.shape[1]), True)
-        return Selection(keep[:, :-1] & tokens.mask)
+        return Selection(keep[:, :-1] & tokens.mask, counts=tokens.keep)

@@ -124,7 +124,7 @@ class VScan(Method):
         """bool `[S, N]`: the patches that either scan picks. local, last: the scores of the two, `[S, N]`."""
         patches, mask = tokens.patches, tokens.mask
         real = patches.tile >= 0
-        tiles = int(patches.tile.max()) + 1
+        tiles = patches.tiles
         tile = torch.where(real, patches.tile, tiles)  # what is no patch is in a tile that picks nothing
         wanted = (tokens.budget - (mask & ~real).sum(1)).clamp(min=1)
         picks = shares(torch.zeros_like(tile[:, :1]).expand(-1, tiles + 1).scatter_add(1, tile, real.long()), wanted)

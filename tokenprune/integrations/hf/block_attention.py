@@ -29,6 +29,7 @@ from tokenprune.integrations.hf.observe import Tap
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.segments import find_segments
 from tokenprune.integrations.hf.setup_checks import reruns_layers
+from tokenprune.transfer import sent
 
 # What some families' attention functions take that the block attention does not compute.
 _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window")
@@ -141,7 +142,8 @@ class BlockAttention(Part):
         mask = call.arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return "the attention mask is one of the caller's own, of more than two axes"
-        real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask[:, -length:].bool().cpu()
+        padding = call.host.padding
+        real = torch.ones(batch, length, dtype=torch.bool) if padding is None else ~padding
         places = [row.nonzero().flatten().tolist() for row in real]
         if any(of_row and of_row[-1] - of_row[0] + 1 != len(of_row) for of_row in places):
             return "the attention mask has gaps"
@@ -162,7 +164,7 @@ class BlockAttention(Part):
     def _visuals(self, call: Call, batch: int) -> list[list[Visual] | str]:
         """Return the videos and pictures of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.features_per_picture else {}
-        segments = find_segments(call.visual, outputs, "image")
+        segments = find_segments(call.host.visual, outputs, "image", torch.device("cpu"))
         encoded = getattr(call.outputs.get("video"), "tokenprune_frames", None)
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
         frames = iter(of_each_piece(encoded or [], videos))
@@ -201,12 +203,15 @@ class BlockAttention(Part):
         elif len(rows) == 1:
             output = attend_in_blocks(query, key, value, next(iter(rows)), scale, dropout)
         else:
-            outputs = [attend_in_blocks(query[r], key[r], value[r], parts, scale, dropout) for parts, r in rows.items()]
-            order = torch.tensor([row for same in rows.values() for row in same], device=query.device).argsort()
+            outputs = []
+            for parts, same in rows.items():
+                own = sent(same, query.device)
+                outputs.append(attend_in_blocks(query[own], key[own], value[own], parts, scale, dropout))
+            order = sent(torch.tensor([row for same in rows.values() for row in same]).argsort(), query.device)
             output = torch.cat(outputs)[order]
         self._note(call, layer, rows, len(ids))
         real = ids != PADDING
-        return output.transpose(1, 2).contiguous(), None if bool(real.all()) else real.to(query.device)
+        return output.transpose(1, 2).contiguous(), None if bool(real.all()) else sent(real, query.device)
 
     def _note(self, call: Call, layer: int, rows: dict[Parts, list[int]], batch: int) -> None:
         pairs = [0] * batch
@@ -246,7 +251,10 @@ def reused_positions(positions: Tensor | None, ids: Tensor, device: torch.device
     axes = moved[1:] if moved.ndim == 3 and moved.shape[0] == 4 else moved
     for row, of_row in enumerate(ids):
         for block in range(2, int(of_row.masked_fill(of_row == TAIL, 0).max()) + 1):
-            places = (of_row == block).nonzero().flatten()
+            # A block's tokens stand side by side. The ids are on the host.
+            start, count = int((of_row == block).nonzero()[0]), int((of_row == block).sum())
             first = int((of_row == 1).nonzero()[0])
-            axes[..., row, places] += axes[..., row, first : first + 1] - axes[..., row, places[:1]]
+            axes[..., row, start : start + count] += (
+                axes[..., row, first : first + 1] - axes[..., row, start : start + 1]
+            )
     return moved

@@ -29,6 +29,18 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.unmerging import Unmerged
 
 
+@dataclass(frozen=True)
+class OnHost:
+    """What the host knows of a call's tokens.
+
+    visual: bool `[B, L]` for each modality, where its placeholders are. padding: bool `[B, L]`, or None if the caller
+    told of none.
+    """
+
+    visual: dict[str, Tensor]
+    padding: Tensor | None
+
+
 @dataclass
 class Call:
     """One forward of the base model. Lives on a stack of its thread, never on the model.
@@ -76,8 +88,21 @@ class Call:
             return None
         return ~mask[:, -length:].bool()
 
-    def padding_per_row(self, length: int) -> list[int]:
-        padding = self.padding(length)
+    @cached_property
+    def host(self) -> OnHost:
+        """The masks of placeholders and padding, brought to the host in one go: a call that removes no tokens by their
+        number waits for the device no other time."""
+        first = next(iter(self.visual.values()))
+        masks, padding = dict(self.visual), self.padding(first.shape[1])
+        if padding is not None:
+            masks[""] = padding.to(first.device)
+        sizes = [mask.numel() for mask in masks.values()]
+        flat = torch.cat([mask.flatten() for mask in masks.values()]).cpu().split(sizes)
+        found = {name: one.view(mask.shape) for (name, mask), one in zip(masks.items(), flat, strict=True)}
+        return OnHost({name: found[name] for name in self.visual}, found.get(""))
+
+    def padding_per_row(self) -> list[int]:
+        padding = self.host.padding
         return [0] * (max(self.segments.row) + 1) if padding is None else padding.sum(1).tolist()
 
     # -- the cache
@@ -120,12 +145,15 @@ class Call:
         """long `[B, K]`: logical positions of the keys that `layer` will attend to in this call, -1 = empty slot.
 
         keys: how many they are, where that is not told by the layer's own cache."""
-        columns = next(columns for first, columns in reversed(self.columns) if first <= layer)
+        columns = self._columns_of_group(layer)
         if keys is None:
             # No cache, or a layer that has not run yet: it will see this call's tokens only.
             keys = (cached_tokens(self.cache, layer) or 0) + self.layout.width
         # A sliding layer has thrown its oldest slots away.
         return columns[:, -keys:]
+
+    def _columns_of_group(self, layer: int) -> Tensor:
+        return next(columns for first, columns in reversed(self.columns) if first <= layer)
 
     def arrival_columns(self, columns: Tensor) -> Tensor:
         """Translate logical positions into columns of the masks that the decoder made."""
@@ -210,7 +238,8 @@ class Call:
         if key not in self.memo:
             view = None
             if self.decode is not None and layer >= self.decode.layer:
-                columns, view = self.decode.arrange(columns)
+                whole = columns.shape[1] == self._columns_of_group(layer).shape[1]
+                columns, view = self.decode.arrange(columns, whole)
             if mask is None:
                 made = masks.causal_mask(columns >= 0, self.layout.width, attention, dtype)
             else:
@@ -275,7 +304,9 @@ class Sources:
         text = text[segments.row_index.squeeze(1)]
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         behind = text & (torch.arange(text.shape[1], device=text.device) > last)
-        width = max(1, int(behind.sum(1).max()))
+        # As many as the host can tell: all text behind the first placeholder of a row.
+        visual = torch.stack(list(self.call.host.visual.values())).any(0)
+        width = max(1, int(((visual.cumsum(1) > 0) & ~visual).sum(1).max()))
         order = partition(behind)[:, :width]
         mask = behind.gather(1, order)
         # Removed visual tokens have no slot; point the padding at a token that is certainly there.

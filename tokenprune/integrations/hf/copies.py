@@ -22,13 +22,14 @@ T = TypeVar("T")
 def number_features(modality: str, mask: Tensor, count: int) -> Tensor:
     """long `[B, L]`: for each placeholder the number of its feature, of `count` that were encoded; -1 elsewhere.
 
-    mask: bool `[B, L]` of the placeholders. Raises UnsupportedSetupError where the two cannot be matched.
+    mask: bool `[B, L]` of the placeholders, on the host, like the result. Raises UnsupportedSetupError where the two
+    cannot be matched.
     """
     found = int(mask.sum())
     copies = max(1, found // count)
     own = mask[::copies]
-    numbers = torch.full(own.shape, -1, device=mask.device)
-    numbers[own] = torch.arange(int(own.sum()), device=mask.device)
+    numbers = torch.full(own.shape, -1)
+    numbers[own] = torch.arange(int(own.sum()))
     numbers = numbers.repeat_interleave(copies, 0)
     if found != copies * count or not torch.equal(numbers >= 0, mask):
         raise UnsupportedSetupError(

@@ -48,9 +48,9 @@ def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, len
         visual[row] += count
     padding = [0] * len(visual)
     if any(step.budget.flops_share is not None for step in steps.values()):
-        padding = call.padding_per_row(length)
+        padding = call.padding_per_row()
     call.text = [length - of_row - pads for of_row, pads in zip(visual, padding, strict=False)]
-    counts = call.segments.counts if call.merged is None else call.merged.selection.keep.sum(1).tolist()
+    counts = call.segments.counts if call.merged is None else call.merged.selection.counts
     for layer, step in steps.items():
         keep = _resolve(call, step, counts, shape)
         if keep != counts:
@@ -91,21 +91,14 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     """Take what `selection` leaves out of the sequence; see `cut`."""
     batch = hidden.shape[0]
     segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
-    keep = checked_keep(selection, segments, step.method)
-    counts = keep.sum(1).tolist()
-    if not all(counts):
-        raise TokenPruneError(
-            f"{step.method.name}.select() keeps nothing of a picture: keep at least one token of each"
-        )
+    keep, counts = counted_keep(selection, segments, step.method)
 
     # Places of the visual tokens in the flattened [B * W].
     places = before.inverse[segments.row_index, segments.position] + segments.row_index * before.width
     stays = _without(places, segments.mask & ~keep, before.width, batch)
-    if before.valid is None:
-        kept_per_row = [before.width] * batch
-    else:
+    if before.valid is not None:
         stays &= before.valid
-        kept_per_row = before.valid.sum(1).tolist()
+    kept_per_row = list(before.counts)
     for row, count, kept in zip(segments.row, segments.counts, counts, strict=True):
         kept_per_row[row] -= count - kept
 
@@ -120,8 +113,39 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     return gather_tokens(hidden, slots, 1)
 
 
+def counted_keep(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, list[int]]:
+    """Return the selection's `keep`, and how many of each segment that are.
+
+    A method that says so itself is believed where asking would let the host wait for the device, and asked nothing
+    else either; the other values are checked (`checked_keep`).
+    """
+    told = selection.counts if isinstance(selection, Selection) else None
+    if told is not None and segments.mask.device.type != "cpu":
+        return checked_form(selection, segments, method), told
+    keep, valid = _with_validity(selection, segments, method)
+    *counts, fine = torch.cat([keep.sum(1), valid.view(1)]).tolist()  # one question for both
+    if not fine:
+        raise TokenPruneError(_BAD_ASSIGN.format(method.name))
+    if not all(counts):
+        raise TokenPruneError(f"{method.name}.select() keeps nothing of a picture: keep at least one token of each")
+    if told is not None and list(told) != counts:
+        raise TokenPruneError(f"{method.name}.select(): counts says {told}, but keep holds {counts}: leave out counts")
+    return keep, counts
+
+
 def checked_keep(selection: Selection, segments: Segments, method: Method) -> Tensor:
     """Return the selection's `keep`; a third party's method may get any part of it wrong."""
+    keep, valid = _with_validity(selection, segments, method)
+    if not bool(valid):
+        raise TokenPruneError(_BAD_ASSIGN.format(method.name))
+    return keep
+
+
+_BAD_ASSIGN = "{}.select(): assign must hold -1 or the index of a token that is kept"
+
+
+def checked_form(selection: Selection, segments: Segments, method: Method) -> Tensor:
+    """Return the selection's `keep`, checked as far as types and shapes tell."""
     shape = segments.mask.shape
     if not isinstance(selection, Selection):
         raise TokenPruneError(f"{method.name}.select() must return a Selection, not {type(selection).__name__}")
@@ -134,14 +158,18 @@ def checked_keep(selection: Selection, segments: Segments, method: Method) -> Te
             found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             wanted = f"{str(dtypes[0]).removeprefix('torch.')} {tuple(shape)}"
             raise TokenPruneError(f"{method.name}.select(): {part} must be {wanted}, not {found}")
-    keep = selection.keep & segments.mask
-    if selection.assign is not None:
-        target = selection.assign.masked_fill(~segments.mask, -1)
-        inside = (target >= -1) & (target < shape[1])
-        kept = (target < 0) | keep.gather(1, target.clamp(0, shape[1] - 1))
-        if not bool((inside & kept).all()):
-            raise TokenPruneError(f"{method.name}.select(): assign must hold -1 or the index of a token that is kept")
-    return keep
+    return selection.keep & segments.mask
+
+
+def _with_validity(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor]:
+    """The selection's `keep`, and whether its `assign` leads to tokens that are kept (bool `[]`)."""
+    keep = checked_form(selection, segments, method)
+    if selection.assign is None:
+        return keep, torch.ones((), dtype=torch.bool, device=keep.device)
+    target = selection.assign.masked_fill(~segments.mask, -1)
+    inside = (target >= -1) & (target < keep.shape[1])
+    kept = (target < 0) | keep.gather(1, target.clamp(0, keep.shape[1] - 1))
+    return keep, (inside & kept).all()
 
 
 def _without(places: Tensor, gone: Tensor, width: int, batch: int) -> Tensor:

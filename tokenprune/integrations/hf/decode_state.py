@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from tokenprune.decode import DecodeMethod, TokenType
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.take import top_mask
 from tokenprune.statistics import Cut, Stats
+from tokenprune.transfer import sent
 
 
 @dataclass
@@ -78,15 +80,17 @@ class DecodeState:
             return keys, values
         return gather_keys(keys, self.view), gather_keys(values, self.view)
 
-    def arrange(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+    def arrange(self, columns: Tensor, whole: bool) -> tuple[Tensor, Tensor | None]:
         """Return the logical positions `[B, K]` of the keys that a layer from the cut on is to see out of `columns`, -1
-        = hidden, and which of these keys they are (None: all)."""
+        = hidden, and which of these keys they are (None: all). whole: whether `columns` are all that there are."""
         if not self.hides:
             return columns, None
         stays = (columns >= 0) & ~self.gone(columns)
         if self.method.mode == "mask":
             return columns.masked_fill(~stays, -1), None
-        view, stays = to_the_right(stays)
+        # Of what is hidden, a sliding layer may have thrown some away already; how much, only the device knows.
+        hidden = int((self.start - self.count).min()) if whole else 0
+        view, stays = to_the_right(stays, columns.shape[1] - hidden)
         return columns.gather(1, view).masked_fill(~stays, -1), view
 
     def gone(self, columns: Tensor) -> Tensor:
@@ -110,14 +114,14 @@ class DecodeState:
         self.stats.decode_rates.append(self.rate.tolist())
         self.stats.decode_kept.append(self.count.tolist())
         if changed and self.record:
-            step, kept = time - self.prompt + 1, self._kept_positions()
-            self.stats.cuts.append(Cut(self.method.site, self.layer, self.method.name, kept, step=step))
+            self.stats.later(partial(_add_cut, self.method, time - self.prompt + 1, self._alive()))
         return changed
 
     def _choose(self, row: Tensor) -> bool:
         method, prunable = self.method, self.start < self.visual
         share = self.start.double() / self.visual.clamp(min=1)
-        rate = method.next_rate(self.masses, share.to(self.masses.device)).double().cpu().clamp(0, method.max_rate)
+        # What the method makes of the attention decides how much memory is freed: the host has to wait for it.
+        rate = method.next_rate(self.masses, sent(share, self.masses.device)).double().cpu().clamp(0, method.max_rate)
         if method.batch_policy == "shared" and bool(prunable.any()):
             rate = rate.masked_fill(~prunable, 0).max().expand_as(rate)
         if method.monotone:
@@ -133,15 +137,21 @@ class DecodeState:
         index = self.position.clamp(min=0)[:, None].expand(-1, row.shape[1], -1)
         score = row.to(index.device).gather(2, index).mean(1)
         pool = self.kept if method.monotone else self.available
-        self.kept, before = top_mask(score, pool, count.to(score.device), int(count.max())), self.kept
+        self.kept, before = top_mask(score, pool, sent(count, score.device), int(count.max())), self.kept
         self.count = count
         return method.monotone or not torch.equal(self.kept, before)
 
-    def _kept_positions(self) -> list[list[int]]:
+    def _alive(self) -> Tensor:
+        """bool `[B, prompt]`: what is left of the prompt."""
         alive = self.real & (self.types != TokenType.IMG)
         alive = torch.cat([alive, alive.new_zeros(alive.shape[0], 1)], dim=1)
         alive.scatter_(1, torch.where(self.kept, self.position, self.prompt), True)
-        return [row[:-1].nonzero().flatten().tolist() for row in alive]
+        return alive[:, :-1]
+
+
+def _add_cut(method: DecodeMethod, step: int, alive: Tensor, stats: Stats) -> None:
+    kept = [row.nonzero().flatten().tolist() for row in alive.cpu()]
+    stats.cuts.append(Cut(method.site, method.layer, method.name, kept, step=step))
 
 
 def sum_by_type(row: Tensor, types: Tensor) -> Tensor:
@@ -152,10 +162,9 @@ def sum_by_type(row: Tensor, types: Tensor) -> Tensor:
     return masses.scatter_add_(2, types[:, None].expand_as(row), row)
 
 
-def to_the_right(stays: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slots (long `[B, K']`) that bring those that stay to the right end, K' the most of a row, and which of
-    them do stay."""
-    width = int(stays.sum(1).max())
+def to_the_right(stays: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the slots (long `[B, width]`) that bring those that stay, `width` in a row at most, to the right end, and
+    which of them do stay."""
     view = partition(~stays)[:, stays.shape[1] - width :]
     return view, stays.gather(1, view)
 

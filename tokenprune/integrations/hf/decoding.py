@@ -114,6 +114,7 @@ def _row(call: Call, query: Tensor, length: int) -> Tensor:
 def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, record: bool) -> DecodeState:
     """Return the state after the prefill's cut. before: the visual tokens that reached it."""
     visual = torch.stack([mask.to(before.mask.device) for mask in call.visual.values()]).any(0)
+    batch = len(visual)
     position, kept = _places(before, call.segments, visual)
     text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))
     types = torch.where(visual, int(TokenType.IMG), text)
@@ -135,7 +136,12 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     real = torch.ones_like(types, dtype=torch.bool)
     if (padding := call.padding(types.shape[1])) is not None:
         real[:, -padding.shape[1] :] = ~padding.to(real.device)
-    number, count = (position >= 0).sum(1).cpu(), kept.sum(1).cpu()
+    # The host knows these: nothing has to be asked of the device.
+    number, count = _per_row(before, batch), _per_row(call.segments, batch)
+    start = count
+    if previous is not None:
+        number, count = number + previous.visual, count + previous.count
+        start = start + (previous.count if previous.method.mode == "evict" else previous.start)
     return DecodeState(
         method=method,
         stats=call.report.stats,
@@ -146,7 +152,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
         available=available,
         kept=kept,
         visual=number,
-        start=available.sum(1).cpu(),
+        start=start,
         count=count,
         rate=torch.where(number > 0, 1 - count.double() / number.clamp(min=1), 0.0),
         masses=sum_by_type(row, types)[:, None],
@@ -161,9 +167,19 @@ def _places(before: Segments, after: Segments, visual: Tensor) -> tuple[Tensor, 
     for segment, row in enumerate(before.row):
         rows[row].append(before.position[segment, : before.counts[segment]])
     position = torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in rows], True, -1)
-    alive = torch.zeros_like(visual)
-    alive[after.row_index.expand_as(after.position)[after.mask], after.position[after.mask]] = True
+    length = visual.shape[1]
+    alive = torch.zeros(len(visual), length + 1, dtype=torch.bool, device=visual.device)
+    # Padding is written to a scratch entry at the end.
+    alive[after.row_index, torch.where(after.mask, after.position, length)] = True
     return position, alive.gather(1, position.clamp(min=0)) & (position >= 0)
+
+
+def _per_row(segments: Segments, batch: int) -> Tensor:
+    """long `[B]`, on the host: the visual tokens of each row."""
+    counts = [0] * batch
+    for row, count in zip(segments.row, segments.counts, strict=True):
+        counts[row] += count
+    return torch.tensor(counts)
 
 
 def _evict(cache: Cache, reduction: Reduction, state: DecodeState) -> None:
@@ -172,19 +188,25 @@ def _evict(cache: Cache, reduction: Reduction, state: DecodeState) -> None:
     Rows that hold fewer tokens than the widest are filled on the left with empty slots.
     """
     ends = [*(first for first, _ in reduction.slots[1:]), len(cache.layers)]
+    groups = []  # (place in reduction.slots, which slots stay, layers)
     for place, (first, slots) in enumerate(reduction.slots):
-        if first < state.layer:
-            continue
-        stays = (slots >= 0) & ~state.gone(slots)
-        views: dict[int, Tensor] = {}
-        for layer in cache.layers[first : ends[place]]:
-            held = layer.keys.shape[-2]
-            if held not in views:
-                # A sliding layer holds the last slots only. Where it has lost a slot that the new slots of a short row
-                # reach back to, it gets another one there: too old for the window, and masked by it.
-                views[held] = to_the_right(stays[:, stays.shape[1] - held :])[0]
-            layer.keys, layer.values = gather_keys(layer.keys, views[held]), gather_keys(layer.values, views[held])
-        view, valid = to_the_right(stays)
+        if first >= state.layer:
+            groups.append((place, (slots >= 0) & ~state.gone(slots), cache.layers[first : ends[place]]))
+    # A sliding layer holds the last slots only. Where it has lost a slot that the new slots of a short row reach back
+    # to, it gets another one there: too old for the window, and masked by it.
+    last = {
+        (place, held): stays[:, stays.shape[1] - held :]
+        for place, stays, layers in groups
+        for held in {stays.shape[1], *(layer.keys.shape[-2] for layer in layers)}
+    }
+    counts = torch.stack([stays.sum(1) for stays in last.values()]).tolist()  # one question for all of them
+    views = {key: to_the_right(last[key], max(left)) for key, left in zip(last, counts, strict=True)}
+    for place, stays, layers in groups:
+        for layer in layers:
+            view = views[place, layer.keys.shape[-2]][0]
+            layer.keys, layer.values = gather_keys(layer.keys, view), gather_keys(layer.values, view)
+        first, slots = reduction.slots[place]
+        view, valid = views[place, stays.shape[1]]
         reduction.slots[place] = (first, slots.gather(1, view).masked_fill(~valid, -1))
-        reduction.ragged = reduction.ragged or not bool(valid.all())
+        reduction.ragged = reduction.ragged or len(set(counts[list(last).index((place, stays.shape[1]))])) > 1
     state.available = state.kept

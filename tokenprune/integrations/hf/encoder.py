@@ -77,7 +77,7 @@ class TowerPatch(Merger, Part):
                     f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
                 )
         groups = {modality: output.tokenprune_groups for modality, output in call.outputs.items()}
-        return one_of_each(segments, call.visual, groups)
+        return one_of_each(segments, call.host.visual, groups)
 
     def counts(self, call: Call) -> list[int]:
         """Tokens that entered each of the tower's blocks, for all pictures of a call."""

@@ -29,6 +29,7 @@ from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.patches import Placed, picture_sizes, place
 from tokenprune.integrations.hf.segments import feature_total
 from tokenprune.tokens import Patches, Segments
+from tokenprune.transfer import sent
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
@@ -158,15 +159,15 @@ class EncodedTokens:
         self.device, self.parts, start = device, [], 0
         self.index = None
         for modality, output in call.outputs.items():
-            encoded, mask = getattr(output, "tokenprune_encoded", None), call.visual[modality].to(device)
+            encoded, mask = getattr(output, "tokenprune_encoded", None), call.host.visual[modality]
             if encoded is None:
                 raise UnsupportedSetupError(
                     f"these {modality} features were not encoded by the patched model, so the attention in its vision "
                     "tower is not known: pass pixels"
                 )
             count = len(encoded.placed.cells)
-            numbers = number_features(modality, mask, count) + start
-            self.index = numbers if self.index is None else torch.where(mask, numbers, self.index)
+            numbers = sent(number_features(modality, mask, count) + start, device)
+            self.index = numbers if self.index is None else torch.where(sent(mask, device), numbers, self.index)
             self.parts.append(encoded)
             start += count
 
@@ -181,18 +182,18 @@ class EncodedTokens:
 
     def patches(self, segments: Segments) -> Patches:
         cells = torch.cat([part.placed.cells.to(self.device) for part in self.parts])
-        return as_patches(cells[self._tokens(segments)], segments.mask)
+        return as_patches(cells[self._tokens(segments)], segments.mask, sum(part.placed.tiles for part in self.parts))
 
     def _tokens(self, segments: Segments) -> Tensor:
         return self.index[segments.row_index, segments.position]
 
 
-def as_patches(cells: Tensor, mask: Tensor) -> Patches:
-    """cells: long `[S, N, 6]` (see `Placed`); mask: bool `[S, N]`, False for padding. Each segment's tiles are numbered
-    from 0."""
+def as_patches(cells: Tensor, mask: Tensor, tiles: int) -> Patches:
+    """cells: long `[S, N, 6]`, tiles: see `Placed`; mask: bool `[S, N]`, False for padding. Each segment's tiles are
+    numbered from 0."""
     tile = cells[..., 0].masked_fill(~mask, -1)
     first = tile.masked_fill(tile < 0, torch.iinfo(torch.long).max).amin(1, keepdim=True)
-    return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1))
+    return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1), tiles)
 
 
 def patch_scores(seen: Observation, protected: int) -> Tensor:

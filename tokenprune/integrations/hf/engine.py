@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from tokenprune.accounting import DecoderShape
@@ -51,8 +51,12 @@ class Engine(Attachable):
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.per = steps[0].budget.per if steps else "image"
-        self.record, self.stats = record, Stats()
+        self.record, self._stats = record, Stats()
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
+
+    @property
+    def stats(self) -> Stats:
+        return self._stats.settled()
 
     # -- attaching
 
@@ -102,6 +106,12 @@ class Engine(Attachable):
         call = Call(arguments=dict(zip(self._parameters, args, strict=False)) | kwargs)
         self._stack().append(call)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
+        given = {name for name, value in call.arguments.items() if value is not None}
+        pictures = encoded or any(name.startswith("pixel_values") for name in given)
+        if pictures and given & {"input_ids", "inputs_embeds"}:
+            # Before the tower is launched: whoever asks the device now finds it idle.
+            call.visual = self.adapter.visual_mask(call.arguments)
+            call.host  # noqa: B018
         for modality in _MODALITIES:
             if encoded.get(modality) is not None:
                 self._match_features(call, modality, encoded[modality])
@@ -113,6 +123,7 @@ class Engine(Attachable):
         """Pictures were encoded. Their grids travel with the output, which generate() hands to a later forward."""
         if (call := self._call()) is not None:
             modality = self.adapter.modality(modality, arguments, call.arguments)
+        arguments = self.adapter.on_host(modality, arguments)
         grids = self.adapter.grids(modality, arguments)
         if grids is not None and hasattr(output, "pooler_output"):
             # As an item, here and in the parts: an attribute is lost when accelerate moves the output between devices.
@@ -130,7 +141,7 @@ class Engine(Attachable):
             call.visual = self.adapter.visual_mask(call.arguments)
         # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
         if modality == "image" and modality in call.visual:
-            check_placeholders(modality, call.visual[modality], output)
+            check_placeholders(modality, call.host.visual[modality], output)
 
     # -- the decoder
 
@@ -142,9 +153,9 @@ class Engine(Attachable):
         call.take_cache(kwargs.get("past_key_values"))
         decoding.take_up(call, self.steps, embeds.shape[1])
         if call.past == 0:
-            self.stats = Stats(notes=call.notes)
+            self._stats = Stats(notes=call.notes)
         if call.outputs and embeds.shape[1] > 1:
-            self._find_segments(call, *embeds.shape[:2])
+            self._find_segments(call, embeds)
         for part in self.parts:
             part.enter(call, kwargs)
         cutting = call.segments is not None and resolve_budgets(call, self.steps, self.shape, embeds.shape[1])
@@ -155,11 +166,12 @@ class Engine(Attachable):
             call.report.add_time(time.perf_counter() - start)
         return args, kwargs
 
-    def _find_segments(self, call: Call, batch: int, length: int) -> None:
+    def _find_segments(self, call: Call, embeds: Tensor) -> None:
         outputs = call.outputs if self.adapter.features_per_picture else {}
-        call.segments = find_segments(call.visual, outputs, self.per, self.adapter.step_within_picture)
+        step = self.adapter.step_within_picture
+        call.segments = find_segments(call.host.visual, outputs, self.per, embeds.device, step)
         if call.segments is not None:
-            call.report = Report(self.shape, call.segments, batch, length, self.record)
+            call.report = Report(self.shape, call.segments, *embeds.shape[:2], self.record)
             call.report.stats.notes = call.notes
 
     def _activate(self, call: Call, kwargs: dict[str, Any], cutting: bool) -> None:
@@ -189,9 +201,9 @@ class Engine(Attachable):
         call.leave_cache()
         if call.report is not None:
             # One assignment: other threads may run the same model.
-            self.stats = call.report.finish(call.cache or getattr(output, "past_key_values", None), call.past)
+            self._stats = call.report.finish(call.cache or getattr(output, "past_key_values", None), call.past)
         elif call.decode is not None:
-            self.stats = decoding.finish(call)
+            self._stats = decoding.finish(call)
         if call.unmerged is not None:
             whole = call.unmerged.expand
         elif not call.active or (call.layout.width == call.layout.length and call.layout.valid is None):

@@ -14,6 +14,7 @@ from tokenprune.base import Selection
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.copies import number_features
 from tokenprune.tokens import Segments
+from tokenprune.transfer import sent
 
 _thread = threading.local()
 
@@ -27,19 +28,21 @@ def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor
     """
     packed = take_packed()
     if packed is not None:
-        groups = first_of_group(owners[:, owners.shape[1] - packed.tokens :])
+        groups = first_of_group(owners[:, owners.shape[1] - packed.tokens :], owners.shape[1])
         return [packed.follow(groups, picture) for picture in packed.pictures]
     if not isinstance(features, (list, tuple)) or len(features) != len(owners):
         return None
     if any(f.ndim != 2 or not 0 <= owners.shape[1] - f.shape[0] <= protected for f in features):
         return None
-    return [first_of_group(row[None, len(row) - len(f) :])[0] for row, f in zip(owners, features, strict=True)]
+    pairs = zip(owners, features, strict=True)
+    return [first_of_group(row[None, len(row) - len(f) :], len(row))[0] for row, f in pairs]
 
 
 def one_of_each(segments: Segments, masks: dict[str, Tensor], groups: dict[str, list[Tensor]]) -> Selection | None:
     """Return the selection that keeps the first token of each group; None if every token is one.
 
-    masks: bool `[B, L]` of placeholders for each modality; groups: see `feature_groups`.
+    masks: bool `[B, L]` of placeholders for each modality, on the host; groups: see `feature_groups`. How many tokens
+    are left is what the host has to wait for.
     """
     device = segments.mask.device
     batch, length = next(iter(masks.values())).shape
@@ -49,26 +52,28 @@ def one_of_each(segments: Segments, masks: dict[str, Tensor], groups: dict[str, 
         for picture in pictures:
             flat.append(picture.to(device) + start)
             start += len(picture)
-        mask, group = masks[modality].to(device), torch.cat(flat)
-        numbers = number_features(modality, mask, len(group))[mask]
-        columns = torch.empty_like(group)
-        columns[numbers] = mask.nonzero()[:, 1]  # copies of a row have their features in the same columns
-        first[mask] = columns[group[numbers]]
-    # Positions in the sequence -> places in the segment.
+        mask, group = masks[modality], torch.cat(flat)
+        numbers = number_features(modality, mask, len(group))
+        columns = torch.empty(len(group), dtype=torch.long)
+        columns[numbers[mask]] = mask.nonzero()[:, 1]  # copies of a row have their features in the same columns
+        of_group = sent(columns, device)[group[sent(numbers.clamp(min=0), device)]]
+        first = torch.where(sent(mask, device), of_group, first)
+    # Positions in the sequence -> places in the segment; padding is written to a scratch entry at the end.
     rows, real = segments.row_index.expand_as(segments.position), segments.mask
     numbers = torch.arange(real.shape[1], device=device).expand_as(segments.position)
-    place = torch.full_like(first, -1)
-    place[rows[real], segments.position[real]] = numbers[real]
+    place = first.new_full((batch, length + 1), -1)
+    place[rows, torch.where(real, segments.position, length)] = numbers
     assign = place[rows, first[rows, segments.position]].masked_fill(~real, -1)
     keep = (assign == numbers) & real
+    counts = keep.sum(1).tolist()
     # All tokens of a group are the same: the first is taken as it is, so that no rounding comes in.
-    return None if torch.equal(keep, real) else Selection(keep, assign, keep.float())
+    return None if counts == segments.counts else Selection(keep, assign, keep.float(), counts)
 
 
-def first_of_group(owner: Tensor) -> Tensor:
-    """long `[B, N]` of group numbers -> long `[B, N]`: the lowest place with the same number."""
+def first_of_group(owner: Tensor, groups: int) -> Tensor:
+    """long `[B, N]` of group numbers below `groups` -> long `[B, N]`: the lowest place with the same number."""
     places = torch.arange(owner.shape[1], device=owner.device).expand_as(owner)
-    first = owner.new_full((owner.shape[0], int(owner.max()) + 1), owner.shape[1])
+    first = owner.new_full((owner.shape[0], groups), owner.shape[1])
     return first.scatter_reduce(1, owner, places, "amin").gather(1, owner)
 
 
@@ -81,7 +86,8 @@ def take_packed() -> Packed | None:
 class PackRecorder:
     """Stands in for a model's `pack_image_features`, and packs the numbers of the features beside the features.
 
-    What comes out tells where each feature ended up, whatever the family does with tiles, padding and newlines.
+    What comes out tells where each feature ended up, whatever the family does with tiles, padding and newlines. The
+    numbers are packed on the host, where looking at them costs nothing.
     """
 
     def __init__(self, original: Any) -> None:
@@ -95,9 +101,10 @@ class PackRecorder:
         numbers, start = [], 0
         for picture in bound.arguments["image_features"]:
             tiles, tokens = picture.shape[:2]
-            numbers.append(numbered(tiles, tokens, picture.device, start))
+            numbers.append(numbered(tiles, tokens, torch.device("cpu"), start))
             start += tiles * tokens
         bound.arguments["image_features"] = numbers
+        bound.arguments["image_sizes"] = torch.as_tensor(bound.arguments["image_sizes"]).cpu()
         if bound.arguments.get("image_newline") is not None:
             bound.arguments["image_newline"] = newline_number(numbers[0].device)
         pictures = self.original(*bound.args, **bound.kwargs)[0]
@@ -106,19 +113,20 @@ class PackRecorder:
 
 
 class Packed:
-    """pictures: float64 `[features, 2]` each, the numbers of the features that were packed; tokens: features a tile."""
+    """pictures: float64 `[features, 2]` each, the numbers of the features that were packed, on the host; tokens:
+    features a tile."""
 
     def __init__(self, pictures: list[Tensor], tokens: int) -> None:
         self.pictures, self.tokens = pictures, tokens
 
     def follow(self, groups: Tensor, packed: Tensor) -> Tensor:
         """groups: long `[tiles, tokens]`, first of each feature's group in its tile; packed: one picture's numbers."""
-        ids = self.numbers(packed)
+        ids = sent(self.numbers(packed), groups.device)
         tile, token = ids // self.tokens, ids % self.tokens
-        group = torch.where(ids < 0, -1, tile * self.tokens + groups[tile.clamp(min=0), token])
         places = torch.arange(len(ids), device=ids.device)
-        group = torch.where(group < 0, int(group.max()) + 1 + places, group)  # newlines: each for itself
-        first = torch.full((int(group.max()) + 1,), len(ids), device=ids.device)
+        # Newlines: each for itself.
+        group = torch.where(ids < 0, groups.numel() + places, tile * self.tokens + groups[tile.clamp(min=0), token])
+        first = torch.full((groups.numel() + len(ids),), len(ids), device=ids.device)
         return first.scatter_reduce(0, group, places, "amin")[group]
 
     @staticmethod

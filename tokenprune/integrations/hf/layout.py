@@ -24,21 +24,23 @@ class Layout:
     index: long `[B, W]`, position of each slot's token in the call's full sequence. Rows that keep fewer tokens than
            the widest row are filled on the left with (distinct) removed tokens, which `valid` marks.
     valid: bool `[B, W]`, or None when all slots are valid (known without asking the device).
-    length: tokens of the call's full sequence.
+    length: tokens of the call's full sequence. counts: valid slots of each row, on the host.
     """
 
     index: Tensor
     valid: Tensor | None
     length: int
+    counts: list[int]
 
     @staticmethod
     def full(batch: int, length: int, device: torch.device) -> Layout:
-        return Layout(torch.arange(length, device=device).expand(batch, length), None, length)
+        return Layout(torch.arange(length, device=device).expand(batch, length), None, length, [length] * batch)
 
     def to(self, device: torch.device) -> Layout:
         if self.index.device == device:
             return self
-        return Layout(self.index.to(device), None if self.valid is None else self.valid.to(device), self.length)
+        valid = None if self.valid is None else self.valid.to(device)
+        return Layout(self.index.to(device), valid, self.length, self.counts)
 
     @property
     def width(self) -> int:
@@ -70,7 +72,7 @@ class Layout:
         slots = compact.partition(~keep)[:, -width:]
         ragged = any(kept != width for kept in kept_per_row)
         valid = keep.gather(1, slots) if ragged else None
-        return Layout(self.index.gather(1, slots), valid, self.length), slots
+        return Layout(self.index.gather(1, slots), valid, self.length, kept_per_row), slots
 
     def scatter_back(self, x: Tensor) -> Tensor:
         """`[B, W, D]` -> `[B, length, D]`, zeros where tokens are gone."""

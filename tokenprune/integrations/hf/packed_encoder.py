@@ -29,6 +29,7 @@ from tokenprune.integrations.hf.groups import first_of_group
 from tokenprune.integrations.hf.observe import Observer
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.join import join
+from tokenprune.transfer import sent
 
 BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock"})
 
@@ -37,13 +38,14 @@ BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisio
 class Packed:
     """One forward of a packed tower. N units entered, n are left so far.
 
-    frame: long `[N]`, the picture or frame of each unit that entered. plans: for each kind of frame (its units and its
-    budget) its frames, and what finds the merge of each block. left: units of each frame so far. kept: long `[n]`,
-    which units are left, ascending. owner: long `[N]`, for each unit that entered the place among those left of the one
-    that it is part of. size: float32 `[n]`, units that each is made of; None before a merge. start: the patch at which
-    the next piece of a block's attention starts.
+    grids: (frames, height, width) in patches of each picture. frame: long `[N]`, the picture or frame of each unit that
+    entered. plans: for each kind of frame (its units and its budget) its frames, and what finds the merge of each
+    block. left: units of each frame so far. kept: long `[n]`, which units are left, ascending. owner: long `[N]`, for
+    each unit that entered the place among those left of the one that it is part of. size: float32 `[n]`, units that
+    each is made of; None before a merge. start: the patch at which the next piece of a block's attention starts.
     """
 
+    grids: list[list[int]]
     frame: Tensor
     plans: list[tuple[list[int], list[Matcher | None]]]
     left: list[int]
@@ -100,7 +102,8 @@ class PackedTowerPatch(TowerPatch):
         self.end()
         left: list[int] = []
         kinds: dict[tuple, list[int]] = defaultdict(list)
-        for t, h, w in _grids(args, kwargs):
+        grids = (kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]).tolist()
+        for t, h, w in grids:
             count = h * w // self.unit
             for keep in self._keeps(t):
                 kinds[count, keep].append(len(left))
@@ -109,8 +112,8 @@ class PackedTowerPatch(TowerPatch):
         pixels, weight = args[0] if args else kwargs["hidden_states"], next(self.tower.merger.parameters())
         device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
         units = torch.arange(sum(left), device=device)
-        frame = torch.repeat_interleave(torch.tensor(left, device=device), output_size=len(units))
-        states()[id(self)] = Packed(frame, plans, left, units, units)
+        frame = torch.repeat_interleave(sent(left, device), output_size=len(units))
+        states()[id(self)] = Packed(grids, frame, plans, left, units, units)
 
     def _keeps(self, frames: int) -> list[float | int]:
         """The budget's keep for each of the frames of a video: a number of tokens is for all of them."""
@@ -144,9 +147,9 @@ class PackedTowerPatch(TowerPatch):
             output.hidden_states = tuple(self._restore(state, x, owner) for x, owner in stages)
         owner = state.owner
         if hasattr(self.tower, "window_size"):  # its units stand in the order of windows, its output in that of rows
-            owner = owner[_window_order(self.tower, args, kwargs).to(owner.device).argsort()]
-        sizes = [t * h * w // self.unit for t, h, w in _grids(args, kwargs)]
-        output["tokenprune_groups"] = [first_of_group(one[None])[0] for one in owner.split(sizes)]
+            owner = owner[sent(_window_order(self.tower, args, kwargs), owner.device).argsort()]
+        sizes = [t * h * w // self.unit for t, h, w in state.grids]
+        output["tokenprune_groups"] = [first_of_group(one[None], len(owner))[0] for one in owner.split(sizes)]
         output["tokenprune_counts"] = [count * self.unit for count in state.counts]
         features = getattr(output, "deepstack_features", None)
         if features:  # of blocks at which not all members of a group were one yet
@@ -233,7 +236,7 @@ class PackedTowerPatch(TowerPatch):
         """Return for each unit left the place of the one that it joins; None if none does."""
         metric = state.keys.view(len(state.kept), -1)
         starts = [sum(state.left[:frame]) for frame in range(len(state.left))]
-        into = torch.arange(len(metric), device=metric.device)
+        into = torch.arange(len(metric) + 1, device=metric.device)
         merges = False
         for frames, plan in state.plans:
             if plan[index] is None:
@@ -241,7 +244,7 @@ class PackedTowerPatch(TowerPatch):
             counts = [state.left[frame] for frame in frames]
             ragged = min(counts) < max(counts)
             places = torch.arange(max(counts), device=metric.device)
-            rows = torch.tensor([starts[frame] for frame in frames], device=metric.device)[:, None] + places
+            rows = sent([starts[frame] for frame in frames], metric.device)[:, None] + places
             # What lies behind a shorter frame is padding to the matcher, whatever it holds.
             merge = plan[index](metric[rows.clamp(max=len(metric) - 1)], counts if ragged else None)
             if merge is None:
@@ -249,17 +252,12 @@ class PackedTowerPatch(TowerPatch):
             merges = True
             target = rows.gather(1, merge.keep.gather(1, merge.assign))
             if ragged:
-                real = places < torch.tensor(counts, device=metric.device)[:, None]
-                rows, target = rows[real], target[real]
+                # Padding is written to a scratch entry at the end.
+                rows = torch.where(places < sent(counts, metric.device)[:, None], rows, len(metric))
             into[rows] = target
             for frame, left in zip(frames, merge.left or [merge.keep.shape[1]] * len(frames), strict=True):
                 state.left[frame] = left
-        return into if merges else None
-
-
-def _grids(args: tuple, kwargs: dict[str, Any]) -> list[list[int]]:
-    """(frames, height, width) in patches of each picture, from the arguments of a tower."""
-    return (kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]).tolist()
+        return into[:-1] if merges else None
 
 
 def _window_order(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -273,6 +271,6 @@ def _window_order(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tens
 
 def _mean_of_groups(x: Tensor, owner: Tensor) -> Tensor:
     """`[N, D]`: each row becomes the mean of the rows with its owner."""
-    total = torch.zeros(int(owner.max()) + 1, x.shape[1], device=x.device).index_add(0, owner, x.float())
-    count = torch.bincount(owner)
-    return (total / count[:, None])[owner].to(x.dtype)
+    total = torch.zeros(len(owner), x.shape[1], device=x.device).index_add(0, owner, x.float())
+    count = total.new_zeros(len(owner)).index_add(0, owner, total.new_ones(len(owner)))
+    return (total / count.clamp(min=1)[:, None])[owner].to(x.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.groups import Packed
+from tokenprune.transfer import sent
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,12 @@ class Placed:
 
     scores: `[tokens, C]`, means over each token's patches, 0 for what is no patch.
     cells: long `[tokens, 6]`: tile or frame, row, column, height, width, size (see `Patches`); tiles are numbered
-    through, -1 is no patch.
+    through, -1 is no patch. tiles: how many there are.
     """
 
     scores: Tensor
     cells: Tensor
+    tiles: int
 
 
 def place(
@@ -60,7 +62,7 @@ def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.de
     """long `[tiles * height * width, 6]`."""
     axes = [torch.arange(n, device=device) for n in (tiles, height, width)]
     cells = torch.cartesian_prod(*axes).view(-1, 3)
-    return torch.cat([cells, cells.new_tensor([height, width, size]).expand(len(cells), 3)], dim=1)
+    return torch.cat([cells, sent([height, width, size], device).expand(len(cells), 3)], dim=1)
 
 
 def _no_patch(cells: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ def _tiles(adapter: Adapter, arguments: dict[str, Any], total: int | None, score
     if leading:
         mean = torch.nn.functional.pad(mean, (0, 0, 1, 0))
         cells = torch.cat([_no_patch(cells[0]).expand(rows, 1, 6), cells], dim=1)
-    return Placed(mean.flatten(0, 1), cells.flatten(0, 1))
+    return Placed(mean.flatten(0, 1), cells.flatten(0, 1), rows)
 
 
 def _packed(adapter: Adapter, arguments: dict[str, Any], scores: Tensor, packed: Packed | None) -> Placed | None:
@@ -105,11 +107,11 @@ def _packed(adapter: Adapter, arguments: dict[str, Any], scores: Tensor, packed:
     if packed is None or packed.tokens != patches or grid is None:
         return None
     cells = _grid_cells(tiles, *grid, 1, scores.device)
-    ids = torch.cat([packed.numbers(picture) for picture in packed.pictures])
+    ids = sent(packed.numbers(torch.cat(packed.pictures)), scores.device)
     newline = (ids < 0).unsqueeze(-1)
     ids = ids.clamp(min=0)
     flat = scores.reshape(-1, channels)[ids].masked_fill(newline, 0)
-    return Placed(flat, torch.where(newline, _no_patch(cells), cells[ids]))
+    return Placed(flat, torch.where(newline, _no_patch(cells), cells[ids]), tiles)
 
 
 def _runs(adapter: Adapter, grids: list[tuple[int, int, int]] | None, scores: Tensor) -> Placed | None:
@@ -133,7 +135,7 @@ def _runs(adapter: Adapter, grids: list[tuple[int, int, int]] | None, scores: Te
         for key in keys:
             order = order[key[order].argsort(stable=True)]
         tokens = torch.empty_like(tokens).index_copy(0, order, tokens)
-    return Placed(tokens, cells)
+    return Placed(tokens, cells, start)
 
 
 def _sized(adapter: Adapter, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
@@ -148,7 +150,7 @@ def _sized(adapter: Adapter, arguments: dict[str, Any], scores: Tensor) -> Place
         means.append(whole.reshape(down, side, across, side, -1).mean((1, 3)).flatten(0, 1))
         cells.append(_grid_cells(1, down, across, side * side, scores.device))
         cells[-1][:, 0] = number
-    return Placed(torch.cat(means), torch.cat(cells))
+    return Placed(torch.cat(means), torch.cat(cells), len(grids))
 
 
 def picture_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
@@ -170,4 +172,4 @@ def _pooled(adapter: Adapter, arguments: dict[str, Any], scores: Tensor) -> Plac
     cells = _grid_cells(len(scores), side, side, 4, scores.device).view(len(videos), -1, 6)
     newline = _no_patch(cells[0]).expand(len(videos), 1, 6)
     flat = torch.nn.functional.pad(pooled.reshape(len(videos), frames * side * side, -1), (0, 0, 0, 1))
-    return Placed(flat.flatten(0, 1), torch.cat([cells, newline], dim=1).flatten(0, 1))
+    return Placed(flat.flatten(0, 1), torch.cat([cells, newline], dim=1).flatten(0, 1), len(scores))

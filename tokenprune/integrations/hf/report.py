@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Selection
@@ -16,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """What one forward removed; belongs to its call, and becomes the model's `Stats` when the decoder is done.
+    """What one forward removed; belongs to its call, and becomes the model's `Stats` when the decoder is done. What
+    costs time, or would ask the device, is left to whoever asks for the statistics (`Stats.settled`).
 
     segments: the visual tokens that reach the decoder; batch, length: the size of its input.
     """
@@ -41,7 +46,7 @@ class Report:
         """Tokens that the tower merged stay one for the decoder's weights, but not for its attention and cache."""
         self.whole_attention = True
         state = call.unmerged
-        self._note(call, state.layout, state.selection.keep.sum(1).tolist(), step, state.selection, call.segments)
+        self._note(call, state.layout, state.selection.counts, step, state.selection, call.segments)
 
     def _note(
         self, call: Call, layout: Layout, counts: list[int], step: Any, selection: Selection, before: Segments
@@ -54,11 +59,18 @@ class Report:
         group = (step.layer, now, widths)
         self.groups = [*(group for group in self.groups if group[0] < step.layer), group]
         if self.record:
-            self.stats.cuts.append(_cut_record(call, layout, step, selection, before))
+            self.stats.later(_cut_record(call, layout, step, selection, before))
 
     def finish(self, cache: Any, past: int) -> Stats:
         """Return the `Stats`; `cache` holds what the decoder cached, None if it cached nothing."""
-        stats, layers = self.stats, self.shape.layers
+        stats = self.stats
+        # The cache goes on growing.
+        stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, past + self.length)
+        stats.later(self._closed_forms)
+        return stats
+
+    def _closed_forms(self, stats: Stats) -> None:
+        layers = self.shape.layers
         ends = [first for first, _, _ in self.groups[1:]] + [layers]
         per_layer = [group for group, end in zip(self.groups, ends, strict=True) for _ in range(end - group[0])]
         stats.visual_tokens_per_layer = [visual for _, visual, _ in per_layer]
@@ -67,8 +79,6 @@ class Report:
         rows = zip(*(widths for _, _, widths in per_layer), strict=True)
         flops = [self.shape.prefill_flops(list(row), self._attention(index, row)) for index, row in enumerate(rows)]
         stats.prefill_flops_ratio = sum(flops) / (len(flops) * self.shape.prefill_flops([self.length] * layers))
-        stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, past + self.length)
-        return stats
 
     def _attention(self, row: int, widths: tuple[int, ...]) -> list[float]:
         """The share of causal attention's pairs that each layer computes for a row; above 1 where attention runs over
@@ -94,20 +104,30 @@ def count_bytes(cache: Any, full: int) -> tuple[int, int]:
     return total, total_full
 
 
-def _cut_record(call: Call, layout: Layout, step: Any, selection: Selection, before: Segments) -> Cut:
+def _cut_record(
+    call: Call, layout: Layout, step: Any, selection: Selection, before: Segments
+) -> Callable[[Stats], None]:
+    """What adds a `Cut` to the statistics, when it is called; until then nothing is read of the device."""
     positions = layout.positions()
     padding = call.padding(layout.length)
     if padding is not None:
         positions = positions.masked_fill(padding.to(positions.device).gather(1, layout.index), -1)
-    kept = [[call.past + p for p in row if p >= 0] for row in positions.tolist()]
+    cut = partial(Cut, step.method.site, step.layer, step.method.name)
+    return partial(_add_cut, cut, call.past, positions, selection.assign, before)
+
+
+def _add_cut(
+    cut: Callable[..., Cut], past: int, positions: Tensor, assign: Tensor | None, before: Segments, stats: Stats
+) -> None:
+    kept = [[past + p for p in row if p >= 0] for row in positions.tolist()]
     sources = None
-    if selection.assign is not None:
+    if assign is not None:
         sources = [{} for _ in kept]
-        assign, place = selection.assign.tolist(), before.position.tolist()
+        targets, place = assign.tolist(), before.position.tolist()
         for segment, row in enumerate(before.row):
             for index in range(before.counts[segment]):
-                target = assign[segment][index]
+                target = targets[segment][index]
                 if target >= 0:
-                    key = call.past + place[segment][target]
-                    sources[row].setdefault(key, []).append(call.past + place[segment][index])
-    return Cut(step.method.site, step.layer, step.method.name, kept, sources)
+                    key = past + place[segment][target]
+                    sources[row].setdefault(key, []).append(past + place[segment][index])
+    stats.cuts.append(cut(kept, sources))

@@ -15,6 +15,7 @@ from tokenprune.frames import frame_counts
 from tokenprune.integrations.hf.copies import of_each_piece
 from tokenprune.kernels.compact import partition
 from tokenprune.tokens import Segments, square_grid
+from tokenprune.transfer import sent
 
 
 def feature_counts(output: Any) -> list[int] | None:
@@ -35,7 +36,8 @@ def feature_total(output: Any) -> int | None:
 
 
 def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
-    """Raise PlaceholderMismatchError where a prompt holds fewer or more placeholders than there are features."""
+    """Raise PlaceholderMismatchError where a prompt holds fewer or more placeholders than there are features. mask: on
+    the host."""
     features = feature_total(output)
     placeholders = int(mask.sum())
     if features is not None and features != placeholders:
@@ -46,19 +48,21 @@ def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
         )
 
 
-def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str, step: int = 1) -> Segments | None:
-    """Group placeholders into segments; None if there are none.
+def find_segments(
+    masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device, step: int = 1
+) -> Segments | None:
+    """Group placeholders into segments, with tensors on `device`; None if there are none.
 
-    masks: bool `[B, L]` for each modality. outputs: the encoder's output for each modality, where known: it tells
-    pictures apart that stand side by side, and carries their grids; without it every unbroken run of placeholders is a
-    segment.
+    masks: bool `[B, L]` for each modality, on the host. outputs: the encoder's output for each modality, where known:
+    it tells pictures apart that stand side by side, and carries their grids; without it every unbroken run of
+    placeholders is a segment.
     per: "image"; "frame", where each frame of a video is a segment; or "prompt" for one segment a row. step: from one
     placeholder to the next within a run; 2 where ids for the ends of rows stand between.
     Raises UnsupportedSetupError for a video whose frames cannot be told.
     """
     pieces = []  # (row, positions, grid, modality)
     for modality, mask in masks.items():
-        rows, columns = mask.cpu().nonzero(as_tuple=True)
+        rows, columns = mask.nonzero(as_tuple=True)
         if len(rows):
             found = _pieces(modality, rows, columns, outputs.get(modality), step)
             pieces += _by_frame(found, outputs.get(modality)) if per == "frame" and modality == "video" else found
@@ -68,7 +72,6 @@ def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str, s
     if per == "prompt":
         pieces = _by_row(pieces)
 
-    device = next(iter(masks.values())).device
     counts = [len(piece[1]) for piece in pieces]
     position = torch.nn.utils.rnn.pad_sequence([piece[1] for piece in pieces], batch_first=True)
     mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
@@ -80,8 +83,8 @@ def find_segments(masks: dict[str, Tensor], outputs: dict[str, Any], per: str, s
         row=[piece[0] for piece in pieces],
         ordinal=ordinals,
         counts=counts,
-        position=position.to(device),
-        mask=mask.to(device),
+        position=sent(position, device),
+        mask=sent(mask, device),
         grids=[piece[2] for piece in pieces],
         modality=[piece[3] for piece in pieces],
     )
@@ -132,7 +135,7 @@ def _by_row(pieces: list[tuple]) -> list[tuple]:
 def keep_segments(segments: Segments, keep: Tensor, counts: list[int]) -> Segments:
     """Return the segments after a cut. keep: bool `[S, N]`; counts: its row sums."""
     order = partition(keep)[:, : max(counts)]
-    limit = torch.tensor(counts, device=keep.device)[:, None]
+    limit = sent(counts, keep.device)[:, None]
     mask = torch.arange(order.shape[1], device=keep.device) < limit
     position = segments.position.gather(1, order)
     return Segments(

@@ -79,9 +79,14 @@ class Unmerged:
         first = places.repeat(batch, 1)
         rows, real = segments.row_index.expand_as(segments.position), segments.mask
         target = segments.position.gather(1, selection.assign.clamp(min=0))
-        first[rows[real], segments.position[real]] = target[real]
-        keep = first == places
-        layout, _ = Layout.full(batch, length, device).cut(keep, keep.sum(1).tolist())
+        # Padding is written to a scratch entry at the end.
+        first = torch.cat([first, first[:, :1]], dim=1)
+        first[rows, torch.where(real, segments.position, length)] = target
+        first = first[:, :-1]
+        left = [length] * batch
+        for row, before, after in zip(segments.row, segments.counts, selection.counts, strict=True):
+            left[row] -= before - after
+        layout, _ = Layout.full(batch, length, device).cut(first == places, left)
         return Unmerged(selection, layout, layout.slot_of.gather(1, first))
 
     def first(self, x: Tensor, dim: int = 1) -> Tensor:

@@ -52,7 +52,8 @@ class _Features:
     def patches(self, segments: Segments) -> Patches:
         if self.encoded is None:
             raise TokenPruneError("it reads which patches tokens are made of without encoder_attention in its needs")
-        return as_patches(self.encoded.placed.cells[segments.position], segments.mask)
+        placed = self.encoded.placed
+        return as_patches(placed.cells[segments.position], segments.mask, placed.tiles)
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         raise TokenPruneError("it reads the text, but a picture's features are shared by all prompts that hold it")
@@ -129,4 +130,4 @@ def _made_up(method: Method, counts: list[int]) -> Encoded:
     cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
     generator = torch.Generator().manual_seed(1)
     scores = {layer: torch.rand(len(cells), 2, generator=generator) for layer in method.encoder_layers}
-    return Encoded(scores, Placed(torch.empty(len(cells), 0), torch.tensor(cells)))
+    return Encoded(scores, Placed(torch.empty(len(cells), 0), torch.tensor(cells), len(counts)))

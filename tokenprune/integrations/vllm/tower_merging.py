@@ -176,6 +176,7 @@ class TowerMerger(Merger):
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         state = self.end()
-        first = first_of_group(state.owners[-1][:, self.shape.protected :])
+        owners = state.owners[-1]
+        first = first_of_group(owners[:, self.shape.protected :], owners.shape[1])
         self.kept = first == torch.arange(first.shape[1], device=first.device)
         return state.restore(output)

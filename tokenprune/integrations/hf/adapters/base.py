@@ -19,6 +19,7 @@ from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.families import PATCH_LAYOUTS, PATCH_TOKENS, REFUSED, SUPPORTED, UNMERGEABLE
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.part import Part
+from tokenprune.transfer import sent
 
 # Layers that keep a key and a value for each token.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -142,12 +143,19 @@ class Adapter:
         if ids is not None:
             return {modality: ids == token for modality, token in self.placeholders.items()}
         table = self.base.get_input_embeddings()
-        tokens = {m: torch.tensor(token, device=embeds.device) for m, token in self.placeholders.items()}
+        tokens = {m: sent([token], embeds.device) for m, token in self.placeholders.items()}
         return {m: (embeds == table(token)).all(-1) for m, token in tokens.items()}
 
     def modality(self, modality: str, arguments: dict[str, Any], call: dict[str, Any]) -> str:
         """Return what is encoded by a `get_{modality}_features` with `arguments`, within a forward with `call`."""
         return modality
+
+    def on_host(self, modality: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `get_image_features` or `get_video_features` with what tells the shapes of pictures
+        on the host, so that `grids` and others can read it any number of times."""
+        name = f"{modality}_grid_thw"
+        sizes = arguments.get(name)
+        return arguments if sizes is None else arguments | {name: torch.as_tensor(sizes).cpu()}
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         """Return (frames, height, width) in tokens of each picture, from the arguments of `get_image_features` or

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the speed benchmarks share: models with random weights, clocks, peak memory, JSON lines."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+import tokenprune
+
+RESULTS = Path(__file__).parent / "results"
+IMAGE_ID, VIDEO_ID, FIRST_TEXT_ID = 5, 6, 16
+BEFORE, AFTER = 32, 32  # text tokens on either side of the pictures
+
+_VICUNA = dict(
+    vocab_size=32064, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
+)
+_QWEN = dict(
+    vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+    num_key_value_heads=4,
+)  # fmt: skip
+DECODERS: dict[str, dict[str, int]] = {
+    "tiny": dict(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
+    # As large as two CPU cores run in seconds, and still nearly all of the model.
+    "100m": dict(
+        vocab_size=16384, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12
+    ),
+    "vicuna-7b": _VICUNA,
+    "qwen2.5-7b": _QWEN,
+}
+
+
+def llava(decoder: str, device: torch.device, dtype: torch.dtype) -> LlavaForConditionalGeneration:
+    """A LLaVA with random weights whose tower is small; made on the device itself, so that 7 B take seconds."""
+    vision = CLIPVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=336, patch_size=14
+    )
+    text = LlamaConfig(max_position_embeddings=2**16, **DECODERS[decoder])
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE_ID, vision_feature_layer=-1)
+    return _made(LlavaForConditionalGeneration, config, device, dtype)
+
+
+def qwen(decoder: str, device: torch.device, dtype: torch.dtype) -> Qwen2_5_VLForConditionalGeneration:
+    """A Qwen2.5-VL with random weights whose tower is small."""
+    shape = DECODERS[decoder]
+    width = shape["hidden_size"] // shape["num_attention_heads"]
+    section = [width // 8, width // 2 - width // 8 - width // 4 + width // 16, width // 4 - width // 16]
+    text = dict(
+        max_position_embeddings=2**16, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=section), **shape,
+    )  # fmt: skip
+    vision = dict(
+        depth=2, num_heads=2, hidden_size=32, intermediate_size=64, out_hidden_size=shape["hidden_size"], patch_size=4,
+        window_size=16, fullatt_block_indexes=[1],
+    )  # fmt: skip
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE_ID,
+        video_token_id=VIDEO_ID,
+        vision_start_token_id=7,
+    )
+    return _made(Qwen2_5_VLForConditionalGeneration, config, device, dtype)
+
+
+def _made(cls: type, config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with device:
+        return cls._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def prompt(visual: int, device: torch.device, token: int = IMAGE_ID, vocabulary: int = 256) -> torch.Tensor:
+    """long `[1, BEFORE + visual + AFTER]`: text on either side of `visual` placeholders."""
+    ids = torch.randint(FIRST_TEXT_ID, vocabulary, (1, BEFORE + visual + AFTER), device=device)
+    ids[:, BEFORE : BEFORE + visual] = token
+    return ids
+
+
+def encoded(features: Sequence[torch.Tensor]) -> BaseModelOutputWithPooling:
+    """What `get_image_features` would return for pictures with these features (`[tokens, D]` each)."""
+    return BaseModelOutputWithPooling(pooler_output=list(features))
+
+
+@dataclass
+class Clock:
+    """Wall and CPU seconds of a run on `device`; the CPU's are of all threads of the process, and leave out what other
+    work on the machine takes (with GOMP_SPINCOUNT=0, which keeps waiting out of them)."""
+
+    device: torch.device
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[float, float]:
+        self.wait()
+        start = time.perf_counter(), time.process_time()
+        with torch.inference_mode():
+            run()
+        self.wait()
+        return time.perf_counter() - start[0], time.process_time() - start[1]
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class Peak:
+    """Bytes that the peak of memory rises by inside a `with` block; on the CPU that of the process, on Linux alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.bytes = device, 0
+
+    def __enter__(self) -> Peak:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+            self.before = _memory("VmRSS")
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.bytes = torch.cuda.max_memory_allocated() - self.before
+        else:
+            self.bytes = max(0, _memory("VmHWM") - self.before)
+
+
+def _memory(line: str) -> int:
+    return next(int(x.split()[1]) for x in Path("/proc/self/status").open() if x.startswith(line)) * 1024
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+
+
+def results_path(device: torch.device, name: str, tiny: bool = False) -> Path:
+    """benchmarks/results/<device>/<name>.jsonl; runs that only prove the code go to a folder of their own."""
+    folder = re.sub(r"[^A-Za-z0-9.]+", "-", device_name(device)).strip("-").lower()
+    return RESULTS / (f"{folder}-tiny" if tiny else folder) / f"{name}.jsonl"
+
+
+def header(device: torch.device, **more: Any) -> dict[str, Any]:
+    """The first line of a file of results: where, when and with what it was measured."""
+    return {
+        "device": device_name(device), "threads": torch.get_num_threads(), "cpus": os.cpu_count(),
+        "torch": torch.__version__, "transformers": transformers.__version__, "tokenprune": tokenprune.__version__,
+        "date": datetime.date.today().isoformat(),
+        # Other work on the machine shows in the load: a reader can tell which times to trust.
+        "load": round(os.getloadavg()[0], 2), **more,
+    }  # fmt: skip
+
+
+def write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header of a file of results, and its records."""
+    first, *records = (json.loads(line) for line in path.read_text().splitlines())
+    return first, records
+
+
+def ladder(values: Sequence[float]) -> dict[str, float]:
+    """p20, p50 and p80."""
+    from tokenprune.bench.timing import quantiles
+
+    return quantiles(values)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How time and peak memory of choosing and removing tokens grow with the visual tokens of one picture.
+
+    GOMP_SPINCOUNT=0 python benchmarks/scaling.py
+
+"selection": a method's choice alone (with the attention rows it asks for), on made-up features of width 1024 (256 on a
+CPU; keys likewise), a ninth of the tokens stay. "merge": one step of a tower's merging. "engine": what the engine
+adds to a prefill, as the stats tell (`overhead_ms` of `uniform` in a small model), and its keys and values against the
+closed form. Memory is what the peak rises by: of a process of its own on the CPU (whose memory is limited: what needs
+more is told as such, and would be O(N^2) at 32k), as the allocator tells on a GPU. Times: the best of a few runs.
+Exponents: straight lines through the logarithms from 2880 tokens on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import resource
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from common import AFTER, BEFORE, Clock, Peak, default_device, encoded, header, llava, prompt, results_path, write
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import tokenprune
+from tokenprune import Site, VisualTokens
+from tokenprune.accounting import DecoderShape
+from tokenprune.merging import bipartite_match, threshold_match
+from tokenprune.tokens import Patches, Segments
+
+COUNTS = (576, 2880, 8192, 16384, 32768)
+WIDTH, HEADS, TEXT, SHARE = {"cuda": 1024, "cpu": 256}, 8, 64, 9
+MERGES = {
+    "tome": lambda keys: bipartite_match(keys, keys.shape[1] // 8, protected=1),
+    "dymu": lambda keys: threshold_match(keys, None, threshold=0.02, protected=1),
+}
+
+
+def selecting_methods() -> list[str]:
+    """Those that choose among visual tokens that are there."""
+    sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
+    return [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
+
+
+def visual_tokens(count: int, device: torch.device) -> VisualTokens:
+    """One picture of `count` tokens, with everything that a method may read of it; attention is computed on demand."""
+    from tokenprune.integrations.hf.observe import Observation
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    channels = WIDTH[device.type]
+    hidden, keys = (torch.randn(1, count + TEXT, channels, device=device, dtype=dtype) for _ in range(2))
+    place = torch.arange(count, device=device)[None]
+    text = torch.arange(count, count + TEXT, device=device)[None]
+    width = max(w for w in range(1, math.isqrt(count) + 1) if count % w == 0)
+    by_head = keys.view(1, count + TEXT, HEADS, -1).transpose(1, 2)
+    seen = Observation(by_head, by_head, None, (channels // HEADS) ** -0.5)
+
+    def attention(kind: str) -> torch.Tensor:
+        if kind == "received":
+            return seen.received(torch.ones(1, count + TEXT, dtype=torch.bool, device=device))
+        return seen.rows(text[:, -1:])[:, :, 0]
+
+    def patches(segments: Segments) -> Patches:
+        size = [torch.full_like(place, n) for n in (count // width, width, 1)]
+        return Patches(torch.zeros_like(place), place // width, place % width, *size, tiles=1)
+
+    values = {"hidden": hidden, "keys": keys}
+    sources = SimpleNamespace(
+        gather=lambda what, where, segments: values[what][segments.row_index, where],
+        final_norm=lambda x: torch.nn.functional.rms_norm(x, (channels,)),
+        attention=attention,
+        slots=lambda where, segments: where,
+        text_after=lambda segments: (text, torch.ones_like(text, dtype=torch.bool)),
+        encoder_attention=lambda layer, segments: keys[:, None, :count, 0].float().softmax(-1),
+        patches=patches,
+    )
+    grid, mask = (1, count // width, width), torch.ones_like(place, dtype=torch.bool)
+    segments = Segments([0], [0], [count], place, mask, [grid], ["image"])
+    return VisualTokens(segments, [count // SHARE], sources)
+
+
+def prepared(what: str, name: str, count: int, device: torch.device) -> Callable[[], Any]:
+    """Return a function that does once what is measured."""
+    torch.manual_seed(0)
+    if what == "merge":
+        keys = torch.randn(1, count, 64, device=device)
+        return partial(MERGES[name], keys)
+    if what == "selection":
+        method, tokens = tokenprune.method(name), visual_tokens(count, device)
+
+        def select() -> Any:
+            tokens.__dict__.pop("last_row_attention", None)
+            return method.select(tokens)
+
+        return select
+    model = llava("tiny", device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    ids = prompt(count, device)
+    pictures = encoded([torch.randn(count, model.config.text_config.hidden_size, device=device, dtype=model.dtype)])
+    tokenprune.patch(model, name, keep=count // SHARE)
+
+    def run() -> Any:
+        model(input_ids=ids, mm_encoder_outputs={"image": pictures}, use_cache=True, logits_to_keep=1)
+        stats = tokenprune.stats(model)
+        shape = DecoderShape.from_config(model.config.text_config)
+        tokens = [BEFORE + AFTER + visual for visual in stats.visual_tokens_per_layer]
+        return {
+            "overhead_ms": stats.overhead_ms, "kv_bytes": stats.kv_bytes,
+            "kv_bytes_predicted": shape.kv_bytes(tokens, model.dtype.itemsize),
+        }  # fmt: skip
+
+    return run
+
+
+def one(what: str, name: str, count: int, device: torch.device, threads: int, limit: int | None) -> dict[str, Any]:
+    """Measure one point. limit: bytes that the process may take, if it is one of its own."""
+    torch.set_num_threads(threads)
+    clock = Clock(device)
+    try:
+        with torch.inference_mode():
+            prepared(what, name, min(count, 64 * SHARE), device)()  # what is loaded once
+            run = prepared(what, name, count, device)
+            if limit is not None:
+                resource.setrlimit(resource.RLIMIT_AS, (limit + _address_space(), resource.RLIM_INFINITY))
+            told: dict[str, Any] = {}
+            with Peak(device) as peak:
+                seconds = [clock(lambda: told.update(result=run()))[0]]
+            if seconds[0] < 1:
+                seconds += [clock(run)[0] for _ in range(3)]
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+            raise
+        return {"failed": "more memory than the limit"}
+    if what == "engine":
+        return told["result"] | {"seconds": told["result"]["overhead_ms"] / 1000, "peak": None}
+    return {"seconds": min(seconds), "peak": peak.bytes}
+
+
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def exponent(values: dict[int, float]) -> float | None:
+    """b of the line log(value) = a + b log(tokens) through the points from 2880 tokens on."""
+    points = {n: v for n, v in values.items() if v and n >= 2880}
+    if len(points) < 2:
+        return None
+    x, y = ([math.log(v) for v in side] for side in (points.keys(), points.values()))
+    return statistics.linear_regression(x, y).slope
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
+    parser.add_argument("--methods", default=",".join(selecting_methods()))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=3.0, help="GiB that a measurement on the CPU may take")
+    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/scaling.jsonl")
+    args = parser.parse_args()
+    device, console = torch.device(args.device), Console()
+    counts = (576, 2880) if args.tiny else args.counts
+    whats = [("selection", name) for name in args.methods.split(",")] + [("merge", name) for name in MERGES]
+    limit = None if device.type == "cuda" else int(args.limit * 2**30)
+    lines = [
+        header(
+            device, threads=args.threads, width=WIDTH[device.type], heads=HEADS, share=SHARE, limit=limit, counts=counts
+        )
+    ]
+    table = Table(title=f"One picture, {lines[0]['device']}, {args.threads} threads")
+    for column in ("", "method", *map(str, counts), "exponent"):
+        table.add_column(column, justify="right" if column.isdigit() or column == "exponent" else "left")
+    for what, name in track([*whats, ("engine", "uniform")], description="scaling", console=console):
+        points = {}
+        for count in counts:
+            if limit is None:
+                points[count] = one(what, name, count, device, args.threads, None)
+                torch.cuda.empty_cache()
+            else:
+                # Forked before this process computed anything: nothing of torch's is shared but its code.
+                with multiprocessing.get_context("fork").Pool(1) as pool:
+                    points[count] = pool.apply(one, (what, name, count, device, args.threads, limit))
+            if "failed" in points[count]:
+                break
+        ran = {count: point for count, point in points.items() if "failed" not in point}
+        record = {"what": what, "method": name, "points": points}
+        for key, unit, digits in (("seconds", 1e-3, 2), ("peak", 2**20, 1)):
+            values = {count: point[key] for count, point in ran.items()}
+            if not any(values.values()):
+                continue
+            record[f"{key}_exponent"] = slope = exponent(values)
+            cells = [f"{values[n] / unit:.{digits}f}" if n in values else ">" if n in points else "" for n in counts]
+            label = f"{what}, {'ms' if key == 'seconds' else 'MiB'}"
+            table.add_row(label, name, *cells, "" if slope is None else f"{slope:.2f}")
+        if what == "engine" and any(p["kv_bytes"] != p["kv_bytes_predicted"] for p in ran.values()):
+            raise SystemExit(f"keys and values take other bytes than the closed form says: {ran}")
+        lines.append(record)
+    console.print(table)
+    write(args.json or results_path(device, "scaling", args.tiny), lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated parts of docs/performance.md, from benchmarks/results/<device>; dev/readme.py writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+FLOOR = 0.95  # of efficiency
+SHARE = 0.02  # of the unpatched prefill that choosing may take
+
+
+def found(name: str) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The results of one benchmark for each device: header and records; the CPU first."""
+    results = {}
+    for path in sorted(RESULTS.glob(f"*/{name}.jsonl"), key=lambda path: (path.parent.name != "cpu", path)):
+        if not path.parent.name.endswith("-tiny"):
+            first, *records = (json.loads(line) for line in path.read_text().splitlines())
+            results[path.parent.name] = first, records
+    return results
+
+
+def source(name: str, device: str, up: str = "../") -> str:
+    path = f"benchmarks/results/{device}/{name}.jsonl"
+    return f"By `python benchmarks/{name}.py`; raw data: [{path}]({up}{path})."
+
+
+def where(header: dict[str, Any]) -> str:
+    return (
+        f"{header['device']}, {header['threads']} threads of {header['cpus']} cores, torch {header['torch']}, "
+        f"transformers {header['transformers']}, {header['date']}, load {header['load']:g}"
+    )
+
+
+def _parts(name: str, make: Any) -> str:
+    parts = [make(header, records, device) for device, (header, records) in found(name).items()]
+    return "\n\n".join(parts) if parts else "(not measured yet)"
+
+
+def efficiency() -> str:
+    return _parts("efficiency", _efficiency)
+
+
+def _efficiency(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
+    parts = [f"{where(header)}; a decoder of {header['parameters'] / 1e6:.0f} M random parameters ({header['model']})."]
+    for visual, keep in dict.fromkeys((one["visual"], one["keep"]) for one in records):
+        own = [one for one in records if (one["visual"], one["keep"]) == (visual, keep)]
+        whole = own[0]
+        lines = [
+            f"**{visual} -> {keep} visual tokens**, unpatched {whole['ms']['p50']:.0f} ms, a step of decoding "
+            f"{whole['step_ms']['p50']:.1f} ms:",
+            "",
+            "| method | prefill, ms | speed-up | efficiency (p20 to p80) | by CPU time | overhead, ms | of unpatched "
+            "| decode step, of unpatched |",
+            "|---" * 8 + "|",
+        ]
+        for one in own[1:]:
+            reached, share = one["efficiency"], one["overhead_share"]["p50"]
+            marks = "" if reached["p50"] >= FLOOR else " ▼"
+            lines.append(
+                f"| `{one['method']}` | {one['ms']['p50']:.0f} | {one['speedup']['p50']:.2f} "
+                f"| {reached['p50']:.3f} ({reached['p20']:.3f} to {reached['p80']:.3f}){marks} "
+                f"| {one['cpu_efficiency']['p50']:.3f} | {one['overhead_ms']['p50']:.1f} "
+                f"| {100 * share:.1f} %{' ▼' if share > SHARE else ''} | {one['step_ratio']['p50']:.2f} |"
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join([*parts, source("efficiency", device)])
+
+
+def prefill() -> str:
+    """The README's table: the first case that was measured on the CPU."""
+    results = found("efficiency")
+    if "cpu" not in results:
+        return "(not measured yet)"
+    header, records = results["cpu"]
+    whole, *own = [one for one in records if one["visual"] == records[0]["visual"]]
+    lines = ["| method | prefill, ms | speed-up | efficiency against the oracle |", "|---|---|---|---|"]
+    lines.append(f"| unpatched | {whole['ms']['p50']:.0f} | 1.00 | |")
+    lines += [
+        f"| `{one['method']}` | {one['ms']['p50']:.0f} | {one['speedup']['p50']:.2f} | {one['efficiency']['p50']:.3f} |"
+        for one in own
+    ]
+    setting = (
+        f"Prefill of {whole['visual']} -> {whole['keep']} visual tokens beside {header['text']} text tokens; a decoder "
+        f"of {header['parameters'] / 1e6:.0f} M random parameters on {header['device']}, {header['threads']} threads, "
+        f"torch {header['torch']}, transformers {header['transformers']}. The oracle is the unpatched decoder on a "
+        "prompt that never had the other tokens (for cuts inside the decoder, the lengths weighted by their layers): "
+        "1.0 means that choosing and removing tokens is free."
+    )
+    more = "More tokens, overhead and decoding: [docs/performance.md](docs/performance.md)."
+    return "\n\n".join([setting, "\n".join(lines), f"{source('efficiency', 'cpu', up='')} {more}"])
+
+
+def scaling() -> str:
+    return _parts("scaling", _scaling)
+
+
+def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
+    counts = [str(count) for count in header["counts"]]
+    lines = ["| | method | " + " | ".join(counts) + " | exponent |", "|---" * (3 + len(counts)) + "|"]
+    for key, unit, label in (("seconds", 1e-3, "ms"), ("peak", 2**20, "MiB")):
+        for one in records:
+            if f"{key}_exponent" not in one:
+                continue
+            points = one["points"]
+            cells = [_cell(points.get(count), key, unit) for count in counts]
+            slope = one[f"{key}_exponent"]
+            ending = "" if slope is None else f"{slope:.2f}"
+            lines.append(f"| {one['what']}, {label} | `{one['method']}` | {' | '.join(cells)} | {ending} |")
+    limit = (
+        "" if header["limit"] is None else f" >: more than {header['limit'] / 2**30:g} GiB, where measuring stopped."
+    )
+    note = f"{where(header)}; features of width {header['width']}, one token of {header['share']} stays.{limit}"
+    return "\n\n".join([note, "\n".join(lines), source("scaling", device)])
+
+
+def _cell(point: dict[str, Any] | None, key: str, unit: float) -> str:
+    if point is None:
+        return ""
+    return ">" if "failed" in point else f"{point[key] / unit:.1f}"
+
+
+def ttft() -> str:
+    return _parts("ttft", _ttft)
+
+
+def _ttft(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
+    lines = ["| model | method | keep | TTFT, ms | speed-up | per token, ms | peak, GiB |", "|---" * 7 + "|"]
+    lines += [
+        f"| {one['model']} | {one['method']} | {one['keep']:g} | {one['ttft_ms']['p50']:.1f} "
+        f"| {one['ttft_speedup']['p50']:.2f} | {one['token_ms']['p50']:.2f} | {one['peak'] / 2**30:.2f} |"
+        for one in records
+    ]
+    return "\n\n".join([f"{where(header)}.", "\n".join(lines), source("ttft", device)])

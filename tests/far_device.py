@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An accelerator that is none: tensors that say they are on another device, and are computed on the CPU.
+
+Whatever would make the host wait for a real one goes through `__torch_dispatch__` here and is counted: reading a value
+(`item`, `int`, `bool`, `tolist`, `equal`), a result whose size depends on values (`nonzero`, indexing by booleans,
+`unique`), and every copy from or to the host that is not `non_blocking`. Mixing devices raises, as on a real one.
+
+The name of the device is "mps", which is known to torch without a driver and which the models treat like any other.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("far")
+DEVICE = torch.device("far", 0)
+aten = torch.ops.aten
+# Their results, or the sizes of these, are values of the device.
+_READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.item}
+_SIZED = {
+    aten.nonzero, aten.masked_select, aten.unique_consecutive, aten.unique_dim, aten._unique2, aten._unique,
+    aten.bincount, aten.nonzero_numpy,
+}  # fmt: skip
+_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+
+
+class Far(Tensor):
+    """A tensor on the far device; `near` holds its values."""
+
+    @staticmethod
+    def __new__(cls, near: Tensor) -> Far:
+        made = Tensor._make_wrapper_subclass(
+            cls, near.shape, strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype,
+            device=DEVICE, requires_grad=near.requires_grad,
+        )  # fmt: skip
+        made.near = near
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Far({self.near!r})"
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cpu().numpy(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise RuntimeError(f"{func} of a far tensor outside `counting()`")
+
+
+class Syncs(TorchDispatchMode):
+    """Runs operations of far tensors, and notes each that makes the host wait: (what, where in tokenprune)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        flat = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
+        far = any(isinstance(x, Far) for x in flat)
+        target = kwargs.get("device")
+        packet = func.overloadpacket
+        if packet is aten._to_copy and target is not None and (target.type == DEVICE.type) != far:
+            if not kwargs.get("non_blocking"):
+                self._note("copy to the host" if far else "copy to the device")
+        elif far and packet is aten.copy_ and isinstance(args[0], Far) != isinstance(args[1], Far):
+            self._note("copy")
+        elif far and (
+            packet in _READS | _SIZED or (packet is aten.repeat_interleave and kwargs.get("output_size") is None)
+        ):
+            self._note(str(packet))
+        elif far and packet in _INDEXING and any(_is_bool(x) for x in args[1] if x is not None):
+            # A mask with one value for all becomes masked_fill, which waits for nothing.
+            filled = packet not in (aten.index, aten._unsafe_index) and args[2].numel() == 1
+            self._note(f"{packet} by booleans", 1 - filled)
+        if far and packet is not aten._to_copy and packet is not aten.copy_:
+            mixed = [x for x in flat if not isinstance(x, Far) and x.ndim]
+            if mixed and not (packet in _INDEXING and all(any(x is y for y in args[1]) for x in mixed)):
+                raise RuntimeError(f"{func}: tensors on the host and on the device")
+            if mixed:
+                self._note("copy to the device")  # an index on the host
+        if target is not None:
+            kwargs["device"] = torch.device("cpu")
+        lands_far = target.type == DEVICE.type if target is not None else far
+        near_args, near_kwargs = tree_map(_near, (args, kwargs))
+        result = func(*near_args, **near_kwargs)
+        if not lands_far:
+            return result
+
+        def wrapped(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            same = next((y for y in flat if isinstance(y, Far) and y.near is x), None)
+            return Far(x) if same is None else same
+
+        return tree_map(wrapped, result)
+
+    def _note(self, what: str, times: int = 1) -> None:
+        frames = [
+            f for f in traceback.extract_stack() if "/tokenprune/" in f.filename or "/transformers/" in f.filename
+        ]
+        folder, _, file = frames[-1].filename.rpartition("/") if frames else ("", "", "")
+        place = f"{file}:{frames[-1].name}" if "/tokenprune" in folder else "the model"
+        self.found += [(what, place)] * times
+
+    @property
+    def ours(self) -> Counter[tuple[str, str]]:
+        """Those that the library makes, by what and where."""
+        return Counter(found for found in self.found if found[1] != "the model")
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
+
+
+def _near(x: Any) -> Any:
+    return x.near if isinstance(x, Far) else x
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _leaves(item)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+@contextmanager
+def counting() -> Iterator[Syncs]:
+    syncs = Syncs()
+    # Has torch.tensor(..., device=) copy in the open.
+    before, original = torch._C._only_lift_cpu_tensors(), torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        # A list of scalars on the device is read one by one, where no dispatch sees it.
+        return original(tree_map(lambda x: x.item() if isinstance(x, Far) else x, data), *args, **kwargs)
+
+    torch._C._set_only_lift_cpu_tensors(True)
+    torch.tensor = tensor
+    try:
+        with syncs:
+            yield syncs
+    finally:
+        torch.tensor = original
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+def to_far(model: nn.Module) -> nn.Module:
+    """Move a model's parameters and buffers to the far device, in place."""
+    with Syncs():
+        _move(model)
+    return model
+
+
+def _move(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                module._parameters[name] = nn.Parameter(Far(value.detach()), requires_grad=False)
+        for name, value in module._buffers.items():
+            if value is not None:
+                module._buffers[name] = Far(value)
+
+
+def far_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: Far(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}

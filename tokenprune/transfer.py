@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers on their way to a device, without the host waiting for it.
+
+Between a host and an accelerator everything is cheap but waiting: a plain copy, or the question for one number, lets
+the device run dry. docs/performance.md lists the few times that the library does wait; tests count them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sent(values: Sequence | Tensor, device: torch.device) -> Tensor:
+    """Return numbers of the host as a tensor on `device`. They must not be changed afterwards."""
+    values = values if isinstance(values, Tensor) else torch.tensor(values)
+    return values.to(device, non_blocking=True)
