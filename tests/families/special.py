@@ -21,6 +21,7 @@ from transformers import (
     ViTConfig,
 )
 
+from families.mrope import THINKER, omni_video
 from zoo import (
     ANYRES,
     BREAK,
@@ -71,12 +72,6 @@ def qwen35(name: str, **text: Any) -> Family:
     config = qwen_config([4, 2, 2], QWEN3_VISION, head_dim=HEAD_DIM, **LINEAR, **text)
     config["text_config"]["rope_parameters"]["partial_rotary_factor"] = 1.0
     return Family(name, config, qwen_picture, GRIDS, video=stamped_video, types="mm_token_type_ids", settle=calm_states)
-
-
-def omni_video(g: torch.Generator, frames: int | None) -> Picture:
-    picture = qwen_video(g, frames, seconds=0.5)
-    picture.pixels["video_second_per_grid"] = picture.pixels.pop("second_per_grid_ts")
-    return picture
 
 
 # Gemma 4: patches of each picture on an axis of its own with their places beside them, 2 x 2 averaged to a token.
@@ -316,10 +311,11 @@ def _families() -> list[Family]:
     )  # fmt: skip
     granite = dict(
         text_config={**TEXT, "attention_multiplier": 0.25, "embedding_multiplier": 1.5},
-        vision_config=tower("siglip_vision_model", 32, vision_use_head=False),
+        # Newer versions give the resampler a head for each 64 channels of the tower.
+        vision_config={**tower("siglip_vision_model", 32, vision_use_head=False), "hidden_size": 64},
         qformer_config=dict(
-            num_hidden_layers=1, intermediate_size=64, hidden_size=VISION, num_attention_heads=2,
-            encoder_hidden_size=VISION, cross_attention_frequency=1, use_qformer_text_input=False,
+            num_hidden_layers=1, intermediate_size=64, hidden_size=64, num_attention_heads=2,
+            encoder_hidden_size=64, cross_attention_frequency=1, use_qformer_text_input=False,
         ),
         image_grid_pinpoints=[[32, 64], [64, 32]], downsample_rate="1/2", deepstack_layer_map=[[1, 0], [2, 1]],
         spatial_target_layers=[2, 3], vision_feature_select_strategy="full",
@@ -438,7 +434,7 @@ def _families() -> list[Family]:
                picture=unified_picture, sizes=((4, 6), (4, 3), (2, 6))),
         Family("granite4_vision", granite, granite_picture, ((16, 32), (32, 8), (8, 32)), collate=anyres_collate),
         Family("kimi_k25", kimi, kimi_picture, GRIDS),
-        Family("qwen3_omni_moe_thinker", omni, qwen_picture, GRIDS, decoder="model", video=omni_video),
+        Family("qwen3_omni_moe_thinker", omni, qwen_picture, GRIDS, decoder=THINKER, video=omni_video),
         Family("exaone4_5", exaone, qwen_picture, GRIDS, video=qwen_video),
         Family("hyperclovax_vision_v2", clova, qwen_picture, GRIDS, video=qwen_video),
         Family("minicpmv4_6", minicpm, minicpm_picture, ((16, 16),), collate=minicpm_collate, settle=calm_states),
