@@ -80,34 +80,33 @@ _PLAIN: dict[str, Support] = {
 _STATEFUL = Support(
     ("PRE_LLM", "IN_LLM"),
     "layers with a state build it from the kept tokens alone; scores come from a layer that attends",
-    tested="5.19",
 )
 _SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
 _SPECIAL: dict[str, Support] = {
     "qwen3_5": _STATEFUL,
     "qwen3_5_moe": _STATEFUL,
-    "gemma4": Support(note=_SHARED, tested="5.19"),
+    "gemma4": Support(note=_SHARED),
     "llama4": Support(
         note="each tile counts as an image; windows and chunks are measured in the full prompt", tested="5.19"
     ),
     "lfm2_vl": _STATEFUL,
-    "ernie4_5_vl_moe": Support(tested="5.19"),
-    "gemma3n": Support(note=_SHARED, tested="5.19"),
-    "gemma4_unified": Support(tested="5.19"),
-    "granite4_vision": Support(note="features of several depths are cut and merged with the tokens", tested="5.19"),
-    "kimi_k25": Support(tested="5.19"),
-    "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens", tested="5.19"),
-    "exaone4_5": Support(tested="5.19"),
-    "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal", tested="5.19"),
-    "muse_glimmer": Support(tested="5.19"),
-    "step3p7": Support(note="crops come before the whole view in one run: no grid", tested="5.19"),
+    "ernie4_5_vl_moe": Support(),
+    "gemma3n": Support(note=_SHARED),
+    "gemma4_unified": Support(),
+    "granite4_vision": Support(note="features of several depths are cut and merged with the tokens"),
+    "kimi_k25": Support(),
+    "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
+    "exaone4_5": Support(),
+    "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
+    "muse_glimmer": Support(),
+    "step3p7": Support(note="crops come before the whole view in one run: no grid"),
     "minicpmv4_6": _STATEFUL,
     "minicpmv4_7": _STATEFUL,
     "nemotron_h_omni": _STATEFUL,
-    "cosmos3_omni": Support(note="deepstack features are cut and merged with the tokens", tested="5.19"),
-    "cosmos3_edge": Support(tested="5.19"),
-    "cohere_compass": Support(note="deepstack features are cut and merged with the tokens", tested="5.19"),
-    "hyperclovax_vision_v2": Support(tested="5.19"),
+    "cosmos3_omni": Support(note="deepstack features are cut and merged with the tokens"),
+    "cosmos3_edge": Support(),
+    "cohere_compass": Support(note="deepstack features are cut and merged with the tokens"),
+    "hyperclovax_vision_v2": Support(),
 }
 
 SUPPORTED: dict[str, Support] = {**_EVERY_METHOD, **_PLAIN, **_SPECIAL}
