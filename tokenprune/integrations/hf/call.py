@@ -195,9 +195,7 @@ class Call:
         mask = mask.gather(1, self.rows().to(mask.device))
         return mask if valid is None else mask.masked_fill(~valid.to(mask.device), 0)
 
-    def layer_mask(
-        self, mask: Any, layer: int, attention: str, dtype: torch.dtype, keys: int | None = None
-    ) -> Any:
+    def layer_mask(self, mask: Any, layer: int, attention: str, dtype: torch.dtype, keys: int | None = None) -> Any:
         """Return the attention mask of a layer. mask: what the decoder made for the arrival layout. keys: see
         `columns_of`."""
         if self.blocks is not None and layer in self.blocks.layers:

@@ -125,7 +125,8 @@ class QueryScales(Part):
         counted = torch.arange(call.layout.width, device=output.device)
         wanted = call.layout.index.to(output.device)
         scales = [
-            torch.log1p(torch.floor((call.past + place.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
+            torch.log1p(torch.floor((call.past + place.float() + 1.0) / attention.floor_scale)) * attention.attn_scale
+            + 1.0
             for place in (wanted, counted)
         ]
         return output * (scales[0] / scales[1]).unsqueeze(-1).to(output.dtype)
