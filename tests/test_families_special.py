@@ -153,20 +153,19 @@ def test_refusals_of_states(name: str, build) -> None:
 
 @pytest.mark.parametrize("name", SHARED_KEYS)
 def test_shared_keys(name: str, build) -> None:
-    """The last two layers of six attend to the keys of layers 2 and 3: up to layer 2 a cut is seen by all of them."""
+    """The last two layers of eight attend to the keys of layers 4 and 5: up to layer 4 a cut is seen by all of them."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     was = snapshot(model)
-    for layer in (3, 4, 5):
-        with pytest.raises(OptionError, match="layers 4 to 5 attend to the keys of layers"):
+    for layer in (5, 6, 7):
+        with pytest.raises(OptionError, match="layers 6 to 7 attend to the keys of layers"):
             tokenprune.patch(model, "dart", keep=0.3, layer=layer)
     assert snapshot(model) == was
-    with tokenprune.patched(
-        model, ["random", tokenprune.method("dart", layer=1), Probe(layer=2)], keep=0.6, record=True
-    ):
+    methods = ["random", tokenprune.method("dart", layer=1), Probe(layer=4)]
+    with tokenprune.patched(model, methods, keep=0.6, record=True):
         got, tokens, _ = generate_logits(model, inputs, 12)  # beyond the window
         cuts = tokenprune.stats(model).cuts
-    assert [cut.layer for cut in cuts] == [0, 1, 2]
+    assert [cut.layer for cut in cuts] == [0, 1, 4]
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         want, _, _ = generate_logits(model, inputs, 12, tokens=tokens)
     close(got, want)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.decode_state import DecodeState
 
 
-# Later versions than 5.19 put a `DummyLayer` where a decoder layer keeps nothing: its keys are an earlier layer's, or it
-# does not attend.
+# Later versions than 5.19 put a `DummyLayer` where a decoder layer keeps nothing: it attends to the keys of an earlier
+# one, or not at all.
 _KEEPS_NOTHING = getattr(cache_utils, "DummyLayer", None)
 _KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, _KEEPS_NOTHING}
 

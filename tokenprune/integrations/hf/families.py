@@ -86,9 +86,7 @@ _SPECIAL: dict[str, Support] = {
     "qwen3_5": _STATEFUL,
     "qwen3_5_moe": _STATEFUL,
     "gemma4": Support(note=_SHARED),
-    "llama4": Support(
-        note="each tile counts as an image; windows and chunks are measured in the full prompt", tested="5.19"
-    ),
+    "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
     "lfm2_vl": _STATEFUL,
     "ernie4_5_vl_moe": Support(),
     "gemma3n": Support(note=_SHARED),
@@ -119,13 +117,13 @@ _REASONS = {
         "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
     ),
     "it puts its pictures before the text inside its own layers, without placeholders in the prompt": "git",
-    "its pictures are a few queries of a Q-Former, and generate() hands them to the language model past the model's own "
-    "forward": "blip-2 instructblip instructblipvideo",
+    "its pictures are a few queries of a Q-Former, and generate() hands them to the language model past the model's "
+    "own forward": "blip-2 instructblip instructblipvideo",
     "its decoder takes pictures by places of its own and counts positions itself, and generate() calls it past the "
     "model's own forward": "kosmos-2 kosmos-2.5",
     "its decoder takes ids and pixels and puts the one into the other inside": "chameleon",
-    "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens gone "
-    "the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
+    "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens "
+    "gone the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
     "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model",
     "it writes blocks of text by diffusion, and does not keep what it read of the prompt": "diffusion_gemma",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
