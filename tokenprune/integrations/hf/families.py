@@ -71,7 +71,9 @@ _PLAIN: dict[str, Support] = {
     "qwen2_5_omni_thinker": Support(note="audio stays; for the whole model, patch its `thinker`"),
     "qwen3_vl_moe": Support(note="deepstack features are cut and merged with the tokens"),
     "shieldgemma2": Support(note="kept tokens of a picture go on seeing each other both ways"),
-    "video_llama_3": Support(note="patches of a video that do not move are gone already: no grid"),
+    "video_llama_3": Support(
+        note="each frame of a video counts as an image; what did not move is gone already: no grid"
+    ),
     "video_llava": Support(),
     "vipllava": Support(),
 }
