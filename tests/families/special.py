@@ -381,7 +381,7 @@ def _families() -> list[Family]:
     nemotron = dict(
         text_config={
             **TEXT, "head_dim": HEAD_DIM, "num_hidden_layers": 6,
-            "layers_block_type": [kind for last in ("moe", "mlp") for kind in ("linear_attention", "full_attention", last)],
+            "layers_block_type": [kind for last in ("moe", "mlp") for kind in (*LINEAR["layer_types"][:2], last)],
             "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "expand": 1,
             "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
             "moe_shared_expert_intermediate_size": 32,
@@ -445,7 +445,8 @@ def _families() -> list[Family]:
         Family("lfm2_vl", lfm2, lfm2_picture, GRIDS, collate=lfm2_collate),
         Family("gemma3n", gemma3n, gemma3n_picture, (128,)),
         gemma4("gemma4_unified", "gemma4_unified",
-               dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=VISION, mm_posemb_size=32, output_proj_dims=VISION),
+               dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=VISION, mm_posemb_size=32,
+                    output_proj_dims=VISION),
                picture=unified_picture, sizes=((4, 6), (4, 3), (2, 6))),
         Family("granite4_vision", granite, granite_picture, ((16, 32), (32, 8), (8, 32)), collate=anyres_collate),
         Family("kimi_k25", kimi, kimi_picture, GRIDS),

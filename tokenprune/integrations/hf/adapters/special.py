@@ -242,8 +242,8 @@ class NemotronAdapter(Adapter):
         super().__init__(model)
         if rate := getattr(self.base, "video_pruning_rate", 0):
             raise UnsupportedModelError(
-                f"this model prunes its videos itself (video_pruning_rate={rate}), so that a prompt is longer than what "
-                "the decoder gets; set model.video_pruning_rate = 0 before patching"
+                f"this model prunes its videos itself (video_pruning_rate={rate}), so that a prompt is longer than "
+                "what the decoder gets; set model.video_pruning_rate = 0 before patching"
             )
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
