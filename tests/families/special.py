@@ -377,9 +377,7 @@ def _families() -> list[Family]:
     nemotron = dict(
         text_config={
             **TEXT, "head_dim": HEAD_DIM, "num_hidden_layers": 6,
-            "layers_block_type": [
-                kind for last in ("moe", "mlp") for kind in ("linear_attention", "full_attention", last)
-            ],
+            "layers_block_type": [kind for last in ("moe", "mlp") for kind in (*LINEAR["layer_types"][:2], last)],
             "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "expand": 1,
             "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
             "moe_shared_expert_intermediate_size": 32,
