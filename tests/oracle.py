@@ -39,6 +39,7 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
     entered = [0]
 
     def enter_decoder(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        kwargs = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}  # of Gemma 4's last layers
         cache = kwargs.get("past_key_values")
         entered[0] = 0 if cache is None else int(cache.get_seq_length())
         if not entered[0]:

@@ -133,3 +133,16 @@ def test_every_model_type_is_built_or_refused() -> None:
     assert not built & set(families.REFUSED)
     if Version(transformers.__version__) < Version("5.20"):  # later ones have more, which nobody looked at
         assert not mapping - built - set(families.REFUSED)
+
+
+@torch.no_grad()
+def test_a_number_is_for_each_picture(family: Family, model) -> None:
+    """`keep=5` leaves five tokens of each picture and video, or of each tile or frame where the table says so."""
+    apart = "counts as an image" in families.SUPPORTED[family.kind].note
+    for batch in batches(family):
+        inputs = family.make_inputs(**batch)
+        with tokenprune.patched(model, "uniform", keep=5, record=True):
+            model.generate(**inputs, max_new_tokens=1)
+            alive = survivors(tokenprune.stats(model).cuts[-1], inputs["input_ids"].shape[1])
+        kept = [int(alive[row, picture].sum()) for row, of in enumerate(pieces(family, inputs)) for picture in of]
+        assert all(number == 5 or (apart and number % 5 == 0) for number in kept), kept

@@ -21,6 +21,7 @@ from transformers import (
     ViTConfig,
 )
 
+from families.mrope import THINKER, omni_video
 from zoo import (
     ANYRES,
     BREAK,
@@ -63,6 +64,14 @@ def calm_states(model: PreTrainedModel) -> None:
             parameter.data.mul_(0.3)
 
 
+def calm_scores(model: PreTrainedModel) -> None:
+    """Gemma 4 does not scale its scores down: with norms of one they are so uneven that rounding grows layer by
+    layer."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("self_attn.q_norm.weight"):
+            parameter.data.mul_(0.4)
+
+
 def stamped_video(g: torch.Generator, frames: int | None) -> Picture:
     return qwen_video(g, frames, stamped=True)
 
@@ -73,15 +82,7 @@ def qwen35(name: str, **text: Any) -> Family:
     return Family(name, config, qwen_picture, GRIDS, video=stamped_video, types="mm_token_type_ids", settle=calm_states)
 
 
-def omni_video(g: torch.Generator, frames: int | None) -> Picture:
-    picture = qwen_video(g, frames, seconds=0.5)
-    picture.pixels["video_second_per_grid"] = picture.pixels.pop("second_per_grid_ts")
-    return picture
-
-
 # Gemma 4: patches of each picture on an axis of its own with their places beside them, 2 x 2 averaged to a token.
-
-
 # No video: the forward of transformers 5.19 does not hand on how many frames one has, and raises.
 
 
@@ -118,14 +119,19 @@ def gemma4(
     )  # fmt: skip
     text = {**GEMMA_TEXT, "layer_types": BOTH_KINDS * 2, "global_head_dim": HEAD_DIM, **text}
     config = dict(
-        text_config=text, vision_config=vision, audio_config=None, video_token_id=VIDEO, audio_token_id=None,
+        text_config=text, vision_config=vision, audio_config=None, video_token_id=VIDEO, audio_token_id=11,
         boi_token_id=START, eoi_token_id=END,
     )  # fmt: skip
-    config["audio_token_id"] = 11
     return Family(
-        name, config, picture, sizes, collate=gemma4_collate,
-        types="mm_token_type_ids", model_type=model_type,
-    )  # fmt: skip
+        name,
+        config,
+        picture,
+        sizes,
+        collate=gemma4_collate,
+        types="mm_token_type_ids",
+        model_type=model_type,
+        settle=calm_scores,
+    )
 
 
 # Llama 4: a tile of 16 tokens each with a separator behind it, then the whole picture.
@@ -300,7 +306,7 @@ def _families() -> list[Family]:
         del ernie[name]
     gemma3n = dict(
         text_config={
-            **GEMMA_TEXT, "num_hidden_layers": 6, "layer_types": BOTH_KINDS * 3, "num_kv_shared_layers": 2,
+            **GEMMA_TEXT, "num_hidden_layers": 8, "layer_types": BOTH_KINDS * 4, "num_kv_shared_layers": 2,
             "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TEXT["vocab_size"], "laurel_rank": 8,
             "altup_num_inputs": 3,
         },
@@ -316,10 +322,11 @@ def _families() -> list[Family]:
     )  # fmt: skip
     granite = dict(
         text_config={**TEXT, "attention_multiplier": 0.25, "embedding_multiplier": 1.5},
-        vision_config=tower("siglip_vision_model", 32, vision_use_head=False),
+        # Newer versions give the resampler a head for each 64 channels of the tower.
+        vision_config={**tower("siglip_vision_model", 32, vision_use_head=False), "hidden_size": 64},
         qformer_config=dict(
-            num_hidden_layers=1, intermediate_size=64, hidden_size=VISION, num_attention_heads=2,
-            encoder_hidden_size=VISION, cross_attention_frequency=1, use_qformer_text_input=False,
+            num_hidden_layers=1, intermediate_size=64, hidden_size=64, num_attention_heads=2,
+            encoder_hidden_size=64, cross_attention_frequency=1, use_qformer_text_input=False,
         ),
         image_grid_pinpoints=[[32, 64], [64, 32]], downsample_rate="1/2", deepstack_layer_map=[[1, 0], [2, 1]],
         spatial_target_layers=[2, 3], vision_feature_select_strategy="full",
@@ -370,7 +377,7 @@ def _families() -> list[Family]:
     nemotron = dict(
         text_config={
             **TEXT, "head_dim": HEAD_DIM, "num_hidden_layers": 6,
-            "layers_block_type": ["linear_attention", "full_attention", "moe"] + ["linear_attention", "full_attention", "mlp"],
+            "layers_block_type": [kind for last in ("moe", "mlp") for kind in (*LINEAR["layer_types"][:2], last)],
             "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "expand": 1,
             "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
             "moe_shared_expert_intermediate_size": 32,
@@ -426,7 +433,7 @@ def _families() -> list[Family]:
         qwen35("qwen3_5"),
         qwen35("qwen3_5_moe", **EXPERTS, shared_expert_intermediate_size=32),
         gemma4("gemma4", hidden_size_per_layer_input=8, vocab_size_per_layer_input=TEXT["vocab_size"],
-               num_kv_shared_layers=2, num_hidden_layers=6, layer_types=BOTH_KINDS * 3),
+               num_kv_shared_layers=2, num_hidden_layers=8, layer_types=BOTH_KINDS * 4),
         gemma4("gemma4_bidirectional", hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
         gemma4("gemma4_moe", hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
                moe_intermediate_size=32),
@@ -434,11 +441,12 @@ def _families() -> list[Family]:
         Family("lfm2_vl", lfm2, lfm2_picture, GRIDS, collate=lfm2_collate),
         Family("gemma3n", gemma3n, gemma3n_picture, (128,)),
         gemma4("gemma4_unified", "gemma4_unified",
-               dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=VISION, mm_posemb_size=32, output_proj_dims=VISION),
+               dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=VISION, mm_posemb_size=32,
+                    output_proj_dims=VISION),
                picture=unified_picture, sizes=((4, 6), (4, 3), (2, 6))),
         Family("granite4_vision", granite, granite_picture, ((16, 32), (32, 8), (8, 32)), collate=anyres_collate),
         Family("kimi_k25", kimi, kimi_picture, GRIDS),
-        Family("qwen3_omni_moe_thinker", omni, qwen_picture, GRIDS, decoder="model", video=omni_video),
+        Family("qwen3_omni_moe_thinker", omni, qwen_picture, GRIDS, decoder=THINKER, video=omni_video),
         Family("exaone4_5", exaone, qwen_picture, GRIDS, video=qwen_video),
         Family("hyperclovax_vision_v2", clova, qwen_picture, GRIDS, video=qwen_video),
         Family("minicpmv4_6", minicpm, minicpm_picture, ((16, 16),), collate=minicpm_collate, settle=calm_states),

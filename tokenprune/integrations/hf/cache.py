@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -27,6 +28,12 @@ from tokenprune.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.decode_state import DecodeState
+
+
+# Later versions than 5.19 put a `DummyLayer` where a decoder layer keeps nothing: it attends to the keys of an earlier
+# one, or not at all.
+_KEEPS_NOTHING = getattr(cache_utils, "DummyLayer", None)
+_KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, _KEEPS_NOTHING}
 
 
 @dataclass
@@ -143,7 +150,7 @@ def restore(cache: Cache) -> None:
 def check(cache: Cache) -> None:
     """Raise UnsupportedSetupError if tokens cannot be left out of this kind of cache."""
     for layer in getattr(cache, "layers", []):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer):
+        if type(layer) not in _KNOWN_LAYERS:
             kind = type(layer).__name__
             known = "a dynamic cache" if isinstance(layer, CacheLayerMixin) else "a cache of keys and values"
             raise UnsupportedSetupError(

@@ -179,6 +179,8 @@ class Engine(Attachable):
         entry are made here."""
         embeds = kwargs["inputs_embeds"]
         call.layout = call.arrival = Layout.full(*embeds.shape[:2], embeds.device)
+        # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
+        kwargs.pop("logits_to_keep", None)
         if cutting:
             check_call(self.steps.values(), self.adapter, kwargs)
             if call.cache is None and self._uses_cache(kwargs):

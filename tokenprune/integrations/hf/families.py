@@ -71,7 +71,9 @@ _PLAIN: dict[str, Support] = {
     "qwen2_5_omni_thinker": Support(note="audio stays; for the whole model, patch its `thinker`"),
     "qwen3_vl_moe": Support(note="deepstack features are cut and merged with the tokens"),
     "shieldgemma2": Support(note="kept tokens of a picture go on seeing each other both ways"),
-    "video_llama_3": Support(note="patches of a video that do not move are gone already: no grid"),
+    "video_llama_3": Support(
+        note="each frame of a video counts as an image; what did not move is gone already: no grid"
+    ),
     "video_llava": Support(),
     "vipllava": Support(),
 }
@@ -80,34 +82,31 @@ _PLAIN: dict[str, Support] = {
 _STATEFUL = Support(
     ("PRE_LLM", "IN_LLM"),
     "layers with a state build it from the kept tokens alone; scores come from a layer that attends",
-    tested="5.19",
 )
 _SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
 _SPECIAL: dict[str, Support] = {
     "qwen3_5": _STATEFUL,
     "qwen3_5_moe": _STATEFUL,
-    "gemma4": Support(note=_SHARED, tested="5.19"),
-    "llama4": Support(
-        note="each tile counts as an image; windows and chunks are measured in the full prompt", tested="5.19"
-    ),
+    "gemma4": Support(note=_SHARED),
+    "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
     "lfm2_vl": _STATEFUL,
-    "ernie4_5_vl_moe": Support(tested="5.19"),
-    "gemma3n": Support(note=_SHARED, tested="5.19"),
-    "gemma4_unified": Support(tested="5.19"),
-    "granite4_vision": Support(note="features of several depths are cut and merged with the tokens", tested="5.19"),
-    "kimi_k25": Support(tested="5.19"),
-    "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens", tested="5.19"),
-    "exaone4_5": Support(tested="5.19"),
-    "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal", tested="5.19"),
-    "muse_glimmer": Support(tested="5.19"),
-    "step3p7": Support(note="crops come before the whole view in one run: no grid", tested="5.19"),
+    "ernie4_5_vl_moe": Support(),
+    "gemma3n": Support(note=_SHARED),
+    "gemma4_unified": Support(),
+    "granite4_vision": Support(note="features of several depths are cut and merged with the tokens"),
+    "kimi_k25": Support(),
+    "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
+    "exaone4_5": Support(),
+    "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
+    "muse_glimmer": Support(),
+    "step3p7": Support(note="crops come before the whole view in one run: no grid"),
     "minicpmv4_6": _STATEFUL,
     "minicpmv4_7": _STATEFUL,
     "nemotron_h_omni": _STATEFUL,
-    "cosmos3_omni": Support(note="deepstack features are cut and merged with the tokens", tested="5.19"),
-    "cosmos3_edge": Support(tested="5.19"),
-    "cohere_compass": Support(note="deepstack features are cut and merged with the tokens", tested="5.19"),
-    "hyperclovax_vision_v2": Support(tested="5.19"),
+    "cosmos3_omni": Support(note="deepstack features are cut and merged with the tokens"),
+    "cosmos3_edge": Support(),
+    "cohere_compass": Support(note="deepstack features are cut and merged with the tokens"),
+    "hyperclovax_vision_v2": Support(),
 }
 
 SUPPORTED: dict[str, Support] = {**_EVERY_METHOD, **_PLAIN, **_SPECIAL}
@@ -120,13 +119,13 @@ _REASONS = {
         "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
     ),
     "it puts its pictures before the text inside its own layers, without placeholders in the prompt": "git",
-    "its pictures are a few queries of a Q-Former, and generate() hands them to the language model past the model's own "
-    "forward": "blip-2 instructblip instructblipvideo",
+    "its pictures are a few queries of a Q-Former, and generate() hands them to the language model past the model's "
+    "own forward": "blip-2 instructblip instructblipvideo",
     "its decoder takes pictures by places of its own and counts positions itself, and generate() calls it past the "
     "model's own forward": "kosmos-2 kosmos-2.5",
     "its decoder takes ids and pixels and puts the one into the other inside": "chameleon",
-    "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens gone "
-    "the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
+    "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens "
+    "gone the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
     "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model",
     "it writes blocks of text by diffusion, and does not keep what it read of the prompt": "diffusion_gemma",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",

@@ -47,8 +47,8 @@ def check_layers(step: Step, adapter: Adapter) -> None:
     attending = [index for index in range(len(adapter.decoder.layers)) if index not in adapter.stateful]
     if method.site is Site.DECODE and adapter.stateful:
         raise OptionError(
-            f"{method.name}: the decoder of {family!r} has layers that carry a state instead of keys, from which tokens "
-            "cannot be taken while decoding; use a PRE_LLM or IN_LLM method, which cuts before the state is built"
+            f"{method.name}: the decoder of {family!r} has layers that carry a state instead of keys, and no token can "
+            "be taken from a state while decoding; use a PRE_LLM or IN_LLM method, which cuts before it is built"
         )
     if method.needs & READS_LAYER_BEFORE and layer - 1 in adapter.stateful:
         raise OptionError(

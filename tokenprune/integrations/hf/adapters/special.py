@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.adapters.base import Adapter, register_adapter
-from tokenprune.integrations.hf.adapters.plain import DeepstackAdapter
+from tokenprune.integrations.hf.adapters.plain import DeepstackAdapter, ThinkerAdapter
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.part import Part
 
@@ -66,7 +66,9 @@ class Gemma3nAdapter(SharedKeysAdapter):
     layer_tokens: ClassVar = {**Adapter.layer_tokens, 1: -2, 2: 1}  # position_embeddings, per_layer_input
 
     def _source(self, layer: int) -> Any:
-        return self.attention_of(layer).kv_shared_layer_index
+        # The index of a layer in transformers 5.19, a kind of layer in later versions.
+        attention = self.attention_of(layer)
+        return getattr(attention, "kv_shared_layer_index", attention.layer_type)
 
     def flatten(self, hidden: Tensor) -> Tensor:
         return hidden.permute(1, 2, 0, 3).flatten(2)
@@ -174,10 +176,10 @@ class WindowedDeepstackAdapter(DeepstackAdapter):
 
 @register_adapter
 class DeepstackThinkerAdapter(DeepstackAdapter):
-    """Qwen3-Omni's thinker has its decoder as `model`, and merges pictures into text itself."""
+    """Qwen3-Omni's thinker has its decoder where Qwen2.5-Omni's has it."""
 
     families = ("qwen3_omni_moe_thinker",)
-    decoder_names = ("model",)
+    decoder_names = ThinkerAdapter.decoder_names
 
 
 @register_adapter
@@ -242,8 +244,8 @@ class NemotronAdapter(Adapter):
         super().__init__(model)
         if rate := getattr(self.base, "video_pruning_rate", 0):
             raise UnsupportedModelError(
-                f"this model prunes its videos itself (video_pruning_rate={rate}), so that a prompt is longer than what "
-                "the decoder gets; set model.video_pruning_rate = 0 before patching"
+                f"this model prunes its videos itself (video_pruning_rate={rate}), so that a prompt is longer than "
+                "what the decoder gets; set model.video_pruning_rate = 0 before patching"
             )
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
