@@ -169,12 +169,15 @@ class TestDart:
 
     def test_prompt_logprobs_are_refused(self, engine: Engine) -> None:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
 
         refused, next_one = (
             engine.request(engine.checkpoint.prompt(1), engine.checkpoint.pictures(1, seed=seed)) for seed in (7, 8)
         )
-        with pytest.raises(OptionError, match="no log-probabilities"):
+        with pytest.raises(OptionError, match="no log-probabilities") as caught:
             engine.llm.generate([refused], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+        assert isinstance(caught.value, VLLMValidationError)  # of which its server makes HTTP 400
+        assert caught.value.parameter == "prompt_logprobs"
         assert engine.generate([next_one], 1)
 
 
