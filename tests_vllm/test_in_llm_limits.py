@@ -160,7 +160,8 @@ def test_refused(good: Any, monkeypatch: Any, part: str, name: str, value: Any, 
 
 
 def test_the_other_runner_is_refused(good: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    # vLLM reads its environment once in a process.
+    monkeypatch.setattr(type(good), "use_v2_model_runner", True)
     with pytest.raises(UnsupportedSetupError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         limits.check_engine(good, Setting.of(DART))
 

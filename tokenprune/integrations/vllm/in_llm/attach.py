@@ -14,7 +14,7 @@ from tokenprune.integrations.vllm.plugin import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.settings import IN_LLM, Setting
 
 
-class RefusedRequestError(OptionError, VLLMValidationError):
+class RefusedRequestError(VLLMValidationError, OptionError):
     """A request that this server cannot answer; vLLM makes HTTP 400 of it."""
 
 
@@ -31,7 +31,8 @@ def check_request(params: Any) -> None:
     if params.prompt_logprobs is not None:
         raise RefusedRequestError(
             f"{IN_LLM} takes tokens of the prompt out before the last layer, so they have no log-probabilities: leave "
-            "prompt_logprobs (or echo with logprobs) out"
+            "prompt_logprobs (or echo with logprobs) out",
+            parameter="prompt_logprobs",
         )
 
 
