@@ -48,10 +48,10 @@ bench-cpu: setup ## measure efficiency and scaling on two cores; then rewrite th
 	$(BENCH_PYTHON) benchmarks/plots.py
 	$(BENCH_PYTHON) dev/readme.py
 
-# benchmarks/kernels.py is run where it is there. BENCH_ARGS=--tiny proves the code on a CPU.
+# BENCH_ARGS=--tiny proves the code on a CPU.
 bench-gpu: ## measure all that needs a GPU, into benchmarks/results/<device>
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --cases 576:190 576:64 2880:634 2880:320 --rounds 7 $(BENCH_ARGS)
-	if [ -f benchmarks/kernels.py ]; then $(BENCH_ENV) $(BENCH_PYTHON) benchmarks/kernels.py $(BENCH_ARGS); fi
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/kernel_speed.py $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/ttft.py $(BENCH_ARGS)
 	$(BENCH_PYTHON) benchmarks/plots.py
