@@ -486,11 +486,11 @@ class Refused:
 
 
 _ALL_REFUSED = [
-    Refused("blip"), Refused("blip-2"), Refused("chameleon", dict(vocabulary_map={"<image>": IMAGE})),
+    Refused("blip"), Refused("chameleon", dict(vocabulary_map={"<image>": IMAGE})),
     Refused("diffusion_gemma", dict(text_config=dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
                                      vision_config=dict(model_type="gemma4_vision"))),
     Refused("evolla"), Refused("florence2"), Refused("git"), Refused("glm5_next"), Refused("idefics"),
-    Refused("inkling_mm_model"), Refused("instructblip"), Refused("instructblipvideo"), Refused("kosmos-2"),
+    Refused("inkling_mm_model"), Refused("kosmos-2"),
     Refused("kosmos-2.5"), Refused("minimax_m3_vl"), Refused("mistral4"), Refused("mllama"), Refused("pi0"),
     Refused("pix2struct"), Refused("pp_formulanet"),
     Refused("qwen4_exp", dict(text_config=dict(indexer_budget=8, indexer_compress_ratio=2, indexer_n_heads=2,

@@ -105,6 +105,7 @@ class Engine(Attachable):
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         call = Call(arguments=dict(zip(self._parameters, args, strict=False)) | kwargs)
         self._stack().append(call)
+        call.arguments = self.adapter.arguments(call.arguments)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
         pictures = encoded or any(name.startswith("pixel_values") for name in given)
@@ -146,8 +147,12 @@ class Engine(Attachable):
     # -- the decoder
 
     def _enter_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        call, embeds = self._call(), kwargs.get("inputs_embeds")
-        if call is None or embeds is None:
+        call = self._call()
+        if call is None:
+            return None
+        kwargs = self.adapter.embeds(kwargs)
+        embeds = kwargs.get("inputs_embeds")
+        if embeds is None:
             return None
         start = time.perf_counter()
         call.take_cache(kwargs.get("past_key_values"))
