@@ -70,9 +70,10 @@ class Engine(Attachable):
         for modality in _MODALITIES:
             self._record_features(modality)
         self.hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
-        self.hook(base.register_forward_hook(self._leave_base, always_call=True))
         self.hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
+        # The base may be the decoder itself: it is entered first, and left last.
         self.hook(decoder.register_forward_hook(self._leave_decoder))
+        self.hook(base.register_forward_hook(self._leave_base, always_call=True))
         extras = type(self.adapter).after_layer is not Adapter.after_layer
         for index, layer in enumerate(decoder.layers):
             self.hook(layer.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True))

@@ -99,6 +99,7 @@ _SPECIAL: dict[str, Support] = {
     "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
     "exaone4_5": Support(),
     "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
+    "chameleon": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
     "muse_glimmer": Support(),
     "step3p7": Support(note="crops come before the whole view in one run: no grid"),
     "minicpmv4_6": _STATEFUL,
@@ -125,7 +126,6 @@ _REASONS = {
     "it puts its pictures before the text inside its own layers, without placeholders in the prompt": "git",
     "its decoder takes pictures by places of its own and counts positions itself, and generate() calls it past the "
     "model's own forward": "kosmos-2 kosmos-2.5",
-    "its decoder takes ids and pixels and puts the one into the other inside": "chameleon",
     "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens "
     "gone the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
     "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model",

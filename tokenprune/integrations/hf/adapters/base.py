@@ -188,7 +188,7 @@ class Adapter:
 
     def embedded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return `kwargs` with the embeddings of `input_ids` in their place."""
-        if kwargs.get("input_ids") is None:
+        if kwargs.get("input_ids") is None or kwargs.get("inputs_embeds") is not None:
             return kwargs
         rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
         return rest | {"inputs_embeds": self.base.get_input_embeddings()(kwargs["input_ids"])}

@@ -55,14 +55,8 @@ class QFormerAdapter(Adapter):
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         prompt, embeds = self.prompts.current_prompt(), arguments.get("inputs_embeds")
-        if prompt is None or (embeds is None and prompt.entered):
+        if prompt is None or embeds is None:  # a call of the language model alone, or a step
             return arguments
-        if embeds is None:
-            raise UnsupportedSetupError(
-                "pictures were encoded, but the prompt's forward holds only their placeholders: this version of "
-                "transformers loses pictures when generate() is given prefill_chunk_size; leave it out"
-            )
-        prompt.entered = True
         return arguments | self._before_the_merge(prompt, embeds, arguments.get("past_key_values"))
 
     def _before_the_merge(self, prompt: Prompt, embeds: Tensor, cache: Any) -> dict[str, Any]:
@@ -106,13 +100,11 @@ class QFormerAdapter(Adapter):
 class Prompt:
     """What the model's `forward` or `generate` was called with.
 
-    features: the last output of its projection, `[pictures or frames, queries, D]`. entered: whether the language model
-    was called with it.
+    features: the last output of its projection, `[pictures or frames, queries, D]`.
     """
 
     arguments: dict[str, Any]
     features: Tensor | None = None
-    entered: bool = False
 
     def pictures(self, modality: str) -> Tensor:
         """`[pictures, tokens, D]`; the frames of a video are joined."""
@@ -153,6 +145,13 @@ class PromptsAhead(Part):
     @contextmanager
     def during(self, arguments: dict[str, Any]) -> Iterator[None]:
         """Within, the model's `generate` runs with `arguments`."""
+        options = arguments.get("generate_kwargs", {})
+        config = options.get("generation_config") or self.outer.language_model.generation_config
+        if options.get("prefill_chunk_size", config.prefill_chunk_size) is not None:
+            raise UnsupportedSetupError(
+                "transformers cannot split embeddings into chunks, and this model's generate() hands its pictures to "
+                "the language model as such: leave out prefill_chunk_size"
+            )
         states()[id(self)] = Prompt(arguments)
         try:
             yield
