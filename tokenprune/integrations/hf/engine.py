@@ -97,7 +97,7 @@ class Engine(Attachable):
     # -- the stack of calls of this thread
 
     def _stack(self) -> list[Call]:
-        return states().setdefault(id(self), [])
+        return states().setdefault(self, [])
 
     def _call(self) -> Call | None:
         stack = self._stack()

@@ -31,14 +31,14 @@ class LostPictures(Part):
 
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         if self.current() is None:  # ahead of any forward, as `generate` does
-            states()[id(self)] = weakref.ref(output)
+            states()[self] = weakref.ref(output)
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
-        ahead = states().get(id(self))
+        ahead = states().get(self)
         if ahead is None:
             return
         if call.outputs or ahead() is None:
-            del states()[id(self)]
+            del states()[self]
         elif any(bool(mask.any()) for mask in self.adapter.visual_mask(call.arguments).values()):
             raise UnsupportedSetupError(
                 "pictures were encoded, but the prompt's forward holds only their placeholders: this version of "

@@ -123,7 +123,7 @@ class PromptsAhead(Part):
 
     def current_prompt(self) -> Prompt | None:
         """The prompt that this thread's call of the model has."""
-        return states().get(id(self))
+        return states().get(self)
 
     def _attach(self) -> None:
         self.hook(self.outer.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -133,10 +133,10 @@ class PromptsAhead(Part):
             self.replace(self.outer, "generate", WatchedGenerate(self.outer.generate, self.during))
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        states()[id(self)] = Prompt(dict(zip(self._parameters, args, strict=False)) | kwargs)
+        states()[self] = Prompt(dict(zip(self._parameters, args, strict=False)) | kwargs)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        states().pop(id(self), None)
+        states().pop(self, None)
 
     def _project(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         if (prompt := self.current_prompt()) is not None:
@@ -152,11 +152,11 @@ class PromptsAhead(Part):
                 "transformers cannot split embeddings into chunks, and this model's generate() hands its pictures to "
                 "the language model as such: leave out prefill_chunk_size"
             )
-        states()[id(self)] = Prompt(arguments)
+        states()[self] = Prompt(arguments)
         try:
             yield
         finally:
-            states().pop(id(self), None)
+            states().pop(self, None)
 
 
 class WatchedGenerate:
