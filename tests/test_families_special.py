@@ -260,3 +260,29 @@ def test_a_model_that_prunes_itself_is_refused(build) -> None:
             tokenprune.patch(model, "random", keep=0.5)
     finally:
         model.video_pruning_rate = 0.0
+
+
+@torch.no_grad()
+def test_a_decoder_that_takes_pictures(build) -> None:
+    """Chameleon merges pictures inside its decoder: from pixels, features or beside embeddings, they are the same."""
+    family = FAMILIES["chameleon"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    pixels, ids = (
+        inputs["pixel_values"],
+        {"input_ids": None, "inputs_embeds": model.model.embed_tokens(inputs["input_ids"])},
+    )
+    encoded = {"pixel_values": None, "mm_encoder_outputs": {"image": model.get_image_features(pixels)}}
+    full = model(**inputs).logits
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        want = model(**inputs).logits
+        for other in (encoded, ids):
+            assert torch.equal(model(**inputs | other).logits, want)
+        assert tokenprune.stats(model).visual_tokens_in == 3 * 16
+        with pytest.raises(ValueError, match="both pixel_values and mm_encoder_outputs"):
+            model(**inputs, mm_encoder_outputs={"image": None})
+        with pytest.raises(ValueError, match="exactly one"):
+            model(**inputs | ids | {"input_ids": inputs["input_ids"]})
+        text = words(2, 6)
+        got = model(text).logits
+    assert torch.equal(got, model(text).logits)
+    assert not torch.equal(want, full)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import tokenprune
 from conftest import MODEL_METHODS, pieces, snapshot
 from oracle import close, reduced, survivors
 from tokenprune import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
+from tokenprune.integrations.attachable import states
 from zoo import FAMILIES, Family
 
 
@@ -235,3 +237,17 @@ def test_a_list_of_keeps_belongs_to_the_methods_in_the_order_given(build) -> Non
             counts.append(tokenprune.stats(model).visual_tokens_per_layer)
     assert counts[0] == counts[1]
     assert counts[0][0] == sum(round(0.75 * count) for row in inputs.counts for count in row)
+
+
+def test_states_end_with_their_part(build) -> None:
+    """What a thread knows of a part that is gone must not be found by another one that got the same id."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    gc.collect()
+    before = len(states())
+    for _ in range(3):
+        with tokenprune.patched(model, "random", keep=0.3):
+            model.generate(**inputs, max_new_tokens=1)
+            assert len(states()) > before
+    gc.collect()
+    assert len(states()) == before

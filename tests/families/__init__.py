@@ -5,9 +5,11 @@ decoder, some in several variants. See zoo.py for what a `Family` is."""
 from __future__ import annotations
 
 import zoo
-from families import mrope, ocr, plain, special
+from families import mrope, ocr, plain, qformer, special
 
-FAMILIES: dict[str, zoo.Family] = zoo.FAMILIES | plain.FAMILIES | ocr.FAMILIES | mrope.FAMILIES | special.FAMILIES
+FAMILIES: dict[str, zoo.Family] = (
+    zoo.FAMILIES | plain.FAMILIES | ocr.FAMILIES | mrope.FAMILIES | special.FAMILIES | qformer.FAMILIES
+)
 
 # Model types that must be refused; they are tested for the error alone.
 REFUSED: dict[str, special.Refused] = special.REFUSED

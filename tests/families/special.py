@@ -243,6 +243,14 @@ def emu_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
     )
 
 
+# Chameleon: all pictures are of one size, a code for 4 x 4 pixels.
+
+
+def chameleon_picture(size: int, g: torch.Generator, _: int) -> Picture:
+    pixels = noise(1, 3, size // 4, size // 4, g=g).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    return Picture([START, *[IMAGE] * (size // 4) ** 2, END], {"pixel_values": pixels})
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErnieFamily(Family):
     """Ernie 4.5 VL is also told which tokens go to the experts for pictures: placeholders, and the tokens around."""
@@ -429,6 +437,16 @@ def _families() -> list[Family]:
         vocabulary_map={"<image>": IMAGE, "<|extra_200|>": BREAK}
         | {f"<|visual token {code:06d}|>": 64 + code for code in range(64)},
     )  # fmt: skip
+    chameleon = dict(
+        **TEXT,
+        vq_config=dict(
+            num_embeddings=64, embed_dim=4, latent_channels=4, base_channels=32, channel_multiplier=[1, 1, 1],
+            num_res_blocks=1, resolution=16,
+        ),
+        # Codes are written in letters, A for 0 and so on.
+        vocabulary_map={"<image>": IMAGE}
+        | {f"IMGIMG{chr(65 + code // 10)}{chr(65 + code % 10)}Z": 64 + code for code in range(64)},
+    )  # fmt: skip
     return [
         qwen35("qwen3_5"),
         qwen35("qwen3_5_moe", **EXPERTS, shared_expert_intermediate_size=32),
@@ -459,6 +477,9 @@ def _families() -> list[Family]:
         Family("muse_glimmer", muse, qwen_picture, GRIDS, video=qwen_video),
         Family("step3p7", step, step_picture, (2, 0, 3)),
         Family("emu3", emu, emu_picture, ((16, 24), (24, 16), (16, 16)), decoder="model.text_model"),
+        Family("chameleon", chameleon, chameleon_picture, (16,), decoder="model"),
+        Family("chameleon_swin", {**chameleon, "swin_norm": True}, chameleon_picture, (16,), decoder="model",
+               model_type="chameleon"),
         ErnieFamily("ernie4_5_vl_moe", ernie, ernie_picture, GRIDS, video=ernie_video, types="mm_token_type_ids"),
     ]  # fmt: skip
 
@@ -486,11 +507,11 @@ class Refused:
 
 
 _ALL_REFUSED = [
-    Refused("blip"), Refused("blip-2"), Refused("chameleon", dict(vocabulary_map={"<image>": IMAGE})),
+    Refused("blip"),
     Refused("diffusion_gemma", dict(text_config=dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
                                      vision_config=dict(model_type="gemma4_vision"))),
     Refused("evolla"), Refused("florence2"), Refused("git"), Refused("glm5_next"), Refused("idefics"),
-    Refused("inkling_mm_model"), Refused("instructblip"), Refused("instructblipvideo"), Refused("kosmos-2"),
+    Refused("inkling_mm_model"), Refused("kosmos-2"),
     Refused("kosmos-2.5"), Refused("minimax_m3_vl"), Refused("mistral4"), Refused("mllama"), Refused("pi0"),
     Refused("pix2struct"), Refused("pp_formulanet"),
     Refused("qwen4_exp", dict(text_config=dict(indexer_budget=8, indexer_compress_ratio=2, indexer_n_heads=2,

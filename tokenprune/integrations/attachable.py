@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -60,10 +61,12 @@ def with_hidden_states(hidden: Any, args: tuple, kwargs: dict[str, Any]) -> tupl
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
-def states() -> dict[Any, Any]:
-    """What each part (by its id, or by a key with its id in it) knows of the forward that this thread is in: parts are
-    shared by threads. What is left behind under an id can be met by a later part."""
-    return _thread.__dict__.setdefault("states", {})
+def states() -> MutableMapping[Any, Any]:
+    """What each part knows of the forward that this thread is in: parts are shared by threads.
+
+    It ends with its part: another one may later get the same id.
+    """
+    return _thread.__dict__.setdefault("states", WeakKeyDictionary())
 
 
 _thread = threading.local()

@@ -108,11 +108,11 @@ class Merger(Attachable):
     # -- the state of this thread
 
     def state(self) -> Merging | None:
-        return states().get(id(self))
+        return states().get(self)
 
     def end(self) -> Merging | None:
         """Forget this thread's state and return it."""
-        return states().pop(id(self), None)
+        return states().pop(self, None)
 
     def plan(self, count: int) -> list[Matcher | None]:
         """What finds the merge of each block, for `count` tokens that enter."""
@@ -127,7 +127,7 @@ class Merger(Attachable):
             rows, count = hidden.shape[:2]
             check_checkpointing(module)
             owner = torch.arange(count, device=hidden.device).expand(rows, -1)
-            states()[id(self)] = Merging(self.plan(count), [owner], [count] * rows)
+            states()[self] = Merging(self.plan(count), [owner], [count] * rows)
         state = self.state()
         if state is None:
             return None

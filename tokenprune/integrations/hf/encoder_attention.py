@@ -95,10 +95,10 @@ class EncoderAttention(Part):
             given = dict(zip(("pixel_values", "image_sizes"), args, strict=False)) | kwargs
             patch = self.adapter.config.vision_config.patch_size
             lengths = [(height // patch) * (width // patch) for height, width in picture_sizes(given)]
-        states()[id(self)] = _Reading({index: [] for index in self.places.values()}, lengths)
+        states()[self] = _Reading({index: [] for index in self.places.values()}, lengths)
 
     def _record(self, index: int, observation: Observation) -> None:
-        state = states().get(id(self))
+        state = states().get(self)
         if state is not None:  # else gradient checkpointing runs the block again
             with torch.no_grad():
                 if observation.starts is None and state.lengths is not None:
@@ -107,7 +107,7 @@ class EncoderAttention(Part):
                 state.scores[index].append(patch_scores(observation, self.protected).transpose(1, 2))
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
-        state = states().pop(id(self), None)
+        state = states().pop(self, None)
         if isinstance(output, tuple):
             raise UnsupportedSetupError(f"{self.name}: the tower must return an output object; use return_dict")
         if state is not None:

@@ -70,9 +70,10 @@ class Engine(Attachable):
         for modality in _MODALITIES:
             self._record_features(modality)
         self.hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
-        self.hook(base.register_forward_hook(self._leave_base, always_call=True))
         self.hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
+        # The base may be the decoder itself: it is entered first, and left last.
         self.hook(decoder.register_forward_hook(self._leave_decoder))
+        self.hook(base.register_forward_hook(self._leave_base, always_call=True))
         extras = type(self.adapter).after_layer is not Adapter.after_layer
         for index, layer in enumerate(decoder.layers):
             self.hook(layer.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True))
@@ -96,7 +97,7 @@ class Engine(Attachable):
     # -- the stack of calls of this thread
 
     def _stack(self) -> list[Call]:
-        return states().setdefault(id(self), [])
+        return states().setdefault(self, [])
 
     def _call(self) -> Call | None:
         stack = self._stack()
@@ -105,6 +106,7 @@ class Engine(Attachable):
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         call = Call(arguments=dict(zip(self._parameters, args, strict=False)) | kwargs)
         self._stack().append(call)
+        call.arguments = self.adapter.arguments(call.arguments)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
         pictures = encoded or any(name.startswith("pixel_values") for name in given)
@@ -146,8 +148,12 @@ class Engine(Attachable):
     # -- the decoder
 
     def _enter_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        call, embeds = self._call(), kwargs.get("inputs_embeds")
-        if call is None or embeds is None:
+        call = self._call()
+        if call is None:
+            return None
+        kwargs = self.adapter.embeds(kwargs)
+        embeds = kwargs.get("inputs_embeds")
+        if embeds is None:
             return None
         start = time.perf_counter()
         call.take_cache(kwargs.get("past_key_values"))

@@ -21,7 +21,7 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
     config, length = adapter.text_config, embeds.shape[1]
     if positions is None:
         # The decoder would count the remaining tokens; they keep the positions of the full prompt.
-        positions = torch.arange(call.past, call.past + length, device=embeds.device)[None]
+        positions = adapter.positions(kwargs, call.past)
     prepared = isinstance(mask, dict) or (mask is not None and mask.ndim == 4)
     if not prepared and (call.past or masks.sliding_layers(config)):
         mask = adapter.masks(embeds, mask, call.cache)

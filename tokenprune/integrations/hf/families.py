@@ -84,6 +84,7 @@ _STATEFUL = Support(
     "layers with a state build it from the kept tokens alone; scores come from a layer that attends",
 )
 _SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
+_QUERIES = Support(note="with OPT or Vicuna, not with T5; queries of a Q-Former: no grid")
 _SPECIAL: dict[str, Support] = {
     "qwen3_5": _STATEFUL,
     "qwen3_5_moe": _STATEFUL,
@@ -98,6 +99,7 @@ _SPECIAL: dict[str, Support] = {
     "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
     "exaone4_5": Support(),
     "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
+    "chameleon": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
     "muse_glimmer": Support(),
     "step3p7": Support(note="crops come before the whole view in one run: no grid"),
     "minicpmv4_6": _STATEFUL,
@@ -107,6 +109,9 @@ _SPECIAL: dict[str, Support] = {
     "cosmos3_edge": Support(),
     "cohere_compass": Support(note="deepstack features are cut and merged with the tokens"),
     "hyperclovax_vision_v2": Support(),
+    "blip-2": _QUERIES,
+    "instructblip": _QUERIES,
+    "instructblipvideo": _QUERIES,
 }
 
 SUPPORTED: dict[str, Support] = {**_EVERY_METHOD, **_PLAIN, **_SPECIAL}
@@ -119,11 +124,8 @@ _REASONS = {
         "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
     ),
     "it puts its pictures before the text inside its own layers, without placeholders in the prompt": "git",
-    "its pictures are a few queries of a Q-Former, and generate() hands them to the language model past the model's "
-    "own forward": "blip-2 instructblip instructblipvideo",
     "its decoder takes pictures by places of its own and counts positions itself, and generate() calls it past the "
     "model's own forward": "kosmos-2 kosmos-2.5",
-    "its decoder takes ids and pixels and puts the one into the other inside": "chameleon",
     "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens "
     "gone the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
     "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model",

@@ -26,27 +26,19 @@ class LostPictures(Part):
         super().__init__()
         self.adapter = adapter
 
-    @property
-    def _key(self) -> tuple[str, int]:
-        return "encoded ahead", id(self)
-
     def _attach(self) -> None:
-        # There is nothing to hook: the engine tells all there is to know.
-        self._undo.append(self._forget)
-
-    def _forget(self) -> None:
-        states().pop(self._key, None)
+        pass  # the engine tells all there is to know
 
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         if self.current() is None:  # ahead of any forward, as `generate` does
-            states()[self._key] = weakref.ref(output)
+            states()[self] = weakref.ref(output)
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
-        ahead = states().get(self._key)
+        ahead = states().get(self)
         if ahead is None:
             return
         if call.outputs or ahead() is None:
-            self._forget()
+            del states()[self]
         elif any(bool(mask.any()) for mask in self.adapter.visual_mask(call.arguments).values()):
             raise UnsupportedSetupError(
                 "pictures were encoded, but the prompt's forward holds only their placeholders: this version of "

@@ -113,7 +113,7 @@ class PackedTowerPatch(TowerPatch):
         device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
         units = torch.arange(sum(left), device=device)
         frame = torch.repeat_interleave(sent(left, device), output_size=len(units))
-        states()[id(self)] = Packed(grids, frame, plans, left, units, units)
+        states()[self] = Packed(grids, frame, plans, left, units, units)
 
     def _keeps(self, frames: int) -> list[float | int]:
         """The budget's keep for each of the frames of a video: a number of tokens is for all of them."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How model families hand pictures to their decoder: `base` has the common contract, the other files what differs."""
 
-from tokenprune.integrations.hf.adapters import plain, special
+from tokenprune.integrations.hf.adapters import plain, qformer, special
 from tokenprune.integrations.hf.adapters.base import (
     Adapter,
     adapter_for,
@@ -10,4 +10,13 @@ from tokenprune.integrations.hf.adapters.base import (
     supported_families,
 )
 
-__all__ = ["Adapter", "adapter_for", "how_to_add", "plain", "register_adapter", "special", "supported_families"]
+__all__ = [
+    "Adapter",
+    "adapter_for",
+    "how_to_add",
+    "plain",
+    "qformer",
+    "register_adapter",
+    "special",
+    "supported_families",
+]

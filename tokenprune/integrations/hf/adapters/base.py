@@ -136,6 +136,10 @@ class Adapter:
 
     # -- reading a call
 
+    def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return what the engine reads of the base model's forward, from the arguments that it was called with."""
+        return arguments
+
     def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
         """Return a bool `[B, L]` mask of placeholders for each modality. `call`: arguments of the base model's
         forward."""
@@ -177,6 +181,23 @@ class Adapter:
         if isinstance(pixels, Tensor) and pixels.ndim == 5:  # [videos, frames, 3, H, W]
             return [pixels.shape[1]] * pixels.shape[0]
         return None
+
+    def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the decoder's `kwargs` with `inputs_embeds` in the place of ids, and of pictures, if it takes such."""
+        return kwargs
+
+    def embedded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return `kwargs` with the embeddings of `input_ids` in their place."""
+        if kwargs.get("input_ids") is None or kwargs.get("inputs_embeds") is not None:
+            return kwargs
+        rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
+        return rest | {"inputs_embeds": self.base.get_input_embeddings()(kwargs["input_ids"])}
+
+    def positions(self, kwargs: dict[str, Any], past: int) -> Tensor:
+        """Return the positions (long `[1 or B, L]`) that the decoder would count itself for a call with `kwargs` behind
+        `past` tokens."""
+        embeds = kwargs["inputs_embeds"]
+        return torch.arange(past, past + embeds.shape[1], device=embeds.device)[None]
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any) -> Any:
         """Return the masks that the decoder would make itself for the whole sequence, in a form that it takes."""

@@ -152,6 +152,34 @@ class Emu3Adapter(Adapter):
 
 
 @register_adapter
+class ChameleonAdapter(Adapter):
+    """Chameleon's decoder takes ids and pixels, and puts the one into the other itself: it is the base, too. Pictures
+    are ids of its vocabulary, as in Emu 3."""
+
+    families = ("chameleon",)
+    resizing = None
+    decoder_names = ("model",)
+
+    def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        _, decoder = super()._find(model)
+        return decoder, decoder
+
+    def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        pixels, encoded = kwargs.get("pixel_values"), kwargs.get("mm_encoder_outputs")
+        if pixels is not None and encoded is not None:
+            return kwargs  # for the model to refuse
+        if pixels is not None:
+            encoded = {"image": self.base.get_image_features(pixels, return_dict=True)}
+        ids, kwargs = kwargs.get("input_ids"), self.embedded(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("pixel_values", "mm_encoder_outputs")}
+        if not encoded or encoded.get("image") is None:
+            return kwargs
+        embeds, features = kwargs["inputs_embeds"], encoded["image"].pooler_output
+        places = self.base.get_placeholder_mask(ids, inputs_embeds=embeds, image_features=features)
+        return kwargs | {"inputs_embeds": embeds.masked_scatter(places, features)}
+
+
+@register_adapter
 class ErnieAdapter(Adapter):
     """Ernie 4.5 VL routes tokens to experts for text or for pictures, by a type that every layer is handed."""
 
