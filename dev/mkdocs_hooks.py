@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         lambda match: os.path.relpath(uri_of(targets[match[1]]), folder) if match[1] in targets else match[1], markdown
     )
     if uri.startswith("methods/") and (name := PurePosixPath(uri).stem) != "README":
-        options = "{show_root_heading: false, heading_level: 3}"
+        options = "{show_root_heading: false, show_root_toc_entry: false, heading_level: 3}"
         markdown += f"\n\n## Reference\n\n::: tokenprune.methods.{name}\n    options: {options}\n"
     return markdown
 
