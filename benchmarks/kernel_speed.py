@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time each kernel against its reference, the compiled reference, and what the device could do at best.
 
-    python benchmarks/kernel_speed.py --json benchmarks/results/kernels.jsonl
+    python benchmarks/kernel_speed.py                   # all, into benchmarks/results/<device>/kernels.jsonl
     python benchmarks/kernel_speed.py --only attention_rows
     python benchmarks/kernel_speed.py --tiny            # proves the script on a machine without a GPU
 
@@ -19,7 +19,6 @@ An operation of tokenprune/kernels is measured if `@cases("its_name")` stands be
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -33,11 +32,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from common import header, results_path, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import tokenprune
 from tokenprune.bench.timing import quantiles
 from tokenprune.kernels.dispatch import Operation, has_triton, operations
 
@@ -318,7 +317,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small cases, three runs each")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each thing that is timed")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/kernels.jsonl")
     args = parser.parse_args()
     device, console = torch.device("cuda" if torch.cuda.is_available() else "cpu"), Console()
     if device.type == "cpu" and not args.tiny:
@@ -351,18 +350,14 @@ def main() -> None:
                 share = f"{record['share']:.2f}" if "share" in record else "-"
                 table.add_row(name, case.name, f"{record['floor_ms']:.4f}", shown[0], share, *shown[1:])
     console.print(table)
-    if args.json:
-        import triton
+    import triton
 
-        header = {
-            "device": torch.cuda.get_device_name() if meter.cuda else "cpu", "torch": torch.__version__,
-            "triton": triton.__version__, "cuda": torch.version.cuda, "tokenprune": tokenprune.__version__,
-            "tiny": args.tiny, "compile_backend": None if args.no_compile else backend,
-            "copy_bytes_per_second": round(meter.bandwidth),
-            "matmul_flops": {str(dtype): round(speed) for dtype, speed in meter._matmul.items()}, "seed": 0,
-        }  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text("\n".join(json.dumps(line) for line in (header, *records)) + "\n")
+    more = {
+        "triton": triton.__version__, "cuda": torch.version.cuda, "tiny": args.tiny,
+        "compile_backend": None if args.no_compile else backend, "copy_bytes_per_second": round(meter.bandwidth),
+        "matmul_flops": {str(dtype): round(speed) for dtype, speed in meter._matmul.items()}, "seed": 0,
+    }  # fmt: skip
+    write(args.json or results_path(device, "kernels", args.tiny), [header(device, **more), *records])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ Whatever would make the host wait for a real one goes through `__torch_dispatch_
 (`item`, `int`, `bool`, `tolist`, `equal`), a result whose size depends on values (`nonzero`, indexing by booleans,
 `unique`), and every copy from or to the host that is not `non_blocking`. Mixing devices raises, as on a real one.
 
-The name of the device is "mps", which is known to torch without a driver and which the models treat like any other.
+The name of the device is "far", one that torch keeps for back ends written in Python. From the import of this file on
+torch takes it for the machine's accelerator.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 _setup_privateuseone_for_python_backend("far")
 DEVICE = torch.device("far", 0)
+# Asked for by whatever saves the state of autocast, gradient checkpointing for one.
+torch.get_device_module("far").get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
 aten = torch.ops.aten
 # Their results, or the sizes of these, are values of the device.
 _READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.item}

@@ -314,7 +314,10 @@ def test_lora(method: str, order: str, name: str) -> None:
 
 
 def _torchao(model: nn.Module) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
+    quantization = pytest.importorskip(
+        "torchao.quantization",
+        reason="torchao is not installed (pip install torchao): transformers imports it at once, noisily",
+    )
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
 
 

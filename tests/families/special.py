@@ -61,7 +61,7 @@ def calm_states(model: PreTrainedModel) -> None:
     """The norm behind a linear attention blows rounding up where the attention's output is close to zero."""
     for name, parameter in model.named_parameters():
         if name.endswith("linear_attn.norm.weight"):
-            parameter.data.mul_(0.3)
+            parameter.data.mul_(0.15)
 
 
 def calm_scores(model: PreTrainedModel) -> None:

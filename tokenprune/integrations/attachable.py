@@ -60,8 +60,9 @@ def with_hidden_states(hidden: Any, args: tuple, kwargs: dict[str, Any]) -> tupl
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
-def states() -> dict[int, Any]:
-    """What each part (by id) knows of the forward that this thread is in: parts are shared by threads."""
+def states() -> dict[Any, Any]:
+    """What each part (by its id, or by a key with its id in it) knows of the forward that this thread is in: parts are
+    shared by threads. What is left behind under an id can be met by a later part."""
     return _thread.__dict__.setdefault("states", {})
 
 

@@ -18,6 +18,17 @@ def fits_table(features: Tensor) -> bool:
     return features.shape[1] <= max(features.shape[2], TABLE)
 
 
+def _alike(unit: Tensor) -> Tensor:
+    """float32 `[S, N, N]`: products of all pairs. Each is made once: the half below the diagonal is a copy."""
+    count, block = unit.shape[1], max(256, -(-unit.shape[1] // 8))
+    table = unit.new_empty(len(unit), count, count)
+    for start in range(0, count, block):
+        end = min(start + block, count)
+        torch.matmul(unit[:, start:end], unit[:, start:].transpose(1, 2), out=table[:, start:end, start:])
+        table[:, end:, start:end] = table[:, start:end, end:].transpose(1, 2)
+    return table
+
+
 def nearest_other(features: Tensor, mask: Tensor, match: object = best_match) -> Tensor:
     """float32 `[S, N]`: cosine distance of each token to its nearest other token; +inf for one that has none, NaN for
     all of a segment with a token that is not finite. The matrix of distances is never in memory."""
@@ -44,7 +55,7 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tenso
     rows = torch.arange(len(unit), device=unit.device)
     table = None
     if fits_table(unit):
-        table = unit @ unit.transpose(1, 2)
+        table = _alike(unit)
         table.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
         table.masked_fill_(~mask[:, None], -torch.inf)
         nearest = 1 - table.amax(dim=2)

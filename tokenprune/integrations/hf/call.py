@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one forward pass of a patched model, and what a method may see of it."""
+"""The state of one forward pass of a patched model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from tokenprune.integrations.attachable import hidden_states
 from tokenprune.integrations.hf import masks
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cache import Reduction, attach, cached_tokens, new_positions, reduction_of
-from tokenprune.integrations.hf.encoder_attention import EncodedTokens
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.report import Report
-from tokenprune.kernels.compact import partition
-from tokenprune.tokens import Patches, Segments, require
+from tokenprune.tokens import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.block_attention import BlockPlan
@@ -248,78 +246,3 @@ class Call:
         if self.decode is not None:
             self.decode.view = self.memo[key][2]
         return self.memo[key][1]
-
-
-@dataclass
-class Sources:
-    """Backs a `VisualTokens`: everything a method may read, computed when it asks."""
-
-    call: Call
-    hidden: Tensor
-    adapter: Adapter
-
-    def slots(self, position: Tensor, segments: Segments) -> Tensor:
-        """long `[S, N]`: the slots of the current layout where the tokens at `position` are."""
-        return self.call.layout.inverse[segments.row_index, position].clamp(min=0)
-
-    def gather(self, what: str, position: Tensor, segments: Segments) -> Tensor:
-        values = self.hidden if what == "hidden" else self.observation(what).keys(self.call.layout.width)
-        values = values.to(self.hidden.device)
-        return values[segments.row_index, self.slots(position, segments)]
-
-    def observation(self, what: str) -> Observation:
-        return require(self.call.observation, what)
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        return self.adapter.norm(hidden)
-
-    def attention(self, kind: str) -> Tensor:
-        """float32 `[B, H, W]`: attention over the slots of the current layout."""
-        seen = require(self.call.ahead if kind == "next_row" else self.call.observation, f"{kind}_attention")
-        width = self.call.layout.width
-        if kind in ("last_row", "next_row"):
-            return seen.rows(self.last_slot())[:, :, 0, -width:]
-        padding = self._padding()
-        valid = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
-        if padding is not None:
-            valid = ~padding.gather(1, self.call.layout.index)
-        return seen.received(valid if self.call.layout.valid is None else valid & self.call.layout.valid)
-
-    @cached_property
-    def encoded(self) -> EncodedTokens:
-        return EncodedTokens(self.call, self.hidden.device)
-
-    def encoder_attention(self, layer: int | float, segments: Segments) -> Tensor:
-        return self.encoded.attention(layer, segments)
-
-    def patches(self, segments: Segments) -> Patches:
-        return self.encoded.patches(segments)
-
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Positions (long `[S, M]`) and mask of the text tokens behind each segment."""
-        text = ~torch.stack(list(self.call.visual.values())).any(0).to(self.hidden.device)
-        padding = self._padding()
-        if padding is not None:
-            text = text & ~padding
-        text = text[segments.row_index.squeeze(1)]
-        last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
-        behind = text & (torch.arange(text.shape[1], device=text.device) > last)
-        # As many as the host can tell: all text behind the first placeholder of a row.
-        visual = torch.stack(list(self.call.host.visual.values())).any(0)
-        width = max(1, int(((visual.cumsum(1) > 0) & ~visual).sum(1).max()))
-        order = partition(behind)[:, :width]
-        mask = behind.gather(1, order)
-        # Removed visual tokens have no slot; point the padding at a token that is certainly there.
-        return torch.where(mask, order, segments.position[:, :1]), mask
-
-    def _padding(self) -> Tensor | None:
-        padding = self.call.padding(self.call.layout.length)
-        return None if padding is None else padding.to(self.hidden.device)
-
-    def last_slot(self) -> Tensor:
-        """long `[B, 1]`: the slot of each row's last token that is not padding."""
-        layout, padding = self.call.layout, self._padding()
-        if padding is None:
-            return layout.index.new_full((layout.index.shape[0], 1), layout.width - 1)
-        last = (~padding).long().cumsum(1).argmax(1, keepdim=True)
-        return layout.inverse.gather(1, last)

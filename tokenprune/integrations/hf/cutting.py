@@ -14,9 +14,10 @@ from tokenprune.base import Method, Selection
 from tokenprune.budget import Budget
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.call import Call, Sources
+from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.layout import gather_tokens
 from tokenprune.integrations.hf.segments import keep_segments
+from tokenprune.integrations.hf.sources import Sources
 from tokenprune.kernels.join import join
 from tokenprune.tokens import Segments, VisualTokens
 

@@ -25,6 +25,7 @@ from tokenprune.integrations.hf.decode_state import DecodeState, gather_keys, su
 from tokenprune.integrations.hf.masks import sliding_layers
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.report import count_bytes
+from tokenprune.integrations.hf.sources import Sources
 from tokenprune.statistics import Stats
 from tokenprune.tokens import Segments, require
 
@@ -70,7 +71,7 @@ def take_up(call: Call, steps: dict[int, cutting.Step], length: int) -> None:
 def cut(call: Call, step: cutting.Step, hidden: Tensor, adapter: Adapter, record: bool) -> Tensor:
     """Make the cut of the prefill, and note in `call.started` what the decode steps will need."""
     layout, before = call.layout.to(hidden.device), call.segments.to(hidden.device)
-    query = cutting.Sources(call, hidden, adapter).last_slot()
+    query = Sources(call, hidden, adapter).last_slot()
     row = _row(call, query, call.past + layout.length)
     hidden = cutting.cut(call, step, hidden, adapter)
     call.started = _begin(call, step.method, row, before, record)

@@ -26,19 +26,27 @@ class LostPictures(Part):
         super().__init__()
         self.adapter = adapter
 
+    @property
+    def _key(self) -> tuple[str, int]:
+        return "encoded ahead", id(self)
+
     def _attach(self) -> None:
-        pass  # the engine tells all there is to know
+        # There is nothing to hook: the engine tells all there is to know.
+        self._undo.append(self._forget)
+
+    def _forget(self) -> None:
+        states().pop(self._key, None)
 
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         if self.current() is None:  # ahead of any forward, as `generate` does
-            states()[id(self)] = weakref.ref(output)
+            states()[self._key] = weakref.ref(output)
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
-        ahead = states().get(id(self))
+        ahead = states().get(self._key)
         if ahead is None:
             return
         if call.outputs or ahead() is None:
-            del states()[id(self)]
+            self._forget()
         elif any(bool(mask.any()) for mask in self.adapter.visual_mask(call.arguments).values()):
             raise UnsupportedSetupError(
                 "pictures were encoded, but the prompt's forward holds only their placeholders: this version of "
