@@ -13,7 +13,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-vllm serving demo bench-cpu bench-gpu plots lint clean distclean
+.PHONY: help setup test test-newest test-vllm notebooks docs serving demo bench-cpu bench-gpu plots lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -29,6 +29,14 @@ test-newest: .venv-newest/.setup-done ## run the tests with the newest transform
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
+
+# Under a load of other work a cell may take longer than the minute or less that it needs.
+notebooks: setup ## execute the notebooks (nothing is written: python dev/notebooks.py strips those that you ran)
+	$(TEST_ENV) .venv/bin/python $(PYTEST) --nbmake --nbmake-timeout=300 notebooks
+
+docs: .venv-docs/.setup-done ## build the documentation site into build/site; fails on links that lead nowhere
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 serving: .venv-vllm/.setup-done ## put load on a vLLM server, full and reduced (benchmarks/serving.py; SERVING_ARGS=...)
 	HF_HUB_OFFLINE=1 .venv-vllm/bin/python benchmarks/serving.py $(SERVING_ARGS)
@@ -67,7 +75,7 @@ clean: ## remove builds and caches
 	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-newest .venv-vllm
+	rm -rf .venv .venv-newest .venv-vllm .venv-docs
 
 # An environment apart: vLLM brings versions of its own. Its CPU build goes in without what it requires, because some of that
 # is built for CUDA; see dev/vllm_requirements.py.
@@ -83,6 +91,13 @@ distclean: clean ## remove the environments too
 	$(PIP) install --quiet -c constraints-vllm.txt --no-deps $(@D)/wheels/*.whl torchvision
 	$(PIP) install --quiet -c constraints-vllm.txt --no-build-isolation -e .
 	$(@D)/bin/python dev/setup_torchvision.py
+	@touch $@
+
+# The tools of the site read the code, they do not import it: no torch here.
+.venv-docs/.setup-done: constraints-docs.txt
+	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed; name one: make docs PYTHON=..." >&2; exit 1; fi
+	@$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }
+	$(PIP) install --quiet -r constraints-docs.txt
 	@touch $@
 
 .venv/.setup-done: constraints.txt

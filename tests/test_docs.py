@@ -76,7 +76,7 @@ def test_the_quickstart_names_exist() -> None:
 def test_the_example_method_of_the_guide_works(build, tmp_path, monkeypatch) -> None:
     """The code of add-a-method.md, as a reader would paste it."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs/add-a-method.md").read_text(), re.DOTALL)[1]
-    code = re.sub(r"^ {3}", "", code, flags=re.MULTILINE)
+    code = re.sub(r"^ {4}", "", code, flags=re.MULTILINE)
     try:
         (tmp_path / "loudest.py").write_text(code)
         monkeypatch.syspath_prepend(tmp_path)
