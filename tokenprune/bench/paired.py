@@ -18,10 +18,11 @@ _SEED = 0
 @dataclass(frozen=True)
 class Answers:
     """Answers to all questions. scores: `[seeds][questions]`. right: one "1" or "0" a question, a string a seed; None
-    where the metric knows no right and wrong."""
+    where the metric knows no right and wrong. graded: whether there are scores in between."""
 
     scores: Sequence[Sequence[float]]
     right: Sequence[str] | None
+    graded: bool = False
 
     @property
     def means(self) -> np.ndarray:

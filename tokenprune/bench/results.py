@@ -140,8 +140,9 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
 
 
 def _answers(record: dict[str, Any], binary: bool) -> Answers:
-    scores = record.get("scores") or [[float(one) for one in answers] for answers in record["right"]]
-    return Answers(scores, record["right"] if binary else None)
+    graded = "scores" in record
+    scores = record["scores"] if graded else [[float(one) for one in answers] for answers in record["right"]]
+    return Answers(scores, record["right"] if binary else None, graded)
 
 
 def _places(header: dict[str, Any]) -> dict[str, list[int]]:
@@ -154,8 +155,8 @@ def _places(header: dict[str, Any]) -> dict[str, list[int]]:
 def _share(answers: Answers, indices: list[int] | None = None) -> Share:
     """The mean score on these questions (default: all): of shares with Wilson's interval, of grades by bootstrap."""
     chosen = range(len(answers.scores[0])) if indices is None else indices
-    if all(score in (0.0, 1.0) for one in answers.scores for score in one):
-        return Share(*pooled_interval(["".join(str(int(one[i])) for i in chosen) for one in answers.scores]))
+    if not answers.graded:
+        return Share(*pooled_interval(["".join(one[index] for index in chosen) for one in answers.right]))
     means = answers.means[list(chosen)]
     return Share(float(means.mean()), *bootstrap(means))
 

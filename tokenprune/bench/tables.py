@@ -73,7 +73,7 @@ def _kinds(results: Results) -> Table:
         rows.append([*map(Cell, _label(row)), *cells])
     metric = _metric(results)
     right = "Percent right" if metric.name == "exact" else metric.title
-    interval = "bootstrap" if metric.graded else "Wilson"
+    interval = "bootstrap, of no width where all questions score the same," if metric.graded else "Wilson"
     note = (
         f"{right} [95 % {interval} interval]. {FALLEN} (red): more than {100 * COLLAPSE:.0f} points below the "
         "unpatched model: this kind of question is lost, whatever the mean says."
@@ -169,7 +169,8 @@ def _cost_notes(results: Results) -> list[str]:
             load = f"load {busiest:.1f} on {cores} cores"
             notes.append(f"The machine was busy with other work ({load}): do not rely on these times.")
     if left_out := (results.header.get("data") or {}).get("skipped"):
-        notes.append(f"Left out of the data: {len(left_out)} bad rows, {left_out[0]}{' ...' if left_out[1:] else ''}")
+        more = f" and {len(left_out) - 1} more" if left_out[1:] else ""
+        notes.append(f"Left out of the data: {left_out[0]}{more}")
     for record in results.skipped:
         notes.append(f"Skipped {record['method']} at keep {record['keep']:g}: {record['reason']}")
     return notes
