@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import tokenprune
-from tokenprune.bench import draw, results, significance, suite, tables, timing
+from tokenprune.bench import draw, paired, results, significance, suite, tables, timing
 from tokenprune.bench.model import Subject, load
 from tokenprune.bench.plot import html_report, plot_png
 from tokenprune.bench.scenes import KINDS
@@ -118,9 +118,12 @@ def test_marks_name_the_baselines_that_are_not_beaten() -> None:
 
 
 def test_four_wins_are_not_enough_and_five_are() -> None:
-    rivals = {("random", 0.25): ["0" * 10]}
-    assert results.marks_of("mine", 0.25, ["1111000000"], rivals) == ("≤rnd",)
-    assert results.marks_of("mine", 0.25, ["1111100000"], rivals) == ()
+    def answers(right: str) -> paired.Answers:
+        return paired.Answers([[float(one) for one in right]], [right])
+
+    rivals = {("random", 0.25): answers("0" * 10)}
+    assert results.marks_of("mine", 0.25, answers("1111000000"), rivals) == ("≤rnd",)
+    assert results.marks_of("mine", 0.25, answers("1111100000"), rivals) == ()
 
 
 def test_a_kind_that_falls_by_more_than_twenty_points_has_collapsed() -> None:
@@ -136,8 +139,8 @@ def test_a_kind_that_falls_by_more_than_twenty_points_has_collapsed() -> None:
 
 def test_tables_say_it_in_each_form() -> None:
     summary = results.summarise(RECORDS)
-    cost, kinds = tables.tables(summary)
-    assert [len(row) for row in (*cost.rows, *kinds.rows)] == [11] * 7 + [4] * 7
+    cost, kinds, against = tables.tables(summary)
+    assert [len(row) for row in (*cost.rows, *kinds.rows, *against.rows)] == [11] * 7 + [4] * 7 + [11] * 6
     markdown = tables.to_markdown(cost)
     assert "| same | 0.25 | 8 → 2 | 2 | 25% | 0 KiB (25%) | 2.0 (0.50x) | 2.0 (0.50x) | 50.0 |" in markdown
     assert "**≤rnd ≤down**" in markdown

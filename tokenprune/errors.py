@@ -42,3 +42,11 @@ class NotPatchedError(TokenPruneError, RuntimeError):
 
 class PlaceholderMismatchError(TokenPruneError, ValueError):
     """The prompt holds another number of image placeholders than the encoder returned features."""
+
+
+class DataError(TokenPruneError, ValueError):
+    """Questions to measure on cannot be read, or do not fit the model."""
+
+
+class RunError(TokenPruneError, RuntimeError):
+    """The folder of a benchmark run belongs to another run, or cannot be written."""

@@ -6,9 +6,10 @@ from __future__ import annotations
 import statistics
 import time
 
+from tokenprune.bench.cost import Cost
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import Subject
-from tokenprune.bench.suite import UNPATCHED, Cost, patched
+from tokenprune.bench.suite import UNPATCHED, patched
 from tokenprune.bench.tables import Cell, Table
 
 KEEP = 0.25

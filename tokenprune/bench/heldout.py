@@ -38,6 +38,18 @@ class Example:
     def image(self) -> Image.Image:
         return _open(self.path)
 
+    @property
+    def images(self) -> tuple[Image.Image, ...]:
+        return (self.image,)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return (self.answer,)
+
+    @property
+    def is_film(self) -> bool:
+        return False
+
     def is_right(self, generated: str) -> bool:
         """Whether generated text (special tokens removed) is the answer and nothing else."""
         return generated.strip().lower() == self.answer

@@ -9,6 +9,7 @@ import io
 import json
 from pathlib import Path
 
+from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.results import MARKS, UNPATCHED, Results, Row
 from tokenprune.bench.tables import tables, to_html
 from tokenprune.errors import TokenPruneError
@@ -64,7 +65,9 @@ def plot_png(results: Results) -> bytes:
         f"unpatched, {whole.tokens_in:.0f} tokens", (1, 100 * whole.overall.value), xycoords=("axes fraction", "data"),
         ha="right", va="bottom", fontsize=8, xytext=(-4, 2), textcoords="offset points",
     )  # fmt: skip
-    axes.set(xlabel="visual tokens, averaged over the decoder's layers", ylabel="accuracy in %, with 95 % intervals")
+    metric = METRICS[results.header.get("metric", "exact")]
+    scored = "accuracy in %" if metric.name == "exact" else metric.title
+    axes.set(xlabel="visual tokens, averaged over the decoder's layers", ylabel=f"{scored}, with 95 % intervals")
     axes.set_title(f"{results.header['environment']['model']}, {whole.questions} questions", fontsize=10)
     axes.grid(alpha=0.25)
     if lines:

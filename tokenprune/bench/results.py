@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokenprune.bench.lines import read_lines
+from tokenprune.bench.metrics import METRICS
+from tokenprune.bench.paired import Answers, Versus, beats, bootstrap, versus
 from tokenprune.bench.significance import is_better, pooled_interval
 from tokenprune.errors import TokenPruneError
 
 SCHEMA = 1
+RESULTS = "results.jsonl"  # in the folder of a run
 UNPATCHED = "unpatched"
 MARKS = {"random": "≤rnd", "downsample": "≤down"}
 COLLAPSE = 0.20  # a kind that loses more than this against the unpatched model is shown as lost
@@ -20,7 +24,7 @@ COLLAPSE = 0.20  # a kind that loses more than this against the unpatched model 
 
 @dataclass(frozen=True)
 class Share:
-    """A share right with its 95 % interval, all in [0, 1]; collapsed: it fell by more than `COLLAPSE`."""
+    """A share right (or mean score) with its 95 % interval; collapsed: it fell by more than `COLLAPSE`."""
 
     value: float
     low: float
@@ -29,10 +33,22 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Hard:
+    """The questions that `downsample` at the same keep gets wrong: how many, and what this method and the unpatched
+    model score on them."""
+
+    questions: int
+    ours: Share
+    unpatched: float
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the tables. `stats` and `timing` are those of the record; tokens in them are sums over all questions.
 
-    marks: the baselines at the same keep that this method is not significantly better than.
+    marks: the baselines at the same keep that this method is not significantly better than. versus: the difference to
+    the unpatched model and to the baselines at the same keep. hard: None where `downsample` got nothing wrong, did not
+    run, or the metric knows no right and wrong.
     """
 
     method: str
@@ -44,6 +60,8 @@ class Row:
     questions: int
     stats: dict[str, Any]
     timing: dict[str, Any] | None
+    versus: dict[str, Versus]
+    hard: Hard | None
 
     @property
     def tokens_in(self) -> float:
@@ -80,16 +98,25 @@ class Results:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Read JSON lines that `tokenprune bench --json` wrote; raises TokenPruneError for anything else."""
+    """Read what `tokenprune bench` wrote with --json or --run (a folder; a torn last line is left out).
+
+    Raises TokenPruneError for anything else.
+    """
     path = Path(path)
     try:
+        if path.is_dir():
+            return _checked(path, [record for record, _ in read_lines(path / RESULTS)])
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise TokenPruneError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise TokenPruneError(f"{path} holds no JSON lines: {error}") from error
+    return _checked(path, records)
+
+
+def _checked(path: Path, records: list[Any]) -> list[dict[str, Any]]:
     if not records or not isinstance(records[0], dict) or records[0].get("record") != "header":
-        raise TokenPruneError(f"{path} was not written by `tokenprune bench --json`: its first line is no header")
+        raise TokenPruneError(f"{path} was not written by `tokenprune bench`: its first line is no header")
     if records[0].get("schema") != SCHEMA:
         found = records[0].get("schema")
         raise TokenPruneError(f"{path} has schema {found}, this version reads {SCHEMA}: run the bench again")
@@ -103,12 +130,19 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
     base = next((record for record in results if record["method"] == UNPATCHED), None)
     if base is None:
         raise TokenPruneError("these records hold no result of the unpatched model to compare with")
-    places = _places(header)
-    before = {kind: pooled_interval(_pick(base["right"], places[kind]))[0] for kind in places}
-    rivals = {(one["method"], one["keep"]): one["right"] for one in results if one["method"] in MARKS}
+    places, metric = _places(header), METRICS[header.get("metric", "exact")]
+    answers = {id(record): _answers(record, metric.right is not None) for record in results}
+    before = {kind: _share(answers[id(base)], places[kind]).value for kind in places}
+    rivals = {(one["method"], one["keep"]): answers[id(one)] for one in results if one["method"] in MARKS}
     results = [base, *(record for record in results if record is not base)]
-    rows = [_row(record, places, before, rivals) for record in results]
+    rows = [_row(record, answers[id(record)], places, before, rivals, answers[id(base)]) for record in results]
     return Results(header, rows, [record for record in rest if record["record"] == "skipped"])
+
+
+def _answers(record: dict[str, Any], binary: bool) -> Answers:
+    graded = "scores" in record
+    scores = record["scores"] if graded else [[float(one) for one in answers] for answers in record["right"]]
+    return Answers(scores, record["right"] if binary else None, graded)
 
 
 def _places(header: dict[str, Any]) -> dict[str, list[int]]:
@@ -118,40 +152,65 @@ def _places(header: dict[str, Any]) -> dict[str, list[int]]:
     return {kind: indices for kind, indices in places.items() if indices}
 
 
-def _pick(answers: list[str], indices: list[int]) -> list[str]:
-    return ["".join(one[index] for index in indices) for one in answers]
+def _share(answers: Answers, indices: list[int] | None = None) -> Share:
+    """The mean score on these questions (default: all): of shares with Wilson's interval, of grades by bootstrap."""
+    chosen = range(len(answers.scores[0])) if indices is None else indices
+    if not answers.graded:
+        return Share(*pooled_interval(["".join(one[index] for index in chosen) for one in answers.right]))
+    means = answers.means[list(chosen)]
+    return Share(float(means.mean()), *bootstrap(means))
 
 
 def _row(
-    record: dict[str, Any], places: dict[str, list[int]], before: dict[str, float], rivals: dict[tuple, list[str]]
+    record: dict[str, Any],
+    answers: Answers,
+    places: dict[str, list[int]],
+    before: dict[str, float],
+    rivals: dict[tuple, Answers],
+    base: Answers,
 ) -> Row:
     kinds = {}
     for kind, indices in places.items():
-        share, low, high = pooled_interval(_pick(record["right"], indices))
+        share = _share(answers, indices)
         # Not a rounding error away from the limit: 0.8 - 0.6 > 0.2 in floating point.
-        kinds[kind] = Share(share, low, high, before[kind] - share > COLLAPSE + 1e-9)
+        kinds[kind] = replace(share, collapsed=before[kind] - share.value > COLLAPSE + 1e-9)
+    name, keep = record["method"], record["keep"]
+    others = {UNPATCHED: base, **{one: rivals[one, keep] for one in MARKS if (one, keep) in rivals}}
+    against = {one: versus(answers, theirs) for one, theirs in others.items() if UNPATCHED != name != one}
     return Row(
-        method=record["method"],
-        keep=record["keep"],
+        method=name,
+        keep=keep,
         site=record["site"],
-        overall=Share(*pooled_interval(record["right"])),
+        overall=_share(answers),
         kinds=kinds,
-        marks=marks_of(record["method"], record["keep"], record["right"], rivals),
+        marks=marks_of(name, keep, answers, rivals),
         questions=record["questions"],
         stats=record["stats"],
         timing=record.get("timing"),
+        versus=against,
+        hard=_hard(answers, base, None if name == UNPATCHED else rivals.get(("downsample", keep))),
     )
 
 
-def marks_of(method: str, keep: float | int, right: list[str], rivals: dict[tuple, list[str]]) -> tuple[str, ...]:
+def _hard(answers: Answers, base: Answers, downsample: Answers | None) -> Hard | None:
+    if downsample is None or downsample.right is None:
+        return None
+    places = [index for index, right in enumerate(downsample.right[0]) if right == "0"]
+    return Hard(len(places), _share(answers, places), _share(base, places).value) if places else None
+
+
+def marks_of(method: str, keep: float | int, ours: Answers, rivals: dict[tuple, Answers]) -> tuple[str, ...]:
     """Return the marks of the baselines that `method` does not beat at this keep.
 
-    right: its answers, one string a seed. rivals: the answers of each (baseline, keep) that ran.
+    rivals: the answers of each (baseline, keep) that ran.
     """
     if method == UNPATCHED:
         return ()
-    return tuple(
-        mark
-        for name, mark in MARKS.items()
-        if name != method and (name, keep) in rivals and not is_better(right, rivals[name, keep])
-    )
+    found = ((name, mark, rivals[name, keep]) for name, mark in MARKS.items() if (name, keep) in rivals)
+    return tuple(mark for name, mark, theirs in found if name != method and not _better(ours, theirs))
+
+
+def _better(ours: Answers, theirs: Answers) -> bool:
+    if ours.right is None or theirs.right is None:
+        return beats(ours, theirs)
+    return is_better(ours.right, theirs.right)

@@ -11,19 +11,20 @@ from tokenprune.errors import TokenPruneError
 LEVEL = 0.05  # of the one-sided test
 
 
-def _binomtest() -> Any:
+def binomtest() -> Any:
+    """Return scipy's binomial test; raises TokenPruneError without scipy."""
     try:
-        from scipy.stats import binomtest
+        from scipy.stats import binomtest as made
     except ImportError as error:
         raise TokenPruneError("the benchmark needs scipy: pip install 'tokenprune-vlm[bench]'") from error
-    return binomtest
+    return made
 
 
 def wilson(right: int, n: int, level: float = 0.95) -> tuple[float, float]:
     """Return Wilson's interval of a share, both ends in [0, 1]."""
     if n == 0:
         return 0.0, 1.0
-    interval = _binomtest()(right, n).proportion_ci(confidence_level=level, method="wilson")
+    interval = binomtest()(right, n).proportion_ci(confidence_level=level, method="wilson")
     # Rounding may leave 1 - 1e-16 at the ends.
     return max(0.0, float(interval.low)), min(1.0, float(interval.high))
 
@@ -57,7 +58,7 @@ def better_p(ours: str, theirs: str) -> float:
     wins, losses = discordant(ours, theirs)
     if wins + losses == 0:
         return 1.0
-    return float(_binomtest()(wins, wins + losses, 0.5, alternative="greater").pvalue)
+    return float(binomtest()(wins, wins + losses, 0.5, alternative="greater").pvalue)
 
 
 def is_better(ours: Sequence[str], theirs: Sequence[str]) -> bool:

@@ -8,19 +8,26 @@ A run yields a header, one record for the unpatched model, and one for each (met
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import tokenprune
-from tokenprune.bench.heldout import Example, load_heldout
+from tokenprune.bench.cost import Cost, Prefill
+from tokenprune.bench.group import ALONE, Group
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.metrics import metric_named
 from tokenprune.bench.model import Subject
 from tokenprune.bench.results import MARKS, SCHEMA, UNPATCHED
 from tokenprune.bench.scenes import KINDS
 from tokenprune.bench.timing import compare
-from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
+from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError, UnsupportedSetupError
 from tokenprune.registry import method_class
+
+if TYPE_CHECKING:
+    from tokenprune.bench.run_folder import Batch, Pass, RunFolder
 
 BASELINES = tuple(MARKS)
 DEFAULT_KEEPS = (0.5, 0.25, 0.11)
@@ -33,7 +40,8 @@ class Plan:
     """What to run. The baselines are put in front of `methods`; () means all registered ones that choose within a
     picture.
 
-    pictures: how many held-out pictures, each with one question of every kind; 0: all. seeds: methods that draw at
+    pictures: how many held-out pictures, each with one question of every kind; 0: all. Questions that are given are all
+    asked. seeds: methods that draw at
     random (that have an option `seed`) answer once with each. repeats: timed runs of each (method, keep); 0: no timing.
     """
 
@@ -61,75 +69,17 @@ class Plan:
             raise OptionError("a benchmark needs at least one keep and one seed")
 
 
-@dataclass
-class Cost:
-    """`Stats`, summed over the batches of one pass (overhead_ms too); flops: of the decoder in prefill."""
+def patched(
+    subject: Subject, name: str, keep: float | int, films: bool = False, **options: Any
+) -> AbstractContextManager[Any]:
+    """Return a context in which the subject's model is patched; methods that act on pixels get its processor.
 
-    visual_tokens_in: int = 0
-    visual_tokens_out: int = 0
-    visual_tokens_per_layer: list[int] = field(default_factory=list)
-    flops: float = 0.0
-    kv_bytes: int = 0
-    kv_bytes_full: int = 0
-    overhead_ms: float = 0.0
-
-    def add(self, subject: Subject, inputs: dict[str, Any], kv_bytes: int | None = None) -> None:
-        """Add the batch that just ran. kv_bytes: what its cache held after prefill, if the model was not patched."""
-        rows, length = inputs["input_ids"].shape
-        full = rows * subject.shape.prefill_flops([length] * subject.shape.layers)
-        if kv_bytes is None:
-            stats = tokenprune.stats(subject.model)
-        else:
-            visual = subject.visual_tokens(inputs)
-            per_layer = [visual] * subject.shape.layers
-            stats = tokenprune.Stats(visual, visual, per_layer, kv_bytes=kv_bytes, kv_bytes_full=kv_bytes)
-        for name in ("visual_tokens_in", "visual_tokens_out", "kv_bytes", "kv_bytes_full", "overhead_ms"):
-            setattr(self, name, getattr(self, name) + getattr(stats, name))
-        before = self.visual_tokens_per_layer or [0] * len(stats.visual_tokens_per_layer)
-        self.visual_tokens_per_layer = [a + b for a, b in zip(before, stats.visual_tokens_per_layer, strict=True)]
-        self.flops += full * stats.prefill_flops_ratio
-
-    def record(self, whole: Cost) -> dict[str, Any]:
-        """Return the fields of `Stats`, with all ratios taken against the unpatched model on the same questions.
-
-        whole: the cost of the latter. A method that acts on pixels does not know what it saved.
-        """
-        record = asdict(self)
-        flops = record.pop("flops")
-        record["visual_tokens_in"] = whole.visual_tokens_in
-        record["kv_bytes_full"] = whole.kv_bytes
-        record["visual_tokens_average"] = sum(self.visual_tokens_per_layer) / max(1, len(self.visual_tokens_per_layer))
-        record["keep_ratio"] = self.visual_tokens_out / max(1, whole.visual_tokens_in)
-        record["prefill_flops_ratio"] = flops / whole.flops
-        return record
-
-
-class _Prefill:
-    """Reads from the cache itself how many bytes the last prefill left in it."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.decoder, self.kv_bytes = subject.adapter.decoder, 0
-
-    def __enter__(self) -> _Prefill:
-        self._handle = self.decoder.register_forward_hook(self._look, with_kwargs=True)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._handle.remove()
-
-    def _look(self, module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        embeds, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
-        if embeds is not None and embeds.shape[1] > 1 and cache is not None:
-            tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-            self.kv_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def patched(subject: Subject, name: str, keep: float | int, **options: Any) -> AbstractContextManager[Any]:
-    """Return a context in which the subject's model is patched; methods that act on pixels get its processor."""
+    films: whether the model sees videos.
+    """
     if name == UNPATCHED:
         return nullcontext()
     site = method_class(name).site
-    if site is tokenprune.Site.ATTENTION:
+    if site is tokenprune.Site.ATTENTION and not films:
         raise UnsupportedSetupError(
             f"{name} acts on videos, and here the model sees pictures only: it would leave them as they are"
         )
@@ -146,112 +96,231 @@ def seeds_of(name: str, seeds: Sequence[int]) -> list[dict[str, int]]:
 
 
 class Bench:
-    """One run; `records()` does the work, record by record."""
+    """One run; `records()` does the work, record by record.
 
-    def __init__(self, subject: Subject, plan: Plan, step: Step | None = None) -> None:
-        self.subject, self.plan = subject, plan
-        self.examples: list[Example] = load_heldout(limit=plan.pictures or None)
-        size = plan.batch_size
-        self.batches = [self.examples[start : start + size] for start in range(0, len(self.examples), size)]
+    questions: what is asked (`data.Question`), default: the held-out set that ships. about: what the header tells of
+    them. folder: where the run is kept, and goes on from. group: the processes that share it; each answers its part of
+    the batches, and all have the same records in the end, but for the times, which only the first process takes.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        plan: Plan,
+        step: Step | None = None,
+        *,
+        questions: Sequence[Any] | None = None,
+        metric: str = "exact",
+        about: dict[str, Any] | None = None,
+        folder: RunFolder | None = None,
+        group: Group = ALONE,
+    ) -> None:
+        self.subject, self.plan, self.metric = subject, plan, metric_named(metric)
+        self.about, self.folder, self.group = about or {}, folder, group
+        self.examples = load_heldout(limit=plan.pictures or None) if questions is None else list(questions)
+        self.kinds = list(KINDS) if questions is None else sorted({example.kind for example in self.examples})
+        self.batches = _batched(self.examples, plan.batch_size)
+        if group.size > len(self.batches):
+            raise OptionError(
+                f"{group.size} processes, but only {len(self.batches)} batches of up to {plan.batch_size} questions: "
+                "take a smaller --batch-size"
+            )
+        self._films = any(example.is_film for example in self.examples)
         self._step, self._done = step or (lambda label, done, total: None), 0
-        batches = sum(len(seeds_of(name, plan.seeds)) * len(self._batches(name)) for name in plan.methods)
-        self.total = len(self.batches) + batches * len(plan.keeps)
-        self._reused: list[dict[str, Any]] = []
+        self.total = len(self.batches) + sum(
+            len(seeds_of(name, plan.seeds)) * len(self._batches(name)) for name in plan.methods
+        ) * len(plan.keeps)
+        self._reused: dict[int, dict[str, Any]] = {}
+        self._reused_bytes = 0
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Run everything; the order is header, unpatched, then the methods with the baselines first."""
-        yield self.header()
-        answers, whole = self._pass(UNPATCHED, 1.0, {})
-        yield self._result(UNPATCHED, 1.0, [{}], [answers], whole, whole)
-        for name in self.plan.methods:
-            for keep in self.plan.keeps:
-                try:
-                    yield self._measure(name, keep, whole)
-                except TokenPruneError as error:
-                    reason = str(error).splitlines()[0]
-                    yield {"record": "skipped", "method": name, "keep": keep, "reason": reason}
+        """Run everything; the order is header, unpatched, then the methods with the baselines first.
+
+        What the folder of the run holds already is taken from there.
+        """
+        header, *known = self.folder.results if self.folder and self.folder.results else [None]
+        found = {(record["method"], record["keep"]): record for record in known}
+        if header is None:
+            header = self._written(self.header())
+        yield header
+        passes: dict[Pass, dict[int, Batch]] = {}
+        whole: Cost | None = None
+        for name, keep in ((UNPATCHED, 1.0), *((name, keep) for name in self.plan.methods for keep in self.plan.keeps)):
+            record, mine = found.get((name, keep)), {}
+            if record is None:
+                record, mine = self._measured(name, keep, whole)
+                self._written(record)
+            elif record["record"] == "result":
+                mine = {place: self.folder.batches(place) for place in self._places(name, keep)}
+                self._done += sum(map(len, mine.values()))
+            if name == UNPATCHED:
+                (batches,) = mine.values()
+                whole = Cost.total(cost for _, (_, cost) in sorted(batches.items()))
+            if record["record"] == "result":
+                passes |= mine
+            yield record
+        if self.folder is not None:
+            self.folder.finish(passes, {place: self._scores(batches) for place, batches in passes.items()})
 
     def header(self) -> dict[str, Any]:
-        index = {kind: f"{number}" for number, kind in enumerate(KINDS)}
+        index = {kind: f"{number}" for number, kind in enumerate(self.kinds)}
+        asked = [index[example.kind] for example in self.examples]
         return {
             "record": "header",
             "schema": SCHEMA,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "kinds": list(KINDS),
-            # One character a question: the index of its kind. `right` of every result has the same order.
-            "kind_of_question": "".join(index[example.kind] for example in self.examples),
+            "kinds": self.kinds,
+            # One entry a question: the index of its kind. `right` and `scores` of every result have the same order.
+            "kind_of_question": "".join(asked) if len(self.kinds) <= 10 else asked,
+            "metric": self.metric.name,
+            **self.about,
             "plan": asdict(self.plan),
             "suffix": self.subject.suffix,
             "max_new_tokens": self.subject.max_new_tokens,
             "environment": self.subject.environment(),
         }
 
-    def _measure(self, name: str, keep: float | int, whole: Cost) -> dict[str, Any]:
-        if method_class(name).chooses_pictures:
-            raise OptionError(f"{name} chooses between the pictures of a prompt; these questions have one each")
-        options = seeds_of(name, self.plan.seeds)
-        passes = [self._pass(name, keep, one) for one in options]
-        record = self._result(name, keep, options, [answers for answers, _ in passes], passes[0][1], whole)
-        if self.plan.repeats:
-            example = self.examples[0]
-            record["timing"] = compare(
-                self.subject,
-                lambda: patched(self.subject, name, keep, **options[0]),
-                [example.image],
-                [example.question],
-                self.plan.repeats,
-            )
+    def _written(self, record: dict[str, Any]) -> dict[str, Any]:
+        if self.folder is not None:
+            self.folder.add_result(record)
         return record
 
+    def _places(self, name: str, keep: float | int) -> list[Pass]:
+        return [(name, keep, one.get("seed")) for one in seeds_of(name, self.plan.seeds)]
+
+    def _measured(
+        self, name: str, keep: float | int, whole: Cost | None
+    ) -> tuple[dict[str, Any], dict[Pass, dict[int, Batch]]]:
+        """Return the record of a method at a keep, and the answers of its passes."""
+        if name == UNPATCHED:
+            passes = {place: self._pass(place) for place in self._places(name, keep)}
+            return self._result(name, keep, passes, None), passes
+        try:
+            if method_class(name).chooses_pictures:
+                raise OptionError(f"{name} chooses between the pictures of a prompt; these questions have one each")
+            passes = {place: self._pass(place) for place in self._places(name, keep)}
+            record = self._result(name, keep, passes, whole)
+            if self.plan.repeats and self.group.leads:
+                record["timing"] = self._timing(name, keep)
+        except (DataError, RunError):
+            raise  # this ends the run: no method is to blame
+        except TokenPruneError as error:
+            return {"record": "skipped", "method": name, "keep": keep, "reason": str(error).splitlines()[0]}, {}
+        return record, passes
+
+    def _timing(self, name: str, keep: float | int) -> dict[str, Any]:
+        options, batch = seeds_of(name, self.plan.seeds)[0], self.examples[:1]
+        return compare(
+            self.subject,
+            lambda: patched(self.subject, name, keep, self._films, **options),
+            lambda: self._asked(batch),
+            self.plan.repeats,
+        )
+
     def _result(
-        self, name: str, keep: float | int, options: list[dict[str, int]], answers: list[str], cost: Cost, whole: Cost
+        self, name: str, keep: float | int, passes: dict[Pass, dict[int, Batch]], whole: Cost | None
     ) -> dict[str, Any]:
+        scores = [self._scores(batches) for batches in passes.values()]
+        costs = next(iter(passes.values()))
+        cost = Cost.total(cost for _, (_, cost) in sorted(costs.items()))
         kinds = [example.kind for example in self.examples]
-        correct = dict.fromkeys(KINDS, 0)
-        for one in answers:
+        bar = self.metric.right
+        right = ["".join(str(int(bar is not None and score >= bar)) for score in one) for one in scores]
+        correct = dict.fromkeys(self.kinds, 0)
+        for one in right:
             for kind, answer in zip(kinds, one, strict=True):
                 correct[kind] += int(answer)
-        return {
+        record = {
             "record": "result",
             "method": name,
             "keep": keep,
             "site": None if name == UNPATCHED else tokenprune.method_info(name).site.name,
-            "seeds": [one["seed"] for one in options if one] or None,
-            "n": {kind: kinds.count(kind) * len(answers) for kind in KINDS},
+            "seeds": [seed for _, _, seed in passes if seed is not None] or None,
+            "n": {kind: kinds.count(kind) * len(right) for kind in self.kinds},
             "correct": correct,
-            "right": answers,
+            "right": right,
             "questions": len(self.examples),
-            "stats": cost.record(whole),
+            "stats": cost.record(whole or cost),
             "environment": self.subject.environment(),
         }
+        if self.metric.graded:
+            record["scores"] = [[round(score, 6) for score in one] for one in scores]
+        return record
 
-    def _pass(self, name: str, keep: float | int, options: dict[str, int]) -> tuple[str, Cost]:
-        """Answer every question once; returns "1" (right) and "0" (wrong), one a question."""
-        right, cost = "", Cost()
+    def _scores(self, batches: dict[int, Batch]) -> list[float]:
+        predictions = [answer for _, (answers, _) in sorted(batches.items()) for answer in answers]
+        return self.metric.score(predictions, [example.answers for example in self.examples])
+
+    def _pass(self, place: Pass) -> dict[int, Batch]:
+        """Answer every question once, this process its part, and return all batches by their first question."""
+        name, keep, seed = place
         label = name if name == UNPATCHED else f"{name} {keep:g}"
-        with patched(self.subject, name, keep, **options), _Prefill(self.subject) as prefill:
-            for number, batch in enumerate(self._batches(name)):
-                inputs = self._inputs(name, number, batch)
-                answers = self.subject.generate(inputs)
-                cost.add(self.subject, inputs, None if name != UNPATCHED else prefill.kv_bytes)
-                right += "".join(str(int(e.is_right(a.rstrip(".")))) for e, a in zip(batch, answers, strict=True))
-                self._done += 1
-                self._step(label, self._done, self.total)
-        return right, cost
+        options = {} if seed is None else {"seed": seed}
+        done = dict(self.folder.batches(place)) if self.folder is not None else {}
+        batches, start = self._batches(name), self._done
+        firsts = [0, *itertools.accumulate(map(len, batches))]
+        todo = [number for number in range(len(batches)) if firsts[number] not in done]
+        mine: dict[int, Batch] = {}
+        failure, asking = None, -1
+        self._done += len(batches) - len(todo)
+        try:
+            with patched(self.subject, name, keep, self._films, **options) if todo else nullcontext():
+                for asking in todo[self.group.rank :: self.group.size]:
+                    answers, cost = mine[firsts[asking]] = self._answer(name, asking, batches[asking])
+                    if self.folder is not None:
+                        self.folder.add_batch(place, firsts[asking], answers, cost)
+                    self._done += 1
+                    self._step(label, self._done, self.total)
+        except (DataError, RunError):
+            raise
+        except TokenPruneError as error:
+            failure = (asking, str(error))
+        self._done = start + len(batches)
+        everything = self.group.gather((mine, failure))
+        if failures := [failure for _, failure in everything if failure is not None]:
+            raise TokenPruneError(min(failures)[1])  # what one process alone would have met first
+        for answered, _ in everything:
+            done |= answered
+        return done
 
-    def _batches(self, name: str) -> list[list[Example]]:
+    def _answer(self, name: str, number: int, batch: list[Any]) -> Batch:
+        inputs, cost = self._inputs(name, number, batch), Cost()
+        with Prefill(self.subject) as prefill:
+            answers = self.subject.generate(inputs)
+        cost.add(self.subject, inputs, prefill.kv_bytes if name == UNPATCHED else None)
+        return answers, asdict(cost)
+
+    def _batches(self, name: str) -> list[list[Any]]:
         """A method that looks at a picture to size it goes picture by picture: in a batch, LLaVA's processor would make
         all of them one size."""
         alone = name != UNPATCHED and tokenprune.method(name).by_content
         return [[example] for example in self.examples] if alone else self.batches
 
-    def _inputs(self, name: str, number: int, batch: list[Example]) -> dict[str, Any]:
-        pixels = name != UNPATCHED and method_class(name).site is tokenprune.Site.PRE_ENCODER
-        if not pixels and number < len(self._reused):
-            return dict(self._reused[number])
-        inputs = self.subject.inputs([e.image for e in batch], [e.question for e in batch])
-        # All methods that do not touch pixels take the same inputs; half a gigabyte of them is kept.
-        size = sum(value.numel() * value.element_size() for value in inputs.values())
-        if not pixels and number == len(self._reused) and size * (number + 1) <= 2**29:
-            self._reused.append(inputs)
-        return dict(inputs)
+    def _inputs(self, name: str, number: int, batch: list[Any]) -> dict[str, Any]:
+        if name != UNPATCHED and method_class(name).site is tokenprune.Site.PRE_ENCODER:
+            return self._asked(batch)
+        if number not in self._reused:
+            inputs = self._asked(batch)
+            # All methods that do not touch pixels take the same inputs; half a gigabyte of them is kept.
+            size = sum(value.numel() * value.element_size() for value in inputs.values())
+            if self._reused_bytes + size > 2**29:
+                return inputs
+            self._reused[number] = inputs
+            self._reused_bytes += size
+        return dict(self._reused[number])
+
+    def _asked(self, batch: list[Any]) -> dict[str, Any]:
+        if batch[0].is_film:
+            return self.subject.film_inputs(batch[0].video, batch[0].question)
+        return self.subject.inputs([example.images for example in batch], [example.question for example in batch])
+
+
+def _batched(examples: Sequence[Any], size: int) -> list[list[Any]]:
+    """Cut questions into batches in their order; one about a video is alone."""
+    batches: list[list[Any]] = []
+    for example in examples:
+        if batches and len(batches[-1]) < size and not (example.is_film or batches[-1][0].is_film):
+            batches[-1].append(example)
+        else:
+            batches.append([example])
+    return batches

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from tokenprune.bench.metrics import METRICS, Metric
+from tokenprune.bench.paired import RESAMPLES
 from tokenprune.bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, Share
 from tokenprune.bench.significance import LEVEL
 
@@ -35,14 +37,14 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    """Return the table of cost and overall accuracy, and the one of accuracy per kind of question."""
-    return [_cost(results), _kinds(results)]
+    """Return the tables of cost and overall accuracy, of accuracy per kind of question, and of paired differences."""
+    return [_cost(results), _kinds(results), _paired(results)]
 
 
 def _cost(results: Results) -> Table:
     columns = (
         "method", "keep", "visual tokens", "layer avg", "prefill FLOPs", "KV cache", "TTFT, ms", "per token, ms",
-        "accuracy %", "95 % CI", "no better than",
+        _metric(results).title, "95 % CI", "no better than",
     )  # fmt: skip
     rows = []
     for row in results.rows:
@@ -69,12 +71,44 @@ def _kinds(results: Results) -> Table:
             for share in row.kinds.values()
         ]
         rows.append([*map(Cell, _label(row)), *cells])
+    metric = _metric(results)
+    right = "Percent right" if metric.name == "exact" else metric.title
+    interval = "bootstrap, of no width where all questions score the same," if metric.graded else "Wilson"
     note = (
-        f"Percent right [95 % Wilson interval]. {FALLEN} (red): more than {100 * COLLAPSE:.0f} points below the "
+        f"{right} [95 % {interval} interval]. {FALLEN} (red): more than {100 * COLLAPSE:.0f} points below the "
         "unpatched model: this kind of question is lost, whatever the mean says."
     )
     columns = ("method", "keep", *results.baseline.kinds)
     return Table("Accuracy by kind of question", columns, rows, (note,), grouped=True)
+
+
+def _paired(results: Results) -> Table:
+    names = (UNPATCHED, *MARKS)
+    rows = []
+    for row in results.rows:
+        if row.method == UNPATCHED:
+            continue
+        cells = []
+        for one in (row.versus.get(name) for name in names):
+            ours = "" if one is None else f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+            cells += [Cell(ours), Cell("" if one is None or one.p is None else f"{one.p:.2g}")]
+        hard = ("", "", "")
+        if row.hard:
+            share = row.hard.ours
+            hard = (f"{100 * share.value:.0f} [{_interval(share)}]", f"{100 * row.hard.unpatched:.0f}")
+            hard = (*hard, f"{row.hard.questions}")
+        rows.append([*map(Cell, _label(row)), *cells, *map(Cell, hard)])
+    note = (
+        f"Points gained or lost on the same questions [95 % interval, paired bootstrap with {RESAMPLES} resamples]; p: "
+        "McNemar's exact test, two-sided. Nothing is corrected for the number of comparisons. Hard: the questions that "
+        "`downsample` at the same keep gets wrong, the score there, that of the unpatched model, and how many they are."
+    )
+    columns = (*(text for name in names for text in (f"vs {name}", "p")), "hard", "unpatched", "questions")
+    return Table("Against the baselines", ("method", "keep", *columns), rows, (note,), grouped=True)
+
+
+def _metric(results: Results) -> Metric:
+    return METRICS[results.header.get("metric", "exact")]
 
 
 def _label(row: Row) -> tuple[str, str]:
@@ -99,8 +133,10 @@ def _time(row: Row, name: str) -> str:
 
 def _title(results: Results) -> str:
     base, env = results.baseline, results.header["environment"]
+    data = results.header.get("data")
+    asked = f"of {data['name']}" if data else f"on {base.questions // len(base.kinds)} pictures"
     return (
-        f"{env['model']}: {base.questions} questions on {base.questions // len(base.kinds)} pictures, "
+        f"{env['model']}: {base.questions} questions {asked}, "
         f"{env['device']}, {env['threads']} thread{'s' if env['threads'] != 1 else ''}, {env['dtype']}"
     )
 
@@ -110,13 +146,14 @@ def _cost_notes(results: Results) -> list[str]:
     sites = ("IN_LLM", "DECODE")
     inside = ", ".join(dict.fromkeys(row.method for row in results.rows if row.site in sites)) or "none here"
     meaning = ", ".join(f"{mark} = not better than {name}" for name, mark in MARKS.items())
+    how = "an exact one-sided McNemar test" if _metric(results).right is not None else "a one-sided paired bootstrap"
     notes = [
         "Visual tokens: of a picture as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean "
         f"over the decoder's layers. IN_LLM methods ({inside}) see all tokens in the layers before their cut: at the "
         "same keep they spend more than PRE_LLM ones, so compare at equal layer avg.",
         "FLOPs: decoder prefill, closed form, share of unpatched; KV cache: of one question after prefill, measured. "
         "`downsample` saves work in the vision tower too, which only TTFT shows.",
-        f"No better than: {meaning}, by an exact one-sided McNemar test at {100 * LEVEL:.0f} % on the same questions "
+        f"No better than: {meaning}, by {how} at {100 * LEVEL:.0f} % on the same questions "
         "at the same keep. "
         "Methods that draw at random are pooled over "
         f"{len(results.header['plan']['seeds'])} seeds; their intervals count each question once.",
@@ -131,6 +168,9 @@ def _cost_notes(results: Results) -> list[str]:
         if busiest > 1.25 * cores:
             load = f"load {busiest:.1f} on {cores} cores"
             notes.append(f"The machine was busy with other work ({load}): do not rely on these times.")
+    if left_out := (results.header.get("data") or {}).get("skipped"):
+        more = f" and {len(left_out) - 1} more" if left_out[1:] else ""
+        notes.append(f"Left out of the data: {left_out[0]}{more}")
     for record in results.skipped:
         notes.append(f"Skipped {record['method']} at keep {record['keep']:g}: {record['reason']}")
     return notes

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from PIL import Image
 from transformers.generation.streamers import BaseStreamer
 
 from tokenprune.bench.model import Subject
@@ -62,20 +61,19 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 def compare(
     subject: Subject,
     patched: Callable[[], AbstractContextManager[Any]],
-    images: Sequence[Image.Image],
-    questions: Sequence[str],
+    ask: Callable[[], dict[str, Any]],
     repeats: int,
 ) -> dict[str, Any]:
     """Time an unpatched and a patched model in turns.
 
-    patched: makes a context in which the subject's model is patched. images, questions: one batch.
+    patched: makes a context in which the subject's model is patched. ask: makes the model's arguments of one batch.
     Returns quantiles over `repeats` runs each (after one that does not count): ttft_ms and token_ms, the same of the
     unpatched model, and their ratios, patched / unpatched, each from two runs that follow each other; load: of the
     machine, over the last minute.
     """
-    full = subject.inputs(images, questions)
+    full = ask()
     with patched():
-        small = subject.inputs(images, questions)
+        small = ask()
     runs: dict[str, list[tuple[float, float]]] = {"unpatched": [], "patched": []}
     for repeat in range(repeats + 1):
         # Who goes first changes from run to run: the second one finds warmer caches.
@@ -89,7 +87,12 @@ def compare(
                 runs[which].append(result)
     # Other work on the machine shows in the load: a reader can tell which times to trust.
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    timing: dict[str, Any] = {"repeats": repeats, "rows": len(images), "new_tokens": NEW_TOKENS, "load": load}
+    timing: dict[str, Any] = {
+        "repeats": repeats,
+        "rows": len(full["input_ids"]),
+        "new_tokens": NEW_TOKENS,
+        "load": load,
+    }
     for index, name in enumerate(("ttft", "token")):
         ours, theirs = ([run[index] for run in runs[which]] for which in ("patched", "unpatched"))
         timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = quantiles(ours), quantiles(theirs)

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,10 +19,13 @@ from tokenprune.cli.common import (
     read_keeps,
     show_progress,
 )
-from tokenprune.errors import TokenPruneError
 
 if TYPE_CHECKING:
+    from tokenprune.bench.data import Data
+    from tokenprune.bench.group import Group
+    from tokenprune.bench.model import Subject
     from tokenprune.bench.results import Results
+    from tokenprune.bench.suite import Plan
 
 
 def bench(
@@ -35,8 +37,33 @@ def bench(
         str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
     ] = "0.5,0.25,0.11",
     limit: Annotated[
-        int, typer.Option(min=0, help="Held-out pictures, each with one question of all 8 kinds; 0: all 200.")
-    ] = 24,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Held-out pictures, each with one question of all 8 kinds, default 24; with --data: rows, default "
+            "all. 0: all.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Your own questions: JSON lines of {image|images|video, question, answer|answers, kind?}, a folder "
+            "with such a file, or a folder of the `datasets` library."
+        ),
+    ] = None,
+    metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed, f1 or cider.")] = "exact",
+    columns: Annotated[
+        str, typer.Option(help="Columns of --data to rename or drop: query=question,label=answers,id=")
+    ] = "",
+    split: Annotated[str | None, typer.Option(help="Which split of a `datasets` folder.")] = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out rows of --data that cannot be asked.")
+    ] = False,
+    frames: Annotated[int, typer.Option(min=1, help="Frames taken of each video.")] = 8,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Keep config, raw predictions and results in this folder; the same command goes on there."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write raw records as JSON lines, for `tokenprune report`.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with tables and plot in one HTML file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
@@ -49,30 +76,81 @@ def bench(
         str | None,
         typer.Option(help="Added to every question; default: a request for a short answer, unless the model is ours."),
     ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Length of an answer; default: 16, and 4 for our model.")
+    ] = None,
 ) -> None:
-    """Measure accuracy per kind of question, tokens, FLOPs, KV bytes and time of methods, against no pruning."""
+    """Measure accuracy per kind of question, tokens, FLOPs, KV bytes and time of methods, against no pruning.
+
+    To share the work: accelerate launch --num_processes N -m tokenprune bench ...
+    """
     from tokenprune.bench import results, significance
-    from tokenprune.bench.suite import Bench, Plan
+    from tokenprune.bench.data import load_data, read_columns
+    from tokenprune.bench.group import joined, own_device
+    from tokenprune.bench.metrics import metric_named
+    from tokenprune.bench.suite import DEFAULT_PICTURES, Plan
 
     significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
+    metric_named(metric)
     plan = Plan(
         methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
         keeps=read_keeps(keep),
-        pictures=limit,
+        pictures=DEFAULT_PICTURES if limit is None else limit,
         batch_size=batch_size,
         repeats=repeats,
     )
-    subject = load_subject(model, device, threads, dtype, suffix)
+    asked = None
+    if data is not None:
+        asked = load_data(
+            data,
+            skip_bad=skip_bad,
+            columns=read_columns(columns),
+            split=split,
+            frames=frames,
+            limit=limit or 0,
+        )
+    subject = load_subject(model, own_device(device), threads, dtype, suffix)
+    subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
+    with joined() as group:
+        if asked is not None and group.leads:
+            for line in asked.skipped:
+                get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
+        records = _measure(subject, plan, asked, metric, run, json, group)
+    if group.leads:
+        _report(results.summarise(records), html=html, plot=plot)
+
+
+def _measure(
+    subject: Subject, plan: Plan, asked: Data | None, metric: str, run: Path | None, json: Path | None, group: Group
+) -> list[dict[str, Any]]:
+    from tokenprune.bench.data import check_films
+    from tokenprune.bench.lines import Lines
+    from tokenprune.bench.run_folder import RunFolder, config_of
+    from tokenprune.bench.suite import Bench
+
+    questions, about = None, {}
+    if asked is not None:
+        questions, about = asked.questions, {"data": asked.about()}
+        check_films(questions, subject.processor)
     records = []
-    with show_progress() as step, _json_lines(json) as write_record:
-        for record in Bench(subject, plan, step).records():
-            write_record(record)
+    with ExitStack() as stack:
+        step = stack.enter_context(show_progress()) if group.leads else None
+        file = stack.enter_context(Lines(json)) if json is not None and group.leads else None
+        folder = None
+        if run is not None:
+            folder = stack.enter_context(RunFolder(run, config_of(subject, plan, metric, about), group))
+        bench = Bench(subject, plan, step, questions=questions, metric=metric, about=about, folder=folder, group=group)
+        for record in bench.records():
+            if file is not None:
+                file.write(record)
             records.append(record)
-    _report(results.summarise(records), html=html, plot=plot)
+    return records
 
 
 def report(
-    file: Annotated[Path, typer.Argument(help="What `tokenprune bench --json FILE` wrote.")],
+    file: Annotated[
+        Path, typer.Argument(help="What `tokenprune bench` wrote: the file of --json, or the folder of --run.")
+    ],
     html: Annotated[Path | None, typer.Option(help="Write a report with tables and plot in one HTML file.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
@@ -81,27 +159,6 @@ def report(
     from tokenprune.bench.results import read_records, summarise
 
     _report(summarise(read_records(file)), html=html, plot=plot, markdown=markdown)
-
-
-@contextmanager
-def _json_lines(path: Path | None) -> Iterator[Any]:
-    """Yield a function that writes a record, so that a run that is cut short leaves what it has."""
-    if path is None:
-        yield lambda record: None
-        return
-    import json
-
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise TokenPruneError(f"cannot write {path}: {error.strerror or error}") from error
-    with file:
-
-        def write(record: dict[str, Any]) -> None:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            file.flush()
-
-        yield write
 
 
 def _report(results: Results, html: Path | None, plot: Path | None, markdown: bool = False) -> None:

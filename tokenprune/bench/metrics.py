@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How answers are scored: small functions, each with its source. A score lies in [0, 1]; CIDEr's in [0, 10]."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tokenprune.errors import OptionError, TokenPruneError
+
+Answers = Sequence[str]
+_NUMBERS = dict(zip("zero one two three four five six seven eight nine ten".split(), map(str, range(11)), strict=True))
+_NUMBERS["none"] = "0"
+_ARTICLES = {"a", "an", "the"}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A way to score answers.
+
+    score: from all predictions and the accepted answers of each question to one score a question. graded: whether there
+    are scores between right and wrong. right: from which score on an answer counts as right in McNemar's test and the
+    hard split; None: no such score, so that there are neither.
+    """
+
+    name: str
+    title: str
+    score: Callable[[Sequence[str], Sequence[Answers]], list[float]]
+    graded: bool = True
+    right: float | None = 0.5
+
+
+def best(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[Answers]], list[float]]:
+    """Turn a score against one answer into that against the accepted answer that fits best."""
+
+    def scores(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float]:
+        return [max(score(one, each) for each in some) for one, some in zip(predictions, accepted, strict=True)]
+
+    return scores
+
+
+def exact(prediction: str, answer: str) -> float:
+    """1 if the two are equal but for case, blanks at the ends and full stops at the end."""
+    return float(_plain(prediction) == _plain(answer))
+
+
+def _plain(text: str) -> str:
+    return text.strip().rstrip(".").strip().lower()
+
+
+def vqa(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float]:
+    """VQA accuracy: the mean, over all ways to leave one person's answer out, of min(1, people who agree / 3).
+
+    Source: Antol et al., "VQA" (arXiv:1505.00468), section 3.2 and the evaluation's text rules.
+    Differs from the paper: apostrophes are dropped on both sides in place of its table of contractions. With fewer than
+    four answers, where no answer could reach 1, one that agrees is enough.
+    """
+    return [_vqa(one, some) for one, some in zip(predictions, accepted, strict=True)]
+
+
+def _vqa(prediction: str, answers: Answers) -> float:
+    agree = [_spoken(answer) == _spoken(prediction) for answer in answers]
+    if len(answers) < 4:
+        return float(any(agree))
+    return sum(min(1.0, (sum(agree) - one) / 3) for one in agree) / len(agree)
+
+
+def _spoken(text: str) -> str:
+    text = text.lower().replace("'", "").replace("’", "")
+    text = re.sub(r"(?<=\d),(?=\d)", "", text)
+    text = re.sub(r"(?!(?<=\d)\.(?=\d))[^\w\s]", " ", text)
+    return " ".join(_NUMBERS.get(word, word) for word in text.split() if word not in _ARTICLES)
+
+
+def anls(prediction: str, answer: str) -> float:
+    """1 minus the edit distance over the longer length, 0 from a distance of one half on.
+
+    Source: Biten et al., "Scene Text Visual Question Answering" (arXiv:1905.13648), eq. 1; case is ignored.
+    """
+    ours, theirs = prediction.strip().lower(), answer.strip().lower()
+    longer = max(len(ours), len(theirs))
+    distance = edit_distance(ours, theirs) / longer if longer else 0.0
+    return 1 - distance if distance < 0.5 else 0.0
+
+
+def edit_distance(ours: str, theirs: str) -> int:
+    """Return how many letters must be put in, taken out or replaced to make one text the other (Levenshtein, 1966)."""
+    row = list(range(len(theirs) + 1))
+    for place, letter in enumerate(ours, 1):
+        diagonal, row[0] = row[0], place
+        for index, other in enumerate(theirs, 1):
+            diagonal, row[index] = row[index], min(row[index] + 1, row[index - 1] + 1, diagonal + (letter != other))
+    return row[-1]
+
+
+def relaxed(prediction: str, answer: str) -> float:
+    """1 if two numbers differ by at most 5 % of the right one, or two texts are equal as in `exact`.
+
+    Source: Masry et al., "ChartQA" (arXiv:2203.10244), section 4.3. A percent sign divides by 100.
+    """
+    ours, theirs = _number(prediction), _number(answer)
+    if ours is None or theirs is None:
+        return exact(prediction, answer)
+    return float(abs(ours - theirs) <= 0.05 * abs(theirs) + 1e-12)
+
+
+def _number(text: str) -> float | None:
+    text = _plain(text).replace(",", "").lstrip("$€£")
+    share = text.endswith("%")
+    try:
+        value = float(text.rstrip("% "))
+    except ValueError:
+        return None
+    return value / 100 if share else value
+
+
+def f1(prediction: str, answer: str) -> float:
+    """Harmonic mean of precision and recall of words, without articles and punctuation.
+
+    Source: Rajpurkar et al., "SQuAD" (arXiv:1606.05250), section 6.1.
+    """
+    ours, theirs = _words(prediction), _words(answer)
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * common / (len(ours) + len(theirs))
+
+
+def _words(text: str) -> list[str]:
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return [word for word in text.split() if word not in _ARTICLES]
+
+
+def cider(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float]:
+    """CIDEr-D by pycocoevalcap; a word's weight comes from the accepted answers of all questions.
+
+    Source: Vedantam et al., "CIDEr" (arXiv:1411.5726). Raises TokenPruneError where the package is missing.
+    Differs from the paper's code: words are split at blanks after punctuation is dropped, not by the Java tokenizer.
+    """
+    try:
+        from pycocoevalcap.cider.cider import Cider
+    except ImportError as error:
+        raise TokenPruneError("--metric cider needs pycocoevalcap: pip install pycocoevalcap") from error
+
+    def split(text: str) -> str:
+        return " ".join(text.lower().translate(str.maketrans("", "", string.punctuation)).split())
+
+    gold = {number: [split(one) for one in some] for number, some in enumerate(accepted)}
+    _, scores = Cider().compute_score(gold, {number: [split(one)] for number, one in enumerate(predictions)})
+    return [float(score) for score in scores]
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("exact", "accuracy %", best(exact), graded=False),
+        Metric("vqa", "VQA accuracy %", vqa),
+        Metric("anls", "ANLS %", best(anls)),
+        Metric("relaxed", "relaxed acc. %", best(relaxed), graded=False),
+        Metric("f1", "F1 %", best(f1)),
+        Metric("cider", "CIDEr ×100", cider, right=None),
+    )
+}
+
+
+def metric_named(name: str) -> Metric:
+    """Return a metric; raises OptionError for a name that is none, TokenPruneError where its package is missing."""
+    if name not in METRICS:
+        raise OptionError(f"there is no metric {name!r}: use one of {', '.join(METRICS)}")
+    # What is missing is said before the work, not after it.
+    METRICS[name].score(["a b"], [["a b"]])
+    return METRICS[name]

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a benchmark run, from which a killed run goes on: config.json, predictions.jsonl, results.jsonl.
+
+predictions.jsonl has one line for each (method, keep, seed, question), written batch by batch; the last line of a batch
+holds what the batch cost, so that a batch without it was torn and is asked again. Every process of a group writes a
+file of its own (predictions.1.jsonl ...), and the end of the run makes them one, in order.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tokenprune.bench.group import ALONE, Group
+from tokenprune.bench.lines import Lines, read_lines, write_whole
+from tokenprune.bench.results import RESULTS
+from tokenprune.errors import RunError
+from tokenprune.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from tokenprune.bench.model import Subject
+    from tokenprune.bench.suite import Plan
+
+CONFIG, PREDICTIONS = "config.json", "predictions.jsonl"
+Pass = tuple[str, float | int, int | None]  # method, keep, seed
+Batch = tuple[list[str], dict[str, Any]]  # the answers, and what they cost
+
+
+class RunFolder:
+    """Open (as a context) the folder of a run, which all processes of the group must do together.
+
+    config: what makes the run what it is. results: the records that are there already, the header first.
+    Raises RunError where the folder belongs to a run with another config, or cannot be read or written.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], group: Group = ALONE) -> None:
+        self.path, self.group = path, group
+        self._config = json.loads(json.dumps(config))
+        self.results: list[dict[str, Any]] = []
+        self._batches: dict[str, dict[int, Batch]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> RunFolder:
+        self._check()
+        whole = 0
+        for record, end in read_lines(self.path / RESULTS):
+            self.results.append(record)
+            whole = end
+        ends = {file.name: self._read(file) for file in sorted(self.path.glob("predictions*.jsonl"))}
+        self.group.gather(None)  # nothing is written before all have read
+        if self.group.leads:
+            write_whole(self.path / CONFIG, [self._config], indent=2)
+            self._results = self._stack.enter_context(Lines(self.path / RESULTS, whole))
+        self.group.gather(None)  # a folder with anything in it has a config
+        name = PREDICTIONS if self.group.leads else f"predictions.{self.group.rank}.jsonl"
+        self._predictions = self._stack.enter_context(Lines(self.path / name, ends.get(name, 0)))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.__exit__(kind, value, at)
+
+    def batches(self, place: Pass) -> dict[int, Batch]:
+        """Return the batches of a pass that were answered before, by the index of their first question."""
+        return self._batches.get(json.dumps(place), {})
+
+    def add_batch(self, place: Pass, first: int, answers: list[str], cost: dict[str, Any]) -> None:
+        """Write the answers to a batch, of which question `first` is the first."""
+        self._predictions.write(*_lines(place, first, answers, cost))
+
+    def add_result(self, record: dict[str, Any]) -> None:
+        """Write a record of the results: a process that does not lead leaves that to the one that does."""
+        if self.group.leads:
+            self._results.write(record)
+
+    def finish(self, passes: dict[Pass, dict[int, Batch]], scores: dict[Pass, list[float]]) -> None:
+        """Make the predictions one file, pass by pass in the order of the questions, each with its score."""
+        self.group.gather(None)  # no process writes a part any more
+        if not self.group.leads:
+            return
+        lines = []
+        for place, batches in passes.items():
+            for first, (answers, cost) in sorted(batches.items()):
+                made = _lines(place, first, answers, cost)
+                for line in made:
+                    line["score"] = round(scores[place][line["question"]], 6)
+                lines += made
+        write_whole(self.path / PREDICTIONS, lines)
+        for part in self.path.glob("predictions.*.jsonl"):
+            part.unlink()
+
+    def _check(self) -> None:
+        path = self.path / CONFIG
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                if any(not file.name.startswith(CONFIG) for file in self.path.iterdir()):
+                    raise RunError(f"{self.path} is not empty and no folder of a run: name another one with --run")
+                found = self._config
+            else:
+                found = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RunError(f"cannot use {self.path} as the folder of a run: {error.strerror or error}") from error
+        except ValueError as error:
+            raise RunError(f"{path} is damaged: {error}") from error
+        for name in {**self._config, **found} if isinstance(found, dict) else ["config"]:
+            ours, theirs = self._config.get(name), found.get(name) if isinstance(found, dict) else found
+            if ours != theirs:
+                raise RunError(
+                    f"{self.path} holds a run with {name} {json.dumps(theirs)}, and this one has {json.dumps(ours)}: "
+                    "name another folder with --run"
+                )
+
+    def _read(self, path: Path) -> int:
+        """Take up the batches in a file of predictions; returns the place where the last whole one ends."""
+        whole, answers, first = 0, [], 0
+        for line, end in read_lines(path):
+            if not answers:
+                first = line["question"]
+            answers.append(line["prediction"])
+            if "cost" in line:
+                place = json.dumps((line["method"], line["keep"], line["seed"]))
+                self._batches.setdefault(place, {})[first] = (answers, line["cost"])
+                answers, whole = [], end
+        return whole
+
+
+def config_of(subject: Subject, plan: Plan, metric: str, about: dict[str, Any]) -> dict[str, Any]:
+    """Return what the records of a run depend on, as plain values."""
+    environment = subject.environment()
+    versions = {name: environment.pop(name) for name in ("python", "torch", "transformers", "tokenprune")}
+    told = ("model", "model_type", "device", "dtype", "attention")
+    return {
+        **{name: environment[name] for name in told},
+        "fingerprint": fingerprint(subject.model),
+        "data": "shipped",
+        **about,
+        "metric": metric,
+        **asdict(plan),
+        "suffix": subject.suffix,
+        "max_new_tokens": subject.max_new_tokens,
+        "versions": versions,
+    }
+
+
+def _lines(place: Pass, first: int, answers: list[str], cost: dict[str, Any]) -> list[dict[str, Any]]:
+    method, keep, seed = place
+    lines = [
+        {"method": method, "keep": keep, "seed": seed, "question": first + index, "prediction": answer}
+        for index, answer in enumerate(answers)
+    ]
+    lines[-1]["cost"] = cost
+    return lines
