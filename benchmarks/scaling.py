@@ -14,6 +14,7 @@ Exponents: straight lines through the logarithms from 2880 tokens on.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import multiprocessing
 import resource
@@ -38,6 +39,7 @@ from tokenprune.tokens import Patches, Segments
 
 COUNTS = (576, 2880, 8192, 16384, 32768)
 WIDTH, HEADS, TEXT, SHARE = {"cuda": 1024, "cpu": 256}, 8, 64, 9
+_M_MMAP_THRESHOLD = -3  # see mallopt(3)
 MERGES = {
     "tome": lambda keys: bipartite_match(keys, keys.shape[1] // 8, protected=1),
     "dymu": lambda keys: threshold_match(keys, None, threshold=0.02, protected=1),
@@ -122,6 +124,10 @@ def prepared(what: str, name: str, count: int, device: torch.device) -> Callable
 def one(what: str, name: str, count: int, device: torch.device, threads: int, limit: int | None) -> dict[str, Any]:
     """Measure one point. limit: bytes that the process may take, if it is one of its own."""
     torch.set_num_threads(threads)
+    if limit is not None:
+        # glibc keeps large blocks that were freed, more of them the longer a loop runs. Give them back at once, so that
+        # the peak is what was in use.
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
     clock = Clock(device)
     try:
         with torch.inference_mode():
