@@ -34,8 +34,9 @@ test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against t
 notebooks: setup ## execute the notebooks (nothing is written: python dev/notebooks.py strips those that you ran)
 	$(TEST_ENV) .venv/bin/python $(PYTEST) --nbmake --nbmake-timeout=300 notebooks
 
+# Not --quiet: it would keep warnings from --strict too.
 docs: .venv-docs/.setup-done ## build the documentation site into build/site; fails on links that lead nowhere
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
 serving: .venv-vllm/.setup-done ## put load on a vLLM server, full and reduced (benchmarks/serving.py; SERVING_ARGS=...)
