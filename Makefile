@@ -13,7 +13,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-vllm notebooks docs serving demo bench-cpu bench-gpu plots lint clean distclean
+.PHONY: help setup test test-newest test-newest-quick test-vllm notebooks docs serving demo bench-cpu bench-gpu plots lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -25,6 +25,9 @@ test: setup ## run the tests
 
 test-newest: .venv-newest/.setup-done ## run the tests with the newest transformers tested (constraints-newest.txt)
 	$(TEST_ENV) .venv-newest/bin/python $(PYTEST)
+
+test-newest-quick: .venv-newest/.setup-done ## the same for families, caches and ways to run alone
+	$(TEST_ENV) .venv-newest/bin/python $(PYTEST) tests/test_identity.py tests/test_families.py tests/test_cache.py tests/test_ways.py
 
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)

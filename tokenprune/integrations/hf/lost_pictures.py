@@ -10,16 +10,18 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.attachable import states
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.hf.segments import feature_total
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
 
 
 class LostPictures(Part):
-    """Raises UnsupportedSetupError where `generate` encodes pictures and then leaves them out of the prompt's forward.
+    """Raises UnsupportedSetupError where `generate` encodes pictures and then leaves them, or parts of them, out of the
+    prompt's forward.
 
-    transformers 5.19 and 5.23 do so, without a word, when `prefill_chunk_size` is set: the answer knows nothing of the
-    picture, and there would be nothing to prune.
+    With `prefill_chunk_size`, transformers 5.19 hands over no pictures at all, without a word, and 5.23 those features
+    that a chunk holds placeholders for; tokens are chosen from whole pictures.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -31,16 +33,28 @@ class LostPictures(Part):
 
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         if self.current() is None:  # ahead of any forward, as `generate` does
-            states()[self] = weakref.ref(output)
+            states().setdefault(self, {})[modality] = weakref.ref(output)
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
-        ahead = states().get(self)
-        if ahead is None:
+        waiting = states().pop(self, None)
+        if waiting is None:
             return
-        if call.outputs or ahead() is None:
-            del states()[self]
-        elif any(bool(mask.any()) for mask in self.adapter.visual_mask(call.arguments).values()):
-            raise UnsupportedSetupError(
-                "pictures were encoded, but the prompt's forward holds only their placeholders: this version of "
-                "transformers loses pictures when generate() is given prefill_chunk_size; leave it out"
-            )
+        ahead = {modality: output for modality, ref in waiting.items() if (output := ref()) is not None}
+        handed = call.arguments.get("mm_encoder_outputs") or {}
+        if call.outputs and not handed:
+            return  # another prompt, with pixels
+        masks = self.adapter.visual_mask(call.arguments) if ahead else {}
+        if ahead and not call.outputs and not any(bool(mask.any()) for mask in masks.values()):
+            states()[self] = waiting  # text before the pictures
+            return
+        for modality, output in ahead.items():
+            if modality in call.outputs:
+                here, encoded = feature_total(call.outputs[modality]), feature_total(output)
+                lost = here is not None and encoded is not None and here < encoded
+            else:
+                lost = modality in masks and bool(masks[modality].any())
+            if lost:
+                raise UnsupportedSetupError(
+                    "a part of the prompt came without its pictures, or with pieces of them: generate() was given "
+                    "prefill_chunk_size; leave it out"
+                )
