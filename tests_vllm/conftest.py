@@ -136,3 +136,19 @@ def same(output: Any, tokens: list[int], logprobs: torch.Tensor, tolerance: floa
             gap = max(gap, abs(found.logprob - float(logprobs[step, token])))
     assert gap < tolerance, gap
     return gap
+
+
+@pytest.fixture
+def encoded(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Items in each call of the encoder, from here on; all caches are empty at the start."""
+    engine.forget()
+    calls: list[int] = []
+    embed = type(engine.model).embed_multimodal
+
+    def spy(self: Any, **kwargs: Any) -> Any:
+        out = embed(self, **kwargs)
+        calls.append(len(out))
+        return out
+
+    monkeypatch.setattr(type(engine.model), "embed_multimodal", spy)
+    yield calls

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,22 +24,6 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engi
 @pytest.fixture
 def checkpoint(engine: Engine) -> Checkpoint:
     return engine.checkpoint
-
-
-@pytest.fixture
-def encoded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Items in each call of the encoder, from here on; all caches are empty at the start."""
-    engine.forget()
-    calls: list[int] = []
-    embed = type(engine.model).embed_multimodal
-
-    def spy(self: Any, **kwargs: Any) -> Any:
-        out = embed(self, **kwargs)
-        calls.append(len(out))
-        return out
-
-    monkeypatch.setattr(type(engine.model), "embed_multimodal", spy)
-    yield calls
 
 
 def expect(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, images: list, setting: Any) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -66,22 +66,6 @@ def in_force(override: dict[str, Any]) -> dict[str, Any] | None:
     if override.get("off"):
         return None
     return override if "method" in override else VSCAN | override
-
-
-@pytest.fixture
-def encoded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Items in each call of the encoder, from here on; all caches are empty at the start."""
-    engine.forget()
-    calls: list[int] = []
-    embed = type(engine.model).embed_multimodal
-
-    def spy(self: Any, **kwargs: Any) -> Any:
-        out = embed(self, **kwargs)
-        calls.append(len(out))
-        return out
-
-    monkeypatch.setattr(type(engine.model), "embed_multimodal", spy)
-    yield calls
 
 
 def check(reference: Any, output: Any, prompt: str, images: list, override: dict, videos: Any = ()) -> None:
