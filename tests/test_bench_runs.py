@@ -93,7 +93,12 @@ def kill_after(monkeypatch: pytest.MonkeyPatch, calls: int | None) -> list[int]:
 
 def test_a_run_keeps_config_predictions_and_results(data: Path, whole: tuple[Path, str]) -> None:
     folder, printed = whole
-    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "predictions.jsonl", "results.jsonl"]
+    assert sorted(file.name for file in folder.iterdir()) == [
+        ".lock",
+        "config.json",
+        "predictions.jsonl",
+        "results.jsonl",
+    ]
     config = json.loads((folder / "config.json").read_text())
     assert (config["metric"], config["keeps"], config["data"]["questions"]) == ("anls", [0.25], 3)
     assert config["methods"] == ["random", "downsample", "uniform"]
@@ -282,7 +287,7 @@ def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], 
     for name in ("predictions.jsonl", "results.jsonl"):
         assert told(tmp_path / "run" / name) == told(whole[0] / name)
     assert sorted(file.name for file in (tmp_path / "run").iterdir()) == [
-        "config.json", "predictions.jsonl", "results.jsonl",
+        ".lock", "config.json", "predictions.jsonl", "results.jsonl",
     ]  # fmt: skip
 
 

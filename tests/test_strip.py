@@ -20,6 +20,7 @@ from processors import LIMITS, demo_model, llava, photo, special_tokenizer
 from test_cli import call, refused
 from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.bench import draw, strip
+from tokenprune.bench.media import read_frames
 from tokenprune.bench.model import Subject
 from zoo import FAMILIES
 
@@ -47,7 +48,7 @@ def test_frames_come_from_files_folders_and_animations(tmp_path: Path) -> None:
     flat(0).save(films / "film.gif", save_all=True, append_images=[flat(1), flat(2), flat(3), flat(4)])
 
     def colors(*paths: Path, most: int = 8) -> list[int]:
-        found = [np.asarray(frame, int)[32, 32] for frame in strip.read_frames(paths, most)]
+        found = [np.asarray(frame, int)[32, 32] for frame in read_frames(paths, most)]
         return [int(np.abs(np.array(COLORS) - one).sum(1).argmin()) for one in found]
 
     assert colors(tmp_path) == colors(films / "film.gif") == [0, 1, 2, 3, 4]
@@ -57,9 +58,9 @@ def test_frames_come_from_files_folders_and_animations(tmp_path: Path) -> None:
     assert colors(tmp_path, most=1) == [2]
     (tmp_path / "empty").mkdir()
     with pytest.raises(TokenPruneError, match="no pictures in"):
-        strip.read_frames([tmp_path / "empty"], 8)
+        read_frames([tmp_path / "empty"], 8)
     with pytest.raises(TokenPruneError, match="as a picture"):
-        strip.read_frames([tmp_path / "notes.txt"], 8)
+        read_frames([tmp_path / "notes.txt"], 8)
 
 
 # -- the shipped model: frames are pictures of one prompt

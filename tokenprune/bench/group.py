@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tokenprune.errors import RunError
+
 # One process times the methods, and some questions take longer than others, while the rest wait.
 _PATIENCE = datetime.timedelta(days=2)
 
@@ -33,8 +35,26 @@ class Group:
         import torch.distributed
 
         everything: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(everything, mine)
+        try:
+            torch.distributed.all_gather_object(everything, mine)
+        except RuntimeError as error:
+            raise RunError("another process of this run has ended: see what it said") from error
         return everything
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A part of the work that all processes enter and leave together; a RunError in one is raised in all of them,
+        so that none waits for one that gave up."""
+        failure = None
+        try:
+            yield
+        except RunError as error:
+            failure = error
+        told = self.gather(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if others := [one for one in told if one is not None]:
+            raise RunError(others[0])
 
 
 ALONE = Group()

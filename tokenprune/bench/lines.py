@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -82,4 +83,6 @@ def write_whole(path: Path, records: Iterable[dict[str, Any]], indent: int | Non
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            draft.unlink()  # of a full disk, it holds a part
         raise RunError(f"cannot write {path}: {error.strerror or error}; what was written before is kept") from error

@@ -3,17 +3,20 @@
 
 predictions.jsonl has one line for each (method, keep, seed, question), written batch by batch; the last line of a batch
 holds what the batch cost, so that a batch without it was torn and is asked again. Every process of a group writes a
-file of its own (predictions.1.jsonl ...), and the end of the run makes them one, in order.
+file of its own (predictions.1.jsonl ...), and the end of the run makes them one, in order. A run holds a lock of the
+operating system on the folder's file .lock, which the death of its first process releases.
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
 
 from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.lines import Lines, read_lines, write_whole
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from tokenprune.bench.model import Subject
     from tokenprune.bench.suite import Plan
 
-CONFIG, PREDICTIONS = "config.json", "predictions.jsonl"
+CONFIG, PREDICTIONS, LOCK = "config.json", "predictions.jsonl", ".lock"
 Pass = tuple[str, float | int, int | None]  # method, keep, seed
 Batch = tuple[list[str], dict[str, Any]]  # the answers, and what they cost
 
@@ -34,7 +37,8 @@ class RunFolder:
     """Open (as a context) the folder of a run, which all processes of the group must do together.
 
     config: what makes the run what it is. results: the records that are there already, the header first.
-    Raises RunError where the folder belongs to a run with another config, or cannot be read or written.
+    Raises RunError, in every process of the group, where another run is in the folder, where it belongs to a run with
+    another config, or where it cannot be read or written.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], group: Group = ALONE) -> None:
@@ -42,22 +46,27 @@ class RunFolder:
         self._config = json.loads(json.dumps(config))
         self.results: list[dict[str, Any]] = []
         self._batches: dict[str, dict[int, Batch]] = {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> RunFolder:
-        self._check()
-        whole = 0
-        for record, end in read_lines(self.path / RESULTS):
-            self.results.append(record)
-            whole = end
-        ends = {file.name: self._read(file) for file in sorted(self.path.glob("predictions*.jsonl"))}
-        self.group.gather(None)  # nothing is written before all have read
-        if self.group.leads:
-            write_whole(self.path / CONFIG, [self._config], indent=2)
-            self._results = self._stack.enter_context(Lines(self.path / RESULTS, whole))
-        self.group.gather(None)  # a folder with anything in it has a config
-        name = PREDICTIONS if self.group.leads else f"predictions.{self.group.rank}.jsonl"
-        self._predictions = self._stack.enter_context(Lines(self.path / name, ends.get(name, 0)))
+        with ExitStack() as stack:
+            with self.group.together():
+                self._check()
+                if self.group.leads:
+                    stack.enter_context(self._lock())
+                    self._check()  # another run may just have begun, and ended
+                whole = 0
+                for record, end in read_lines(self.path / RESULTS):
+                    self.results.append(record)
+                    whole = end
+                ends = {file.name: self._read(file) for file in sorted(self.path.glob("predictions*.jsonl"))}
+            with self.group.together():  # nothing is written before all have read
+                if self.group.leads:
+                    write_whole(self.path / CONFIG, [self._config], indent=2)
+                    self._results = stack.enter_context(Lines(self.path / RESULTS, whole))
+            with self.group.together():  # a folder with anything in it has a config
+                name = PREDICTIONS if self.group.leads else f"predictions.{self.group.rank}.jsonl"
+                self._predictions = stack.enter_context(Lines(self.path / name, ends.get(name, 0)))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
@@ -79,8 +88,11 @@ class RunFolder:
     def finish(self, passes: dict[Pass, dict[int, Batch]], scores: dict[Pass, list[float]]) -> None:
         """Make the predictions one file, pass by pass in the order of the questions, each with its score."""
         self.group.gather(None)  # no process writes a part any more
-        if not self.group.leads:
-            return
+        with self.group.together():
+            if self.group.leads:
+                self._join(passes, scores)
+
+    def _join(self, passes: dict[Pass, dict[int, Batch]], scores: dict[Pass, list[float]]) -> None:
         lines = []
         for place, batches in passes.items():
             for first, (answers, cost) in sorted(batches.items()):
@@ -92,12 +104,22 @@ class RunFolder:
         for part in self.path.glob("predictions.*.jsonl"):
             part.unlink()
 
+    def _lock(self) -> AbstractContextManager[Any]:
+        try:
+            return FileLock(self.path / LOCK).acquire(timeout=0)
+        except Timeout as error:
+            raise RunError(
+                f"another run is writing to {self.path}: wait for it, or name another one with --run"
+            ) from error
+        except (OSError, NotImplementedError) as error:
+            raise RunError(f"cannot lock {self.path}: {getattr(error, 'strerror', None) or error}") from error
+
     def _check(self) -> None:
         path = self.path / CONFIG
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                if any(not file.name.startswith(CONFIG) for file in self.path.iterdir()):
+                if any(not file.name.startswith((CONFIG, LOCK)) for file in self.path.iterdir()):
                     raise RunError(f"{self.path} is not empty and no folder of a run: name another one with --run")
                 found = self._config
             else:
@@ -117,14 +139,17 @@ class RunFolder:
     def _read(self, path: Path) -> int:
         """Take up the batches in a file of predictions; returns the place where the last whole one ends."""
         whole, answers, first = 0, [], 0
-        for line, end in read_lines(path):
-            if not answers:
-                first = line["question"]
-            answers.append(line["prediction"])
-            if "cost" in line:
-                place = json.dumps((line["method"], line["keep"], line["seed"]))
-                self._batches.setdefault(place, {})[first] = (answers, line["cost"])
-                answers, whole = [], end
+        try:
+            for line, end in read_lines(path):
+                if not answers:
+                    first = line["question"]
+                answers.append(line["prediction"])
+                if "cost" in line:
+                    place = json.dumps((line["method"], line["keep"], line["seed"]))
+                    self._batches.setdefault(place, {})[first] = (answers, line["cost"])
+                    answers, whole = [], end
+        except KeyError as error:
+            raise RunError(f"{path} is damaged: a line of it has no {error}") from error
         return whole
 
 

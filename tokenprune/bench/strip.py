@@ -5,56 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageSequence, UnidentifiedImageError
+from PIL import Image
 
 import tokenprune
 from tokenprune.bench import draw
 from tokenprune.bench.model import Subject
 from tokenprune.bench.suite import patched
-from tokenprune.errors import TokenPruneError, UnsupportedSetupError
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.registry import method_class
 
 CELL, _GAP = 16, 6  # pixels of a patch in the drawing, and between frames
 Grid = tuple[int, int]
-
-
-def read_frames(paths: Sequence[Path], most: int) -> list[Image.Image]:
-    """Return the pictures of a file, of an animation (GIF, WebP), of a folder in the order of its names, or of several
-    files; evenly chosen where there are more than `most`.
-
-    Raises TokenPruneError for what cannot be read.
-    """
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            Image.init()
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in Image.EXTENSION)
-            if not inside:
-                raise TokenPruneError(f"there are no pictures in {path}")
-            files += inside
-        else:
-            files.append(path)
-    if len(files) > 1:
-        return [_open(file)[0] for file in _evenly(files, most)]
-    return _evenly(_open(files[0]), most)
-
-
-def _open(path: Path) -> list[Image.Image]:
-    try:
-        with Image.open(path) as image:
-            return [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
-    except (OSError, UnidentifiedImageError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise TokenPruneError(f"cannot read {path} as a picture: {reason}") from error
-
-
-def _evenly(items: list[Any], most: int) -> list[Any]:
-    number = min(most, len(items))
-    return [items[(2 * place + 1) * len(items) // (2 * number)] for place in range(number)]
 
 
 def show(subject: Subject, frames: Sequence[Image.Image], question: str, method: str, keep: float | int) -> draw.Shown:

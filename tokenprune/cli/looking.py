@@ -83,11 +83,12 @@ def show(
 ) -> None:
     """Draw which patches of a picture, or of frames, a method keeps (clear), drops (dark) and merges (one colour)."""
     from tokenprune.bench import draw, strip
+    from tokenprune.bench.media import read_frames
     from tokenprune.registry import method_class
 
     method_class(method)
     (share,) = read_keeps(keep, one=True)
-    images = strip.read_frames(pictures, frames)
+    images = read_frames(pictures, frames)
     subject = load_subject(model, device, threads, suffix="")
     if len(images) == 1:
         shown = draw.show(subject, images[0], question, method, share)

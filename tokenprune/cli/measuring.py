@@ -123,7 +123,7 @@ def bench(
 def _measure(
     subject: Subject, plan: Plan, asked: Data | None, metric: str, run: Path | None, json: Path | None, group: Group
 ) -> list[dict[str, Any]]:
-    from tokenprune.bench.data import check_films
+    from tokenprune.bench.data import check_questions
     from tokenprune.bench.lines import Lines
     from tokenprune.bench.run_folder import RunFolder, config_of
     from tokenprune.bench.suite import Bench
@@ -131,7 +131,7 @@ def _measure(
     questions, about = None, {}
     if asked is not None:
         questions, about = asked.questions, {"data": asked.about()}
-        check_films(questions, subject.processor)
+        check_questions(questions, subject.processor)
     records = []
     with ExitStack() as stack:
         step = stack.enter_context(show_progress()) if group.leads else None

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures and videos from files or bytes, as RGB: Pillow reads pictures, animations and folders of frames; PyAV other
+videos.
+
+As in `transformers.image_utils.load_image`, a picture is turned upright as its EXIF says, and its alpha is dropped.
+Differs from it: 16-bit greys are scaled to 8 bits, where Pillow's own conversion would make nearly all of them white.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from tokenprune.errors import TokenPruneError
+
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|data:", re.IGNORECASE)
+
+
+class BadRow(Exception):
+    """Why one row cannot be asked."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a picture or video is. name: for messages. size: in bytes. read: returns its path or its bytes."""
+
+    name: str
+    size: int
+    read: Callable[[], Path | bytes]
+
+
+def source_of(value: Any, folder: Path) -> Source:
+    """Return where a picture or video of a row is: a path, seen from `folder`, or a dict of the `datasets` library with
+    bytes or a path. Raises BadRow for anything else, and for a file that is not there."""
+    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+        data = value["bytes"]
+        return Source(Path(value.get("path") or "picture").name, len(data), lambda: data)
+    if isinstance(value, dict) and isinstance(value.get("path"), str):
+        value = value["path"]
+    if not isinstance(value, str) or not value:
+        raise BadRow(f"{short(value)} names no file")
+    if _ADDRESS.match(value):
+        raise BadRow(f"{short(value)} is an address: download it first, and name the file")
+    path = folder / value
+    try:
+        return Source(path.name, path.stat().st_size, lambda: path)
+    except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
+        hint = ' (write "/" in the place of "\\")' if "\\" in value and path.as_posix() == str(path) else ""
+        raise BadRow(f"cannot read {short(str(path))}: {_reason(error)}{hint}") from error
+
+
+def short(value: Any) -> str:
+    """Return a text, or what Python writes for another value, cut to what fits into a message."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else f"{text[:150]}... ({len(text)} letters)"
+
+
+def read_picture(source: Source) -> Image.Image:
+    """Return a picture as RGB, of an animation the first frame; raises BadRow."""
+    found = source.read()
+    with _reading(source.name, "picture"), Image.open(_opened(found)) as image:
+        return _rgb(image)
+
+
+def read_film(source: Source, most: int) -> list[Image.Image]:
+    """Return frames of a video, evenly chosen where there are more than `most`; raises BadRow."""
+    with _reading(source.name, "video"):
+        return _frames(source.read(), most)
+
+
+def read_frames(paths: Sequence[Path], most: int) -> list[Image.Image]:
+    """Return the frames of a video (see `read_film`), or several pictures, also those of a folder in the order of their
+    names; evenly chosen where there are more than `most`.
+
+    Raises TokenPruneError for what cannot be read.
+    """
+    try:
+        files = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
+        if len(files) == 1:
+            with _reading(str(files[0]), "picture or video"):
+                return _frames(files[0], most)
+        return [_first(files[index]) for index in _evenly(len(files), most)]
+    except BadRow as error:
+        raise TokenPruneError(str(error)) from error
+
+
+def _frames(found: Path | bytes, most: int) -> list[Image.Image]:
+    if isinstance(found, Path) and found.is_dir():
+        files = _inside(found)
+        return [_first(files[index]) for index in _evenly(len(files), most)]
+    try:
+        with Image.open(_opened(found)) as image:
+            # Pillow tells an MPEG stream from other files, but cannot decode it.
+            if image.format != "MPEG":
+                return [_at(image, index) for index in _evenly(getattr(image, "n_frames", 1), most)]
+    except UnidentifiedImageError:
+        pass
+    return _decoded(found, most)
+
+
+def _decoded(found: Path | bytes, most: int) -> list[Image.Image]:
+    try:
+        import av
+    except ImportError as error:
+        raise BadRow("Pillow reads GIF, WebP and folders of frames; for others, pip install av") from error
+    with _film(av, found) as film:
+        stream = film.streams.video[0]
+        # Not all containers say how many frames they hold.
+        count = sum(packet.size > 0 for packet in film.demux(stream))
+        if count < stream.frames:
+            raise BadRow(f"it is cut off, {count} of {stream.frames} frames are there")
+    while count:
+        wanted, frames, seen = _evenly(count, most), [], 0
+        with _film(av, found) as film:
+            for seen, frame in enumerate(film.decode(video=0), 1):
+                if seen - 1 == wanted[len(frames)]:
+                    # Phones store films as the sensor lies, with a note of how to turn them.
+                    frames.append(frame.to_image().rotate(frame.rotation, expand=True))
+                if len(frames) == len(wanted):
+                    return frames
+        count = seen  # not every packet is a frame: choose again
+    raise BadRow("it has no frames")
+
+
+def _film(av: Any, found: Path | bytes) -> Any:
+    film = av.open(str(found) if isinstance(found, Path) else io.BytesIO(found))
+    if film.streams.video:
+        return film
+    film.close()
+    raise BadRow("it has no pictures")
+
+
+def _inside(folder: Path) -> list[Path]:
+    Image.init()
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in Image.EXTENSION)
+    if not files:
+        raise BadRow(f"there are no pictures in {folder}")
+    return files
+
+
+def _first(file: Path) -> Image.Image:
+    return read_picture(Source(file.name, 0, lambda: file))
+
+
+def _at(image: Image.Image, index: int) -> Image.Image:
+    image.seek(index)
+    return _rgb(image)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise BadRow("its pixels have 32 bits: save it with 8 or 16")
+    return image.convert("RGB")
+
+
+def _opened(found: Path | bytes) -> Path | io.BytesIO:
+    return io.BytesIO(found) if isinstance(found, bytes) else found
+
+
+def _evenly(items: int, most: int) -> list[int]:
+    number = min(most, items)
+    return [(2 * place + 1) * items // (2 * number) for place in range(number)]
+
+
+@contextmanager
+def _reading(name: str, kind: str) -> Iterator[None]:
+    """Say of every error that `name` cannot be read: decoders raise whatever damaged data makes them stumble over."""
+    try:
+        yield
+    except Exception as error:
+        raise BadRow(f"cannot read {name} as a {kind}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    # Pillow's own words for a file without a format end with its whole path.
+    if isinstance(error, UnidentifiedImageError):
+        return "no format that Pillow knows"
+    if type(error).__module__.startswith("av."):
+        return f"FFmpeg says {getattr(error, 'strerror', None) or error}"
+    return getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of users' files as plain dicts: JSON lines, one list in JSON, CSV, Parquet, and folders of `datasets`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenprune.bench.media import BadRow
+from tokenprune.errors import DataError
+
+# Files that say how the `datasets` library shall read a folder.
+_SAVED, _FOLDERS = ("dataset_info.json", "dataset_dict.json"), ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_TABLES = {".csv": ",", ".tsv": "\t"}
+_LISTS = ("images", "answers")  # columns whose cells are lists
+
+
+def read_rows(path: Path, split: str | None) -> tuple[Path, Iterator[tuple[str, Any]]]:
+    """Return the folder that names of pictures are seen from, and each row with the words that name it; a row that is
+    no JSON comes as a BadRow.
+
+    path: a file (.csv, .tsv, .parquet, .json; any other name: JSON lines), a folder with one *.jsonl, or a folder that
+    the `datasets` library reads. split: of a `datasets` folder with several. Raises DataError for anything else.
+    """
+    if not path.exists():
+        raise DataError(f"there is no {path}")
+    if path.is_dir():
+        names = {file.name for file in path.iterdir()}
+        if names & {*_SAVED, *_FOLDERS}:
+            return path, _stored(path, split, saved=bool(names & {*_SAVED}))
+        files = sorted(path.glob("*.jsonl"))
+        if len(files) != 1:
+            found = f"{len(files)} of them: name one" if files else "none"
+            raise DataError(f"{path} is no `datasets` folder, and of files with JSON lines (*.jsonl) it has {found}")
+        (path,) = files
+    kind = path.suffix.lower()
+    if kind == ".parquet":
+        return path.parent, _stored(path, split, saved=False)
+    return path.parent, _table(path, _TABLES[kind]) if kind in _TABLES else _json(path)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot read {path}: it is no text in UTF-8 ({error})") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    text = _text(path)
+    if path.suffix.lower() == ".json" and text.lstrip().startswith("["):
+        rows = _parsed(text)
+        if isinstance(rows, BadRow):
+            raise DataError(f"cannot read {path}: {rows}")
+        for number, row in enumerate(rows):
+            yield f"row {number}", row
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"line {number}", _parsed(line)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"no JSON: {error}")
+
+
+def _table(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
+    """Rows of a table as texts, whatever they look like: the answer "007" is no 7. An empty cell counts as none."""
+    lines = _text(path).split("\n")
+    table = csv.reader((line + "\n" for line in lines), delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    try:
+        for cells in table:
+            if not any(cells):
+                continue
+            if names is None:
+                names = [cell.strip() for cell in cells]
+            elif len(cells) != len(names):
+                yield f"line {table.line_num}", BadRow(f"has {len(cells)} cells, and the first line has {len(names)}")
+            else:
+                row: dict[str, Any] = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
+                for name in _LISTS:
+                    if name in row:
+                        row[name] = _parsed(row[name])
+                yield f"line {table.line_num}", row
+    except csv.Error as error:
+        raise DataError(f"cannot read line {table.line_num} of {path}: {error}") from error
+
+
+def _stored(path: Path, split: str | None, saved: bool) -> Iterator[tuple[str, Any]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"{path} needs the datasets library: pip install 'tokenprune-vlm[bench]'") from error
+    try:
+        if saved:
+            found = datasets.load_from_disk(str(path))
+        elif path.is_file():
+            found = datasets.Dataset.from_parquet(str(path))
+        else:
+            found = datasets.load_dataset("imagefolder", data_dir=str(path))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"cannot read {path} as a dataset: {str(error).splitlines()[0]}") from error
+    if isinstance(found, dict):
+        if split is None and len(found) == 1:
+            (split,) = found
+        if split not in found:
+            raise DataError(f"{path} has the splits {', '.join(found)}: name one of them with --split")
+        found = found[split]
+    # As bytes or paths: a picture that cannot be decoded is the fault of one row.
+    for name, feature in found.features.items():
+        inner = getattr(feature, "feature", feature)
+        if isinstance(inner, (datasets.Image, datasets.Video)):
+            plain = type(inner)(decode=False)
+            found = found.cast_column(name, plain if inner is feature else datasets.List(plain))
+    for number in range(len(found)):
+        yield f"row {number}", found[number]
