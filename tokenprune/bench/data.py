@@ -174,7 +174,7 @@ def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frame
         if name not in COLUMNS:
             close = get_close_matches(name, COLUMNS, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"a row has {', '.join(COLUMNS)}"
-            raise BadRow(f"unknown column {short(name)!r}: {hint} (--columns {short(name)}= drops it)")
+            raise BadRow(f"unknown column {name!r}: {hint} (--columns {name}= drops it)")
     seen = [name for name in ("image", "images", "video") if name in row]
     if len(seen) != 1:
         raise BadRow(f"needs one of image, images and video, has {' and '.join(seen) or 'none'}")

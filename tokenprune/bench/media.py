@@ -58,8 +58,8 @@ def source_of(value: Any, folder: Path) -> Source:
 
 
 def short(value: Any) -> str:
-    """Return a text, or what Python writes for another value, cut to what fits into a message."""
-    text = value if isinstance(value, str) else repr(value)
+    """Return a text that can be printed, or else what Python writes for a value, cut to what fits into a message."""
+    text = value if isinstance(value, str) and value and value.isprintable() else repr(value)
     return text if len(text) <= 200 else f"{text[:150]}... ({len(text)} letters)"
 
 
@@ -135,7 +135,7 @@ def _film(av: Any, found: Path | bytes) -> Any:
     if film.streams.video:
         return film
     film.close()
-    raise BadRow("it has no pictures")
+    raise BadRow("it has no pictures, or is cut off")
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -179,7 +179,7 @@ def _reading(name: str, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise BadRow(f"cannot read {name} as a {kind}: {_reason(error)}") from error
+        raise BadRow(f"cannot read {short(name)} as a {kind}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
 from tokenprune.accounting import DecoderShape
-from tokenprune.errors import TokenPruneError
+from tokenprune.errors import DataError, TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter, adapter_for
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "demo_vlm"
@@ -49,7 +49,7 @@ class Subject:
 
     def inputs(self, images: Sequence[Image.Image | Sequence[Any]], questions: Sequence[str]) -> dict[str, Any]:
         """Return the model's arguments for a left-padded batch, one picture (or list of pictures) and one question a
-        row."""
+        row. Raises DataError for a picture that the model's processor refuses."""
         rows = [row if isinstance(row, (list, tuple)) else [row] for row in images]
         return self._asked([[{"type": "image", "image": image} for image in row] for row in rows], questions)
 
@@ -63,13 +63,22 @@ class Subject:
             [*row, {"type": "text", "text": question + self.suffix}]
             for row, question in zip(seen, questions, strict=True)
         ]
-        inputs = self.processor.apply_chat_template(
-            [[{"role": "user", "content": content}] for content in contents],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            processor_kwargs={"padding": True, "return_tensors": "pt", **settings},
-        )
+        try:
+            inputs = self.processor.apply_chat_template(
+                [[{"role": "user", "content": content}] for content in contents],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                processor_kwargs={"padding": True, "return_tensors": "pt", **settings},
+            )
+        except TokenPruneError:
+            raise  # of a method that acts on pixels
+        except ValueError as error:
+            if len(questions) > 1:
+                for row, question in zip(seen, questions, strict=True):
+                    self._asked([row], [question], **settings)  # raises for the one that is wrong
+            asked = "; ".join(map(repr, questions))
+            raise DataError(f"the processor of {self.name} takes no picture of {asked}: {error}") from error
         dtype = self.model.dtype
         return {
             name: value.to(self.model.device, dtype if value.is_floating_point() else None)

@@ -23,22 +23,23 @@ def read_rows(path: Path, split: str | None) -> tuple[Path, Iterator[tuple[str, 
     no JSON comes as a BadRow.
 
     path: a file (.csv, .tsv, .parquet, .json; any other name: JSON lines), a folder with one *.jsonl, or a folder that
-    the `datasets` library reads. split: of a `datasets` folder with several. Raises DataError for anything else.
+    the `datasets` library reads: saved by it, of pictures with a metadata file, or of Parquet files. split: which one,
+    where a folder has several. Raises DataError for anything else.
     """
     if not path.exists():
         raise DataError(f"there is no {path}")
     if path.is_dir():
         names = {file.name for file in path.iterdir()}
-        if names & {*_SAVED, *_FOLDERS}:
-            return path, _stored(path, split, saved=bool(names & {*_SAVED}))
         files = sorted(path.glob("*.jsonl"))
+        if names & {*_SAVED, *_FOLDERS} or (not files and _parquets(path)):
+            return path, _stored(path, split)
         if len(files) != 1:
             found = f"{len(files)} of them: name one" if files else "none"
             raise DataError(f"{path} is no `datasets` folder, and of files with JSON lines (*.jsonl) it has {found}")
         (path,) = files
     kind = path.suffix.lower()
     if kind == ".parquet":
-        return path.parent, _stored(path, split, saved=False)
+        return path.parent, _stored(path, split)
     return path.parent, _table(path, _TABLES[kind]) if kind in _TABLES else _json(path)
 
 
@@ -53,7 +54,7 @@ def _text(path: Path) -> str:
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
     text = _text(path)
-    if path.suffix.lower() == ".json" and text.lstrip().startswith("["):
+    if path.suffix.lower() == ".json" and text.lstrip()[:1] == "[":
         rows = _parsed(text)
         if isinstance(rows, BadRow):
             raise DataError(f"cannot read {path}: {rows}")
@@ -95,18 +96,24 @@ def _table(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
         raise DataError(f"cannot read line {table.line_num} of {path}: {error}") from error
 
 
-def _stored(path: Path, split: str | None, saved: bool) -> Iterator[tuple[str, Any]]:
+def _parquets(folder: Path) -> list[Path]:
+    """Tables where data sets from the hub have them."""
+    return [*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]
+
+
+def _stored(path: Path, split: str | None) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError as error:
         raise DataError(f"{path} needs the datasets library: pip install 'tokenprune-vlm[bench]'") from error
     try:
-        if saved:
-            found = datasets.load_from_disk(str(path))
-        elif path.is_file():
+        if path.is_file():
             found = datasets.Dataset.from_parquet(str(path))
+        elif any((path / name).exists() for name in _SAVED):
+            found = datasets.load_from_disk(str(path))
         else:
-            found = datasets.load_dataset("imagefolder", data_dir=str(path))
+            kind = "imagefolder" if any((path / name).exists() for name in _FOLDERS) else "parquet"
+            found = datasets.load_dataset(kind, data_dir=str(path))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"cannot read {path} as a dataset: {str(error).splitlines()[0]}") from error
     if isinstance(found, dict):

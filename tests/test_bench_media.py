@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures and videos as users have them: odd modes, turned, damaged, cut off, with sound only."""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tokenprune.bench import media
+from tokenprune.bench.data import load_data
+from tokenprune.bench.media import BadRow, read_film, read_frames, read_picture
+from tokenprune.errors import DataError, TokenPruneError
+
+RED, BLUE = (250, 10, 10), (10, 10, 250)
+
+
+def picture() -> Image.Image:
+    """Red, with a blue corner at the top left."""
+    image = Image.new("RGB", (48, 32), RED)
+    image.paste(BLUE, (0, 0, 16, 16))
+    return image
+
+
+def source(path: Path, folder: Path | None = None) -> media.Source:
+    return media.source_of(str(path), folder or path.parent)
+
+
+def near(image: Image.Image, place: tuple[int, int], color: tuple[int, int, int]) -> bool:
+    return bool(np.abs(np.subtract(image.getpixel(place), color)).max() < 40)
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("p.png", "P"),
+        ("rgba.png", "RGBA"),
+        ("cmyk.jpg", "CMYK"),
+        ("a ä 漢字 🙂.png", "RGB"),
+        ("p.gif", "P"),
+        ("a.webp", "RGB"),
+    ],
+)
+def test_pictures_of_any_mode_become_rgb(name: str, mode: str, tmp_path: Path) -> None:
+    picture().convert(mode).save(tmp_path / name)
+    found = read_picture(source(tmp_path / name))
+    assert (found.mode, found.size) == ("RGB", (48, 32))
+    assert near(found, (2, 2), BLUE) and near(found, (40, 28), RED)
+
+
+def test_a_photo_is_turned_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    picture().save(tmp_path / "a.jpg", exif=exif, quality=95)
+    found = read_picture(source(tmp_path / "a.jpg"))
+    assert found.size == (32, 48)
+    assert near(found, (28, 4), BLUE) and near(found, (2, 2), RED)
+    (frame,) = read_frames([tmp_path / "a.jpg"], 8)
+    assert frame.tobytes() == found.tobytes()
+
+
+def test_grey_with_sixteen_bits_keeps_its_shades(tmp_path: Path) -> None:
+    shades = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
+    Image.fromarray(shades).save(tmp_path / "a.png")
+    found = np.asarray(read_picture(source(tmp_path / "a.png")))
+    np.testing.assert_array_equal(found, np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, 2))
+    Image.fromarray(shades.astype(np.float32)).save(tmp_path / "a.tiff")
+    with pytest.raises(BadRow, match=r"cannot read a\.tiff as a picture: its pixels have 32 bits"):
+        read_picture(source(tmp_path / "a.tiff"))
+
+
+def test_an_animation_is_its_first_frame_or_a_film(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 8), (0, 0, 50 * index)) for index in range(5)]
+    frames[0].save(tmp_path / "a.png", save_all=True, append_images=frames[1:])
+    assert read_picture(source(tmp_path / "a.png")).getpixel((0, 0)) == (0, 0, 0)
+    film = read_film(source(tmp_path / "a.png"), 2)
+    assert [frame.getpixel((0, 0))[2] for frame in film] == [50, 150]
+    data = (tmp_path / "a.png").read_bytes()
+    assert len(read_film(media.source_of({"bytes": data, "path": "x.png"}, tmp_path), 3)) == 3
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")  # of Pillow
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"])
+def test_no_damage_raises_anything_but_a_bad_row(kind: str) -> None:
+    made = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (9, 11, 3)).astype(np.uint8)
+    Image.fromarray(noise).save(made, kind)
+    whole, rng, refused = made.getvalue(), np.random.default_rng(1), 0
+    for number in range(60):
+        damaged = bytearray(whole[: rng.integers(len(whole))] if number % 2 else whole)
+        for place in rng.integers(0, max(1, len(damaged)), 4):
+            damaged[place : place + 1] = bytes([rng.integers(256)])
+        for read in (read_picture, lambda source: read_film(source, 4)):
+            try:
+                read(media.source_of({"bytes": bytes(damaged), "path": None}, Path()))
+            except BadRow as error:
+                refused += 1
+                assert str(error).startswith("cannot read picture as a ") and "\n" not in str(error)
+    assert refused > 20
+
+
+# -- films -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def av() -> Any:
+    return pytest.importorskip("av", reason="needs PyAV")
+
+
+def write_film(av: Any, path: Path, frames: int = 20, options: dict[str, str] | None = None) -> Path:
+    """A film whose frame i is grey 10 i, with a blue corner at the top left."""
+    with av.open(str(path), "w", options=options or {}) as film:
+        stream = film.add_stream("mpeg4" if path.suffix == ".avi" else "libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt, stream.options = 48, 32, "yuv420p", {"g": "5", "crf": "10"}
+        film.start_encoding()
+        for index in range(frames):
+            image = Image.new("RGB", (48, 32), (10 * index,) * 3)
+            image.paste(BLUE, (0, 0, 16, 16))
+            film.mux(stream.encode(av.VideoFrame.from_image(image)))
+        if frames:
+            film.mux(stream.encode())
+    return path
+
+
+def shades(frames: list[Image.Image]) -> list[int]:
+    """The number of each frame, told from its shade."""
+    return [round(frame.getpixel((40, 24))[0] / 10) for frame in frames]
+
+
+FRAGMENTS = {"movflags": "frag_keyframe+empty_moov"}  # such a file does not say how many frames it has
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("a.mp4", None), ("cut.mp4", FRAGMENTS), ("a.mkv", None), ("a.ts", None), ("a.avi", None)]
+)
+def test_frames_of_a_film_are_evenly_chosen(av: Any, name: str, options: Any, tmp_path: Path) -> None:
+    path = write_film(av, tmp_path / name, options=options)
+    film = read_film(source(path), 4)
+    assert shades(film) == [2, 7, 12, 17]
+    assert film[0].size == (48, 32) and near(film[0], (4, 4), BLUE)
+    assert shades(read_film(source(path), 50)) == list(range(20))
+    data = media.source_of({"bytes": path.read_bytes(), "path": None}, tmp_path)
+    assert shades(read_film(data, 1)) == [10]
+    assert shades(read_frames([path], 2)) == [5, 15]
+
+
+def test_a_film_of_a_phone_is_turned_upright(av: Any, tmp_path: Path) -> None:
+    path = write_film(av, tmp_path / "a.mp4")
+    data, (one, whole) = bytearray(path.read_bytes()), (1 << 16, 1 << 30)
+    # The track's matrix: as it lies, and turned clockwise by a quarter.
+    start = data.index(struct.pack(">9i", one, 0, 0, 0, one, 0, 0, 0, whole), data.index(b"tkhd"))
+    data[start : start + 36] = struct.pack(">9i", 0, one, 0, -one, 0, 0, 0, 0, whole)
+    path.write_bytes(data)
+    (frame,) = read_film(source(path), 1)
+    assert frame.size == (32, 48)
+    assert near(frame, (28, 4), BLUE) and not near(frame, (4, 4), BLUE) and not near(frame, (28, 44), BLUE)
+
+
+def test_more_packets_than_frames_are_no_matter(av: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, opened = write_film(av, tmp_path / "a.mkv"), media._film
+
+    class Film:
+        """Counts twice as many packets as there are, as old codecs may."""
+
+        def __init__(self, film: Any) -> None:
+            self.film = film
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.film.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.film, name)
+
+        def demux(self, stream: Any) -> list[Any]:
+            return 2 * list(self.film.demux(stream))
+
+    monkeypatch.setattr(media, "_film", lambda *given: Film(opened(*given)))
+    assert shades(read_film(source(path), 4)) == [2, 7, 12, 17]
+
+
+def test_films_that_cannot_be_read_are_bad_rows(av: Any, tmp_path: Path) -> None:
+    whole = write_film(av, tmp_path / "a.mp4").read_bytes()
+    front = write_film(av, tmp_path / "front.mp4", options={"movflags": "faststart"}).read_bytes()
+    write_film(av, tmp_path / "none.mp4", frames=0, options=FRAGMENTS)
+    (tmp_path / "end.mp4").write_bytes(whole[: len(whole) * 2 // 3])  # what says where frames are is at the end
+    (tmp_path / "cut.mp4").write_bytes(front[: len(front) * 2 // 3])
+    noise = bytearray(whole)
+    noise[len(whole) // 4 : len(whole) // 3] = bytes(len(whole) // 3 - len(whole) // 4)
+    (tmp_path / "noise.mp4").write_bytes(noise)
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    with av.open(str(tmp_path / "sound.mp4"), "w") as film:
+        stream = film.add_stream("aac", rate=8000)
+        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        sound.sample_rate = 8000
+        film.mux(stream.encode(sound))
+        film.mux(stream.encode())
+    messages = {
+        "none.mp4": "it has no frames",
+        "end.mp4": "it has no pictures, or is cut off|FFmpeg says",
+        "cut.mp4": r"it is cut off, \d+ of 20 frames are there",
+        "noise.mp4": "FFmpeg says",
+        "empty.mp4": "FFmpeg says",
+        "sound.mp4": "it has no pictures",
+    }
+    rows = [f'{{"video": "{name}", "question": "q", "answer": "a"}}\n' for name in ("a.mp4", *messages)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    data = load_data(tmp_path / "rows.jsonl", skip_bad=True, frames=8)
+    assert [len(one.video) for one in data.questions] == [8]
+    assert len(data.skipped) == len(messages)
+    for number, (said, (name, why)) in enumerate(zip(data.skipped, messages.items(), strict=True), 2):
+        assert said.startswith(f"line {number}: cannot read {name} as a video: ")
+        with pytest.raises(BadRow, match=why):
+            read_film(source(tmp_path / name), 8)
+
+
+def test_without_pyav_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "a.mp4").write_bytes(bytes(100))
+    (tmp_path / "rows.jsonl").write_text('{"video": "a.mp4", "question": "q", "answer": "a"}\n')
+    with pytest.raises(DataError, match=r"line 1: cannot read a\.mp4 as a video: .*pip install av"):
+        load_data(tmp_path / "rows.jsonl")
+    with pytest.raises(TokenPruneError, match="pip install av"):
+        read_frames([tmp_path / "a.mp4"], 8)
