@@ -78,22 +78,24 @@ def _table(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
     lines = _text(path).split("\n")
     table = csv.reader((line + "\n" for line in lines), delimiter=delimiter, strict=True)
     names: list[str] | None = None
+    start = 1  # a row may have several lines
     try:
         for cells in table:
+            where, start = f"line {start}", table.line_num + 1
             if not any(cells):
                 continue
             if names is None:
                 names = [cell.strip() for cell in cells]
             elif len(cells) != len(names):
-                yield f"line {table.line_num}", BadRow(f"has {len(cells)} cells, and the first line has {len(names)}")
+                yield where, BadRow(f"has {len(cells)} cells, and the first line has {len(names)}")
             else:
                 row: dict[str, Any] = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
                 for name in _LISTS:
                     if name in row:
                         row[name] = _parsed(row[name])
-                yield f"line {table.line_num}", row
+                yield where, row
     except csv.Error as error:
-        raise DataError(f"cannot read line {table.line_num} of {path}: {error}") from error
+        raise DataError(f"cannot read line {start} of {path}: {error}") from error
 
 
 def _parquets(folder: Path) -> list[Path]:
