@@ -191,12 +191,26 @@ def test_a_folder_of_pictures_with_metadata_is_read(folder: Path, monkeypatch: p
         ("vqa", "don't", ["dont"] * 4, 1),
         ("vqa", "1,000.5!", ["1000.5"], 1),
         ("vqa", "red", ["blue", "Red"], 1),
+        ("vqa", "U.S.", ["us"], 1),
+        ("vqa", "blue/green, (left)", ["Blue green left"], 1),
+        ("vqa", "50", ["50%"], 0),
+        ("vqa", "10:30", ["10 30"], 0),
+        ("vqa", "2.5", ["25"], 0),
         ("anls", "kitten", ["sitten"], 5 / 6),
+        ("anls", " Two\n words", ["two words "], 1),
         ("anls", "kitten", ["sitting", "dog"], 1 - 3 / 7),
         ("anls", "ab", ["ac"], 0),  # half of it is wrong
+        ("anls", "abcde", ["abcxy"], 0.6),
         ("anls", "", ["a"], 0),
         ("relaxed", "105", ["100"], 1),
         ("relaxed", "105.1", ["100"], 0),
+        ("relaxed", "95", ["100"], 1),
+        ("relaxed", "1.05", ["1"], 1),  # 1.05 - 1 is 0.050000000000000044
+        ("relaxed", "0.105", ["0.1"], 1),
+        ("relaxed", "1.0501", ["1"], 0),
+        ("relaxed", "-95", ["-100"], 1),
+        ("relaxed", "7", ["inf"], 0),  # a text
+        ("relaxed", "inf", ["inf"], 1),
         ("relaxed", "50%", ["0.5"], 1),
         ("relaxed", "$1,040", ["1000"], 1),
         ("relaxed", "0.01", ["0"], 0),
@@ -220,6 +234,15 @@ def test_edit_distance_is_the_naive_one() -> None:
     for _ in range(30):
         one, two = ("".join(rng.choice(list("ab"), rng.integers(5))) for _ in range(2))
         assert metrics.edit_distance(one, two) == naive(one, two)
+
+
+def test_f1_is_that_of_transformers() -> None:
+    from transformers.data.metrics.squad_metrics import compute_f1
+
+    rng, words = np.random.default_rng(0), "the a An cat Cat, dogs 2 2.5 it's ! (left) - ä".split()
+    for _ in range(300):
+        ours, theirs = (" ".join(rng.choice(words, rng.integers(6))) for _ in range(2))
+        assert metrics.f1(ours, theirs) == pytest.approx(compute_f1(theirs, ours))
 
 
 def test_unknown_metrics_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

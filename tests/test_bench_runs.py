@@ -9,7 +9,9 @@ import resource
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 import tokenprune
 from tokenprune.bench import paired, results
+from tokenprune.bench.cost import Cost
 from tokenprune.bench.group import Group
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.lines import Lines, read_lines
@@ -296,6 +299,28 @@ def test_more_processes_than_batches_are_refused() -> None:
         Bench(load(device="cpu"), Plan(pictures=1), group=Group(0, 3))
 
 
+def test_more_than_ten_kinds_are_told_apart() -> None:
+    kinds = [f"{number:02}" for number in range(12)]
+    asked = [SimpleNamespace(kind=kind, is_film=False) for kind in (*kinds, "11", "01", "00")]
+    bench = Bench(load(device="cpu"), Plan(repeats=0), questions=asked)
+    header = bench.header()
+    assert header["kinds"] == kinds
+    assert header["kind_of_question"] == [*map(str, range(12)), "11", "1", "0"]
+    stats = {"visual_tokens_in": 1, "visual_tokens_out": 1, "visual_tokens_average": 1.0}
+    right = "0" * 11 + "1" + "100"  # the two questions of kind 11
+    made = dict(record="result", method="unpatched", keep=1.0, site=None, right=[right], questions=15, stats=stats)
+    (row,) = results.summarise([header, made]).rows
+    assert {kind: share.value for kind, share in row.kinds.items()} == dict.fromkeys(kinds, 0.0) | {"11": 1.0}
+    assert len(Bench(load(device="cpu"), Plan(), questions=asked[:10]).header()["kind_of_question"]) == 10
+
+
+def test_costs_of_batches_are_summed() -> None:
+    one = Cost(3, 2, [3, 2], 1.5, 10, 20, 0.5)
+    two = Cost(30, 20, [30, 20], 15.0, 100, 200, 5.0)
+    assert Cost.total([asdict(one), asdict(two)]) == Cost(33, 22, [33, 22], 16.5, 110, 220, 5.5)
+    assert Cost.total([]) == Cost()
+
+
 # -- statistics ------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +348,8 @@ def test_versus_by_hand() -> None:
     back = paired.versus(theirs, ours)
     assert (back.difference, back.p) == (-found.difference, found.p)
     assert paired.versus(ours, ours) == paired.Versus(0, 0, 0, 1)
+    assert paired.versus(answers("1100"), answers("0011")).p == 1  # as many wins as losses
+    assert paired.versus(answers("11100"), answers("00011")).p == 1  # three of five, either way
     # Seeds are averaged before questions are drawn.
     assert paired.versus(answers("10", "01"), answers("00")).difference == 0.5
     assert paired.versus(answers("10", "01"), answers("00")).low == 0.5

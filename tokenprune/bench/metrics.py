@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
@@ -15,6 +16,7 @@ Answers = Sequence[str]
 _NUMBERS = dict(zip("zero one two three four five six seven eight nine ten".split(), map(str, range(11)), strict=True))
 _NUMBERS["none"] = "0"
 _ARTICLES = {"a", "an", "the"}
+_BLANKS = str.maketrans(dict.fromkeys('!"()+,-/;<=>?@[\\]_`{}', " "))
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,11 @@ def _plain(text: str) -> str:
 def vqa(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float]:
     """VQA accuracy: the mean, over all ways to leave one person's answer out, of min(1, people who agree / 3).
 
-    Source: Antol et al., "VQA" (arXiv:1505.00468), section 3.2 and the evaluation's text rules.
-    Differs from the paper: apostrophes are dropped on both sides in place of its table of contractions. With fewer than
-    four answers, where no answer could reach 1, one that agrees is enough.
+    Source: Antol et al., "VQA" (arXiv:1505.00468), section 3.2 and the evaluation's text rules: punctuation counts for
+    nothing (but # $ % & * : ^ | ~ and decimal points), nor do articles, and numbers in words are numbers.
+    Differs from the paper: apostrophes are dropped on both sides in place of its table of contractions, so that "its"
+    is "it's". With fewer than four answers, where no answer could reach 1, one that agrees is enough. lmms-eval's
+    TextVQA accuracy was equal on 20,000 random answers but for words that differ by an apostrophe alone.
     """
     return [_vqa(one, some) for one, some in zip(predictions, accepted, strict=True)]
 
@@ -71,16 +75,18 @@ def _vqa(prediction: str, answers: Answers) -> float:
 def _spoken(text: str) -> str:
     text = text.lower().replace("'", "").replace("’", "")
     text = re.sub(r"(?<=\d),(?=\d)", "", text)
-    text = re.sub(r"(?!(?<=\d)\.(?=\d))[^\w\s]", " ", text)
+    text = re.sub(r"\.(?!\d)", "", text).translate(_BLANKS)
     return " ".join(_NUMBERS.get(word, word) for word in text.split() if word not in _ARTICLES)
 
 
 def anls(prediction: str, answer: str) -> float:
     """1 minus the edit distance over the longer length, 0 from a distance of one half on.
 
-    Source: Biten et al., "Scene Text Visual Question Answering" (arXiv:1905.13648), eq. 1; case is ignored.
+    Source: Biten et al., "Scene Text Visual Question Answering" (arXiv:1905.13648), eq. 1; case, and how wide blanks
+    are, count for nothing. lmms-eval gives 0.5 at a distance of exactly one half, where the equation has 0, and counts
+    blanks at the ends as length.
     """
-    ours, theirs = prediction.strip().lower(), answer.strip().lower()
+    ours, theirs = (" ".join(text.lower().split()) for text in (prediction, answer))
     longer = max(len(ours), len(theirs))
     distance = edit_distance(ours, theirs) / longer if longer else 0.0
     return 1 - distance if distance < 0.5 else 0.0
@@ -99,7 +105,8 @@ def edit_distance(ours: str, theirs: str) -> int:
 def relaxed(prediction: str, answer: str) -> float:
     """1 if two numbers differ by at most 5 % of the right one, or two texts are equal as in `exact`.
 
-    Source: Masry et al., "ChartQA" (arXiv:2203.10244), section 4.3. A percent sign divides by 100.
+    Source: Masry et al., "ChartQA" (arXiv:2203.10244), section 5.1. A percent sign divides by 100.
+    Differs from lmms-eval: "5,000" and "$5" are numbers, "0.0" is 0, and 1.05 is within 5 % of 1, whatever floats say.
     """
     ours, theirs = _number(prediction), _number(answer)
     if ours is None or theirs is None:
@@ -114,13 +121,15 @@ def _number(text: str) -> float | None:
         value = float(text.rstrip("% "))
     except ValueError:
         return None
+    if not math.isfinite(value):
+        return None
     return value / 100 if share else value
 
 
 def f1(prediction: str, answer: str) -> float:
     """Harmonic mean of precision and recall of words, without articles and punctuation.
 
-    Source: Rajpurkar et al., "SQuAD" (arXiv:1606.05250), section 6.1.
+    Source: Rajpurkar et al., "SQuAD" (arXiv:1606.05250), section 6.1. Equal to `compute_f1` of transformers.
     """
     ours, theirs = _words(prediction), _words(answer)
     if not ours or not theirs:
@@ -138,7 +147,8 @@ def cider(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float
     """CIDEr-D by pycocoevalcap; a word's weight comes from the accepted answers of all questions.
 
     Source: Vedantam et al., "CIDEr" (arXiv:1411.5726). Raises TokenPruneError where the package is missing.
-    Differs from the paper's code: words are split at blanks after punctuation is dropped, not by the Java tokenizer.
+    Differs from the paper's code: words are split at blanks after punctuation is dropped, not by the Java tokenizer. A
+    word that is in the answers of every question weighs nothing: a single question scores 0 whatever is said.
     """
     try:
         from pycocoevalcap.cider.cider import Cider
