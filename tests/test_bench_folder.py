@@ -187,9 +187,7 @@ def test_processes_share_the_work_and_learn_of_each_others_end(tmp_path: Path) -
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    path = os.pathsep.join(
-        [str(Path(tokenprune.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    places = [str(Path(tokenprune.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     shared = {"PYTHONPATH": os.pathsep.join(places), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with RunFolder(tmp_path, {}):
