@@ -51,6 +51,19 @@ def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path: Path)
         pass
 
 
+def test_a_run_that_was_faster_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = RunFolder._lock
+
+    def late(self: RunFolder) -> Any:
+        (tmp_path / "config.json").write_text('{"a": 2}')  # another run begins and ends before the lock is ours
+        return lock(self)
+
+    monkeypatch.setattr(RunFolder, "_lock", late)
+    with pytest.raises(RunError, match="holds a run with a 2"):
+        RunFolder(tmp_path, {"a": 1}).__enter__()
+    assert files(tmp_path) == [".lock", "config.json"]
+
+
 def test_the_lock_of_a_killed_process_holds_nobody_up(tmp_path: Path) -> None:
     with RunFolder(tmp_path, {}):
         pass
@@ -139,8 +152,12 @@ def test_what_one_process_cannot_read_or_write_ends_all(tmp_path: Path) -> None:
     (tmp_path / "run/config.json").write_text("{}")
     for error in in_threads(lambda group: work(group, {"a": 1} if group.rank else {})):
         assert isinstance(error, RunError) and "holds a run with a null, and this one has 1" in str(error)
+    (tmp_path / "run/config.json.new").mkdir()  # nothing can be written there, by the first process
+    for error in in_threads(lambda group: work(group, {})):
+        assert isinstance(error, RunError) and "cannot write" in str(error)
+    (tmp_path / "run/config.json.new").rmdir()
     (tmp_path / "run/predictions.1.jsonl.new").touch()
-    (tmp_path / "run/predictions.jsonl.new").mkdir()  # nothing can be written there
+    (tmp_path / "run/predictions.jsonl.new").mkdir()  # nor there
     for error in in_threads(lambda group: work(group, {})):
         assert isinstance(error, RunError) and "cannot write" in str(error)
     assert {"predictions.jsonl", "predictions.1.jsonl"} < set(files(tmp_path / "run"))  # all answers are there

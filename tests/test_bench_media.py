@@ -119,7 +119,8 @@ def av() -> Any:
 def write_film(av: Any, path: Path, frames: int = 20, options: dict[str, str] | None = None) -> Path:
     """A film whose frame i is grey 10 i, with a blue corner at the top left."""
     with av.open(str(path), "w", options=options or {}) as film:
-        stream = film.add_stream("mpeg4" if path.suffix == ".avi" else "libx264", rate=10)
+        codec = {".avi": "mpeg4", ".m1v": "mpeg1video"}.get(path.suffix, "libx264")
+        stream = film.add_stream(codec, rate=25)
         stream.width, stream.height, stream.pix_fmt, stream.options = 48, 32, "yuv420p", {"g": "5", "crf": "10"}
         film.start_encoding()
         for index in range(frames):
@@ -140,7 +141,8 @@ FRAGMENTS = {"movflags": "frag_keyframe+empty_moov"}  # such a file does not say
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("a.mp4", None), ("cut.mp4", FRAGMENTS), ("a.mkv", None), ("a.ts", None), ("a.avi", None)]
+    ("name", "options"),
+    [("a.mp4", None), ("cut.mp4", FRAGMENTS), ("a.mkv", None), ("a.ts", None), ("a.avi", None), ("a.m1v", None)],
 )
 def test_frames_of_a_film_are_evenly_chosen(av: Any, name: str, options: Any, tmp_path: Path) -> None:
     path = write_film(av, tmp_path / name, options=options)

@@ -259,6 +259,16 @@ def test_bad_rows_are_refused_or_said_and_left_out(data: Path, tmp_path: Path) -
     assert "Left out of the data: line 4: cannot read" in result.stdout
 
 
+def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows[1]["question"] = "<image>\n" + rows[1]["question"]
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = bench(mine, "--run", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "line 2 has '<image>'. Take it out" in result.stderr and not (tmp_path / "run").exists()
+
+
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +321,7 @@ def test_more_than_ten_kinds_are_told_apart() -> None:
     made = dict(record="result", method="unpatched", keep=1.0, site=None, right=[right], questions=15, stats=stats)
     (row,) = results.summarise([header, made]).rows
     assert {kind: share.value for kind, share in row.kinds.items()} == dict.fromkeys(kinds, 0.0) | {"11": 1.0}
-    assert len(Bench(load(device="cpu"), Plan(), questions=asked[:10]).header()["kind_of_question"]) == 10
+    assert Bench(load(device="cpu"), Plan(), questions=asked[:10]).header()["kind_of_question"] == "0123456789"
 
 
 def test_costs_of_batches_are_summed() -> None:

@@ -51,10 +51,8 @@ class Group:
         except RunError as error:
             failure = error
         told = self.gather(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        if others := [one for one in told if one is not None]:
-            raise RunError(others[0])
+        if failures := [one for one in told if one is not None]:
+            raise failure or RunError(failures[0])
 
 
 ALONE = Group()

@@ -70,7 +70,8 @@ def demo(model: ModelOption = None, device: DeviceOption = None, threads: Thread
 
 def show(
     pictures: Annotated[
-        list[Path], typer.Argument(help="A picture; or the frames of a video: a GIF, a folder, files.")
+        list[Path],
+        typer.Argument(help="A picture; or the frames of a video: a GIF, a film (with PyAV), a folder, files."),
     ],
     method: Annotated[str, typer.Option(help="A name out of `tokenprune methods`.")] = "dart",
     keep: Annotated[str, typer.Option(help="Share of the visual tokens, or a whole number of them.")] = "0.25",

@@ -48,7 +48,7 @@ def bench(
         Path | None,
         typer.Option(
             help="Your own questions: JSON lines of {image|images|video, question, answer|answers, kind?}, a folder "
-            "with such a file, or a folder of the `datasets` library."
+            "with such a file, JSON, CSV, Parquet, or a folder of the `datasets` library."
         ),
     ] = None,
     metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed, f1 or cider.")] = "exact",
