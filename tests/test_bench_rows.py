@@ -207,6 +207,8 @@ def test_placeholders_in_questions_are_refused(folder: Path) -> None:
     numbered = SimpleNamespace(image_token_id=tokenizer.convert_tokens_to_ids("<b>"), tokenizer=tokenizer)
     with pytest.raises(DataError, match="line 3 has '<b>'"):
         check_questions(data.questions, numbered)
+    with pytest.raises(DataError, match="line 3 has '<b>'"):
+        check_questions(data.questions, SimpleNamespace(image_token="<b>"))
     check_questions(data.questions, SimpleNamespace())
 
 
