@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenprune
 from tokenprune.bench.cost import Cost, Prefill
+from tokenprune.bench.data import check_films
 from tokenprune.bench.model import Subject
 from tokenprune.bench.results import UNPATCHED
 from tokenprune.bench.timing import compare
@@ -72,6 +73,8 @@ class HfBackend:
 
     def begin(self, questions: Sequence[Any]) -> None:
         self._films = any(question.is_film for question in questions)
+        if self._films:
+            check_films(questions, self.subject.processor)
 
     def alone(self, method: str) -> bool:
         """A method that looks at a picture to size it goes picture by picture: in a batch, LLaVA's processor would make

@@ -134,10 +134,11 @@ def config_of(subject: Subject | Backend, plan: Plan, metric: str, about: dict[s
 
     backend = backend_of(subject)
     environment = backend.environment()
-    versions = {name: environment.pop(name) for name in ("python", "torch", "transformers", "tokenprune")}
-    told = ("model", "model_type", "device", "dtype", "attention")
+    known = ("python", "torch", "transformers", "vllm", "tokenprune")
+    versions = {name: environment[name] for name in known if name in environment}
+    told = ("engine", "engine_args", "model", "model_type", "device", "dtype", "attention")
     return {
-        **{name: environment[name] for name in told},
+        **{name: environment[name] for name in told if name in environment},
         "fingerprint": backend.fingerprint(),
         "data": "shipped",
         **about,
