@@ -94,12 +94,13 @@ def bench(
     """
     from tokenprune.bench import results, significance
     from tokenprune.bench.data import load_data, read_columns
-    from tokenprune.bench.group import joined, own_device
+    from tokenprune.bench.group import joined
     from tokenprune.bench.metrics import metric_named
     from tokenprune.bench.suite import DEFAULT_PICTURES, Plan
-    from tokenprune.cli.engines import check_engine, open_engine
+    from tokenprune.cli.engines import Engines
 
-    check_engine(backend, server, engine_args, device=device, threads=threads, dtype=None if dtype == "auto" else dtype)
+    engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
+    engines.check()
     significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
     metric_named(metric)
     plan = Plan(
@@ -121,9 +122,7 @@ def bench(
         )
     with ExitStack() as stack:
         pictures = max((len(one.pictures) for one in asked.questions), default=1) if asked is not None else 1
-        subject = open_engine(
-            stack, backend, server, engine_args, model, own_device(device), threads, dtype, suffix, pictures
-        )
+        subject = engines.open(stack, pictures)
         subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
         group = stack.enter_context(joined())
         if asked is not None and group.leads:
