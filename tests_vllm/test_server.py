@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -17,6 +18,10 @@ import pytest
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, Server, serve
+from tokenprune.accounting import DecoderShape
+from tokenprune.bench.suite import Bench, Plan
+from tokenprune.bench.vllm_backend import VllmBackend
+from tokenprune.bench.vllm_server import ServerEngine
 
 NAME = "qwen2_5_vl"
 STEPS = 4
@@ -136,6 +141,36 @@ def test_visual_tokens_are_counted(server: Server) -> None:
             ask(server, images, "how many? ", {"keep": 7.0})
 
     assert added(refused) == {"in": 0, "out": 0}
+
+
+def test_the_benchmark_asks_it(server: Server, reference: Any) -> None:
+    """Whose own setting does not count."""
+    engine = ServerEngine(f"{server.url}/v1", "tiny")
+    images = [CHECKPOINTS[NAME].pictures(1, seed=seed)[0] for seed in (30, 33, 36)]  # of one size
+    questions = [
+        SimpleNamespace(images=(image,), question="what is it? ", answers=("?",), kind="all", is_film=False)
+        for image in images
+    ]
+    backend = VllmBackend(engine, "", STEPS)
+    plan = Plan(methods=("pool",), keeps=(0.25,), batch_size=3, seeds=(0,), repeats=1)
+    records = list(Bench(backend, plan, questions=questions).records())
+    assert [record["record"] for record in records] == ["header"] + ["result"] * 4
+    _, base, random, downsample, pool = records
+    assert base["stats"]["visual_tokens_in"] == base["stats"]["visual_tokens_out"] == 3 * 35
+    assert random["stats"]["visual_tokens_per_layer"] == pool["stats"]["visual_tokens_per_layer"] == [27] * 3
+    assert 0 < downsample["stats"]["visual_tokens_out"] < 50 and downsample["stats"]["visual_tokens_in"] == 105
+    shape = DecoderShape.from_config(reference(NAME).model.config.get_text_config())
+    text = reference(NAME).inputs(prompt(1, "what is it? "), images[:1])["input_ids"].numel() - 35
+    assert pool["stats"]["kv_bytes"] == shape.kv_bytes([3 * (text + 9)] * 3, 4)
+    assert all(pool["timing"][name]["p50"] > 0 for name in ("ttft_ms", "token_ms", "ttft_ratio"))
+    decode = reference(NAME).processor.tokenizer.decode
+    for place, setting in ((("unpatched", 1.0, None), None), (("pool", 0.25, None), {"method": "pool", "keep": 0.25})):
+        with backend.answering(place) as answer:
+            answers, _ = answer(0, questions)
+        for image, found in zip(images, answers, strict=True):
+            tokens, _ = reference(NAME).greedy(prompt(1, "what is it? "), [image], STEPS, setting)
+            assert found == decode(tokens, skip_special_tokens=True).strip()
+    engine.close()
 
 
 def test_a_hundred_at_once(server: Server, reference: Any) -> None:

@@ -49,4 +49,4 @@ class DataError(TokenPruneError, ValueError):
 
 
 class RunError(TokenPruneError, RuntimeError):
-    """The folder of a benchmark run belongs to another run, or cannot be written."""
+    """A benchmark cannot go on: its folder belongs to another run or cannot be written, or what it asks fails."""

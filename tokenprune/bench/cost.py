@@ -13,7 +13,11 @@ from tokenprune.bench.model import Subject
 
 @dataclass
 class Cost:
-    """`Stats`, summed over the batches of one pass (overhead_ms too); flops: of the decoder in prefill."""
+    """`Stats`, summed over the batches of one pass (overhead_ms too); flops: of the decoder in prefill.
+
+    An engine that is not in this process tells no overhead (None), and nothing that follows from the decoder's sizes
+    where its config is not at hand (0).
+    """
 
     visual_tokens_in: int = 0
     visual_tokens_out: int = 0
@@ -21,7 +25,7 @@ class Cost:
     flops: float = 0.0
     kv_bytes: int = 0
     kv_bytes_full: int = 0
-    overhead_ms: float = 0.0
+    overhead_ms: float | None = 0.0
 
     def add(self, subject: Subject, inputs: dict[str, Any], kv_bytes: int | None = None) -> None:
         """Add the batch that just ran. kv_bytes: what its cache held after prefill, if the model was not patched."""
@@ -48,7 +52,7 @@ class Cost:
             before = total.visual_tokens_per_layer or [0] * len(layers)
             for name, value in cost.items():
                 if name != "visual_tokens_per_layer":
-                    setattr(total, name, getattr(total, name) + value)
+                    setattr(total, name, None if value is None else getattr(total, name) + value)
             total.visual_tokens_per_layer = [a + b for a, b in zip(before, layers, strict=True)]
         return total
 
@@ -63,7 +67,7 @@ class Cost:
         record["kv_bytes_full"] = whole.kv_bytes
         record["visual_tokens_average"] = sum(self.visual_tokens_per_layer) / max(1, len(self.visual_tokens_per_layer))
         record["keep_ratio"] = self.visual_tokens_out / max(1, whole.visual_tokens_in)
-        record["prefill_flops_ratio"] = flops / whole.flops
+        record["prefill_flops_ratio"] = flops / whole.flops if whole.flops else None
         return record
 
 

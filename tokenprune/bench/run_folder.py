@@ -22,11 +22,11 @@ from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.lines import Lines, read_lines, write_whole
 from tokenprune.bench.results import RESULTS
 from tokenprune.errors import RunError
-from tokenprune.fingerprint import fingerprint
 
 if TYPE_CHECKING:
+    from tokenprune.bench.backend import Backend
     from tokenprune.bench.model import Subject
-    from tokenprune.bench.suite import Plan
+    from tokenprune.bench.plan import Plan
 
 CONFIG, PREDICTIONS, LOCK = "config.json", "predictions.jsonl", ".lock"
 Pass = tuple[str, float | int, int | None]  # method, keep, seed
@@ -153,20 +153,24 @@ class RunFolder:
         return whole
 
 
-def config_of(subject: Subject, plan: Plan, metric: str, about: dict[str, Any]) -> dict[str, Any]:
+def config_of(subject: Subject | Backend, plan: Plan, metric: str, about: dict[str, Any]) -> dict[str, Any]:
     """Return what the records of a run depend on, as plain values."""
-    environment = subject.environment()
-    versions = {name: environment.pop(name) for name in ("python", "torch", "transformers", "tokenprune")}
-    told = ("model", "model_type", "device", "dtype", "attention")
+    from tokenprune.bench.backend import backend_of
+
+    backend = backend_of(subject)
+    environment = backend.environment()
+    known = ("python", "torch", "transformers", "vllm", "tokenprune")
+    versions = {name: environment[name] for name in known if name in environment}
+    told = ("engine", "engine_args", "model", "model_type", "device", "dtype", "attention")
     return {
-        **{name: environment[name] for name in told},
-        "fingerprint": fingerprint(subject.model),
+        **{name: environment[name] for name in told if name in environment},
+        "fingerprint": backend.fingerprint(),
         "data": "shipped",
         **about,
         "metric": metric,
         **asdict(plan),
-        "suffix": subject.suffix,
-        "max_new_tokens": subject.max_new_tokens,
+        "suffix": backend.suffix,
+        "max_new_tokens": backend.max_new_tokens,
         "versions": versions,
     }
 

@@ -10,102 +10,42 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import tokenprune
-from tokenprune.bench.cost import Cost, Prefill
+from tokenprune.bench.backend import Backend, backend_of, patched
+from tokenprune.bench.cost import Cost
 from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.metrics import metric_named
 from tokenprune.bench.model import Subject
-from tokenprune.bench.results import MARKS, SCHEMA, UNPATCHED
+from tokenprune.bench.plan import BASELINES, DEFAULT_KEEPS, DEFAULT_PICTURES, Plan, batched, seeds_of
+from tokenprune.bench.results import SCHEMA, UNPATCHED
 from tokenprune.bench.scenes import KINDS
-from tokenprune.bench.timing import compare
-from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError, UnsupportedSetupError
+from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
 from tokenprune.registry import method_class
 
 if TYPE_CHECKING:
     from tokenprune.bench.run_folder import Batch, Pass, RunFolder
 
-BASELINES = tuple(MARKS)
-DEFAULT_KEEPS = (0.5, 0.25, 0.11)
-DEFAULT_PICTURES = 24
+__all__ = ["BASELINES", "DEFAULT_KEEPS", "DEFAULT_PICTURES", "Bench", "Plan", "Step", "patched", "seeds_of"]
 Step = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to run. The baselines are put in front of `methods`; () means all registered ones that choose within a
-    picture.
-
-    pictures: how many held-out pictures, each with one question of every kind; 0: all. Questions that are given are all
-    asked. seeds: methods that draw at
-    random (that have an option `seed`) answer once with each. repeats: timed runs of each (method, keep); 0: no timing.
-    """
-
-    methods: tuple[str, ...] = ()
-    keeps: tuple[float | int, ...] = DEFAULT_KEEPS
-    pictures: int = DEFAULT_PICTURES
-    batch_size: int = 32
-    seeds: tuple[int, ...] = (0, 1, 2)
-    repeats: int = 7
-
-    def __post_init__(self) -> None:
-        # Every question here has one picture, so that nothing is left to a method that chooses between pictures.
-        fitting = (name for name in tokenprune.available_methods() if not method_class(name).chooses_pictures)
-        names = self.methods or tuple(fitting)
-        for name in names:
-            method_class(name)  # raises with close matches
-        ordered = tuple(dict.fromkeys((*BASELINES, *names)))
-        object.__setattr__(self, "methods", ordered)
-        for keep in self.keeps:
-            tokenprune.Budget.of(keep)
-        for name, low in (("pictures", 0), ("batch_size", 1), ("repeats", 0)):
-            if getattr(self, name) < low:
-                raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}")
-        if not self.keeps or not self.seeds:
-            raise OptionError("a benchmark needs at least one keep and one seed")
-
-
-def patched(
-    subject: Subject, name: str, keep: float | int, films: bool = False, **options: Any
-) -> AbstractContextManager[Any]:
-    """Return a context in which the subject's model is patched; methods that act on pixels get its processor.
-
-    films: whether the model sees videos.
-    """
-    if name == UNPATCHED:
-        return nullcontext()
-    site = method_class(name).site
-    if site is tokenprune.Site.ATTENTION and not films:
-        raise UnsupportedSetupError(
-            f"{name} acts on videos, and here the model sees pictures only: it would leave them as they are"
-        )
-    if site is tokenprune.Site.PRE_ENCODER:
-        options["processor"] = subject.processor
-    return tokenprune.patched(subject.model, name, keep=keep, **options)
-
-
-def seeds_of(name: str, seeds: Sequence[int]) -> list[dict[str, int]]:
-    """Return the options of each pass: one for each seed, or one pass without options."""
-    if name != UNPATCHED and "seed" in tokenprune.method_info(name).options:
-        return [{"seed": seed} for seed in seeds]
-    return [{}]
 
 
 class Bench:
     """One run; `records()` does the work, record by record.
 
-    questions: what is asked (`data.Question`), default: the held-out set that ships. about: what the header tells of
-    them. folder: where the run is kept, and goes on from. group: the processes that share it; each answers its part of
-    the batches, and all have the same records in the end, but for the times, which only the first process takes.
+    subject: a model, or another backend that answers. questions: what is asked (`data.Question`), default: the held-out
+    set that ships. about: what the header tells of them. folder: where the run is kept, and goes on from. group: the
+    processes that share it; each answers its part of the batches, and all have the same records in the end, but for the
+    times, which only the first process takes.
     """
 
     def __init__(
         self,
-        subject: Subject,
+        subject: Subject | Backend,
         plan: Plan,
         step: Step | None = None,
         *,
@@ -116,22 +56,21 @@ class Bench:
         group: Group = ALONE,
     ) -> None:
         self.subject, self.plan, self.metric = subject, plan, metric_named(metric)
+        self.backend = backend_of(subject)
         self.about, self.folder, self.group = about or {}, folder, group
         self.examples = load_heldout(limit=plan.pictures or None) if questions is None else list(questions)
         self.kinds = list(KINDS) if questions is None else sorted({example.kind for example in self.examples})
-        self.batches = _batched(self.examples, plan.batch_size)
+        self.batches = batched(self.examples, plan.batch_size)
         if group.size > len(self.batches):
             raise OptionError(
                 f"{group.size} processes, but only {len(self.batches)} batches of up to {plan.batch_size} questions: "
                 "take a smaller --batch-size"
             )
-        self._films = any(example.is_film for example in self.examples)
+        self.backend.begin(self.examples)
         self._step, self._done = step or (lambda label, done, total: None), 0
         self.total = len(self.batches) + sum(
             len(seeds_of(name, plan.seeds)) * len(self._batches(name)) for name in plan.methods
         ) * len(plan.keeps)
-        self._reused: dict[int, dict[str, Any]] = {}
-        self._reused_bytes = 0
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Run everything; the order is header, unpatched, then the methods with the baselines first.
@@ -175,9 +114,9 @@ class Bench:
             "metric": self.metric.name,
             **self.about,
             "plan": asdict(self.plan),
-            "suffix": self.subject.suffix,
-            "max_new_tokens": self.subject.max_new_tokens,
-            "environment": self.subject.environment(),
+            "suffix": self.backend.suffix,
+            "max_new_tokens": self.backend.max_new_tokens,
+            "environment": self.backend.environment(),
         }
 
     def _written(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -201,21 +140,13 @@ class Bench:
             passes = {place: self._pass(place) for place in self._places(name, keep)}
             record = self._result(name, keep, passes, whole)
             if self.plan.repeats and self.group.leads:
-                record["timing"] = self._timing(name, keep)
+                first = self._places(name, keep)[0]
+                record["timing"] = self.backend.timing(first, self.examples[0], self.plan.repeats)
         except (DataError, RunError):
             raise  # this ends the run: no method is to blame
         except TokenPruneError as error:
             return {"record": "skipped", "method": name, "keep": keep, "reason": str(error).splitlines()[0]}, {}
         return record, passes
-
-    def _timing(self, name: str, keep: float | int) -> dict[str, Any]:
-        options, batch = seeds_of(name, self.plan.seeds)[0], self.examples[:1]
-        return compare(
-            self.subject,
-            lambda: patched(self.subject, name, keep, self._films, **options),
-            lambda: self._asked(batch),
-            self.plan.repeats,
-        )
 
     def _result(
         self, name: str, keep: float | int, passes: dict[Pass, dict[int, Batch]], whole: Cost | None
@@ -241,7 +172,7 @@ class Bench:
             "right": right,
             "questions": len(self.examples),
             "stats": cost.record(whole or cost),
-            "environment": self.subject.environment(),
+            "environment": self.backend.environment(),
         }
         if self.metric.graded:
             record["scores"] = [[round(score, 6) for score in one] for one in scores]
@@ -253,9 +184,8 @@ class Bench:
 
     def _pass(self, place: Pass) -> dict[int, Batch]:
         """Answer every question once, this process its part, and return all batches by their first question."""
-        name, keep, seed = place
+        name, keep, _ = place
         label = name if name == UNPATCHED else f"{name} {keep:g}"
-        options = {} if seed is None else {"seed": seed}
         done = dict(self.folder.batches(place)) if self.folder is not None else {}
         batches, start = self._batches(name), self._done
         firsts = [0, *itertools.accumulate(map(len, batches))]
@@ -264,9 +194,9 @@ class Bench:
         failure, asking = None, -1
         self._done += len(batches) - len(todo)
         try:
-            with patched(self.subject, name, keep, self._films, **options) if todo else nullcontext():
+            with self.backend.answering(place) if todo else nullcontext() as answer:
                 for asking in todo[self.group.rank :: self.group.size]:
-                    answers, cost = mine[firsts[asking]] = self._answer(name, asking, batches[asking])
+                    answers, cost = mine[firsts[asking]] = answer(asking, batches[asking])
                     if self.folder is not None:
                         self.folder.add_batch(place, firsts[asking], answers, cost)
                     self._done += 1
@@ -283,44 +213,5 @@ class Bench:
             done |= answered
         return done
 
-    def _answer(self, name: str, number: int, batch: list[Any]) -> Batch:
-        inputs, cost = self._inputs(name, number, batch), Cost()
-        with Prefill(self.subject) as prefill:
-            answers = self.subject.generate(inputs)
-        cost.add(self.subject, inputs, prefill.kv_bytes if name == UNPATCHED else None)
-        return answers, asdict(cost)
-
     def _batches(self, name: str) -> list[list[Any]]:
-        """A method that looks at a picture to size it goes picture by picture: in a batch, LLaVA's processor would make
-        all of them one size."""
-        alone = name != UNPATCHED and tokenprune.method(name).by_content
-        return [[example] for example in self.examples] if alone else self.batches
-
-    def _inputs(self, name: str, number: int, batch: list[Any]) -> dict[str, Any]:
-        if name != UNPATCHED and method_class(name).site is tokenprune.Site.PRE_ENCODER:
-            return self._asked(batch)
-        if number not in self._reused:
-            inputs = self._asked(batch)
-            # All methods that do not touch pixels take the same inputs; half a gigabyte of them is kept.
-            size = sum(value.numel() * value.element_size() for value in inputs.values())
-            if self._reused_bytes + size > 2**29:
-                return inputs
-            self._reused[number] = inputs
-            self._reused_bytes += size
-        return dict(self._reused[number])
-
-    def _asked(self, batch: list[Any]) -> dict[str, Any]:
-        if batch[0].is_film:
-            return self.subject.film_inputs(batch[0].video, batch[0].question)
-        return self.subject.inputs([example.images for example in batch], [example.question for example in batch])
-
-
-def _batched(examples: Sequence[Any], size: int) -> list[list[Any]]:
-    """Cut questions into batches in their order; one about a video is alone."""
-    batches: list[list[Any]] = []
-    for example in examples:
-        if batches and len(batches[-1]) < size and not (example.is_film or batches[-1][0].is_film):
-            batches[-1].append(example)
-        else:
-            batches.append([example])
-    return batches
+        return [[example] for example in self.examples] if self.backend.alone(name) else self.batches

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -52,7 +53,7 @@ def _cost(results: Results) -> Table:
         bytes_, full = row.stats["kv_bytes"], row.stats["kv_bytes_full"]
         rows.append([
             *map(Cell, (name, keep, f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}")),
-            Cell(f"{row.stats['prefill_flops_ratio']:.0%}"),
+            Cell("" if row.stats["prefill_flops_ratio"] is None else f"{row.stats['prefill_flops_ratio']:.0%}"),
             Cell(f"{_bytes(bytes_ / row.questions)} ({bytes_ / full:.0%})" if full else ""),
             Cell(_time(row, "ttft")),
             Cell(_time(row, "token")),
@@ -135,10 +136,13 @@ def _title(results: Results) -> str:
     base, env = results.baseline, results.header["environment"]
     data = results.header.get("data")
     asked = f"of {data['name']}" if data else f"on {base.questions // len(base.kinds)} pictures"
-    return (
-        f"{env['model']}: {base.questions} questions {asked}, "
-        f"{env['device']}, {env['threads']} thread{'s' if env['threads'] != 1 else ''}, {env['dtype']}"
-    )
+    return f"{env['model']}: {base.questions} questions {asked}, {env['device']}, {_engine(env)}, {env['dtype']}"
+
+
+def _engine(env: dict[str, Any]) -> str:
+    if "vllm" in env:
+        return f"vLLM {env['vllm']}"
+    return f"{env['threads']} thread{'s' if env['threads'] != 1 else ''}"
 
 
 def _cost_notes(results: Results) -> list[str]:
@@ -147,21 +151,28 @@ def _cost_notes(results: Results) -> list[str]:
     inside = ", ".join(dict.fromkeys(row.method for row in results.rows if row.site in sites)) or "none here"
     meaning = ", ".join(f"{mark} = not better than {name}" for name, mark in MARKS.items())
     how = "an exact one-sided McNemar test" if _metric(results).right is not None else "a one-sided paired bootstrap"
+    vllm = "vllm" in results.header["environment"]
+    cache = "closed form, from the length of the prompt that vLLM reports" if vllm else "measured"
     notes = [
         "Visual tokens: of a picture as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean "
         f"over the decoder's layers. IN_LLM methods ({inside}) see all tokens in the layers before their cut: at the "
         "same keep they spend more than PRE_LLM ones, so compare at equal layer avg.",
-        "FLOPs: decoder prefill, closed form, share of unpatched; KV cache: of one question after prefill, measured. "
-        "`downsample` saves work in the vision tower too, which only TTFT shows.",
+        "FLOPs: decoder prefill, closed form, share of unpatched; KV cache: of one question after prefill, "
+        f"{cache}. `downsample` saves work in the vision tower too, which only TTFT shows.",
         f"No better than: {meaning}, by {how} at {100 * LEVEL:.0f} % on the same questions "
         "at the same keep. "
         "Methods that draw at random are pooled over "
         f"{len(results.header['plan']['seeds'])} seeds; their intervals count each question once.",
     ]
     if timing:
+        how = (
+            "requests to vLLM, one at a time and with a picture that no cache has seen, processor included"
+            if vllm
+            else f"runs of `generate` on {timing['rows']} question(s), vision tower included, processor not"
+        )
         notes.append(
-            f"Times: medians of {timing['repeats']} runs of `generate` on {timing['rows']} question(s), vision tower "
-            "included, processor not; in brackets the median speed-up over unpatched runs made in turn."
+            f"Times: medians of {timing['repeats']} {how}; in brackets the median speed-up over unpatched runs made in "
+            "turn."
         )
         busiest = max(row.timing.get("load") or 0 for row in results.rows if row.timing)
         cores = results.header["environment"].get("cores") or 1

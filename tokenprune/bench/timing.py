@@ -74,25 +74,32 @@ def compare(
     full = ask()
     with patched():
         small = ask()
+
+    def run_patched() -> tuple[float, float]:
+        with patched():
+            return run_once(subject, small)
+
+    return in_turns(lambda: run_once(subject, full), run_patched, repeats, len(full["input_ids"]))
+
+
+def in_turns(
+    unpatched: Callable[[], tuple[float, float]],
+    patched: Callable[[], tuple[float, float]],
+    repeats: int,
+    rows: int = 1,
+) -> dict[str, Any]:
+    """Call the two in turns, each of which returns the milliseconds to a first token and of a further one; returns what
+    `compare` does. rows: questions that each asks."""
     runs: dict[str, list[tuple[float, float]]] = {"unpatched": [], "patched": []}
     for repeat in range(repeats + 1):
         # Who goes first changes from run to run: the second one finds warmer caches.
         for which in ("unpatched", "patched") if repeat % 2 else ("patched", "unpatched"):
-            if which == "patched":
-                with patched():
-                    result = run_once(subject, small)
-            else:
-                result = run_once(subject, full)
+            result = patched() if which == "patched" else unpatched()
             if repeat:
                 runs[which].append(result)
     # Other work on the machine shows in the load: a reader can tell which times to trust.
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    timing: dict[str, Any] = {
-        "repeats": repeats,
-        "rows": len(full["input_ids"]),
-        "new_tokens": NEW_TOKENS,
-        "load": load,
-    }
+    timing: dict[str, Any] = {"repeats": repeats, "rows": rows, "new_tokens": NEW_TOKENS, "load": load}
     for index, name in enumerate(("ttft", "token")):
         ours, theirs = ([run[index] for run in runs[which]] for which in ("patched", "unpatched"))
         timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = quantiles(ours), quantiles(theirs)

@@ -15,12 +15,12 @@ from tokenprune.cli.common import (
     ModelOption,
     ThreadsOption,
     get_console,
-    load_subject,
     read_keeps,
     show_progress,
 )
 
 if TYPE_CHECKING:
+    from tokenprune.bench.backend import Backend
     from tokenprune.bench.data import Data
     from tokenprune.bench.group import Group
     from tokenprune.bench.model import Subject
@@ -69,6 +69,14 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
     repeats: Annotated[int, typer.Option(min=0, help="Timed runs of each method and keep; 0: no timing.")] = 7,
     batch_size: Annotated[int, typer.Option(min=1, help="Questions in a batch.")] = 32,
+    backend: Annotated[str, typer.Option(help="hf: transformers, in this process; vllm: vLLM with our plugin.")] = "hf",
+    server: Annotated[
+        str | None,
+        typer.Option(help="With --backend vllm: a server, http://host:8000/v1; default: vLLM in this process."),
+    ] = None,
+    engine_args: Annotated[
+        str | None, typer.Option(help="With --backend vllm: arguments of vllm.LLM, as a JSON object.")
+    ] = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
@@ -86,10 +94,13 @@ def bench(
     """
     from tokenprune.bench import results, significance
     from tokenprune.bench.data import load_data, read_columns
-    from tokenprune.bench.group import joined, own_device
+    from tokenprune.bench.group import joined
     from tokenprune.bench.metrics import metric_named
     from tokenprune.bench.suite import DEFAULT_PICTURES, Plan
+    from tokenprune.cli.engines import Engines
 
+    engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
+    engines.check()
     significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
     metric_named(metric)
     plan = Plan(
@@ -109,9 +120,11 @@ def bench(
             frames=frames,
             limit=limit or 0,
         )
-    subject = load_subject(model, own_device(device), threads, dtype, suffix)
-    subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
-    with joined() as group:
+    with ExitStack() as stack:
+        pictures = max((len(one.pictures) for one in asked.questions), default=1) if asked is not None else 1
+        subject = engines.open(stack, pictures)
+        subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
+        group = stack.enter_context(joined())
         if asked is not None and group.leads:
             for line in asked.skipped:
                 get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
@@ -121,9 +134,15 @@ def bench(
 
 
 def _measure(
-    subject: Subject, plan: Plan, asked: Data | None, metric: str, run: Path | None, json: Path | None, group: Group
+    subject: Subject | Backend,
+    plan: Plan,
+    asked: Data | None,
+    metric: str,
+    run: Path | None,
+    json: Path | None,
+    group: Group,
 ) -> list[dict[str, Any]]:
-    from tokenprune.bench.data import check_questions
+    from tokenprune.bench.backend import backend_of
     from tokenprune.bench.lines import Lines
     from tokenprune.bench.run_folder import RunFolder, config_of
     from tokenprune.bench.suite import Bench
@@ -131,7 +150,7 @@ def _measure(
     questions, about = None, {}
     if asked is not None:
         questions, about = asked.questions, {"data": asked.about()}
-        check_questions(questions, subject.processor)
+        backend_of(subject).begin(questions)  # before a folder is made for what cannot be asked
     records = []
     with ExitStack() as stack:
         step = stack.enter_context(show_progress()) if group.leads else None

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune bench --backend vllm` on the shipped model; see test_server.py for a server."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import stop
+from tokenprune.bench import results, tables
+from tokenprune.bench.backend import Backend, HfBackend
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.lines import read_lines
+from tokenprune.bench.model import load
+from tokenprune.bench.run_folder import PREDICTIONS, RunFolder, config_of
+from tokenprune.bench.suite import Bench, Plan
+from tokenprune.bench.vllm_backend import Chat, VllmBackend
+from tokenprune.bench.vllm_offline import OfflineEngine
+from tokenprune.errors import OptionError, TokenPruneError
+
+PLAN = Plan(methods=("uniform", "divprune", "pool", "fastv"), keeps=(0.25,), pictures=2, batch_size=8, repeats=0)
+SERVED = ("uniform", "divprune", "pool")
+ARGUMENTS = dict(enforce_eager=True, max_model_len=512, max_num_seqs=8, block_size=32)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[OfflineEngine]:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    stop()
+    made = OfflineEngine(None, arguments=ARGUMENTS)
+    yield made
+    made.close()
+    del made.llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def encoded(engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One item for each call of the encoder, from here on."""
+    model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    calls: list[int] = []
+    embed = type(model).embed_multimodal
+
+    def spy(self: Any, **kwargs: Any) -> Any:
+        out = embed(self, **kwargs)
+        calls.append(len(out))
+        return out
+
+    monkeypatch.setattr(type(model), "embed_multimodal", spy)
+    return calls
+
+
+class Counting(HfBackend):
+    """transformers with positions as vLLM has them where they have one axis: of the tokens that are there."""
+
+    @contextmanager
+    def answering(self, place: Any) -> Iterator[Any]:
+        def count(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+            length, keys = kwargs["inputs_embeds"].shape[1], kwargs["past_key_values"].layers[0].keys
+            past = 0 if length > 1 else keys.shape[-2]
+            return args, kwargs | {"position_ids": past + torch.arange(length)[None]}
+
+        with super().answering(place) as answer:
+            hook = self.subject.adapter.decoder.register_forward_pre_hook(count, with_kwargs=True)
+            try:
+                yield answer
+            finally:
+                hook.remove()
+
+
+def run(backend: Backend, plan: Plan, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The records of a run by method, and its predictions."""
+    with RunFolder(folder, config_of(backend, plan, "exact", {})) as kept:
+        records = list(Bench(backend, plan, folder=kept).records())
+    found = {record.get("method"): record for record in records}
+    return found, [line for line, _ in read_lines(folder / PREDICTIONS)]
+
+
+def test_answers_and_cost_are_those_of_transformers(engine: OfflineEngine, tmp_path: Path) -> None:
+    ours, answers = run(VllmBackend(engine, "", 4), PLAN, tmp_path / "vllm")
+    # Alone, because a batch is padded, and its cache holds the padding.
+    plan = Plan(methods=PLAN.methods, keeps=PLAN.keeps, pictures=PLAN.pictures, batch_size=1, repeats=0)
+    theirs, expected = run(Counting(load(device="cpu")), plan, tmp_path / "hf")
+
+    def of(lines: list[dict[str, Any]], method: str) -> list[str]:
+        return [line["prediction"] for line in lines if line["method"] == method]
+
+    assert len(set(of(answers, "unpatched"))) > 5 and of(answers, "uniform") != of(answers, "unpatched")
+    for name in ("unpatched", *SERVED):
+        assert of(answers, name) == of(expected, name)
+        one, other = ours[name], theirs[name]
+        for key in ("right", "correct", "n", "site", "seeds", "questions"):
+            assert one[key] == other[key]
+        for key, value in other["stats"].items():
+            if key == "overhead_ms":
+                assert one["stats"][key] is None
+            elif key == "kv_bytes_full" and name == "unpatched":
+                continue  # left-padded in a batch
+            else:
+                assert one["stats"][key] == pytest.approx(value), key
+    assert len(ours["random"]["right"]) == 3 and ours["random"]["stats"]["keep_ratio"] == 0.25
+    for name in ("downsample", "fastv"):
+        assert ours[name]["record"] == "skipped" and "cannot be served" in ours[name]["reason"]
+    header = ours[None]
+    assert header["environment"]["vllm"] and header["environment"]["dtype"] == "float32"
+    notes = " ".join(tables.tables(results.summarise([header, *(ours[k] for k in ours if k)]))[0].notes)
+    assert "closed form, from the length of the prompt that vLLM reports" in notes and "Skipped fastv" in notes
+    assert str(Path.cwd()) not in str(header) and "/" not in header["environment"]["model"]
+
+
+def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:
+    """The beginning of a sequence too, which vLLM's chats leave to the template."""
+    subject, (question, *_) = load(device="cpu"), load_heldout(limit=1)
+    ids = subject.inputs([question.images], [question.question])["input_ids"][0].tolist()
+    assert ids[0] == subject.processor.tokenizer.bos_token_id
+    (reply,) = engine.ask([Chat(question.images, question.question)], {"off": True}, 1)
+    assert reply.prompt_tokens == len(ids)
+
+
+def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int]) -> None:
+    backend, question = VllmBackend(engine, "", 4), load_heldout(limit=1)[0]
+    timing = backend.timing(("pool", 0.25, None), question, 2)
+    assert len(encoded) == 6  # three rounds of two
+    assert timing["repeats"] == 2 and timing["rows"] == 1
+    for name in ("ttft_ms", "ttft_ms_unpatched", "token_ms", "token_ms_unpatched", "ttft_ratio", "token_ratio"):
+        assert 0 < timing[name]["p20"] <= timing[name]["p50"] <= timing[name]["p80"]
+    assert timing["token_ms"]["p50"] < timing["ttft_ms"]["p50"]
+    chat = Chat(question.images, question.question)
+    for _ in range(2):
+        engine.ask([chat], {"method": "uniform", "keep": 3}, 1)
+    assert len(encoded) == 7  # the same picture is in the cache
+
+
+def test_what_an_engine_refuses_is_said(engine: OfflineEngine) -> None:
+    chat = Chat(load_heldout(limit=1)[0].images, "what " * 600)
+    with pytest.raises(TokenPruneError, match=r"vLLM refused a request: .*512"):
+        engine.ask([chat], {"off": True}, 1)
+    with pytest.raises(OptionError, match="did you mean 'divprune'"):
+        engine.ask([chat], {"method": "divprun"}, 1)
+
+
+def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(TokenPruneError, match=r"vLLM cannot serve .*no_such_argument"):
+        OfflineEngine(None, arguments={"no_such_argument": 1})
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TokenPruneError, match=f"vLLM cannot serve {tmp_path.name}: "):
+        OfflineEngine(str(tmp_path))

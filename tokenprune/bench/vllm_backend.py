@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask the questions of a benchmark through vLLM with the plugin: in this process (vllm_offline.py), or on a server
+(vllm_server.py). Every pass is a setting that the requests carry, so one engine serves them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from PIL import Image
+
+import tokenprune
+from tokenprune.accounting import DecoderShape
+from tokenprune.bench.backend import Answer
+from tokenprune.bench.cost import Cost
+from tokenprune.bench.results import UNPATCHED
+from tokenprune.bench.timing import NEW_TOKENS, in_turns
+from tokenprune.errors import DataError, RunError
+
+if TYPE_CHECKING:
+    from tokenprune.bench.run_folder import Batch, Pass
+
+KEY = "tokenprune"
+OFF = {"off": True}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One turn of a user: pictures, and behind them a text."""
+
+    pictures: tuple[Image.Image, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer without special tokens. prompt_tokens: of the prompt as the engine ran it."""
+
+    text: str
+    prompt_tokens: int
+
+
+class Engine(Protocol):
+    """vLLM, wherever it runs. setting: what stands under "tokenprune" in a request (docs/serving.md).
+
+    config: the model's, as transformers reads it; None where it is not at hand. number_bytes: of a number in the KV
+    cache.
+    """
+
+    config: Any
+    number_bytes: int
+
+    def ask(self, chats: Sequence[Chat], setting: dict[str, Any], max_tokens: int) -> list[Reply]:
+        """Return the greedy answers to chats that are asked at once. Raises TokenPruneError for a setting that is
+        refused, RunError if the engine does not answer."""
+
+    def clock(self, chat: Chat, setting: dict[str, Any], tokens: int) -> tuple[float, float]:
+        """Return milliseconds to the first of so many tokens, and for each further one."""
+
+    def counted(self) -> tuple[int, int]:
+        """Return how many visual tokens the plugin has counted so far: before and after reduction."""
+
+    def check(self, chat: Chat) -> None:
+        """Raise TokenPruneError unless requests with a setting are understood."""
+
+    def environment(self) -> dict[str, Any]:
+        """As `Backend.environment`, with what vLLM is at hand."""
+
+    def fingerprint(self) -> str:
+        """As `Backend.fingerprint`."""
+
+
+class VllmBackend:
+    """vLLM as the backend of a benchmark.
+
+    Visual tokens are counted by the plugin. FLOPs and bytes of the KV cache are closed forms, from the lengths of
+    prompts that the engine reports. Times are those of single requests, each with a picture that no cache has seen.
+    """
+
+    def __init__(self, engine: Engine, suffix: str, max_new_tokens: int) -> None:
+        self.engine, self.suffix, self.max_new_tokens = engine, suffix, max_new_tokens
+        text = engine.config and engine.config.get_text_config()
+        self._shape = DecoderShape.from_config(text) if text else None
+        self._seen: dict[int, int] = {}  # visual tokens of the batches, before reduction
+        self._checked = False
+
+    def begin(self, questions: Sequence[Any]) -> None:
+        for question in questions:
+            if question.is_film:
+                where = getattr(question, "where", "a question")
+                raise DataError(f"{where} asks about a video: --backend vllm takes pictures; use --backend hf")
+        if questions and not self._checked:
+            self.engine.check(self._chat(questions[0]))
+            self._checked = True
+
+    def alone(self, method: str) -> bool:
+        return False  # vLLM processes picture by picture, whatever comes together
+
+    @contextmanager
+    def answering(self, place: Pass) -> Iterator[Answer]:
+        setting = setting_of(place)
+        yield lambda number, batch: self._answer(setting, number, batch)
+
+    def timing(self, place: Pass, question: Any, repeats: int) -> dict[str, Any]:
+        chat, ours = self._chat(question), setting_of(place)
+
+        def runner(setting: dict[str, Any]) -> Callable[[], tuple[float, float]]:
+            return lambda: self.engine.clock(_unseen(chat), setting, NEW_TOKENS)
+
+        timing = in_turns(runner(OFF), runner(ours), repeats)
+        # Of another machine the load is not known.
+        return timing if self.engine.environment()["cores"] else timing | {"load": None}
+
+    def environment(self) -> dict[str, Any]:
+        config = self.engine.config
+        return {
+            "engine": "vllm",
+            "model_type": config and config.model_type,
+            "weights": None,
+            "threads": None,
+            "attention": None,
+            "tokenprune": tokenprune.__version__,
+            **self.engine.environment(),
+        }
+
+    def fingerprint(self) -> str:
+        return self.engine.fingerprint()
+
+    def _chat(self, question: Any) -> Chat:
+        return Chat(tuple(question.images), question.question + self.suffix)
+
+    def _answer(self, setting: dict[str, Any], number: int, batch: list[Any]) -> Batch:
+        before = self.engine.counted()
+        replies = self.engine.ask([self._chat(question) for question in batch], setting, self.max_new_tokens)
+        entered, left = (now - then for now, then in zip(self.engine.counted(), before, strict=True))
+        # The plugin counts what everybody asks; the same pictures make the same tokens each time.
+        if self._seen.setdefault(number, entered) != entered or (setting == OFF and entered != left):
+            raise RunError(
+                "vLLM counted other visual tokens than those of this benchmark's questions: measure on a server that "
+                "nobody else uses meanwhile. What is finished is kept"
+            )
+        return [reply.text.strip() for reply in replies], asdict(self._cost(replies, entered, left))
+
+    def _cost(self, replies: list[Reply], entered: int, left: int) -> Cost:
+        cost = Cost(entered, left, [left], overhead_ms=None)
+        if shape := self._shape:
+            lengths = [reply.prompt_tokens for reply in replies]
+            cost.visual_tokens_per_layer = [left] * shape.layers
+            cost.flops = sum(shape.prefill_flops([length] * shape.layers) for length in lengths)
+            cost.kv_bytes = shape.kv_bytes([sum(lengths)] * shape.layers, self.engine.number_bytes)
+            cost.kv_bytes_full = cost.kv_bytes  # until it is set against the unpatched model
+        return cost
+
+
+def setting_of(place: Pass) -> dict[str, Any]:
+    """Return a pass as a request carries it: all options are named, so that those of the server's own setting do not
+    apply."""
+    name, keep, seed = place
+    if name == UNPATCHED:
+        return dict(OFF)
+    method = tokenprune.method(name, **({} if seed is None else {"seed": seed}))
+    options = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    return {"method": name, "keep": keep} | {key: value for key, value in options.items() if value is not None}
+
+
+def adds_special(prompt: Callable[[bool], list[int]]) -> bool:
+    """Whether special tokens belong before what a chat template writes: as in transformers, if it does not write the
+    first itself.
+
+    prompt: from whether they are added to the ids of some chat.
+    """
+    return prompt(True)[:1] != prompt(False)[:1]
+
+
+def _unseen(chat: Chat) -> Chat:
+    """Change a pixel of each picture, so that neither its encoding nor its prefix is in a cache."""
+    pictures = []
+    for picture in chat.pictures:
+        changed = picture.convert("RGB")
+        changed = changed.copy() if changed is picture else changed
+        changed.putpixel((0, 0), tuple(secrets.token_bytes(3)))
+        pictures.append(changed)
+    return Chat(tuple(pictures), chat.text)
