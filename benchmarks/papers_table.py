@@ -4,7 +4,7 @@
     python benchmarks/papers_table.py commands            # the exact commands of lmms-eval
     python benchmarks/papers_table.py run --out results   # run them, and go on where an earlier run stopped
     python benchmarks/papers_table.py table results       # your numbers beside the published ones
-    python benchmarks/papers_table.py page                # rewrite docs/papers.md from benchmarks/papers/llava15_7b.json
+    python benchmarks/papers_table.py page                # rewrite docs/papers.md from benchmarks/papers/*.json
 
 It needs weights and a GPU; docs/papers.md says what is compared with what.
 """
@@ -168,13 +168,11 @@ def written(text: str) -> str:
     return block.sub(lambda match: f"{match[1]}\n" + "\n\n".join(parts) + f"\n\n{match[2]}", text)
 
 
-_READING = (
-    "In parentheses behind a number of yours: how many points it is above or below each published one of the same budget, "
-    "in percent of the unpruned model of the same source (yours: of your unpatched run), which other splits and prompts "
-    "move least. **Bold**: more than 1 point away from one of them. `?`: the number is in doubt. *Mean of these* is taken here, "
-    "over the rows above it that both the method and the unpruned model have; *average as printed* is the source's, over "
-    "benchmarks of its own choice."
-)
+_READING = """In parentheses behind a number of yours: how many points it is above or below each published one of the
+same budget, in percent of the unpruned model of the same source (yours: of your unpatched run), which other splits and
+prompts move least. **Bold**: more than 1 point away from one of them. `?`: the number is in doubt. *Mean of these* is
+taken here, over the rows above it that both the method and the unpruned model have; *average as printed* is the
+source's, over benchmarks of its own choice.""".replace("\n", " ")
 
 
 def _groups(tasks: list[str], split: bool) -> list[list[str]]:
@@ -203,7 +201,7 @@ def _check_installed() -> None:
         raise TokenPruneError("lmms-eval is not installed: pip install 'tokenprune-vlm[lmms-eval]'")
     if not any(one.name == "tokenprune" for one in entry_points(group="lmms_eval.models")):
         raise TokenPruneError(
-            "lmms-eval does not see tokenprune: install the package (pip install -e .), so that its entry point is known"
+            "lmms-eval does not see tokenprune: install the package (pip install -e .), not only its path"
         )
 
 

@@ -48,8 +48,8 @@ SETS = {
         BenchmarkSet("gqa", "GQA", ("gqa",), ("exact_match",), 100, 100, "testdev, balanced", "the same"),
         BenchmarkSet(
             "mmb", "MMB", ("mmbench_en_dev_static", "mmbench_en_dev"), ("gpt_eval_score",), 1, 100,
-            "dev, circular; answers are read by rules. `mmbench_en_dev` asks a GPT about those that are no option's letter: "
-            "it wants `OPENAI_API_KEY`, and guesses without one",
+            "dev, circular; answers are read by rules. `mmbench_en_dev` asks a GPT about those that are no option's "
+            "letter: it wants `OPENAI_API_KEY`, and guesses without one",
             "dev of 2023-07-12, scored by MMBench's server",
         ),
         BenchmarkSet(
@@ -71,7 +71,8 @@ SETS = {
         ),
         BenchmarkSet(
             "textvqa", "TextVQA", ("textvqa_val_ocr", "textvqa_val"), ("exact_match",), 100, 100,
-            "val, with OCR tokens in the prompt: a task of ours. lmms-eval's `textvqa_val` leaves them out (`ocr: false`)",
+            "val, with OCR tokens in the prompt: a task of ours. lmms-eval's `textvqa_val` leaves them out, by its "
+            "`ocr: false`",
             "val, with OCR tokens in the prompt",
         ),
     )

@@ -16,6 +16,8 @@ from papers.settings import LEFT_OUT, Setting, settings
 
 MARK = 1.0  # points: a larger difference is marked
 _EMPTY = ""
+_TITLES = tuple(one.title for one in SETS.values())
+_MEANS = ("mean of these, %", "average as printed, %")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def _beside(data: Published, method: str, measured: Mapping[str, Measured]) -> T
         for one in (one for one in settings() if (one.method, one.budget) == (method, budget)):
             what = {"average": ", average", "cut": ", at the cut"}.get(one.means, "") if len(_runs(method)) > 3 else ""
             columns.append((f"{budget} yours{what}", _own(data, rows, one, measured)))
-    names = [*(one.title for one in SETS.values()), "mean of these, %", "average as printed, %"]
+    names = [*_TITLES, *_MEANS]
     header = ["", *(title for title, _ in columns)]
     lines = [[name, *(cells[place] for _, cells in columns)] for place, name in enumerate(names)]
     return Table(method, header, lines, _about(method, data))
@@ -77,10 +79,9 @@ def _meaning(data: Published, source: str, rows: Sequence[Row]) -> str:
 
 
 def _printed(row: Row) -> list[str]:
-    cells = [
-        f"{_number(key, row.values[key])}{'?' if key in row.doubt else ''}" if key in row.values else _EMPTY
-        for key in SETS
-    ]
+    # As printed, not rounded: MME's totals have a decimal in some papers and none in others.
+    values = {key: f"{value:g}" if key == "mme" else f"{value:.1f}" for key, value in row.values.items()}
+    cells = [f"{values[key]}{'?' if key in row.doubt else ''}" if key in values else _EMPTY for key in SETS]
     mean = _relative_mean(row.values, published().unpruned(row.source))
     average = _EMPTY if row.average is None else f"{row.average:.1f}{f' ({row.sets} sets)' if row.sets else ''}"
     return [*cells, _EMPTY if mean is None else f"{mean:.1f}", average]
@@ -104,8 +105,8 @@ def _own(data: Published, rows: Sequence[Row], one: Setting, measured: Mapping[s
 
 def _means(data: Published, rows: Sequence[Row], mine: Measured, base: Measured) -> tuple[str, str]:
     mean, gaps = _relative_mean(mine, base), []
-    if mean is None:
-        return _EMPTY, _EMPTY
+    if mean is None or mine is base:
+        return _EMPTY if mean is None else f"{mean:.1f}", _EMPTY
     for row in rows:
         shared = [key for key in row.values if key in mine and key in base and key in data.unpruned(row.source)]
         if shared:
@@ -135,7 +136,7 @@ def _relative_mean(values: Mapping[str, float], base: Mapping[str, float]) -> fl
 
 
 def _number(key: str, value: float) -> str:
-    return f"{value:.0f}" if SETS[key].limit > 100 else f"{value:.1f}"
+    return f"{value:.0f}" if key == "mme" else f"{value:.1f}"
 
 
 def _filled(value: str, gaps: Sequence[float]) -> str:
@@ -154,35 +155,27 @@ def _alone(methods: Sequence[str], measured: Mapping[str, Measured]) -> Table:
         row = [_number(key, mine[key]) if key in mine else _EMPTY for key in SETS]
         mean = _relative_mean(mine, base)
         lines.append([f"`{one.method}`", str(one.budget), *row, _EMPTY if mean is None else f"{mean:.1f}"])
-    header = ["yours", "tokens", *(one.title for one in SETS.values()), "mean of these, %"]
+    header = ["yours", "tokens", *_TITLES, _MEANS[0]]
     return Table("Without published numbers", header, lines, "Nothing is published for these at these budgets.")
 
 
 def others() -> Table:
     """Methods that are not ours, for context."""
-    data = published()
-    lines = [
-        [title, str(row.budget), *_printed(row), f"[{row.source}]{'' if data.sources[row.source].proposes == row.method else ', a rerun'}"]
-        for method, title in data.others.items()
-        for row in sorted(data.of(method), key=lambda row: -row.budget)
-    ]  # fmt: skip
-    header = [
-        "method",
-        "tokens",
-        *(one.title for one in SETS.values()),
-        "mean of these, %",
-        "average as printed, %",
-        "source",
-    ]
+    data, lines = published(), []
+    for method, title in data.others.items():
+        for row in sorted(data.of(method), key=lambda row: -row.budget):
+            own = data.sources[row.source].proposes == method
+            lines.append([title, str(row.budget), *_printed(row), f"[{row.source}]{'' if own else ', a rerun'}"])
+    header = ["method", "tokens", *_TITLES, *_MEANS, "source"]
     return Table("Other methods", header, lines, "Not in this package; no place for numbers of yours.")
 
 
 def runs() -> Table:
     """What each setting keeps."""
-    lines = [
-        [f"`{one.name}`", " ".join(f"`{name}={value}`" for name, value in one.given.items()), one.tokens, f"{one.average:.1f}"]
-        for one in settings()
-    ]  # fmt: skip
+    lines = []
+    for one in settings():
+        given = " ".join(f"`{name}={value}`" for name, value in one.given.items())
+        lines.append([f"`{one.name}`", given, one.tokens, f"{one.average:.1f}"])
     return Table("Settings", ["setting", "arguments", "visual tokens", "averaged over layers"], lines)
 
 
@@ -222,7 +215,8 @@ def to_html(tables: Sequence[Table], title: str, notes: Sequence[str]) -> str:
     """Return one page that loads nothing from elsewhere."""
     style = (
         "body{font:14px/1.5 sans-serif;margin:2em auto;max-width:75em;padding:0 1em}div{overflow-x:auto}"
-        "table{border-collapse:collapse}td,th{border:1px solid #aaa;padding:.2em .6em;text-align:left;white-space:nowrap}"
+        "table{border-collapse:collapse}"
+        "td,th{border:1px solid #aaa;padding:.2em .6em;text-align:left;white-space:nowrap}"
     )
     parts = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{_inline(note)}</p>" for note in notes)]
     for table in tables:
@@ -230,8 +224,8 @@ def to_html(tables: Sequence[Table], title: str, notes: Sequence[str]) -> str:
         rows = [("th", table.header), *(("td", row) for row in table.rows)]
         body = "\n".join(f"<tr>{''.join(f'<{tag}>{_inline(cell)}</{tag}>' for cell in row)}</tr>" for tag, row in rows)
         parts.append(f"<div><table>\n{body}\n</table></div>")
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title><style>{style}</style>'
-    return "\n".join([head, *filter(None, parts), "</html>\n"])
+    head = ['<!doctype html><html lang="en"><meta charset="utf-8">', f"<title>{html.escape(title)}</title>"]
+    return "\n".join([*head, f"<style>{style}</style>", *filter(None, parts), "</html>\n"])
 
 
 def _inline(text: str) -> str:
