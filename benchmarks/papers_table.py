@@ -23,7 +23,7 @@ from typing import Annotated
 import typer
 from papers import outcomes, settings, tables
 from papers.published import UNPATCHED, published
-from papers.sets import SETS, chosen, set_of
+from papers.sets import SETS, chosen
 from papers.settings import Setting
 
 from tokenprune.cli.common import get_console
@@ -87,31 +87,50 @@ def run(
     """Run the commands one by one; benchmarks that have a result already are skipped, failures are named at the end."""
     tasks, picked = chosen(sets), settings.picked(methods, budgets)
     _check_installed()
-    console, failed = get_console(), []
+    failed: list[str] = []
     for number, one in enumerate(picked, 1):
         label = f"[{number}/{len(picked)}] {one.name}"
-        missing = [task for task in tasks if set_of(task) not in _done(out, one)]
-        if not missing:
-            console.print(f"{label}: finished before", markup=False)
-            continue
-        if one.method == "dymu" and not Path(thresholds).is_file():
-            make = shlex.join(settings.calibration(pretrained, thresholds))
-            failed.append(f"{one.name}: there is no {thresholds}; make it with `{make}`")
-            console.print(f"{label}: no thresholds", markup=False)
-            continue
-        arguments = one.arguments(pretrained, device_map, thresholds)
-        for group in _groups(missing, split):
-            console.print(f"{label}: {', '.join(group)}", markup=False)
-            problem = _execute(settings.command(arguments, group, out / one.name, sys.executable), out / one.name)
-            done = _done(out, one)
-            if left := [task for task in group if set_of(task) not in done]:
-                failed.append(
-                    f"{one.name}: no result for {', '.join(left)} ({problem}); see {out / one.name / 'log.txt'}"
-                )
-                console.print(f"{label}: failed", markup=False)
+        try:
+            failed += _run_one(one, label, tasks, out / one.name, (pretrained, device_map, thresholds), split)
+        except OSError as error:
+            raise TokenPruneError(f"cannot write to {out / one.name}: {error.strerror or error}") from error
     if failed:
         raise TokenPruneError("\n".join([f"{len(failed)} of the commands left something undone:", *failed]))
-    console.print(f"all done: python benchmarks/papers_table.py table {out}", markup=False)
+    _say(f"all done: python benchmarks/papers_table.py table {out}")
+
+
+def _run_one(
+    one: Setting, label: str, tasks: list[str], folder: Path, given: tuple[str, str, str], split: bool
+) -> list[str]:
+    """Run what is missing of one setting, and return what failed."""
+    found = outcomes.read(folder, one)
+    for path, reason in found.broken.items():
+        path.rename(path.with_name(f"{path.name}.broken"))
+        _say(f"{label}: set aside, {reason}")
+    missing = [task for task in tasks if task not in found.tasks]
+    if not missing:
+        _say(f"{label}: finished before")
+        return []
+    pretrained, device_map, thresholds = given
+    if one.method == "dymu" and not Path(thresholds).is_file():
+        _say(f"{label}: no thresholds")
+        make = shlex.join(settings.calibration(pretrained, thresholds))
+        return [f"{one.name}: there is no {thresholds}; make it with `{make}`"]
+    failed = []
+    for group in _groups(missing, split):
+        _say(f"{label}: {', '.join(group)}")
+        arguments = one.arguments(pretrained, device_map, thresholds)
+        ended = _execute(settings.command(arguments, group, folder, sys.executable), folder)
+        found = outcomes.read(folder, one)
+        if left := [task for task in group if task not in found.tasks]:
+            _say(f"{label}: failed")
+            reasons = "; ".join([ended, *found.broken.values()])
+            failed.append(f"{one.name}: no result for {', '.join(left)} ({reasons}); see {folder / 'log.txt'}")
+    return failed
+
+
+def _say(text: str) -> None:
+    get_console().print(text, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -177,14 +196,6 @@ source's, over benchmarks of its own choice.""".replace("\n", " ")
 
 def _groups(tasks: list[str], split: bool) -> list[list[str]]:
     return [[task] for task in tasks] if split else [tasks]
-
-
-def _done(out: Path, one: Setting) -> outcomes.Measured:
-    """What has been measured; a broken file is as good as none, and its benchmarks are measured again."""
-    try:
-        return outcomes.read(out / one.name, one)[0]
-    except outcomes.BadResultsError:
-        return {}
 
 
 def _execute(command: list[str], folder: Path) -> str:

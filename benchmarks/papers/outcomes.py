@@ -31,6 +31,20 @@ class Outcomes:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass
+class Outcome:
+    """What one setting's folder holds.
+
+    numbers: of each benchmark, the newest from the first of its tasks that has one. tasks: all that have one. notes:
+    what is odd about them. broken: files that cannot be used, with the reasons.
+    """
+
+    numbers: Measured = field(default_factory=dict)
+    tasks: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    broken: dict[Path, str] = field(default_factory=dict)
+
+
 def read_all(folder: Path, settings: Sequence[Setting]) -> Outcomes:
     """Read the folder that `run` wrote, one folder in it for each setting.
 
@@ -38,52 +52,57 @@ def read_all(folder: Path, settings: Sequence[Setting]) -> Outcomes:
     """
     if not folder.is_dir():
         raise OptionError(f"{folder} is no folder: give the one that `run --out` wrote")
-    found, bad = Outcomes(), []
-    for one in settings:
-        try:
-            numbers, notes = read(folder / one.name, one)
-        except BadResultsError as error:
-            bad.append(str(error))
-            continue
-        found.notes += notes
-        if numbers:
-            found.numbers[one.name] = numbers
-    if bad:
-        raise BadResultsError("\n".join([*bad, "delete what is broken; `run` then measures it again"]))
-    known = {one.name for one in settings}
-    if not found.numbers and not any(path.name in known for path in folder.iterdir()):
+    if not any((folder / one.name).is_dir() for one in settings):
         raise OptionError(f"{folder} has none of the folders that `run --out` makes, such as {settings[0].name}")
+    read_ones = {one.name: read(folder / one.name, one) for one in settings}
+    if broken := [reason for one in read_ones.values() for reason in one.broken.values()]:
+        raise BadResultsError("\n".join([*broken, "`run` sets such files aside and measures again; or delete them"]))
+    return Outcomes(
+        {name: one.numbers for name, one in read_ones.items() if one.numbers},
+        [note for one in read_ones.values() for note in one.notes],
+    )
+
+
+def read(folder: Path, setting: Setting) -> Outcome:
+    """Read the folder of one setting, empty where there is none."""
+    found = Outcome()
+    scores: dict[str, float] = {}
+    for path in sorted(folder.rglob(_PATTERN), key=lambda path: path.name):
+        try:
+            data = _load(path)
+            _check_run(path, data, setting)
+            new = _scores(path, data)
+        except BadResultsError as error:
+            found.broken[path] = str(error)
+            continue
+        if data["config"].get("limit") not in (None, -1):
+            found.notes.append(f"{path}: run with --limit {data['config']['limit']}, not used")
+            continue
+        scores |= new
+        # lmms-eval's models catch errors, and take the empty answer for wrong.
+        if (data.get("throughput") or {}).get("avg_failed_calls"):
+            found.notes.append(f"{path}: calls of generate failed, and count as wrong answers; see its log")
+    for key, one in SETS.items():
+        measured = [task for task in one.tasks if task in scores]
+        found.tasks.update(measured)
+        if measured:
+            found.numbers[key] = scores[measured[0]]
+        if measured and measured[0] != one.tasks[0]:
+            found.notes.append(f"{setting.name}: {one.title} is from {measured[0]}, not {one.tasks[0]}")
     return found
 
 
-def read(folder: Path, setting: Setting) -> tuple[Measured, list[str]]:
-    """Return the numbers of one setting, the newest of each benchmark, and what is odd about them.
-
-    Raises BadResultsError for a file that cannot be used.
-    """
-    numbers: Measured = {}
-    notes = {}
-    for path in sorted(folder.rglob(_PATTERN), key=lambda path: path.name):
-        data = _load(path)
-        _check_run(path, data, setting)
-        if data["config"].get("limit") not in (None, -1):
-            notes[path] = f"{path}: run with --limit {data['config']['limit']}, not used"
-            continue
-        for key, one in SETS.items():
-            for task in (task for task in reversed(one.tasks) if task in data["results"]):
-                score = one.score(data["results"][task])
-                if score is None or not 0 <= score <= one.limit:
-                    metrics = " and ".join(one.metrics)
-                    raise BadResultsError(f"{path}: no usable {metrics} for {task}, between 0 and {one.limit:g}")
-                numbers[key] = score
-                if task != one.tasks[0]:
-                    notes[path, task] = f"{setting.name}: {one.title} is from {task}, not {one.tasks[0]}"
-                else:
-                    notes.pop((path, task), None)
-        # lmms-eval's models catch errors, and take the empty answer for wrong.
-        if (data.get("throughput") or {}).get("avg_failed_calls"):
-            notes[path, "failed"] = f"{path}: calls of generate failed, and count as wrong answers; see its log"
-    return numbers, list(notes.values())
+def _scores(path: Path, data: dict[str, Any]) -> dict[str, float]:
+    """The number of each task of ours in a file."""
+    found = {}
+    for one in SETS.values():
+        for task in (task for task in one.tasks if task in data["results"]):
+            score = one.score(data["results"][task])
+            if score is None or not 0 <= score <= one.limit:
+                metrics = " and ".join(one.metrics)
+                raise BadResultsError(f"{path}: no usable {metrics} for {task}, between 0 and {one.limit:g}")
+            found[task] = score
+    return found
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -142,6 +142,7 @@ def _number(key: str, value: float) -> str:
 def _filled(value: str, gaps: Sequence[float]) -> str:
     if not gaps:
         return value
+    gaps = [round(gap, 1) + 0.0 for gap in gaps]  # never "-0.0"
     told = f"{value} ({', '.join(f'{gap:+.1f}' for gap in gaps)})"
     return f"**{told}**" if any(abs(gap) > MARK for gap in gaps) else told
 
