@@ -42,7 +42,7 @@ Sets = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="Folder for the results, one folder in it for each setting.")]
 Pretrained = Annotated[str, typer.Option(help="Directory or hub id of the weights.")]
-DeviceMap = Annotated[str, typer.Option(help="What lmms-eval loads the model to: cuda, auto, cpu ...")]
+Device = Annotated[str, typer.Option(help="Where the model goes: cuda, cuda:1, cpu ...")]
 ThresholdsFile = Annotated[str, typer.Option("--thresholds", help="The file of `tokenprune calibrate`, for dymu.")]
 Split = Annotated[bool, typer.Option("--split", help="One benchmark a command: less is lost when one is cut short.")]
 DEFAULT_OUT, DEFAULT_THRESHOLDS = Path("results"), "thresholds.safetensors"
@@ -55,7 +55,7 @@ def commands(
     sets: Sets = None,
     out: Out = DEFAULT_OUT,
     pretrained: Pretrained = settings.PRETRAINED,
-    device_map: DeviceMap = "cuda",
+    device: Device = "cuda",
     thresholds: ThresholdsFile = DEFAULT_THRESHOLDS,
     split: Split = False,
 ) -> None:
@@ -68,7 +68,7 @@ def commands(
         typer.echo(shlex.join(settings.calibration(pretrained, thresholds)))
     for one in picked:
         typer.echo(f"# {one.name}: visual tokens {one.tokens}; averaged over layers {one.average:.1f}")
-        arguments = one.arguments(pretrained, device_map, thresholds)
+        arguments = one.arguments(pretrained, device, thresholds)
         for group in _groups(tasks, split):
             typer.echo(shlex.join(settings.command(arguments, group, out / one.name)))
 
@@ -80,7 +80,7 @@ def run(
     sets: Sets = None,
     out: Out = DEFAULT_OUT,
     pretrained: Pretrained = settings.PRETRAINED,
-    device_map: DeviceMap = "cuda",
+    device: Device = "cuda",
     thresholds: ThresholdsFile = DEFAULT_THRESHOLDS,
     split: Split = False,
 ) -> None:
@@ -91,7 +91,7 @@ def run(
     for number, one in enumerate(picked, 1):
         label = f"[{number}/{len(picked)}] {one.name}"
         try:
-            failed += _run_one(one, label, tasks, out / one.name, (pretrained, device_map, thresholds), split)
+            failed += _run_one(one, label, tasks, out / one.name, (pretrained, device, thresholds), split)
         except OSError as error:
             raise TokenPruneError(f"cannot write to {out / one.name}: {error.strerror or error}") from error
     if failed:
@@ -111,7 +111,7 @@ def _run_one(
     if not missing:
         _say(f"{label}: finished before")
         return []
-    pretrained, device_map, thresholds = given
+    pretrained, device, thresholds = given
     if one.method == "dymu" and not Path(thresholds).is_file():
         _say(f"{label}: no thresholds")
         make = shlex.join(settings.calibration(pretrained, thresholds))
@@ -119,7 +119,7 @@ def _run_one(
     failed = []
     for group in _groups(missing, split):
         _say(f"{label}: {', '.join(group)}")
-        arguments = one.arguments(pretrained, device_map, thresholds)
+        arguments = one.arguments(pretrained, device, thresholds)
         ended = _execute(settings.command(arguments, group, folder, sys.executable), folder)
         found = outcomes.read(folder, one)
         if left := [task for task in group if task not in found.tasks]:

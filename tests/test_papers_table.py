@@ -18,7 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import tokenprune
 from tokenprune import Budget
@@ -30,14 +32,14 @@ DART_BASE = {"gqa": 61.9, "mmb": 64.7, "mme": 1862, "pope": 85.9, "sqa": 69.5, "
 DART_128 = {"gqa": 58.7, "mmb": 63.2, "mme": 1840, "pope": 80.1, "sqa": 69.1, "vqav2": 75.9, "textvqa": 56.4}
 
 
-@pytest.fixture
-def papers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def papers() -> Iterator[Any]:
     """The script, as a module, and the modules that it is made of."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    before = set(sys.modules)
-    names = ("published", "settings", "sets", "outcomes", "tables")
-    parts = {name: importlib.import_module(f"papers.{name}") for name in names}
-    yield SimpleNamespace(script=importlib.import_module("papers_table"), **parts)
+    before, names = set(sys.modules), ("published", "settings", "sets", "outcomes", "tables")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        parts = {name: importlib.import_module(f"papers.{name}") for name in names}
+        yield SimpleNamespace(script=importlib.import_module("papers_table"), **parts)
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ("papers", "papers_table"):
             del sys.modules[name]
@@ -180,6 +182,29 @@ def test_downsample_comes_to_what_the_settings_say(papers: Any) -> None:
         assert _patches(24, one.keep) ** 2 == one.average
 
 
+def test_a_model_of_this_shape_sees_what_the_settings_say(papers: Any) -> None:
+    """24 x 24 patches, 24 blocks and 32 layers, as LLaVA-1.5-7B has, all else tiny; a third of the settings, for time."""
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=24, num_attention_heads=1)
+    text = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=32, num_attention_heads=1, vocab_size=32)
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=336, patch_size=14, **vision), image_token_id=5,
+        text_config=LlamaConfig(max_position_embeddings=1024, **text), vision_feature_layer=-2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config).eval()
+    ids = torch.tensor([[7, *[5] * 576, 8, 9]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.rand(1, 3, 336, 336)}
+    seen = set()
+    for one in papers.settings.settings():
+        if one.budget != 64 or one.method in ("downsample", "dymu"):  # these need a processor, or thresholds
+            continue
+        with tokenprune.patched(model, one.method, keep=one.keep, **one.options), torch.inference_mode():
+            model(**inputs, use_cache=True)
+            assert tokenprune.stats(model).visual_tokens_average == pytest.approx(one.average), one.name
+        seen.add(one.name)
+    assert len(seen) == 10
+
+
 def arguments_of(command: list[str]) -> dict[str, Any]:
     """`--model_args` as lmms-eval reads them."""
     given = dict(part.split("=", 1) for part in command[command.index("--model_args") + 1].split(","))
@@ -207,9 +232,8 @@ def test_every_command_is_a_setting_that_the_method_accepts(papers: Any, call: A
     for command, one in zip(found, papers.settings.settings(), strict=True):
         given = arguments_of(command)
         assert given.pop("base") == "llava_hf" and given.pop("pretrained") == "llava-hf/llava-1.5-7b-hf"
-        assert (
-            given.pop("device_map") == "cuda" and command[command.index("--output_path") + 1] == f"somewhere/{one.name}"
-        )
+        assert given.pop("device") == given.pop("device_map") == "cuda"
+        assert command[command.index("--output_path") + 1] == f"somewhere/{one.name}"
         name, keep = given.pop("method"), given.pop("keep", None)
         if name == "none":
             assert (one.name, keep, given) == ("unpatched", None, {})
@@ -231,8 +255,8 @@ def test_the_entry_point_for_lmms_eval_accepts_every_command(papers: Any, call: 
     for command in commands(call("commands")[1]):
         given = arguments_of(command)
         given.pop("thresholds", None)
-        made = read(given, given.pop("base"), {"pretrained", "device_map"})
-        assert made.rest == {"pretrained": "llava-hf/llava-1.5-7b-hf", "device_map": "cuda"}
+        made = read(given, given.pop("base"), {"pretrained", "device", "device_map"})
+        assert made.rest == {"pretrained": "llava-hf/llava-1.5-7b-hf", "device": "cuda", "device_map": "cuda"}
 
 
 def test_commands_choose(papers: Any, call: Any) -> None:

@@ -62,9 +62,9 @@ class Setting:
             else {"method": self.method, "keep": self.keep, **self.options}
         )
 
-    def arguments(self, pretrained: str, device_map: str, thresholds: str) -> str:
+    def arguments(self, pretrained: str, device: str, thresholds: str) -> str:
         """Return `--model_args`."""
-        given = {"base": "llava_hf", "pretrained": pretrained, "device_map": device_map, **self.given}
+        given = {"base": "llava_hf", "pretrained": pretrained, "device": device, "device_map": device, **self.given}
         if self.method == "dymu":
             given["thresholds"] = thresholds
         for name, value in given.items():
