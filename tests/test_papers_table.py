@@ -183,7 +183,7 @@ def test_downsample_comes_to_what_the_settings_say(papers: Any) -> None:
 
 
 def test_a_model_of_this_shape_sees_what_the_settings_say(papers: Any) -> None:
-    """24 x 24 patches, 24 blocks and 32 layers, as LLaVA-1.5-7B has, all else tiny; a third of the settings, for time."""
+    """24 x 24 patches, 24 blocks and 32 layers, as LLaVA-1.5-7B has; all else is tiny. Some settings, for time."""
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=24, num_attention_heads=1)
     text = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=32, num_attention_heads=1, vocab_size=32)
     config = LlavaConfig(
@@ -419,6 +419,28 @@ def test_methods_without_published_numbers_have_a_table_of_their_own(papers: Any
     table = papers.tables.comparison(found.numbers)[-1]
     (row,) = (row for row in table.rows if list(row[:2]) == ["`random`", "64"])
     assert list(row[2:]) == ["30.9", "", "931", "", "", "", "", "50.0"]
+
+
+def test_lmms_evals_metrics_become_the_numbers_of_papers(papers: Any) -> None:
+    """Parts of real results files of lmms-eval 0.7.3, with other numbers."""
+    sets = papers.sets.SETS
+    assert sets["gqa"].score({"alias": "gqa", "exact_match,none": 0.619, "exact_match_stderr,none": 0.004}) == 61.9
+    assert sets["mmb"].score({"gpt_eval_score,none": 64.7, "submission,none": None}) == 64.7
+    assert sets["mme"].score({"mme_perception_score,none": 1506.5, "mme_cognition_score,none": 355.5}) == 1862
+    assert sets["mme"].score({"mme_perception_score,none": 1506.5}) is None
+    assert sets["pope"].score({"pope_accuracy,none": 0.87, "pope_f1_score,none": 0.859}) == 85.9
+    assert sets["textvqa"].score({"exact_match,none": 0.582, "exact_match_stderr_clt,none": 0.1}) == pytest.approx(58.2)
+    assert sets["sqa"].score({"exact_match,none": True}) is None and sets["vqav2"].score({}) is None
+
+
+def test_two_models_in_one_folder_are_told(papers: Any, tmp_path: Path) -> None:
+    path = write_results(papers, tmp_path, "dart-128", {"gqa": 60.0})
+    all_settings = papers.settings.settings()
+    assert papers.outcomes.read_all(tmp_path, all_settings).notes == ["Measured on llava-hf/llava-1.5-7b-hf."]
+    other = write_results(papers, tmp_path, "dart-64", {"gqa": 60.0})
+    other.write_text(path.read_text().replace("keep=98", "keep=30").replace("llava-1.5-7b-hf,", "llava-1.5-13b-hf,"))
+    (note,) = papers.outcomes.read_all(tmp_path, all_settings).notes
+    assert note == "Measured on llava-hf/llava-1.5-13b-hf and llava-hf/llava-1.5-7b-hf: not comparable."
 
 
 def test_the_newest_file_counts_and_odd_ones_are_told(papers: Any, tmp_path: Path) -> None:

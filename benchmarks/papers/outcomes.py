@@ -35,12 +35,13 @@ class Outcomes:
 class Outcome:
     """What one setting's folder holds.
 
-    numbers: of each benchmark, the newest from the first of its tasks that has one. tasks: all that have one. notes:
-    what is odd about them. broken: files that cannot be used, with the reasons.
+    numbers: of each benchmark, the newest from the first of its tasks that has one. tasks: all that have one. models:
+    what was measured. notes: what is odd. broken: files that cannot be used, with the reasons.
     """
 
     numbers: Measured = field(default_factory=dict)
     tasks: set[str] = field(default_factory=set)
+    models: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     broken: dict[Path, str] = field(default_factory=dict)
 
@@ -57,10 +58,10 @@ def read_all(folder: Path, settings: Sequence[Setting]) -> Outcomes:
     read_ones = {one.name: read(folder / one.name, one) for one in settings}
     if broken := [reason for one in read_ones.values() for reason in one.broken.values()]:
         raise BadResultsError("\n".join([*broken, "`run` sets such files aside and measures again; or delete them"]))
-    return Outcomes(
-        {name: one.numbers for name, one in read_ones.items() if one.numbers},
-        [note for one in read_ones.values() for note in one.notes],
-    )
+    numbers = {name: one.numbers for name, one in read_ones.items() if one.numbers}
+    models = sorted(set().union(*(one.models for one in read_ones.values())))
+    notes = [f"Measured on {' and '.join(models)}{': not comparable' if len(models) > 1 else ''}."] if models else []
+    return Outcomes(numbers, [*notes, *(note for one in read_ones.values() for note in one.notes)])
 
 
 def read(folder: Path, setting: Setting) -> Outcome:
@@ -70,7 +71,7 @@ def read(folder: Path, setting: Setting) -> Outcome:
     for path in sorted(folder.rglob(_PATTERN), key=lambda path: path.name):
         try:
             data = _load(path)
-            _check_run(path, data, setting)
+            model = _model(path, data, setting)
             new = _scores(path, data)
         except BadResultsError as error:
             found.broken[path] = str(error)
@@ -79,6 +80,7 @@ def read(folder: Path, setting: Setting) -> Outcome:
             found.notes.append(f"{path}: run with --limit {data['config']['limit']}, not used")
             continue
         scores |= new
+        found.models.add(model)
         # lmms-eval's models catch errors, and take the empty answer for wrong.
         if (data.get("throughput") or {}).get("avg_failed_calls"):
             found.notes.append(f"{path}: calls of generate failed, and count as wrong answers; see its log")
@@ -120,8 +122,8 @@ def _load(path: Path) -> dict[str, Any]:
     return data
 
 
-def _check_run(path: Path, data: dict[str, Any], setting: Setting) -> None:
-    """Results that were put into another folder would silently be another method's."""
+def _model(path: Path, data: dict[str, Any], setting: Setting) -> str:
+    """Return which model a file is of; raises where that is another setting's: its numbers would pass for ours."""
     told = data["config"].get("model_args") or ""
     if isinstance(told, str):
         told = dict(part.split("=", 1) for part in told.split(",") if "=" in part)
@@ -130,3 +132,4 @@ def _check_run(path: Path, data: dict[str, Any], setting: Setting) -> None:
             raise BadResultsError(
                 f"{path} is not of {setting.name}: it was run with {name}={told.get(name)}, not {name}={value}"
             )
+    return str(told.get("pretrained", "a model that is not named"))
