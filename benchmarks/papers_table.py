@@ -147,7 +147,7 @@ def table(
     notes = [_READING, *found.notes]
     if found.numbers:
         notes += _missing(found)
-    made = tables.comparison(found.numbers)
+    made = [*tables.comparison(found.numbers), tables.sources()]
     title = f"{published().model}: published and measured"
     if out is not None and out.suffix == ".html":
         text = tables.to_html(made, title, notes)

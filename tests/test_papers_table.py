@@ -553,13 +553,14 @@ def test_html_has_the_same_cells_and_loads_nothing(papers: Any, call: Any, tmp_p
     text = (tmp_path / "table.html").read_text()
     page = Page()
     page.feed(text)
-    assert page.open == [] and not page.targets and "<b>40.0 (" in text
+    assert page.open == [] and "<b>40.0 (" in text and "<script" not in text
+    assert set(page.targets) == {
+        f"https://arxiv.org/abs/{one.arxiv}" for one in papers.published.published().sources.values()
+    }
     found = papers.outcomes.read_all(tmp_path, papers.settings.settings())
-    plain = [
-        [re.sub(r"[*`]", "", cell) for cell in row]
-        for one in papers.tables.comparison(found.numbers)
-        for row in (one.header, *one.rows)
-    ]
+    tables = [*papers.tables.comparison(found.numbers), papers.tables.sources()]
+    cells = [list(row) for one in tables for row in (one.header, *one.rows)]
+    plain = [[re.sub(r"[*`]|\]\(http[^)]*\)|\[(?=\d)", "", cell) for cell in row] for row in cells]
     assert page.rows == plain
     odd = papers.tables.to_html([papers.tables.Table("a < b", ["x & y"], [["**<script>**"]])], "t", [])
     assert "<script>" not in odd and "<b>&lt;script&gt;</b>" in odd and "x &amp; y" in odd

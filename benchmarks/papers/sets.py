@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +33,11 @@ class BenchmarkSet:
     papers: str
 
     def score(self, measured: Mapping[str, Any]) -> float | None:
-        """Return the number that papers print, from one task's part of a results file; None where there is none."""
+        """Return the number that papers print, from one task's part of a results file; None where there is none. Its
+        range is not checked here."""
         found = {name.partition(",")[0]: value for name, value in measured.items()}
         values = [found.get(metric) for metric in self.metrics]
-        if any(isinstance(one, bool) or not isinstance(one, (int, float)) or not math.isfinite(one) for one in values):
+        if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in values):
             return None
         return self.scale * sum(values)
 

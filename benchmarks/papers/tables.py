@@ -218,6 +218,7 @@ def to_html(tables: Sequence[Table], title: str, notes: Sequence[str]) -> str:
         "body{font:14px/1.5 sans-serif;margin:2em auto;max-width:75em;padding:0 1em}div{overflow-x:auto}"
         "table{border-collapse:collapse}"
         "td,th{border:1px solid #aaa;padding:.2em .6em;text-align:left;white-space:nowrap}"
+        "td:last-child{white-space:normal;min-width:6em}"
     )
     parts = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{_inline(note)}</p>" for note in notes)]
     for table in tables:
