@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is run: each method at each budget, as arguments of lmms-eval, and how many tokens that comes to."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from papers.published import BUDGETS, UNPATCHED
+from papers.sets import TASK_FOLDER
+
+import tokenprune
+from tokenprune import Budget, Site
+from tokenprune.accounting import DecoderShape
+from tokenprune.errors import OptionError
+
+PRETRAINED = "llava-hf/llava-1.5-7b-hf"
+PATCHES = 576
+SHAPE = DecoderShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128)
+LEFT_OUT = {
+    "pevlm": "removes no tokens, and acts on video alone",
+    "view_select": "chooses between the pictures of a prompt; here every prompt has one",
+    "dynres": "gives each picture a number by its content: what 192 on average takes is not known before the run",
+}
+# As its paper has it: merged in the tower, unmerged in the decoder's attention.
+_OPTIONS = {"dymu": {"vtu": "expanded"}}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run: a method at a budget. Its name is that of its folder of results.
+
+    means: what the budget counts, as in the published rows. keep, options: what the method is given. average: tokens
+    averaged over the decoder's layers. tokens: the same in words.
+    """
+
+    method: str
+    budget: int = PATCHES
+    means: str = "all"
+    keep: int | float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    average: float = PATCHES
+    tokens: str = "all 576"
+
+    @property
+    def name(self) -> str:
+        if self.method == UNPATCHED:
+            return UNPATCHED
+        return f"{self.method}-{self.budget}{'-cut' if self.means == 'cut' else ''}"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What tells this run from others, in `--model_args`."""
+        return (
+            {"method": "none"}
+            if self.method == UNPATCHED
+            else {"method": self.method, "keep": self.keep, **self.options}
+        )
+
+    def arguments(self, pretrained: str, device: str, thresholds: str) -> str:
+        """Return `--model_args`."""
+        given = {"base": "llava_hf", "pretrained": pretrained, "device": device, "device_map": device, **self.given}
+        if self.method == "dymu":
+            given["thresholds"] = thresholds
+        for name, value in given.items():
+            if "," in str(value):
+                raise OptionError(f"{name}={value!r}: a comma ends an argument of lmms-eval; use a value without one")
+        return ",".join(f"{name}={value}" for name, value in given.items())
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """Return all settings: unpatched, then our methods in the order in which data meets them."""
+    ours = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
+    ours = [
+        info for info in ours if info.cls.__module__.startswith("tokenprune.methods.") and info.name not in LEFT_OUT
+    ]
+    found = [Setting(UNPATCHED)]
+    for info in sorted(ours, key=lambda info: info.site.order):
+        for budget in BUDGETS:
+            if info.site is Site.PRE_ENCODER:
+                found.append(_smaller_picture(info.name, budget))
+            elif info.site is Site.IN_ENCODER:
+                found.append(_merged(info.name, budget))
+            else:
+                found.append(_dropped(info.name, budget))
+    # DART's paper counts what its cut keeps, and keeps 4 more than it counts.
+    found += [_setting("dart", budget, "cut", budget, {"exact": False}) for budget in BUDGETS]
+    return tuple(found)
+
+
+def _dropped(name: str, budget: int) -> Setting:
+    """The tokens averaged over the layers are `budget`."""
+    method = tokenprune.method(name)
+    if method.cut_layer == 0:
+        return _setting(name, budget, "average" if len(_cuts(method, budget)) > 1 else "input", budget)
+    target = Budget(average_tokens=budget)
+    keep = target.resolve([PATCHES], layer=method.cut_layer, shape=SHAPE, text_tokens=0)[0]
+    return _setting(name, budget, "average", keep)
+
+
+def _setting(name: str, budget: int, means: str, keep: int, options: Mapping[str, Any] | None = None) -> Setting:
+    cuts = _cuts(tokenprune.method(name, **(options or {})), keep)
+    ends = [layer for layer, _ in cuts[1:]] + [SHAPE.layers]
+    spent = cuts[0][0] * PATCHES + sum(kept * (end - layer) for (layer, kept), end in zip(cuts, ends, strict=True))
+    words = ", ".join(f"{kept} from layer {layer} on" if layer else f"{kept}" for layer, kept in cuts)
+    return Setting(name, budget, means, keep, options or {}, spent / SHAPE.layers, words)
+
+
+def _cuts(method: tokenprune.Method, keep: int) -> list[tuple[int, int]]:
+    """(layer, tokens from there on) for each cut that a method makes."""
+    count, cuts = PATCHES, []
+    for stage, budget in method.stages(Budget(keep=keep), SHAPE.layers):
+        kept = budget.resolve([count], layer=stage.cut_layer, shape=SHAPE, text_tokens=0)[0]
+        count = min(count, stage.budget(count, kept))
+        cuts.append((stage.cut_layer, count))
+    return cuts
+
+
+def _merged(name: str, budget: int) -> Setting:
+    options = _OPTIONS.get(name, {})
+    if name == "dymu":
+        words = f"{budget} on average over pictures like those of the calibration; the attention sees 576"
+        return Setting(name, budget, "input", share(budget), options, budget, words)
+    return Setting(name, budget, "input", budget, options, budget, str(budget))
+
+
+def _smaller_picture(name: str, budget: int) -> Setting:
+    side = min(range(1, 25), key=lambda side: abs(side**2 - budget))
+    words = f"{side**2}: a picture of {side} x {side} patches, the square that is closest"
+    return Setting(name, budget, "input", share(budget), {}, side**2, words)
+
+
+def share(budget: int) -> float:
+    """The budget as a share, in digits that survive a command line."""
+    return round(budget / PATCHES, 6)
+
+
+def picked(methods: str | None, budgets: str | None) -> list[Setting]:
+    """Return the settings of some methods and budgets, comma-separated; all for None. Unpatched always comes along: all
+    percentages are of it. Raises OptionError for one that is not there."""
+    known = list(dict.fromkeys(one.method for one in settings()))
+    names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
+    for name in names or ():
+        if name in LEFT_OUT:
+            raise OptionError(f"--methods: {name} is left out: it {LEFT_OUT[name]}")
+        if name not in known:
+            raise OptionError(f"--methods: {name!r} is not in the table; in it are {', '.join(known)}")
+    sizes = BUDGETS if budgets is None else [part.strip() for part in budgets.split(",") if part.strip()]
+    if not sizes or {str(size) for size in sizes} - set(map(str, BUDGETS)):
+        raise OptionError(f"--budgets {budgets!r}: the papers' budgets are {', '.join(map(str, BUDGETS))}")
+    sizes = {int(size) for size in sizes}
+    return [
+        one
+        for one in settings()
+        if one.method == UNPATCHED or ((names is None or one.method in names) and one.budget in sizes)
+    ]
+
+
+def command(arguments: str, tasks: Sequence[str], output: Path, python: str = "python") -> list[str]:
+    """Return the command that runs lmms-eval with some `--model_args` on some tasks."""
+    own = any((TASK_FOLDER / f"{task}.yaml").exists() for task in tasks)
+    folder = ["--include_path", os.path.relpath(TASK_FOLDER)] if own else []
+    return [
+        python, "-m", "lmms_eval", "--model", "tokenprune", "--model_args", arguments,
+        "--tasks", ",".join(tasks), *folder, "--batch_size", "1", "--output_path", str(output),
+    ]  # fmt: skip
+
+
+def calibration(pretrained: str, thresholds: str, pictures: str = "PICTURES") -> list[str]:
+    """Return the command that makes the thresholds of dymu."""
+    keeps = ",".join(f"{share(budget):g}" for budget in BUDGETS)
+    return [
+        "tokenprune", "calibrate", "--model", pretrained, "--images", pictures, "--keep", keeps, "--out", thresholds,
+    ]  # fmt: skip
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two arguments of a command line say the same ("192" and 192, "False" and False)."""
+    try:
+        return math.isclose(float(value), float(other), rel_tol=1e-9)
+    except (TypeError, ValueError):
+        return str(value).lower() == str(other).lower()

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison: what papers print beside what was measured, as tables for Markdown and HTML."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from papers.outcomes import Measured
+from papers.published import BUDGETS, UNPATCHED, Published, Row, published
+from papers.sets import SETS
+from papers.settings import LEFT_OUT, Setting, settings
+
+MARK = 1.0  # points: a larger difference is marked
+_EMPTY = ""
+_TITLES = tuple(one.title for one in SETS.values())
+_MEANS = ("mean of these, %", "average as printed, %")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells are Markdown (`**bold**`, `` `code` ``). about: a line above the table."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    about: str = ""
+
+
+def comparison(measured: Mapping[str, Measured] | None = None) -> list[Table]:
+    """Return all tables with a place for the reader's numbers, filled in where `measured` (setting -> benchmark ->
+    number) has them."""
+    measured, data = measured or {}, published()
+    ours = list(dict.fromkeys(one.method for one in settings()))
+    with_numbers = [name for name in ours if data.of(name)]
+    tables = [_beside(data, name, measured) for name in with_numbers]
+    return [*tables, _alone([name for name in ours if name not in with_numbers], measured)]
+
+
+def _beside(data: Published, method: str, measured: Mapping[str, Measured]) -> Table:
+    """One method: a line for each benchmark, a column for each source, and one for the reader beside them."""
+    columns: list[tuple[str, list[str]]] = []
+    for budget in (576,) if method == UNPATCHED else BUDGETS:
+        rows = data.of(method, budget)
+        columns += [(f"{budget} [{row.source}]", _printed(row)) for row in rows]
+        for one in (one for one in settings() if (one.method, one.budget) == (method, budget)):
+            what = {"average": ", average", "cut": ", at the cut"}.get(one.means, "") if len(_runs(method)) > 3 else ""
+            columns.append((f"{budget} yours{what}", _own(data, rows, one, measured)))
+    names = [*_TITLES, *_MEANS]
+    header = ["", *(title for title, _ in columns)]
+    lines = [[name, *(cells[place] for _, cells in columns)] for place, name in enumerate(names)]
+    return Table(method, header, lines, _about(method, data))
+
+
+def _runs(method: str) -> list[Setting]:
+    return [one for one in settings() if one.method == method]
+
+
+def _about(method: str, data: Published) -> str:
+    if method == UNPATCHED:
+        return "Differences are in points, from the closest of the published numbers; of MME, in percent of its 2800."
+    rows = data.of(method)
+    counts = "; ".join(f"[{name}] {_meaning(data, name, rows)}" for name in dict.fromkeys(row.source for row in rows))
+    runs = "; ".join(
+        f"{one.budget}{' at the cut' if one.means == 'cut' else ''}: keep={one.keep}" for one in _runs(method)
+    )
+    notes = [f"{row.note}" for row in rows if row.note]
+    notes += [f"? {SETS[key].title} at {row.budget}: {why}." for row in rows for key, why in row.doubt.items()]
+    return " ".join([f"Counted: {counts}. Yours: {runs}.", *notes])
+
+
+def _meaning(data: Published, source: str, rows: Sequence[Row]) -> str:
+    mine = [row for row in rows if row.source == source]
+    exact = [f"{row.tokens} tokens" for row in mine if row.tokens]
+    return ", ".join([*dict.fromkeys(data.means[row.means] for row in mine), *exact])
+
+
+def _printed(row: Row) -> list[str]:
+    # As printed, not rounded: MME's totals have a decimal in some papers and none in others.
+    values = {key: f"{value:g}" if key == "mme" else f"{value:.1f}" for key, value in row.values.items()}
+    cells = [f"{values[key]}{'?' if key in row.doubt else ''}" if key in values else _EMPTY for key in SETS]
+    mean = _relative_mean(row.values, published().unpruned(row.source))
+    average = _EMPTY if row.average is None else f"{row.average:.1f}{f' ({row.sets} sets)' if row.sets else ''}"
+    return [*cells, _EMPTY if mean is None else f"{mean:.1f}", average]
+
+
+def _own(data: Published, rows: Sequence[Row], one: Setting, measured: Mapping[str, Measured]) -> list[str]:
+    """The cells of one setting; empty where nothing was measured."""
+    mine, base = measured.get(one.name, {}), measured.get(UNPATCHED, {})
+    comparable = [row for row in rows if one.means == "input" or row.means in (one.means, "not stated")]
+    cells = []
+    for key in SETS:
+        if key not in mine:
+            cells.append(_EMPTY)
+            continue
+        gaps = [gap for row in comparable if (gap := _gap(data, key, row, mine, base)) is not None]
+        if one.method == UNPATCHED:
+            gaps = sorted(gaps, key=abs)[:1]
+        cells.append(_filled(_number(key, mine[key]), gaps))
+    return [*cells, *_means(data, comparable, mine, base)]
+
+
+def _means(data: Published, rows: Sequence[Row], mine: Measured, base: Measured) -> tuple[str, str]:
+    mean, gaps = _relative_mean(mine, base), []
+    if mean is None or mine is base:
+        return _EMPTY if mean is None else f"{mean:.1f}", _EMPTY
+    for row in rows:
+        shared = [key for key in row.values if key in mine and key in base and key in data.unpruned(row.source)]
+        if shared:
+            theirs = _relative_mean({key: row.values[key] for key in shared}, data.unpruned(row.source))
+            gaps.append(_relative_mean({key: mine[key] for key in shared}, base) - theirs)
+    printed = [mean - row.average for row in rows if row.average is not None]
+    return _filled(f"{mean:.1f}", gaps), _filled(f"{mean:.1f}", printed) if printed else _EMPTY
+
+
+def _gap(data: Published, key: str, row: Row, mine: Measured, base: Measured) -> float | None:
+    """Points between what was measured and what is published: of the percentages of the unpruned model, which other
+    splits and prompts move least; for the unpruned model itself, of the numbers."""
+    if key not in row.values:
+        return None
+    if row.method == UNPATCHED:
+        return (mine[key] - row.values[key]) / SETS[key].limit * 100
+    theirs = data.unpruned(row.source)
+    if key not in theirs or not base.get(key):
+        return None
+    return 100 * (mine[key] / base[key] - row.values[key] / theirs[key])
+
+
+def _relative_mean(values: Mapping[str, float], base: Mapping[str, float]) -> float | None:
+    """Percent of the unpruned model, averaged over the benchmarks of the table."""
+    shared = [100 * values[key] / base[key] for key in SETS if key in values and base.get(key)]
+    return fmean(shared) if shared else None
+
+
+def _number(key: str, value: float) -> str:
+    return f"{value:.0f}" if key == "mme" else f"{value:.1f}"
+
+
+def _filled(value: str, gaps: Sequence[float]) -> str:
+    if not gaps:
+        return value
+    gaps = [round(gap, 1) + 0.0 for gap in gaps]  # never "-0.0"
+    told = f"{value} ({', '.join(f'{gap:+.1f}' for gap in gaps)})"
+    return f"**{told}**" if any(abs(gap) > MARK for gap in gaps) else told
+
+
+def _alone(methods: Sequence[str], measured: Mapping[str, Measured]) -> Table:
+    """Methods of which nothing is published at these budgets: a line for each setting."""
+    base = measured.get(UNPATCHED, {})
+    lines = []
+    for one in (one for one in settings() if one.method in methods):
+        mine = measured.get(one.name, {})
+        row = [_number(key, mine[key]) if key in mine else _EMPTY for key in SETS]
+        mean = _relative_mean(mine, base)
+        lines.append([f"`{one.method}`", str(one.budget), *row, _EMPTY if mean is None else f"{mean:.1f}"])
+    header = ["yours", "tokens", *_TITLES, _MEANS[0]]
+    return Table("Without published numbers", header, lines, "Nothing is published for these at these budgets.")
+
+
+def others() -> Table:
+    """Methods that are not ours, for context."""
+    data, lines = published(), []
+    for method, title in data.others.items():
+        for row in sorted(data.of(method), key=lambda row: -row.budget):
+            own = data.sources[row.source].proposes == method
+            lines.append([title, str(row.budget), *_printed(row), f"[{row.source}]{'' if own else ', a rerun'}"])
+    header = ["method", "tokens", *_TITLES, *_MEANS, "source"]
+    return Table("Other methods", header, lines, "Not in this package; no place for numbers of yours.")
+
+
+def runs() -> Table:
+    """What each setting keeps."""
+    lines = []
+    for one in settings():
+        given = " ".join(f"`{name}={value}`" for name, value in one.given.items())
+        lines.append([f"`{one.name}`", given, one.tokens, f"{one.average:.1f}"])
+    return Table("Settings", ["setting", "arguments", "visual tokens", "averaged over layers"], lines)
+
+
+def tasks() -> Table:
+    """How each benchmark is scored here and in the papers."""
+    lines = [
+        [one.title, f"`{one.tasks[0]}`", " + ".join(f"`{metric}`" for metric in one.metrics), one.split, one.papers]
+        for one in SETS.values()
+    ]
+    return Table("Benchmarks", ["", "task", "metric", "scored here", "scored by LLaVA-1.5's own scripts"], lines)
+
+
+def sources() -> Table:
+    """Where the numbers are from."""
+    lines = [
+        [f"[{name}]", one.title, f"[{one.arxiv}](https://arxiv.org/abs/{one.arxiv})", one.version, one.table, one.note]
+        for name, one in published().sources.items()
+    ]
+    return Table("Sources", ["", "paper", "arXiv", "version read", "table", "notes"], lines)
+
+
+def left_out() -> Table:
+    """Methods and numbers that are not in the tables, and why."""
+    lines = [[f"`{name}`", why] for name, why in LEFT_OUT.items()] + [list(one) for one in published().left_out]
+    return Table("Left out", ["what", "why"], lines)
+
+
+def to_markdown(table: Table, level: int = 3) -> str:
+    lines = [f"{'#' * level} {table.title}", ""]
+    if table.about:
+        lines += [table.about, ""]
+    lines += ["| " + " | ".join(table.header) + " |", "|---" * len(table.header) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in table.rows)])
+
+
+def to_html(tables: Sequence[Table], title: str, notes: Sequence[str]) -> str:
+    """Return one page that loads nothing from elsewhere."""
+    style = (
+        "body{font:14px/1.5 sans-serif;margin:2em auto;max-width:75em;padding:0 1em}div{overflow-x:auto}"
+        "table{border-collapse:collapse}"
+        "td,th{border:1px solid #aaa;padding:.2em .6em;text-align:left;white-space:nowrap}"
+        "td:last-child{white-space:normal;min-width:6em}"
+    )
+    parts = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{_inline(note)}</p>" for note in notes)]
+    for table in tables:
+        parts += [f"<h2>{_inline(table.title)}</h2>", f"<p>{_inline(table.about)}</p>" if table.about else ""]
+        rows = [("th", table.header), *(("td", row) for row in table.rows)]
+        body = "\n".join(f"<tr>{''.join(f'<{tag}>{_inline(cell)}</{tag}>' for cell in row)}</tr>" for tag, row in rows)
+        parts.append(f"<div><table>\n{body}\n</table></div>")
+    head = ['<!doctype html><html lang="en"><meta charset="utf-8">', f"<title>{html.escape(title)}</title>"]
+    return "\n".join([*head, f"<style>{style}</style>", *filter(None, parts), "</html>\n"])
+
+
+def _inline(text: str) -> str:
+    text = html.escape(text, quote=False)
+    for pattern, tag in ((r"\*\*(.+?)\*\*", "b"), (r"\*(.+?)\*", "i"), (r"`(.+?)`", "code")):
+        text = re.sub(pattern, rf"<{tag}>\1</{tag}>", text)
+    return re.sub(r"\[([^\]]+)\]\((https?://[^)]+)\)", r'<a href="\2">\1</a>', text)
