@@ -58,7 +58,7 @@ SETS = {
         ),
         BenchmarkSet(
             "pope", "POPE", ("pope",), ("pope_f1_score",), 100, 100, "test; F1 over its three parts together",
-            "F1 and accuracy of each part. Our notes say F1 for DART, and nothing for the others",
+            "F1 and accuracy of each part. Our notes say F1 for DART and DivPrune, and nothing for the others",
         ),
         BenchmarkSet(
             "sqa", "SQA", ("scienceqa_img",), ("exact_match",), 100, 100, "test, questions with a picture",
