@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from pretender import TEXT, VISUAL, Pretender, Talk, pretending
+from pretender import VISUAL, Pretender, Talk, pretending
 from tokenprune.accounting import DecoderShape
+from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.lines import read_lines
 from tokenprune.bench.results import summarise
 from tokenprune.bench.run_folder import RunFolder, config_of
@@ -40,7 +41,8 @@ class Killed(BaseException):
 
 
 class MadeUp:
-    """An engine that counts, and answers with the length of a question. calls: after so many it is killed."""
+    """An engine that counts, takes each letter for a token, and answers with their number. calls: after so many it is
+    killed."""
 
     number_bytes = 2
 
@@ -60,7 +62,7 @@ class MadeUp:
         kept = round(VISUAL * setting.get("keep", 1))
         self.seen += VISUAL * len(chats) + self.foreign
         self.kept += kept * len(chats) + self.foreign
-        return [Reply(f" {len(chat.text)} ", TEXT + kept) for chat in chats]
+        return [Reply(f" {len(chat.text)} ", len(chat.text) + kept) for chat in chats]
 
     def clock(self, chat: Chat, setting: dict[str, Any], tokens: int) -> tuple[float, float]:
         self.clocked.append((setting, chat.pictures[0].tobytes()))
@@ -118,10 +120,13 @@ def test_records_are_those_of_any_backend() -> None:
     stats = uniform["stats"]
     assert (stats["visual_tokens_in"], stats["visual_tokens_out"]) == (full, kept)
     assert stats["visual_tokens_per_layer"] == [kept, kept] and stats["keep_ratio"] == 0.25
-    assert stats["kv_bytes"] == 8 * (TEXT + 25) * 2 * 2 * 4 * 2  # keys and values, layers, one head of 4, two bytes
-    assert stats["kv_bytes_full"] == base["stats"]["kv_bytes"] == 8 * (TEXT + 100) * 2 * 2 * 4 * 2
-    ratio = shape.prefill_flops([45, 45]) / shape.prefill_flops([120, 120])
-    assert stats["prefill_flops_ratio"] == pytest.approx(ratio) and stats["overhead_ms"] is None
+    letters = [len(question.question) + 1 for question in load_heldout(limit=1)]
+    # Keys and values, layers, one head of 4, two bytes.
+    assert stats["kv_bytes"] == sum([*letters, kept]) * 2 * 2 * 4 * 2
+    assert stats["kv_bytes_full"] == base["stats"]["kv_bytes"] == sum([*letters, full]) * 2 * 2 * 4 * 2
+    flops = [sum(shape.prefill_flops([text + one] * 2) for text in letters) for one in (25, 100)]
+    assert len(set(letters)) > 1 and stats["prefill_flops_ratio"] == pytest.approx(flops[0] / flops[1])
+    assert stats["overhead_ms"] is None
     (title, *_), printed = (tables(summarise(records))[0].title,), str(tables(summarise(records))[0])
     assert title == ("m: 8 questions on 1 pictures, d, vLLM 9, float16")
     assert "100 → 25" in printed and "no cache has seen" in printed and "Skipped dart" in printed

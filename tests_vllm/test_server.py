@@ -151,7 +151,7 @@ def test_the_benchmark_asks_it(server: Server, reference: Any) -> None:
         SimpleNamespace(images=(image,), question="what is it? ", answers=("?",), kind="all", is_film=False)
         for image in images
     ]
-    backend = VllmBackend(engine, "", STEPS)
+    backend = VllmBackend(engine, "", 12)
     plan = Plan(methods=("pool",), keeps=(0.25,), batch_size=3, seeds=(0,), repeats=1)
     records = list(Bench(backend, plan, questions=questions).records())
     assert [record["record"] for record in records] == ["header"] + ["result"] * 4
@@ -168,8 +168,9 @@ def test_the_benchmark_asks_it(server: Server, reference: Any) -> None:
         with backend.answering(place) as answer:
             answers, _ = answer(0, questions)
         for image, found in zip(images, answers, strict=True):
-            tokens, _ = reference(NAME).greedy(prompt(1, "what is it? "), [image], STEPS, setting)
-            assert found == decode(tokens, skip_special_tokens=True).strip()
+            tokens, _ = reference(NAME).greedy(prompt(1, "what is it? "), [image], 12, setting)
+            # vLLM leaves out the bytes at the end that make no character yet.
+            assert found == decode(tokens, skip_special_tokens=True).rstrip("\ufffd").strip() != ""
     engine.close()
 
 

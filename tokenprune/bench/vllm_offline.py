@@ -138,10 +138,11 @@ class OfflineEngine:
 
     def close(self) -> None:
         """End the engine and its processes."""
-        self.llm.llm_engine.engine_core.shutdown()
+        self.llm.llm_engine.engine_core.shutdown(timeout=10)
 
     def _run(self, messages: list[list[dict[str, Any]]], setting: dict[str, Any] | None, **options: Any) -> list[Any]:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         # What the model's generation config says of repetition counts in transformers' `generate`, too.
@@ -160,7 +161,7 @@ class OfflineEngine:
             raise RunError(f"vLLM's engine ended: {_told(error)}") from error
         except TokenPruneError:
             raise
-        except ValueError as error:
+        except (VLLMClientError, ValueError) as error:
             raise TokenPruneError(f"vLLM refused a request: {_told(error)}") from error
 
     def _plain(self, special: bool) -> list[int]:
