@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import tokenprune
@@ -24,15 +24,12 @@ OURS = ("method", *_BUDGET, *_PASSED)
 
 @dataclass(frozen=True)
 class Setting:
-    """What `--model_args` say. patch: arguments of `tokenprune.patch`, None for the unpatched model; rest: arguments of
-    the model that is patched."""
+    """What `--model_args` say. patch: arguments of `tokenprune.patch`, None for the unpatched model; methods: what it
+    patches with; rest: arguments of the model that is patched."""
 
     patch: dict[str, Any] | None
-    rest: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def methods(self) -> list[Method]:
-        return (self.patch or {}).get("method", [])
+    methods: list[Method]
+    rest: dict[str, Any]
 
     @property
     def acts_on_pixels(self) -> bool:
@@ -42,8 +39,8 @@ class Setting:
 def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anything: bool = False) -> Setting:
     """Return the `Setting` that arguments, without `base`, describe.
 
-    accepted: names of the arguments that the base takes; a name that a method has too is the base's, and
-    `method.option=...` the method's. anything: whether the base may take others as well.
+    accepted: names of the arguments that the base takes; a name that an option has too is the base's argument, and
+    `method.option=...` the option. anything: whether the base may take others as well.
     Raises UnknownMethodError, OptionError or BudgetError, before any weights are loaded.
     """
     ours = {name: arguments[name] for name in OURS if name in arguments}
@@ -65,18 +62,23 @@ def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anythi
             )
         else:
             raise OptionError(_unknown(name, names, base, accepted))
-    return Setting(_patch(ours, names, options), rest)
+    methods = [tokenprune.method(name, **options[name]) for name in names]
+    if "config" in ours:
+        from tokenprune.config import read_config
+
+        methods = read_config(ours["config"]).steps()[0]
+    return Setting(_patch(ours, methods), methods, rest)
 
 
 def _names(ours: dict[str, Any]) -> list[str]:
     method = ours.get("method")
     if method is None and "config" not in ours:
         raise OptionError(
-            "method= is missing: name one (tokenprune methods lists them), several with + between them, or none for the "
-            "unpatched model"
+            "method= is missing: name one (`tokenprune methods` lists them), several with + between them, or none for "
+            "the unpatched model"
         )
-    if method is not None and "config" in ours:
-        raise OptionError("config= names the method already: leave out method=, or config=")
+    if "config" in ours and (extra := [name for name in ours if name not in _PASSED]):
+        raise OptionError(f"config= names method and budget already: leave out {', '.join(extra)}, or config=")
     if method is None:
         return []
     if str(method) in UNPATCHED:
@@ -122,17 +124,17 @@ def _unknown(name: str, methods: list[str], base: str, accepted: Collection[str]
     return f"there is no argument {name!r}: {hint}{told}{base} takes {', '.join(sorted(accepted))}"
 
 
-def _patch(ours: dict[str, Any], names: list[str], options: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    passed = {name: ours[name] for name in _PASSED if name in ours}
-    if not names and "config" not in ours:
+def _patch(ours: dict[str, Any], methods: list[Method]) -> dict[str, Any] | None:
+    if not methods:
         return None
-    keep = _keep({name: ours[name] for name in _BUDGET if name in ours}, len(names))
-    methods = [tokenprune.method(name, **options[name]) for name in names]
-    return ({"method": methods} if methods else {}) | ({} if keep is None else {"keep": keep}) | passed
+    passed = {name: ours[name] for name in _PASSED if name in ours}
+    keep = _keep({name: ours[name] for name in _BUDGET if name in ours}, len(methods))
+    named = {} if "config" in ours else {"method": methods}
+    return named | ({} if keep is None else {"keep": keep}) | passed
 
 
 def _keep(given: dict[str, Any], methods: int) -> Any:
-    """What `patch` gets as `keep`: a Budget, one for each method, or None where nothing is said."""
+    """What `patch` gets as `keep`: a Budget for each method, or None where nothing is said."""
     if not given:
         return None
     kinds = [name for name in given if name != "per"]
@@ -141,8 +143,8 @@ def _keep(given: dict[str, Any], methods: int) -> Any:
     (kind,) = kinds
     value = given[kind]
     parts = [_number(part) for part in value.split("+")] if isinstance(value, str) else [value]
-    if len(parts) not in (1, methods or 1):
+    if len(parts) not in (1, methods):
         raise OptionError(f"{kind}={value} has {len(parts)} entries for {methods} methods: give one, or one for each")
     scope = {"per": given["per"]} if "per" in given else {}
     budgets = [Budget(**{kind: part}, **scope) for part in parts]
-    return budgets if len(budgets) > 1 else budgets[0]
+    return budgets * (methods if len(parts) == 1 else 1)

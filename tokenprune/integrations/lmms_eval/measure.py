@@ -87,7 +87,9 @@ class _Watch:
     """Stands in for a model's `generate`, and notes in a `Tally` what each call cost."""
 
     def __init__(self, model: nn.Module, tally: Tally) -> None:
-        self.model, self.tally, self.generate = model, tally, model.generate
+        self.tally, self.generate = tally, model.generate
+        self.model, self.adapter = model, adapter_for(model)
+        self.shape = DecoderShape.from_config(self.adapter.text_config)
         self.error: TokenPruneError | None = None
         self._begin = 0.0
         self._first: tuple[float, Any] | None = None  # when the first forward was done, and its cache's bytes
@@ -103,7 +105,7 @@ class _Watch:
             if isinstance(error, TokenPruneError):
                 self.error = error
             raise
-        _wait(self.model)
+        _wait(getattr(output, "sequences", output))
         seconds = time.perf_counter() - self._begin
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None or self._first is None:
@@ -113,20 +115,18 @@ class _Watch:
 
     def first_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._first is None:
-            _wait(module)
+            _wait(output.logits)
             told = time.perf_counter()
             self._first = (told - self._begin, count_bytes(getattr(output, "past_key_values", None), 0)[0])
 
     def _note(self, ids: torch.Tensor, kwargs: dict[str, Any], output: Any, seconds: float) -> None:
-        adapter = adapter_for(self.model)
         rows, length = ids.shape
         first, kv_bytes = self._first
         if tokenprune.is_patched(self.model):
             stats = tokenprune.stats(self.model)
         else:
-            stats = _unpatched(adapter, ids, kwargs, kv_bytes)
-        shape = DecoderShape.from_config(adapter.text_config)
-        self.tally.add(stats, rows, rows * shape.prefill_flops([length] * shape.layers))
+            stats = _unpatched(self.adapter, ids, kwargs, kv_bytes)
+        self.tally.add(stats, rows, rows * self.shape.prefill_flops([length] * self.shape.layers))
         self.tally.calls += 1
         self.tally.ttft_ms.append(1000 * first)
         self.tally.seconds += seconds
@@ -140,11 +140,10 @@ def _unpatched(adapter: Adapter, ids: torch.Tensor, kwargs: dict[str, Any], kv_b
     return Stats(visual, visual, [visual] * layers, kv_bytes=kv_bytes, kv_bytes_full=kv_bytes)
 
 
-def _wait(module: nn.Module) -> None:
+def _wait(tensor: torch.Tensor) -> None:
     """A GPU runs behind the host: let it catch up before the clock is read."""
-    device = next(module.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
 
 
 @contextmanager

@@ -18,10 +18,10 @@ import tokenprune
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.hf.adapters import adapter_for
 from tokenprune.integrations.lmms_eval.arguments import read
-from tokenprune.integrations.lmms_eval.bases import BASES
+from tokenprune.integrations.lmms_eval.bases import BASES, TESTED, UNTESTED
 from tokenprune.integrations.lmms_eval.measure import Tally, watched
 
-_WORK = f"these work: {', '.join(BASES)}"
+_WORK = f"these work: {', '.join(TESTED)}; these should, but are not tested: {', '.join(UNTESTED)}"
 
 
 class Measured:
@@ -91,21 +91,20 @@ def load(base: str | None = None, *, force_simple: bool = False, **arguments: An
     arguments:    ours (method, keep, ..., the method's options) and the base's (pretrained, device, ...), as in
                   docs/lmms-eval.md.
 
-    Raises UnsupportedModelError for a base that holds no model we can patch, and what `tokenprune.patch` raises.
+    Raises UnsupportedModelError for a base that holds no model we can patch, and what `tokenprune.patch` raises; what
+    is wrong with the arguments is said before weights are loaded.
     """
     cls = _base_class(base, force_simple)
-    accepted, anything = _parameters(cls)
-    setting = read(arguments, base, accepted, anything and base not in BASES)
+    setting = read(arguments, base, *_parameters(cls))
     made = type(f"TokenPrune{cls.__name__}", (Measured, cls), {"__module__": __name__, "__doc__": cls.__doc__})
     lm = made(**setting.rest)
     model = getattr(lm, "model", None)
     if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
-        raise UnsupportedModelError(f"base={base} holds no model of transformers: {_WORK}")
+        raise UnsupportedModelError(f"base={base} holds no model of transformers that generates; {_WORK}")
     adapter_for(model)
     made._shares = not setting.acts_on_pixels
     if setting.patch is not None:
         _patch(lm, setting)
-    logger.info(f"tokenprune {tokenprune.__version__}: {made.__name__}, {_described(model)}")
     return lm
 
 
@@ -115,10 +114,6 @@ def _patch(lm: Any, setting: Any) -> None:
         names = ("processor", "_processor", "_image_processor", "image_processor")
         given["processor"] = next((one for name in names if callable(one := getattr(lm, name, None))), None)
     tokenprune.patch(lm.model, **given)
-
-
-def _described(model: nn.Module) -> str:
-    return getattr(model, "_tokenprune_patch").describe() if tokenprune.is_patched(model) else "unpatched"
 
 
 def _base_class(base: str | None, force_simple: bool) -> type:
@@ -132,8 +127,10 @@ def _base_class(base: str | None, force_simple: bool) -> type:
     resolved = MODEL_REGISTRY_V2.resolve(base, force_simple)
     if resolved.class_path.startswith(("lmms_eval.", "tokenprune.")) and resolved.model_id not in BASES:
         raise UnsupportedModelError(
-            f"base={base} is a model of lmms-eval that tokenprune cannot patch, or was not tested with; {_WORK}"
+            f"base={base} does not answer with a model of transformers that we support; {_WORK}"
         )
+    if resolved.model_id not in TESTED:
+        logger.warning(f"tokenprune was not tested with base={base}: compare method=none with the base itself first")
     try:
         return MODEL_REGISTRY_V2.get_model_class(base, force_simple)
     except ImportError as error:
@@ -143,8 +140,12 @@ def _base_class(base: str | None, force_simple: bool) -> type:
 
 
 def _parameters(cls: type) -> tuple[set[str], bool]:
-    """The names that a class's constructor takes, and whether it may take others."""
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)} - {"self"}
-    anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    return named, anything
+    """The names that a class's constructor takes, and whether it may take others: lmms-eval's own say that they do, and
+    then refuse them without a name."""
+    named: set[str] = set()
+    for one in cls.__mro__:
+        parameters = inspect.signature(one.__init__).parameters.values() if "__init__" in vars(one) else ()
+        named |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        if parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return named - {"self"}, False
+    return named - {"self"}, not cls.__module__.startswith("lmms_eval.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tasks of lmms-eval call: the held-out questions that ship with the package, as `tokenprune bench` asks them."""
+"""What our tasks for lmms-eval call: the held-out questions of the package, as `tokenprune bench` asks them."""
 
 from __future__ import annotations
 
