@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Before lmms_eval and datasets are imported; what they keep goes into a folder that is ours.
-_CACHE = tempfile.TemporaryDirectory(prefix="tokenprune-lmms-")
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", LMMS_EVAL_DATASETS_CACHE=_CACHE.name)
+# Before lmms_eval and datasets are imported; what they keep goes into a folder of ours.
+os.environ.update(
+    HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", LMMS_EVAL_DATASETS_CACHE=tempfile.mkdtemp(prefix="tokenprune-lmms-")
+)
 
 import pytest
 import torch
@@ -28,8 +30,8 @@ CPU = "device=cpu,device_map=cpu"
 # Pictures and films stand where the message has them; the processors write the tokens.
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}PICTURE{% elif part['type'] == 'video' "
-    "%}FILM{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %} {% endfor %}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}PICTURE"
+    "{% elif part['type'] == 'video' %}FILM{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %} {% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -39,7 +41,7 @@ def pytest_configure() -> None:
 
 
 def pytest_unconfigure() -> None:
-    _CACHE.cleanup()
+    shutil.rmtree(os.environ["LMMS_EVAL_DATASETS_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

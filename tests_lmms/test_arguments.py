@@ -29,7 +29,11 @@ def parsed(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) 
         ("method=random,keep=0.5,seed=7", [tokenprune.method("random", seed=7)], [Budget(keep=0.5)]),
         ("method=dart,exact=False,layer=1", [tokenprune.method("dart", exact=False, layer=1)], None),
         ("method=fastv,average_tokens=192", [tokenprune.method("fastv")], [Budget(average_tokens=192)]),
-        ("method=divprune,kv_share=0.3,per=prompt", [tokenprune.method("divprune")], [Budget(kv_share=0.3, per="prompt")]),
+        (
+            "method=divprune,kv_share=0.3,per=prompt",
+            [tokenprune.method("divprune")],
+            [Budget(kv_share=0.3, per="prompt")],
+        ),
         (
             "method=divprune+fastv,keep=0.5+32,layer=3",
             [tokenprune.method("divprune"), tokenprune.method("fastv", layer=3)],

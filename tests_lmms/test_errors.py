@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from lmms_eval.api.model import lmms
+from lmms_eval.models import MODEL_REGISTRY_V2
+from lmms_eval.models.registry_v2 import ModelManifest
 
 from conftest import CPU, DEMO
 from tokenprune import BudgetError, OptionError, TokenPruneError, UnknownMethodError, UnsupportedModelError
@@ -33,9 +36,7 @@ NOWHERE = f"pretrained=/there/is/no/such/model,{CPU}"
         ("base=qwen3_5,method=none,nonsense=9", OptionError, "there is no argument 'nonsense'"),
     ],
 )
-def test_before_anything_is_loaded(
-    evaluate: Callable[..., Any], args: str, error: type[Exception], words: str
-) -> None:
+def test_before_anything_is_loaded(evaluate: Callable[..., Any], args: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error) as raised:
         evaluate(f"{args},{NOWHERE}", "tokenprune_colour")
     assert words in str(raised.value)
@@ -48,33 +49,27 @@ def test_a_method_that_the_model_refuses(evaluate: Callable[..., Any]) -> None:
         evaluate(f"base=llava_hf,method=pevlm,pretrained={DEMO},{CPU}", "tokenprune_colour")
 
 
+class Remote(lmms):
+    """A model of another package, that takes anything; only its instance tells that it holds no model."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        assert kwargs == {"endpoint": "here"}
+
+    def loglikelihood(self, requests: list[Any]) -> Any: ...
+
+    generate_until = generate_until_multi_round = loglikelihood
+
+
 def test_a_base_that_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of another package: only its instance tells."""
-    from lmms_eval.api.model import lmms
-    from lmms_eval.models import MODEL_REGISTRY_V2
-    from lmms_eval.models.registry_v2 import ModelManifest
-
-    class Remote(lmms):
-        def __init__(self, **kwargs: Any) -> None:
-            super().__init__()
-            self.told = kwargs
-
-        def loglikelihood(self, requests: list[Any]) -> Any: ...
-        def generate_until(self, requests: list[Any]) -> Any: ...
-        def generate_until_multi_round(self, requests: list[Any]) -> Any: ...
-
-    monkeypatch.setattr("tokenprune.integrations.lmms_eval.bases.Remote", Remote, raising=False)
-    monkeypatch.setattr(MODEL_REGISTRY_V2, "_manifests", dict(MODEL_REGISTRY_V2._manifests))
-    monkeypatch.setattr(MODEL_REGISTRY_V2, "_alias_to_model_id", dict(MODEL_REGISTRY_V2._alias_to_model_id))
-    monkeypatch.setattr("lmms_eval.models.registry_v2.importlib.import_module", lambda name: __import__("types").SimpleNamespace(Remote=Remote))
-    MODEL_REGISTRY_V2.register_manifest(ModelManifest("remote", simple_class_path="elsewhere.Remote"))
+    for name in ("_manifests", "_alias_to_model_id"):
+        monkeypatch.setattr(MODEL_REGISTRY_V2, name, dict(getattr(MODEL_REGISTRY_V2, name)))
+    MODEL_REGISTRY_V2.register_manifest(ModelManifest("remote", simple_class_path=f"{__name__}.Remote"))
     with pytest.raises(UnsupportedModelError, match="base=remote holds no model of transformers"):
         integration.load("remote", method="none", endpoint="here")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmms_eval.models import MODEL_REGISTRY_V2
-
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ModuleNotFoundError("No module named 'decord'")
 

@@ -33,7 +33,9 @@ def test_the_folder_is_printed() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_group_has_every_kind_of_question(manager: TaskManager, variant: str) -> None:
-    assert manager._get_config(f"tokenprune_suite{variant}")["task"] == [f"tokenprune_{kind}{variant}" for kind in KINDS]
+    assert manager._get_config(f"tokenprune_suite{variant}")["task"] == [
+        f"tokenprune_{kind}{variant}" for kind in KINDS
+    ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

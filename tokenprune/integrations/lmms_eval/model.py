@@ -110,7 +110,7 @@ def load(base: str | None = None, *, force_simple: bool = False, **arguments: An
 
 def _patch(lm: Any, setting: Any) -> None:
     given = dict(setting.patch)
-    if setting.acts_on_pixels:
+    if setting.acts_on_pixels or given.get("guard", "off") != "off":  # the guard reads prompts with it
         names = ("processor", "_processor", "_image_processor", "image_processor")
         given["processor"] = next((one for name in names if callable(one := getattr(lm, name, None))), None)
     tokenprune.patch(lm.model, **given)
@@ -140,12 +140,13 @@ def _base_class(base: str | None, force_simple: bool) -> type:
 
 
 def _parameters(cls: type) -> tuple[set[str], bool]:
-    """The names that a class's constructor takes, and whether it may take others: lmms-eval's own say that they do, and
-    then refuse them without a name."""
+    """The names that a class's constructor takes, handed on to those above it or not, and whether it may take others.
+    lmms-eval's own say that they do, and then refuse them without a name."""
     named: set[str] = set()
-    for one in cls.__mro__:
-        parameters = inspect.signature(one.__init__).parameters.values() if "__init__" in vars(one) else ()
+    for one in (each for each in cls.__mro__ if "__init__" in vars(each)):
+        parameters = list(inspect.signature(one.__init__).parameters.values())[1:]
         named |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-        if parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters):
-            return named - {"self"}, False
-    return named - {"self"}, not cls.__module__.startswith("lmms_eval.")
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            break
+    kinds = {each.kind for each in inspect.signature(cls.__init__).parameters.values()}
+    return named, inspect.Parameter.VAR_KEYWORD in kinds and not cls.__module__.startswith("lmms_eval.")
