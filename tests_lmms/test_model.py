@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -209,14 +210,27 @@ def test_watching_leaves_the_model_as_it_was(subject: Subject) -> None:
     assert (set(vars(model)), dict(model._forward_hooks)) == before
 
 
-def test_the_time_to_the_first_token_is_part_of_the_whole(subject: Subject) -> None:
+def test_the_time_to_the_first_token(subject: Subject) -> None:
+    """It starts before the vision tower, and ends after the first forward and before the second."""
+    model, clock = subject.model, time.perf_counter
+    towers: list[float] = []
+    forwards: list[float] = []
+    handles = [
+        subject.adapter.base.vision_tower.register_forward_pre_hook(lambda *args: towers.append(clock())),
+        model.register_forward_hook(lambda *args: forwards.append(clock())),  # runs before the one that measures
+    ]
     inputs = subject.inputs([load_heldout(limit=1)[0].image], ["what color is the circle?"])
-    with watched(subject.model) as tally:
-        for _ in range(2):
+    try:
+        with watched(model) as tally:
+            begin = clock()
             subject.generate(inputs, min_new_tokens=4)
-    assert len(tally.ttft_ms) == 2
-    assert 0 < sum(tally.ttft_ms) < 1000 * tally.seconds
-    assert tally.new_tokens == 8
+    finally:
+        for handle in handles:
+            handle.remove()
+    (told,) = tally.ttft_ms
+    assert len(towers) == 1 and len(forwards) == tally.new_tokens == 4
+    assert forwards[0] - towers[0] < told / 1000 < forwards[1] - begin
+    assert forwards[3] - begin < tally.seconds + 0.1
 
 
 def test_the_base_that_told_its_time_is_not_counted_twice(evaluate: Evaluate) -> None:
