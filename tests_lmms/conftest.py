@@ -23,6 +23,7 @@ from loguru import logger
 
 import tokenprune
 from checkpoints import CHECKPOINTS
+from more_checkpoints import MORE
 from tokenprune.integrations.lmms_eval import TASKS
 
 DEMO = Path(tokenprune.__file__).parent / "assets" / "demo_vlm"
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def get(name: str) -> Path:
         if name not in written:
-            checkpoint = CHECKPOINTS[name]
+            checkpoint = (CHECKPOINTS | MORE)[name]
             written[name] = checkpoint.write(tmp_path_factory.mktemp(name))
             processor = checkpoint.processor()
             template = TEMPLATE.replace("PICTURE", checkpoint.picture).replace("FILM", checkpoint.video or "")
