@@ -13,7 +13,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-newest-quick test-vllm notebooks docs serving demo bench-cpu bench-gpu plots lint clean distclean
+.PHONY: help setup test test-newest test-newest-quick test-vllm test-lmms notebooks docs serving demo bench-cpu bench-gpu plots lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -32,6 +32,9 @@ test-newest-quick: .venv-newest/.setup-done ## the same for families, caches and
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
+
+test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration, against the real lmms-eval (constraints-lmms.txt)
+	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests_lmms $(PYTEST_ARGS)
 
 # Under a load of other work a cell may take longer than the minute or less that it needs.
 notebooks: setup ## execute the notebooks (nothing is written: python dev/notebooks.py strips those that you ran)
@@ -79,7 +82,7 @@ clean: ## remove builds and caches
 	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-newest .venv-vllm .venv-docs
+	rm -rf .venv .venv-newest .venv-vllm .venv-lmms .venv-docs
 
 # An environment apart: vLLM brings versions of its own. Its CPU build goes in without what it requires, because some of that
 # is built for CUDA; see dev/vllm_requirements.py.
@@ -106,6 +109,9 @@ distclean: clean ## remove the environments too
 
 .venv/.setup-done: constraints.txt
 .venv-newest/.setup-done: constraints.txt constraints-newest.txt
+.venv-lmms/.setup-done: constraints.txt constraints-lmms.txt
+.venv-lmms/.setup-done: PACKAGES := -e '.[lmms-eval]' pytest
+PACKAGES := -e '.[dev]'
 # The last constraints file named wins: it replaces the pins of the packages it names. torch comes first, so that no other
 # package can bring another build of it; torchvision comes without its dependencies for the same reason.
 %/.setup-done: pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
@@ -117,6 +123,6 @@ distclean: clean ## remove the environments too
 	$(PIP) install --quiet -c $(@D)/constraints.txt torch
 	$(PIP) install --quiet -c $(@D)/constraints.txt --no-deps torchvision
 	$(PIP) install --quiet -c $(@D)/constraints.txt hatchling editables
-	$(PIP) install --quiet -c $(@D)/constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install --quiet -c $(@D)/constraints.txt --no-build-isolation $(PACKAGES)
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of `--model_args` are ours, and what they come to; no model is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+from lmms_eval.utils import simple_parse_args_string
+
+import tokenprune
+from tokenprune import Budget, BudgetError, OptionError, UnknownMethodError
+from tokenprune.integrations.lmms_eval.arguments import Setting, read
+
+BASE = ("pretrained", "device", "dtype")
+
+
+def parsed(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) -> Setting:
+    return read(simple_parse_args_string(text), "some_base", accepted, anything)
+
+
+@pytest.mark.parametrize(
+    "text, methods, keep",
+    [
+        ("method=dart", [tokenprune.method("dart")], None),
+        ("method=dart,keep=0.25", [tokenprune.method("dart")], [Budget(keep=0.25)]),
+        ("method=fastv,keep=64,layer=3", [tokenprune.method("fastv", layer=3)], [Budget(keep=64)]),
+        ("method=random,keep=0.5,seed=7", [tokenprune.method("random", seed=7)], [Budget(keep=0.5)]),
+        ("method=dart,exact=False,layer=1", [tokenprune.method("dart", exact=False, layer=1)], None),
+        ("method=fastv,average_tokens=192", [tokenprune.method("fastv")], [Budget(average_tokens=192)]),
+        (
+            "method=divprune,kv_share=0.3,per=prompt",
+            [tokenprune.method("divprune")],
+            [Budget(kv_share=0.3, per="prompt")],
+        ),
+        (
+            "method=divprune+fastv,keep=0.5+32,layer=3",
+            [tokenprune.method("divprune"), tokenprune.method("fastv", layer=3)],
+            [Budget(keep=0.5), Budget(keep=32)],
+        ),
+        (
+            "method=divprune+fastv,keep=0.5,fastv.layer=1",
+            [tokenprune.method("divprune"), tokenprune.method("fastv", layer=1)],
+            [Budget(keep=0.5), Budget(keep=0.5)],
+        ),
+        ("method=pevlm,dense_layers=0+2", [tokenprune.method("pevlm", dense_layers=(0, 2))], None),
+        ("method=pevlm,dense_layers=2", [tokenprune.method("pevlm", dense_layers=(2,))], None),
+        ("method=view_select,views=left+front", [tokenprune.method("view_select", views=("left", "front"))], None),
+    ],
+)
+def test_what_is_patched(text: str, methods: list[Any], keep: Any) -> None:
+    setting = parsed(f"pretrained=some/model,{text},device=cpu")
+    expected = {"method": methods} | ({} if keep is None else {"keep": keep})
+    assert (setting.patch, setting.methods, setting.rest) == (
+        expected,
+        methods,
+        {"pretrained": "some/model", "device": "cpu"},
+    )
+
+
+@pytest.mark.parametrize("name", ["none", "unpatched"])
+def test_nothing_is_patched(name: str) -> None:
+    assert parsed(f"method={name},dtype=float32") == Setting(None, [], {"dtype": "float32"})
+
+
+def test_guard_goes_to_patch() -> None:
+    assert parsed("method=dart,keep=0.25,guard=auto").patch["guard"] == "auto"
+
+
+def test_a_name_of_both_is_the_bases() -> None:
+    setting = parsed("method=fastv,layer=9,fastv.layer=3", accepted=("layer",))
+    assert setting.rest == {"layer": 9}
+    assert setting.methods == [tokenprune.method("fastv", layer=3)]
+
+
+def test_a_base_that_takes_anything_gets_what_is_not_ours() -> None:
+    setting = parsed("method=fastv,layer=3,temperature=1", anything=True)
+    assert setting.rest == {"temperature": 1}
+
+
+@pytest.mark.parametrize(
+    "text, error, words",
+    [
+        ("keep=0.25", OptionError, "method= is missing"),
+        ("method=darts", UnknownMethodError, "did you mean 'dart'"),
+        ("method=dart+fasv", UnknownMethodError, "did you mean 'fastv'"),
+        ("method=dart+dart", OptionError, "names a method twice"),
+        ("method=dart,keep=0", BudgetError, "keep=0 keeps nothing"),
+        ("method=dart,keep=1.5", BudgetError, "is no share"),
+        ("method=dart,keep=half", BudgetError, "'half'"),
+        ("method=dart,keep=true", BudgetError, "True"),
+        ("method=dart,keep=0.5+0.5", OptionError, "2 entries for 1 methods"),
+        ("method=dart,keep=0.5,average_tokens=64", OptionError, "give one of keep"),
+        ("method=dart,per=frame", OptionError, "not per alone"),
+        ("method=dart,keep=0.5,per=row", BudgetError, "'row'"),
+        ("method=fastv,layr=3", OptionError, "there is no argument 'layr': did you mean 'layer'"),
+        ("method=fastv,pretraind=x", OptionError, "did you mean 'pretrained'"),
+        ("method=fastv,kep=0.2", OptionError, "did you mean 'keep'"),
+        ("method=divprune+fastv,divprune.layer=3", OptionError, "there is no argument 'divprune.layer'"),
+        ("method=dart+fastv,layer=3", OptionError, "is an option of dart and fastv: write dart.layer=3"),
+        ("method=fastv,layer=-1", OptionError, "layer"),
+        ("method=none,keep=0.5", OptionError, "leave out keep too"),
+        ("method=none,layer=3", OptionError, "there is no argument 'layer'"),
+        ("method=dart,config=tokenprune.json", OptionError, "leave out method"),
+        ("keep=0.5,config=tokenprune.json", OptionError, "leave out keep"),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as raised:
+        parsed(text)
+    assert words in str(raised.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tokenprune.config") is None, reason="there is no tokenprune.config yet")
+def test_a_tuned_configuration(tmp_path: Any) -> None:
+    path = tmp_path / "tokenprune.json"
+    path.write_text('{"schema": 1, "setting": {"method": "downsample", "keep": 0.25}}')
+    setting = parsed(f"config={path},guard=auto")
+    assert setting.patch == {"config": str(path), "guard": "auto"}
+    assert setting.acts_on_pixels

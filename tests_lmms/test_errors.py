@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot work is said before weights are loaded, in words that tell what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lmms_eval.api.model import lmms
+from lmms_eval.models import MODEL_REGISTRY_V2
+from lmms_eval.models.registry_v2 import ModelManifest
+
+from conftest import CPU, DEMO
+from tokenprune import BudgetError, OptionError, TokenPruneError, UnknownMethodError, UnsupportedModelError
+from tokenprune.integrations.lmms_eval import model as integration
+from tokenprune.integrations.lmms_eval.bases import TESTED
+
+NOWHERE = f"pretrained=/there/is/no/such/model,{CPU}"
+
+
+@pytest.mark.parametrize(
+    "args, error, words",
+    [
+        ("method=dart", OptionError, "base= is missing"),
+        ("base=llava_hff,method=dart", OptionError, "did you mean 'llava_hf'"),
+        ("base=vllm,method=dart", UnsupportedModelError, "base=vllm does not answer with a model of transformers"),
+        ("base=tokenprune,method=dart", UnsupportedModelError, "base=tokenprune"),
+        ("base=openai_compatible,method=dart", UnsupportedModelError, "base=openai_compatible"),
+        ("base=llava_hf", OptionError, "method= is missing"),
+        ("base=llava_hf,method=dort", UnknownMethodError, "did you mean 'dart'"),
+        ("base=llava_hf,method=dart,keep=2.5", BudgetError, "is no share"),
+        ("base=llava_hf,method=fastv,keep=0.25,lyer=3", OptionError, "did you mean 'layer'"),
+        ("base=llava_hf,method=fastv,keep=0.25,layer=first", OptionError, "layer='first'"),
+        ("base=qwen2_5_vl,method=dart,max_pixel=9", OptionError, "did you mean 'max_pixels'"),
+        ("base=qwen3_5,method=none,nonsense=9", OptionError, "there is no argument 'nonsense'"),
+    ],
+)
+def test_before_anything_is_loaded(evaluate: Callable[..., Any], args: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as raised:
+        evaluate(f"{args},{NOWHERE}", "tokenprune_colour")
+    assert words in str(raised.value)
+    if "base=" in words:
+        assert all(name in str(raised.value) for name in TESTED)
+
+
+def test_a_method_that_the_model_refuses(evaluate: Callable[..., Any]) -> None:
+    with pytest.raises(TokenPruneError, match="pevlm"):
+        evaluate(f"base=llava_hf,method=pevlm,pretrained={DEMO},{CPU}", "tokenprune_colour")
+
+
+class Remote(lmms):
+    """A model of another package, that takes anything; only its instance tells that it holds no model."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        assert kwargs == {"endpoint": "here"}
+
+    def loglikelihood(self, requests: list[Any]) -> Any: ...
+
+    generate_until = generate_until_multi_round = loglikelihood
+
+
+def test_a_base_that_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_manifests", "_alias_to_model_id"):
+        monkeypatch.setattr(MODEL_REGISTRY_V2, name, dict(getattr(MODEL_REGISTRY_V2, name)))
+    MODEL_REGISTRY_V2.register_manifest(ModelManifest("remote", simple_class_path=f"{__name__}.Remote"))
+    with pytest.raises(UnsupportedModelError, match="base=remote holds no model of transformers"):
+        integration.load("remote", method="none", endpoint="here")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'decord'")
+
+    monkeypatch.setattr(MODEL_REGISTRY_V2, "get_model_class", fail)
+    with pytest.raises(TokenPruneError, match=r"'decord'.*tokenprune-vlm\[lmms-eval\]"):
+        integration.load("llava_hf", method="dart")

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The task package asks the questions of `tokenprune bench`, all of them, and scores as it does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lmms_eval.tasks import TaskManager, get_task_dict
+
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.metrics import METRICS
+from tokenprune.bench.model import SHORT
+from tokenprune.bench.scenes import KINDS
+from tokenprune.integrations.lmms_eval import TASKS, suite
+
+VARIANTS = {"": (SHORT, 16), "_plain": ("", 4)}
+
+
+@pytest.fixture(scope="module")
+def manager() -> TaskManager:
+    return TaskManager("WARNING", include_path=str(TASKS), include_defaults=False)
+
+
+def test_the_folder_is_printed() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "tokenprune.integrations.lmms_eval"], capture_output=True, text=True, check=True
+    )
+    assert Path(printed.stdout.strip()) == TASKS
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_group_has_every_kind_of_question(manager: TaskManager, variant: str) -> None:
+    assert manager._get_config(f"tokenprune_suite{variant}")["task"] == [
+        f"tokenprune_{kind}{variant}" for kind in KINDS
+    ]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_asks_what_bench_asks(manager: TaskManager, kind: str, variant: str) -> None:
+    suffix, tokens = VARIANTS[variant]
+    name = f"tokenprune_{kind}{variant}"
+    task = get_task_dict([name], manager, "simple")[name]
+    examples = load_heldout(kinds=[kind])
+    docs = list(task.test_docs())
+    assert [task.doc_to_text(doc) for doc in docs] == [example.question + suffix for example in examples]
+    assert [task.doc_to_target(doc) for doc in docs] == [example.answer for example in examples]
+    assert task.doc_to_visual(docs[-1])[0].tobytes() == examples[-1].image.tobytes()
+    assert task.config.generation_kwargs["max_new_tokens"] == tokens
+
+
+@pytest.mark.parametrize("said", ["red", "Red.", " red ", "dark red", "", "reds", "RED.."])
+def test_the_metric_is_that_of_bench(said: str) -> None:
+    (expected,) = METRICS["exact"].score([said], [["red"]])
+    assert suite.process_results({"answer": "red"}, [said]) == {"exact": expected}

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of lmms-eval's own models can be patched: those that generate with a model of transformers that we support.
+
+docs/lmms-eval.md has them as a table; tests_lmms/test_bases.py runs each that is tested, and compares the table.
+"""
+
+from __future__ import annotations
+
+TESTED = {
+    "gemma3": "Gemma 3",
+    "idefics2": "Idefics2",
+    "internvl_hf": "InternVL 3 and 3.5",
+    "lfm2_5_vl": "LFM2-VL",
+    "llava_hf": "LLaVA-1.5, LLaVA-NeXT, LLaVA-OneVision",
+    "mistral3_vl": "Mistral 3",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen3_5": "Qwen3.5",
+    "qwen3_vl": "Qwen3-VL",
+}
+# Built the same way around a model type that we support, but not run by our tests; a warning says so.
+UNTESTED = {
+    "aria": "Aria",
+    "fuyu": "Fuyu",
+    "gemma4": "Gemma 4",
+    "glm4v": "GLM-4.1V and later",
+    "instructblip": "InstructBLIP",
+    "llama4_scout": "Llama 4",
+    "video_llava": "Video-LLaVA",
+}
+BASES = TESTED | UNTESTED
