@@ -78,6 +78,11 @@ class Row:
         """Visual tokens of one question's picture, averaged over the decoder's layers."""
         return self.stats["visual_tokens_average"] / self.questions
 
+    @property
+    def ttft_ratio(self) -> float | None:
+        """Median time to the first token as a share of the unpatched model's; None where it was not taken."""
+        return self.timing["ttft_ratio"]["p50"] if self.timing and "ttft_ratio" in self.timing else None
+
 
 @dataclass(frozen=True)
 class Results:

@@ -23,7 +23,9 @@ def same_questions(runs: Sequence[Run]) -> list[list[Run]]:
 def same_machine(runs: Sequence[Run]) -> bool:
     """Whether times of these runs can be compared."""
     machines = [run.results.header["environment"] for run in runs]
-    return len({tuple(str(one.get(name)) for name in ("device", "machine", "cores", "threads")) for one in machines}) == 1
+    return (
+        len({tuple(str(one.get(name)) for name in ("device", "machine", "cores", "threads")) for one in machines}) == 1
+    )
 
 
 def comparisons(runs: Sequence[Run]) -> list[Table]:
@@ -59,8 +61,8 @@ def _table(runs: Sequence[Run]) -> Table:
     columns = tuple(text for run in runs for text in (f"{run.label}: {title}", "vs unpatched", "layer avg"))
     names = ", ".join(f"{run.label} = {run.model} ({run.name})" for run in runs)
     note = (
-        f"{names}. Vs unpatched: points against the unpatched model of the same run. Layer avg: visual tokens, averaged "
-        "over the decoder's layers. Runs are not tested against each other: see their own intervals."
+        f"{names}. Vs unpatched: points against the unpatched model of the same run. Layer avg: visual tokens, "
+        "averaged over the decoder's layers. Runs are not tested against each other: see their own intervals."
     )
     labels = " and ".join([", ".join(run.label for run in runs[:-1]), runs[-1].label])
     return Table(f"{labels} on the same questions", ("method", "keep", *columns), rows, (note,), grouped=True)

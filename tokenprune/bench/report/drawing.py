@@ -205,6 +205,7 @@ def _whole(subject: Subject, question: Any) -> tuple[Image.Image, int]:
 
 
 def _look(subject: Subject, question: Any, method: str, keep: float | int, options: dict[str, Any]) -> draw.Look:
+    draw.check_drawable(method)
     if not question.is_film and len(question.images) == 1:
         return draw.look(subject, question.images[0], question.question, method, keep, SIDE, **options)
     if question.is_film and method_class(method).site is tokenprune.Site.PRE_ENCODER:
@@ -251,7 +252,10 @@ def _tidy(folder: Path, data: dict[str, Any]) -> None:
     shown = {one["picture"] for sample in data["samples"] for one in (sample, *sample["methods"])}
     for file in folder.glob("*.webp"):
         if file.name not in shown:
-            file.unlink()
+            try:
+                file.unlink()
+            except OSError as error:
+                raise _cannot_write(file, error) from error
 
 
 def _cannot_write(path: Path, error: OSError) -> RunError:

@@ -34,10 +34,10 @@ def against_ttft(run: Run, looks: Looks) -> Plot | None:
     def place(row: Row) -> Place | None:
         if row.method == UNPATCHED:
             return 100.0, f"{whole:.4g} ms to the first token"
-        if not timed(row):
+        if row.ttft_ratio is None:
             return None
-        ratio, took = row.timing["ttft_ratio"]["p50"], row.timing["ttft_ms"]["p50"]
-        return 100 * ratio, f"{100 * ratio:.0f} % of the time to the first token ({took:.4g} ms)"
+        share, took = 100 * row.ttft_ratio, row.timing["ttft_ms"]["p50"]
+        return share, f"{share:.0f} % of the time to the first token ({took:.4g} ms)"
 
     title = f"time to first token, % of the unpatched {whole:.4g} ms"
     return pareto(
@@ -57,18 +57,15 @@ def joint_plots(runs: Sequence[Run], looks: Looks) -> tuple[list[Plot], list[str
     return [*plots, _joint(title, "time to first token, ms", runs, _milliseconds, looks)], []
 
 
-def timed(row: Row) -> bool:
-    return bool(row.timing and row.timing.get("ttft_ratio") and row.timing.get("ttft_ms"))
-
-
 def whole_ttft(results: Results) -> float | None:
     """Return the unpatched model's median time to the first token in milliseconds, None where nothing was timed."""
-    times = [row.timing["ttft_ms"]["p50"] / row.timing["ttft_ratio"]["p50"] for row in results.rows if timed(row)]
+    times = [row.timing["ttft_ms"]["p50"] / row.ttft_ratio for row in results.rows if row.ttft_ratio]
     return statistics.median(times) if times else None
 
 
 def scored(results: Results) -> str:
-    return METRICS[results.header.get("metric", "exact")].title.capitalize()
+    title = METRICS[results.header.get("metric", "exact")].title
+    return title[0].upper() + title[1:]
 
 
 def _tokens(row: Row) -> Place:
@@ -81,7 +78,7 @@ def _milliseconds(run: Run) -> Callable[[Row], Place | None]:
     def place(row: Row) -> Place | None:
         if row.method == UNPATCHED:
             return whole, f"{whole:.4g} ms to the first token"
-        if not timed(row):
+        if row.ttft_ratio is None:
             return None
         took = row.timing["ttft_ms"]["p50"]
         return took, f"{took:.4g} ms to the first token"

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenprune.bench.report.plots import Plot, Style, curves
-from tokenprune.bench.results import Results, Row
+from tokenprune.bench.results import UNPATCHED, Results, Row
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The curves of one keep. told: in words, each with the methods that share it."""
+    """The curves of one keep. told: the methods that share a curve, the curve in words, its look."""
 
     plot: Plot
-    told: tuple[tuple[str, str], ...]
+    told: tuple[tuple[str, str, Style], ...]
 
 
 def layer_plots(results: Results, style: Callable[[str], Style]) -> list[Layers]:
@@ -35,11 +35,20 @@ def layer_plots(results: Results, style: Callable[[str], Style]) -> list[Layers]
         for row in rows:
             if row.keep == keep:
                 same.setdefault(_per_layer(row), []).append(row.method)
-        series = [(style("unpatched"), whole), *((style(methods[0]), values) for values, methods in same.items())]
+        looks = [_shared([style(method) for method in methods]) for methods in same.values()]
+        series = [(style(UNPATCHED), whole), *zip(looks, same, strict=True)]
         title = f"keep {keep:g}" if keep <= 1 and isinstance(keep, float) else f"keep {keep:g} tokens"
-        told = tuple((", ".join(methods), _told(values)) for values, methods in same.items())
+        told = tuple(
+            (", ".join(methods), _told(values), look)
+            for look, (values, methods) in zip(looks, same.items(), strict=True)
+        )
         made.append(Layers(curves(title, "visual tokens of a question", series, top), told))
     return made
+
+
+def _shared(looks: list[Style]) -> Style:
+    """The look of the first, lit up with any of them."""
+    return replace(looks[0], tags=" ".join(look.tags for look in looks))
 
 
 def _per_layer(row: Row) -> tuple[float, ...]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One page out of one or several runs. It loads nothing: style, script and pictures are inside, and a policy in its head
-forbids everything else, whatever stands in the names of models, methods and questions."""
+"""One page out of one or several runs, which loads nothing: style, script and pictures are inside.
+
+A policy in its head forbids everything else, whatever stands in the names of models, methods and questions.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import base64
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,14 +58,19 @@ class Joint:
 
 
 def make_page(runs: Sequence[Run]) -> str:
-    """Return the report as a whole HTML page; the same runs give the same page. Raises TokenPruneError without Jinja2."""
+    """Return the report as a whole HTML page; the same runs give the same page.
+
+    Raises TokenPruneError without Jinja2.
+    """
     looks = Looks.of(runs)
     groups = same_questions(runs)
     shared = [group for group in groups if len(group) > 1]
     made = zip(shared, comparisons(runs), strict=True)
     return _filled(
         parts=[_part(run, looks) for run in runs],
-        joints=[Joint(group, looks.joint_legend(group), *fronts.joint_plots(group, looks), table) for group, table in made],
+        joints=[
+            Joint(group, looks.joint_legend(group), *fronts.joint_plots(group, looks), table) for group, table in made
+        ],
         alone=[run for group in groups if len(group) == 1 for run in group] if len(runs) > 1 else [],
         looks=looks,
         version=tokenprune.__version__,
@@ -90,12 +98,13 @@ def _part(run: Run, looks: Looks) -> Part:
 def _facts(results: Results) -> list[tuple[str, str]]:
     header, env, base = results.header, results.header["environment"], results.baseline
     data, threads = header.get("data"), env.get("threads")
+    cores = f", {threads} thread{'s'[: threads != 1]}" if threads else ""
     weights = f", weights {env['weights']}" if env.get("weights") else ""
     facts = [
         ("Model", f"{env['model']}{weights}"),
         ("Questions", f"{base.questions} of {data['name'] if data else 'those that ship with tokenprune'}"),
-        ("Unpatched", f"{100 * base.overall.value:.1f} {METRICS[header.get('metric', 'exact')].title}"),
-        ("Device", f"{env['device']}, {env['dtype']}" + (f", {threads} thread{'s'[: threads != 1]}" if threads else "")),
+        (f"Unpatched, {METRICS[header.get('metric', 'exact')].title}", f"{100 * base.overall.value:.1f}"),
+        ("Device", f"{env['device']}, {env['dtype']}{cores}"),
         ("Date", str(header.get("date", "unknown"))),
         ("Versions", ", ".join(f"{one} {env[one]}" for one in ("tokenprune", "transformers", "torch") if one in env)),
     ]
@@ -104,7 +113,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
 
 def _notes(results: Results) -> list[str]:
     rows = [row for row in results.rows if row.method != UNPATCHED]
-    untimed = [f"{row.method} {row.keep:g}" for row in rows if not fronts.timed(row)]
+    untimed = [f"{row.method} {row.keep:g}" for row in rows if row.ttft_ratio is None]
     if len(untimed) == len(rows):
         return ["No plot against time: this run took no times (--repeats 0)."]
     return [f"Not timed, and so not in the second plot: {', '.join(untimed)}."] if untimed else []
@@ -114,12 +123,13 @@ def _filled(**values: Any) -> str:
     """Fill the templates. What the page may run and apply is named by its digest: no other script, no other style."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
     except ImportError as error:
         raise TokenPruneError("the report needs Jinja2: pip install 'tokenprune-vlm[bench]'") from error
-    from markupsafe import Markup
 
     loader = PackageLoader("tokenprune.bench.report")
     env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env.filters["code"] = _code
     env.globals["next_id"] = itertools.count(1).__next__
     style, script = (loader.get_source(env, name)[0] for name in ("style.css", "script.js"))
     page = env.get_template("page.html").render(
@@ -130,3 +140,10 @@ def _filled(**values: Any) -> str:
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _code(text: str) -> Any:
+    """`name` becomes code; everything is escaped."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))

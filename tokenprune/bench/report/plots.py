@@ -22,6 +22,9 @@ _SHAPES = (
     "M0-5.8L5.8 0L0 5.8L-5.8 0Z",
     "M0-5.2L5.2 4.4H-5.2Z",
     "M0 5.2L5.2-4.4H-5.2Z",
+    "M0-5.4L5.1-1.7L3.2 4.4H-3.2L-5.1-1.7Z",
+    "M-5.2 0L4.4-5.2V5.2Z",
+    "M5.2 0L-4.4-5.2V5.2Z",
 )
 _CROSS, _PLUS = "M-4-4L4 4M-4 4L4-4", "M-5 0H5M0-5V5"
 _STAR = "M0-7.5L2-2.4L7.1-2.3L3.1.9L4.4 6L0 3.1L-4.4 6L-3.1.9L-7.1-2.3L-2-2.4Z"
@@ -29,8 +32,11 @@ _STAR = "M0-7.5L2-2.4L7.1-2.3L3.1.9L4.4 6L0 3.1L-4.4 6L-3.1.9L-7.1-2.3L-2-2.4Z"
 
 @dataclass(frozen=True)
 class Style:
-    """How a series looks. css: the class with its colour. path: of its marker. tags: by which it is highlighted, the same
-    in plots, legends and tables. dashed: whether its line is."""
+    """How a series looks.
+
+    css: the class with its colour. path: of its marker. tags: by which it is highlighted, in plots, legends and tables.
+    dashed: whether its line is.
+    """
 
     css: str
     path: str
@@ -136,7 +142,7 @@ class Plot:
     steps: list[tuple[Style, str]] = field(default_factory=list)  # further fronts, of parts of the series
     guide: float | None = None  # the place of a vertical line
     labels: list[Label] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)  # the front in words
+    told: list[tuple[str, Style]] = field(default_factory=list)  # the front in words
 
 
 def front_of(points: Sequence[Point]) -> list[int]:
@@ -179,11 +185,12 @@ def pareto(
     if not flat:
         return None
     points = [point for _, point in flat]
-    plot = Plot(title, x_title, y_title)
+    plot = Plot(title, x_title, y_title, css="joint" if parts else "")
     # x from zero: half the tokens are half the way.
-    across = ticks(0, max([point.x for point in points] + ([] if guide is None else [guide])))
+    end = max([point.x for point in points] + ([] if guide is None else [guide])) or 1.0
     up = ticks(max(0, min(point.low for point in points)), max(point.high for point in points))
-    x, y = _scales(plot, across, up)
+    x, y = _scales(plot, 1.03 * end, up)
+    plot.x_ticks = [Tick(x(value), f"{value:g}") for value in ticks(0, end) if value <= 1.03 * end]
     plot.guide = None if guide is None else x(guide)
     front = front_of(points)
     on_front = {id(points[index]) for index in front}
@@ -198,7 +205,7 @@ def pareto(
     plot.front = _stairs(plot, [(x(points[index].x), y(points[index].y)) for index in front])
     for style, own in parts:
         plot.steps.append((style, _stairs(plot, [(x(own[index].x), y(own[index].y)) for index in front_of(own)])))
-    plot.told = [points[index].text for index in front]
+    plot.told = [(points[index].text, flat[index][0].style) for index in front]
     spots = [(mark.x, mark.y) for drawn in plot.series for mark in drawn.marks]
     wanted = [(x(points[i].x), y(points[i].y), points[i].name, flat[i][0].style.tags) for i in front]
     plot.labels = _labels(plot, wanted, spots)
@@ -209,7 +216,7 @@ def curves(title: str, y_title: str, series: Sequence[tuple[Style, Sequence[floa
     """Return a small plot of values per layer, as steps: layer 1 is the first. top: the largest value of the axis."""
     plot = Plot(title, "decoder layer", y_title, 380, 260, 44, 368, 36, 206, "small")
     layers = max(len(values) for _, values in series)
-    x, y = _scales(plot, [0.0, float(layers)], ticks(0, top, 4))
+    x, y = _scales(plot, layers, ticks(0, top, 4))
     every = max(1, math.ceil(layers / 8))
     plot.x_ticks = [Tick(x(layer - 0.5), f"{layer}") for layer in range(1, layers + 1) if (layer - 1) % every == 0]
     for style, values in series:
@@ -218,24 +225,22 @@ def curves(title: str, y_title: str, series: Sequence[tuple[Style, Sequence[floa
     return plot
 
 
-def _scales(plot: Plot, across: Sequence[float], up: Sequence[float]) -> tuple[Scale, Scale]:
-    """Set the ticks, and return the functions from values to places."""
+def _scales(plot: Plot, end: float, up: Sequence[float]) -> tuple[Scale, Scale]:
+    """Return the functions from values to places, x from 0 to `end` and y over its ticks, which are set."""
 
     def x(value: float) -> float:
-        share = (value - across[0]) / (across[-1] - across[0])
-        return round(plot.left + share * (plot.right - plot.left), 1)
+        return round(plot.left + value / end * (plot.right - plot.left), 1)
 
     def y(value: float) -> float:
         share = (value - up[0]) / (up[-1] - up[0])
         return round(plot.bottom - share * (plot.bottom - plot.top), 1)
 
-    plot.x_ticks = [Tick(x(value), f"{value:g}") for value in across]
     plot.y_ticks = [Tick(y(value), f"{value:g}") for value in up]
     return x, y
 
 
 def _stairs(plot: Plot, places: Sequence[tuple[float, float]]) -> str:
-    """Return the path of a front. Between two of its points nothing was measured: it goes on at the height of the left."""
+    """Return the path of a front. Between two points nothing was measured: it goes on at the height of the left one."""
     path = f"M{places[0][0]} {plot.bottom}"
     for place, after in zip(places, [*places[1:], (plot.right, 0)], strict=True):
         path += f"V{place[1]}H{after[0]}"
@@ -245,7 +250,7 @@ def _stairs(plot: Plot, places: Sequence[tuple[float, float]]) -> str:
 def _labels(
     plot: Plot, wanted: Sequence[tuple[float, float, str, str]], spots: Sequence[tuple[float, float]]
 ) -> list[Label]:
-    """Place labels beside their points, where they cover neither points nor each other; one without room is left out."""
+    """Place labels beside their points, where they cover neither points nor each other; without room there is none."""
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
     labels = []
     for x, y, text, tags in wanted:

@@ -63,7 +63,7 @@ class Sample:
 class Samples:
     """keep: at which the methods ran. how: the questions were chosen. missing: why there are none."""
 
-    keep: float | int | None = None
+    keep: float = 1.0
     how: str = ""
     items: tuple[Sample, ...] = field(default=())
     missing: str = ""
@@ -80,7 +80,8 @@ def read_samples(run: Path) -> Samples:
         if data["schema"] != SCHEMA:
             return Samples(missing=f"The drawn samples have schema {data['schema']}, not {SCHEMA}. {_AGAIN}")
         items = tuple(_sample(folder, entry) for entry in data["samples"])
-        return Samples(data["keep"], str(data["how"]), items, "" if items else f"No question was drawn. {_AGAIN}")
+        missing = "" if items else f"No question was drawn. {_AGAIN}"
+        return Samples(float(data["keep"]), str(data["how"]), items, missing)
     except FileNotFoundError:
         return Samples(missing=f"This run has no drawn samples. {_AGAIN}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -54,7 +55,7 @@ def find_warnings(results: Results) -> list[RunWarning]:
         *_against_baselines(results, rows),
         *_collapsed(results.baseline, rows),
         *_not_faster(rows),
-        *_doubtful(results),
+        *_doubtful(results, rows),
         *_left_out(results),
     ]
     return sorted(found, key=lambda one: one.level)  # stable
@@ -110,28 +111,28 @@ def _collapsed(base: Row, rows: list[Row]) -> Iterator[RunWarning]:
         for row in rows:
             lost = [kind for kind, share in row.kinds.items() if share.collapsed and kind in mine]
             if lost:
-                falls = (f"{kind} {100 * base.kinds[kind].value:.0f} → {100 * row.kinds[kind].value:.0f} %" for kind in lost)
-                items.append(f"{_place(row)}: {', '.join(falls)}")
+                falls = [(kind, 100 * base.kinds[kind].value, 100 * row.kinds[kind].value) for kind in lost]
+                told = ", ".join(f"{kind} {before:.0f} → {after:.0f} %" for kind, before, after in falls)
+                items.append(f"{_place(row)}: {told}")
         if items:
             yield RunWarning(code, Level.BAD, title, text, tuple(items))
 
 
 def _not_faster(rows: list[Row]) -> Iterator[RunWarning]:
-    slow = [row for row in rows if row.timing and row.timing["ttft_ratio"]["p50"] >= 1]
+    slow = [row for row in rows if row.ttft_ratio is not None and row.ttft_ratio >= 1]
     if slow:
         text = "The first token comes no sooner than from the unpatched model: choosing costs what fewer tokens save."
-        items = (f"{_place(row)}: {row.timing['ttft_ratio']['p50']:.2f} × the time of the unpatched" for row in slow)
+        items = (f"{_place(row)}: {row.ttft_ratio:.2f} × the time of the unpatched" for row in slow)
         yield RunWarning("not-faster", Level.CAUTION, "Pruned, yet not faster", text, tuple(items))
 
 
-def _doubtful(results: Results) -> Iterator[RunWarning]:
+def _doubtful(results: Results, rows: list[Row]) -> Iterator[RunWarning]:
     if busy := busy_load(results):
         text = f"The load was {busy[0]:.1f} on {busy[1]} cores. Do not rely on these times."
         yield RunWarning("busy", Level.CAUTION, "The machine was busy with other work while times were taken", text)
-    widest = max(results.rows, key=lambda row: row.overall.high - row.overall.low)
+    widest = max([results.baseline, *rows], key=lambda row: row.overall.high - row.overall.low)
     if (width := widest.overall.high - widest.overall.low) > WIDE:
-        asked = results.header["kind_of_question"]
-        fewest = min(count for count in (sum(one == f"{n}" for one in asked) for n in range(len(results.kinds))) if count)
+        fewest = min(Counter(results.header["kind_of_question"]).values())
         text = (
             f"The 95 % interval of {_place(widest)} spans {100 * width:.0f} points; a kind has as few as "
             f"{fewest} question{'s' if fewest > 1 else ''}. Ask more of them before choosing between neighbours."
