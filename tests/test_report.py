@@ -302,10 +302,10 @@ def test_a_plot_by_hand() -> None:
     series = [plots.Series(look, (point(100, 100, "all"), point(50, 60, "half"))), plots.Series(look, (point(60, 60),))]
     plot = plots.pareto("t", "x", "y", series, guide=100.0)
     first, lone = plot.series
-    assert [(mark.x, mark.y, mark.front) for mark in first.marks] == [(288.8, 340.0, True), (529.6, 40.0, True)]
-    assert first.line == "288.8,340.0 529.6,40.0"
+    assert [(mark.x, mark.y, mark.front) for mark in first.marks] == [(288.8, 348.0, True), (529.6, 48.0, True)]
+    assert first.line == "288.8,348.0 529.6,48.0"
     assert lone.line == "" and not lone.marks[0].front
-    assert plot.front == "M288.8 340V340.0H529.6V40.0H544"  # up to a point, then on at its height to the next
+    assert plot.front == "M288.8 348V348.0H529.6V48.0H544"  # up to a point, then on at its height to the next
     assert plot.guide == 529.6
     assert [text for text, _ in plot.told] == ["half", "all"]
     assert [(tick.place, tick.text) for tick in plot.x_ticks][:2] == [(48.0, "0"), (144.3, "20")]

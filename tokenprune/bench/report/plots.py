@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 Scale = Callable[[float], float]
 COLOURS = 8  # that the style sheet has for series
 _LETTER, _TEXT = 8.6, 17  # width and height that a label may need, at the larger size of narrow screens
+_HEAD = 21  # below which is room for labels: above stands the title of the y axis
 # Shapes of about one area around (0, 0); each colour meets each shape before a pair comes again.
 _DISC = "M0-4.6A4.6 4.6 0 1 1 0 4.6A4.6 4.6 0 1 1 0-4.6Z"
 _SHAPES = (
@@ -129,11 +130,11 @@ class Plot:
     x_title: str
     y_title: str
     width: int = 560
-    height: int = 400
+    height: int = 408
     left: int = 48
     right: int = 544
-    top: int = 40
-    bottom: int = 340
+    top: int = 48
+    bottom: int = 348
     css: str = ""
     x_ticks: list[Tick] = field(default_factory=list)
     y_ticks: list[Tick] = field(default_factory=list)
@@ -261,7 +262,7 @@ def _labels(
         ):  # fmt: skip
             left = x + across - {"start": 0, "middle": width / 2, "end": width}[anchor]
             box = (left, y + down - _TEXT * 0.8, left + width, y + down + _TEXT * 0.25)
-            inside = plot.left <= box[0] and box[2] <= plot.right and plot.top - 6 <= box[1] and box[3] <= plot.bottom
+            inside = plot.left <= box[0] and box[2] <= plot.right and _HEAD <= box[1] and box[3] <= plot.bottom
             if inside and not any(_overlap(box, other) for other in taken):
                 labels.append(Label(round(x + across, 1), round(y + down, 1), anchor, text, tags))
                 taken.append(box)

@@ -142,8 +142,8 @@ def _doubtful(results: Results, rows: list[Row]) -> Iterator[RunWarning]:
 
 def _left_out(results: Results) -> Iterator[RunWarning]:
     if rows := (results.header.get("data") or {}).get("skipped"):
-        text = "These rows of the data could not be asked."
-        yield RunWarning("skipped-rows", Level.CAUTION, f"{len(rows)} rows left out", text, tuple(rows))
+        title = f"{len(rows)} row{'s'[: len(rows) > 1]} left out"
+        yield RunWarning("skipped-rows", Level.CAUTION, title, "This part of the data could not be asked.", tuple(rows))
     if results.skipped:
         keeps: dict[tuple[str, str], list[str]] = {}
         for record in results.skipped:
