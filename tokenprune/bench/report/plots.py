@@ -262,7 +262,7 @@ def _labels(
         ):  # fmt: skip
             left = x + across - {"start": 0, "middle": width / 2, "end": width}[anchor]
             box = (left, y + down - _TEXT * 0.8, left + width, y + down + _TEXT * 0.25)
-            inside = plot.left <= box[0] and box[2] <= plot.right and _HEAD <= box[1] and box[3] <= plot.bottom
+            inside = plot.left <= box[0] and box[2] <= plot.right and box[1] >= _HEAD and box[3] <= plot.bottom
             if inside and not any(_overlap(box, other) for other in taken):
                 labels.append(Label(round(x + across, 1), round(y + down, 1), anchor, text, tags))
                 taken.append(box)
