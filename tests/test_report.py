@@ -196,6 +196,7 @@ def test_a_run_cannot_be_named_twice(tmp_path: Path) -> None:
         (json.dumps(header(kinds=7)) + "\n" + json.dumps(BASE), "is damaged"),
         (json.dumps(header(environment=dict(cores="x"))) + "\n" + json.dumps({**BASE, "stats": 3}), "is damaged"),
         (json.dumps(header(metric="none")) + "\n" + json.dumps(BASE), "is damaged"),
+        (json.dumps(header()) + "\n" + json.dumps(BASE | dict(extra=float("nan"))), "is damaged"),
     ],
 )
 def test_what_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ RUN = "bench --limit 1 --methods pool --keep 0.25 --repeats 0 --device cpu".spli
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("drawn") / "run"
-    call(*RUN, "--run", run, "--samples", 2)
+    call(*RUN, "--run", run, "--samples", 2, "--html", run.parent / "page.html")
     return run
 
 
@@ -122,6 +122,7 @@ def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
             assert light == pytest.approx(clear, abs=6)  # dark patches of the picture itself, and WebP's losses
     assert sum(file.stat().st_size for file in (drawn / FOLDER).iterdir()) < 300_000
     page = make_page(read_runs([drawn]))
+    assert page == (drawn.parent / "page.html").read_text()  # `bench --html` and `report --html` say the same
     assert page.count("data:image/webp;base64,") == 8
     assert (
         "What pool keeps of the picture" in page

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
                 raise TokenPruneError(f"{path} and {other} hold the same run: name each run once")
         seen.append(records)
         try:
+            json.dumps(records, allow_nan=False)  # nothing of ours is infinite, or no number
             results = summarise(records)
             tables(results), find_warnings(results)  # whatever is missing shows here
         except TokenPruneError as error:
