@@ -47,6 +47,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(data: Path, *more: object) -> list[str]:
     fixed = "bench --methods uniform --keep 0.25 --repeats 0 --batch-size 2 --device cpu --metric anls".split()
+    if "--run" in more:
+        fixed += ["--samples", "0"]  # test_report_samples.py draws
     return [*fixed, "--data", str(data), *map(str, more)]
 
 

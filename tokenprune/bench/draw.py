@@ -47,18 +47,48 @@ def show(subject: Subject, image: Image.Image, question: str, method: str, keep:
     check_drawable(method)
     full = subject.inputs([image], [question])
     (before,) = subject.generate(full)
-    with patched(subject, method, keep, record=True):
+    seen = look(subject, image, question, method, keep)
+    original = seen_picture(subject, full, image).resize(seen.image.size, Image.Resampling.BICUBIC)
+    pair = Image.new("RGB", (2 * seen.image.width + CELL // 2, seen.image.height), "white")
+    pair.paste(original, (0, 0))
+    pair.paste(seen.image, (seen.image.width + CELL // 2, 0))
+    return Shown(pair, before, seen.answer, subject.visual_tokens(full), seen.kept, seen.stats)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a method did with one prompt: the drawing, the answer, how many visual tokens are left."""
+
+    image: Image.Image
+    answer: str
+    kept: int
+    stats: tokenprune.Stats
+
+
+def look(
+    subject: Subject,
+    image: Image.Image,
+    question: str,
+    method: str,
+    keep: float | int,
+    side: int | None = None,
+    **options: Any,
+) -> Look:
+    """Ask with `method` and draw what it kept; raises like `show`.
+
+    side: pixels of the drawing's longer side, about; default: `CELL` for each patch. options: of the method.
+    """
+    check_drawable(method)
+    with patched(subject, method, keep, record=True, **options):
         inputs = subject.inputs([image], [question])
         height, width = grid_of(subject, inputs)
-        (after,) = subject.generate(inputs)
+        (answer,) = subject.generate(inputs)
         stats = tokenprune.stats(subject.model)
     kept, groups = patches(subject, inputs, stats)
-    drawing = draw(seen_picture(subject, inputs, image), kept.reshape(height, width), groups.reshape(height, width))
-    original = seen_picture(subject, full, image).resize(drawing.size, Image.Resampling.BICUBIC)
-    pair = Image.new("RGB", (2 * drawing.width + CELL // 2, drawing.height), "white")
-    pair.paste(original, (0, 0))
-    pair.paste(drawing, (drawing.width + CELL // 2, 0))
-    return Shown(pair, before, after, subject.visual_tokens(full), int(kept.sum()), stats)
+    cell = CELL if side is None else max(2, side // max(height, width))
+    seen = seen_picture(subject, inputs, image)
+    drawing = draw(seen, kept.reshape(height, width), groups.reshape(height, width), cell=cell)
+    return Look(drawing, answer, int(kept.sum()), stats)
 
 
 def check_drawable(method: str) -> None:
@@ -70,7 +100,9 @@ def check_drawable(method: str) -> None:
 def grid_of(subject: Subject, inputs: dict[str, Any]) -> tuple[int, int]:
     """Return (height, width) in tokens of the one picture in `inputs`."""
     family = subject.model.config.model_type
-    pixels = inputs["pixel_values"]
+    pixels = inputs.get("pixel_values")
+    if pixels is None:
+        raise UnsupportedSetupError(f"{family!r} takes pictures in a form that `show` does not know")
     # [1, tiles, 3, H, W] or [tiles, 3, H, W]: its tokens are those of several crops, and overlap in the picture.
     if pixels.ndim > 4 or (pixels.ndim == 4 and pixels.shape[0] > 1):
         raise UnsupportedSetupError(f"{family!r} cuts a picture into tiles; `show` draws pictures that are one grid")
@@ -106,9 +138,10 @@ def patches(subject: Subject, inputs: dict[str, Any], stats: tokenprune.Stats) -
 def seen_picture(subject: Subject, inputs: dict[str, Any], image: Image.Image, number: int = 0) -> Image.Image:
     """Return what the model sees of picture `number`: a processor that crops or pads shows only a part of it."""
     pixels, processor = inputs["pixel_values"], subject.processor.image_processor
-    if pixels.ndim != 4:
+    mean, std = (getattr(processor, name, None) for name in ("image_mean", "image_std"))
+    if pixels.ndim != 4 or mean is None or std is None:
         return image.convert("RGB")  # flattened patches (Qwen's families) are of the whole picture, resized
-    mean, std = (torch.tensor(getattr(processor, name)).view(3, 1, 1) for name in ("image_mean", "image_std"))
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (mean, std))
     values = (pixels[number].float().cpu() * std + mean).clamp(0, 1)
     return Image.fromarray((values * 255).round().byte().permute(1, 2, 0).numpy())
 

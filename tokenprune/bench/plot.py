@@ -1,29 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plot of a benchmark and its HTML report, a single file without links to anything."""
+"""The plot of a benchmark as a PNG, and writing what was made to a file."""
 
 from __future__ import annotations
 
-import base64
-import html
 import io
-import json
 from pathlib import Path
 
 from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.results import MARKS, UNPATCHED, Results, Row
-from tokenprune.bench.tables import tables, to_html
 from tokenprune.errors import TokenPruneError
 
 _MARKERS = "osD^vP*X<>hdp"
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #1c1c1c; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #e2e2e2; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-.bad { color: #b00020; font-weight: 600; }
-h2 { font-size: 17px; margin-top: 2rem; } p { color: #555; font-size: 13px; max-width: 60rem; }
-img { max-width: 100%; } pre { font-size: 12px; background: #f6f6f6; padding: 1rem; overflow-x: auto; }
-"""
 
 
 def plot_png(results: Results) -> bytes:
@@ -76,20 +63,6 @@ def plot_png(results: Results) -> bytes:
     # No software version in the file: the same records give the same bytes.
     figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
     return buffer.getvalue()
-
-
-def html_report(results: Results) -> str:
-    """Return a whole HTML page: tables, plot and the configuration of the run."""
-    picture = base64.b64encode(plot_png(results)).decode()
-    config = html.escape(json.dumps({k: v for k, v in results.header.items() if k != "kind_of_question"}, indent=1))
-    return (
-        "<!doctype html>\n<html lang=en><meta charset=utf-8><title>tokenprune benchmark</title>\n"
-        f"<style>{_STYLE}</style>\n<h1>tokenprune benchmark</h1>\n"
-        + "\n".join(to_html(table) for table in tables(results))
-        + "\n<h2>Accuracy against visual tokens</h2>\n"
-        + f'<img alt="accuracy against visual tokens" src="data:image/png;base64,{picture}">'
-        + f"\n<h2>Run</h2>\n<pre>{config}</pre>\n</html>\n"
-    )
 
 
 def write(path: str | Path, content: str | bytes) -> None:

@@ -78,6 +78,11 @@ class Row:
         """Visual tokens of one question's picture, averaged over the decoder's layers."""
         return self.stats["visual_tokens_average"] / self.questions
 
+    @property
+    def ttft_ratio(self) -> float | None:
+        """Median time to the first token as a share of the unpatched model's; None where it was not taken."""
+        return self.timing["ttft_ratio"]["p50"] if self.timing and "ttft_ratio" in self.timing else None
+
 
 @dataclass(frozen=True)
 class Results:
@@ -139,10 +144,20 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
     return Results(header, rows, [record for record in rest if record["record"] == "skipped"])
 
 
+def scores_of(record: dict[str, Any]) -> list[list[float]]:
+    """Return the scores of a result, `[seeds][questions]`."""
+    return record["scores"] if "scores" in record else [[float(one) for one in some] for some in record["right"]]
+
+
+def busy_load(results: Results) -> tuple[float, int] | None:
+    """Return the highest load met while timing and the number of cores, if other work kept the machine busy."""
+    load = max((row.timing.get("load") or 0 for row in results.rows if row.timing), default=0)
+    cores = results.header["environment"].get("cores") or 1
+    return (load, cores) if load > 1.25 * cores else None
+
+
 def _answers(record: dict[str, Any], binary: bool) -> Answers:
-    graded = "scores" in record
-    scores = record["scores"] if graded else [[float(one) for one in answers] for answers in record["right"]]
-    return Answers(scores, record["right"] if binary else None, graded)
+    return Answers(scores_of(record), record["right"] if binary else None, "scores" in record)
 
 
 def _places(header: dict[str, Any]) -> dict[str, list[int]]:

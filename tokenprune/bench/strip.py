@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,64 @@ def show(subject: Subject, frames: Sequence[Image.Image], question: str, method:
     draw.check_drawable(method)
     film = takes_video(subject) and method_class(method).site is not tokenprune.Site.PRE_ENCODER
 
-    def make() -> dict[str, Any]:
-        return subject.film_inputs(frames, question) if film else subject.inputs([list(frames)], [question])
-
-    full = make()
+    full = _asked(subject, frames, question, film)
     (before,) = subject.generate(full)
-    with patched(subject, method, keep, record=True):
-        inputs = make()
+    seen = _seen(subject, frames, question, method, keep, film)
+    image = strip(seen.frames, seen.grids, seen.kept, seen.groups)
+    return draw.Shown(image, before, seen.answer, subject.visual_tokens(full), int(seen.kept.sum()), seen.stats)
+
+
+def look(
+    subject: Subject,
+    frames: Sequence[Image.Image],
+    question: str,
+    method: str,
+    keep: float | int,
+    film: bool,
+    side: int,
+    **options: Any,
+) -> draw.Look:
+    """Ask with `method` and draw what it kept of each frame, side by side; raises like `show`.
+
+    film: whether the frames are a video, not pictures of one prompt. side: pixels of a frame's longer side, about.
+    options: of the method.
+    """
+    draw.check_drawable(method)
+    seen = _seen(subject, frames, question, method, keep, film, **options)
+    cell = max(2, side // max(max(grid) for grid in seen.grids))
+    drawings = drawn(seen.frames, seen.grids, seen.kept, seen.groups, cell)
+    return draw.Look(row(drawings), seen.answer, int(seen.kept.sum()), seen.stats)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a method did: frames: as the model sees them. grids: of each. kept, groups: see `draw.patches`."""
+
+    frames: list[Image.Image]
+    grids: list[Grid]
+    kept: np.ndarray
+    groups: np.ndarray
+    answer: str
+    stats: tokenprune.Stats
+
+
+def _asked(subject: Subject, frames: Sequence[Image.Image], question: str, film: bool) -> dict[str, Any]:
+    return subject.film_inputs(frames, question) if film else subject.inputs([list(frames)], [question])
+
+
+def _seen(
+    subject: Subject,
+    frames: Sequence[Image.Image],
+    question: str,
+    method: str,
+    keep: float | int,
+    film: bool,
+    **options: Any,
+) -> _Seen:
+    with patched(subject, method, keep, film, record=True, **options):
+        inputs = _asked(subject, frames, question, film)
         grids = grids_of(subject, inputs, len(frames), film)
-        (after,) = subject.generate(inputs)
+        (answer,) = subject.generate(inputs)
         stats = tokenprune.stats(subject.model)
     kept, groups = draw.patches(subject, inputs, stats)
     # A model that merges frames in time has fewer of them: each shows its first.
@@ -47,8 +97,7 @@ def show(subject: Subject, frames: Sequence[Image.Image], question: str, method:
         frames[place] if film else draw.seen_picture(subject, inputs, frames[place], place)
         for place in (min(number * step, len(frames) - 1) for number in range(len(grids)))
     ]
-    image = strip(shown, grids, kept, groups)
-    return draw.Shown(image, before, after, subject.visual_tokens(full), int(kept.sum()), stats)
+    return _Seen(shown, grids, kept, groups, answer, stats)
 
 
 def takes_video(subject: Subject) -> bool:
@@ -62,7 +111,8 @@ def grids_of(subject: Subject, inputs: dict[str, Any], frames: int, film: bool) 
     family, count = subject.model.config.model_type, subject.visual_tokens(inputs)
     told = subject.adapter.grids("video" if film else "image", inputs)
     if told is None and not film:
-        if len(inputs["pixel_values"]) != frames or inputs["pixel_values"].ndim != 4:
+        pixels = inputs.get("pixel_values")
+        if pixels is None or len(pixels) != frames or pixels.ndim != 4:
             raise UnsupportedSetupError(f"{family!r} cuts pictures into tiles; `show` draws pictures that are one grid")
         side = math.isqrt(count // frames)
         told = [(1, side, side)] * frames
@@ -77,18 +127,36 @@ def strip(frames: Sequence[Image.Image], grids: Sequence[Grid], kept: np.ndarray
 
     kept, groups: `[tokens]` of all frames, see `draw.patches`; a group has one colour in all frames.
     """
+    drawings = drawn(frames, grids, kept, groups, CELL)
+    originals = [
+        frame.convert("RGB").resize(drawing.size, Image.Resampling.BICUBIC)
+        for frame, drawing in zip(frames, drawings, strict=True)
+    ]
+    upper, lower = row(originals), row(drawings)
+    image = Image.new("RGB", (lower.width, 2 * lower.height + _GAP), "white")
+    image.paste(upper, (0, 0))
+    image.paste(lower, (0, lower.height + _GAP))
+    return image
+
+
+def drawn(
+    frames: Sequence[Image.Image], grids: Sequence[Grid], kept: np.ndarray, groups: np.ndarray, cell: int
+) -> list[Image.Image]:
+    """Return the drawing of each frame; the arguments are those of `strip` and of `draw.draw`."""
     merged, ends = draw.shared(groups), np.cumsum([height * width for height, width in grids])
     parts = [array[: ends[-1]] for array in (kept, groups, merged)]
-    columns = []
-    for frame, grid, end in zip(frames, grids, ends, strict=True):
-        own = slice(end - grid[0] * grid[1], end)
-        drawing = draw.draw(frame, *(part[own].reshape(grid) for part in parts), cell=CELL)
-        columns.append((frame.convert("RGB").resize(drawing.size, Image.Resampling.BICUBIC), drawing))
-    width = sum(drawing.width + _GAP for _, drawing in columns) - _GAP
-    tallest = max(drawing.height for _, drawing in columns)
-    image, left = Image.new("RGB", (width, 2 * tallest + _GAP), "white"), 0
-    for original, drawing in columns:
-        image.paste(original, (left, 0))
-        image.paste(drawing, (left, tallest + _GAP))
-        left += drawing.width + _GAP
+    own = [slice(end - height * width, end) for (height, width), end in zip(grids, ends, strict=True)]
+    return [
+        draw.draw(frame, *(part[place].reshape(grid) for part in parts), cell=cell)
+        for frame, grid, place in zip(frames, grids, own, strict=True)
+    ]
+
+
+def row(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Return pictures side by side."""
+    width = sum(picture.width + _GAP for picture in pictures) - _GAP
+    image, left = Image.new("RGB", (width, max(picture.height for picture in pictures)), "white"), 0
+    for picture in pictures:
+        image.paste(picture, (left, 0))
+        left += picture.width + _GAP
     return image

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a benchmark, once, for the terminal, Markdown and HTML alike."""
+"""The tables of a benchmark, once, for the terminal, Markdown and the report alike."""
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from tokenprune.bench.metrics import METRICS, Metric
 from tokenprune.bench.paired import RESAMPLES
-from tokenprune.bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, Share
+from tokenprune.bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, Share, busy_load
 from tokenprune.bench.significance import LEVEL
 
 FALLEN = "▼"
@@ -174,10 +173,8 @@ def _cost_notes(results: Results) -> list[str]:
             f"Times: medians of {timing['repeats']} {how}; in brackets the median speed-up over unpatched runs made in "
             "turn."
         )
-        busiest = max(row.timing.get("load") or 0 for row in results.rows if row.timing)
-        cores = results.header["environment"].get("cores") or 1
-        if busiest > 1.25 * cores:
-            load = f"load {busiest:.1f} on {cores} cores"
+        if busy := busy_load(results):
+            load = f"load {busy[0]:.1f} on {busy[1]} cores"
             notes.append(f"The machine was busy with other work ({load}): do not rely on these times.")
     if left_out := (results.header.get("data") or {}).get("skipped"):
         more = f" and {len(left_out) - 1} more" if left_out[1:] else ""
@@ -208,15 +205,3 @@ def to_markdown(table: Table) -> str:
     for row in table.rows:
         lines.append("| " + " | ".join(f"**{c.text}**" if c.bad else c.text for c in row) + " |")
     return "\n".join([*lines, "", *(f"{note}\n" for note in table.notes)])
-
-
-def to_html(table: Table) -> str:
-    """Return the table as HTML; bad cells have the class `bad`."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.columns)
-    body = "\n".join(
-        "<tr>" + "".join(f"<td{' class=bad' if c.bad else ''}>{html.escape(c.text)}</td>" for c in row) + "</tr>"
-        for row in table.rows
-    )
-    notes = "".join(f"<p>{html.escape(note)}</p>" for note in table.notes)
-    grid = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
-    return f"<h2>{html.escape(table.title)}</h2>\n{grid}\n{notes}"

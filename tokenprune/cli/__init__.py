@@ -11,7 +11,8 @@ from typer.core import TyperGroup
 from tokenprune.cli.common import get_console
 from tokenprune.cli.fitting import calibrate, fit_dyrate
 from tokenprune.cli.looking import demo, families, methods, show
-from tokenprune.cli.measuring import bench, report
+from tokenprune.cli.measuring import bench
+from tokenprune.cli.reporting import report
 from tokenprune.errors import TokenPruneError
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune bench` and `report`: measure methods, and print what was measured."""
+"""`tokenprune bench`: measure methods, and print what was measured."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tokenprune.cli.common import (
     read_keeps,
     show_progress,
 )
+from tokenprune.cli.reporting import show_runs
 
 if TYPE_CHECKING:
     from tokenprune.bench.backend import Backend
     from tokenprune.bench.data import Data
     from tokenprune.bench.group import Group
     from tokenprune.bench.model import Subject
-    from tokenprune.bench.results import Results
+    from tokenprune.bench.report.drawing import Wanted
     from tokenprune.bench.suite import Plan
 
 
@@ -64,8 +65,16 @@ def bench(
         Path | None,
         typer.Option(help="Keep config, raw predictions and results in this folder; the same command goes on there."),
     ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="With --run: draw what each method keeps on so many questions on which they disagree; default 4.",
+        ),
+    ] = None,
+    sample: Annotated[str, typer.Option(help="With --run: draw these questions instead, such as 3,17.")] = "",
     json: Annotated[Path | None, typer.Option(help="Write raw records as JSON lines, for `tokenprune report`.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report with tables and plot in one HTML file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with everything, which loads nothing else.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
     repeats: Annotated[int, typer.Option(min=0, help="Timed runs of each method and keep; 0: no timing.")] = 7,
     batch_size: Annotated[int, typer.Option(min=1, help="Questions in a batch.")] = 32,
@@ -92,16 +101,19 @@ def bench(
 
     To share the work: accelerate launch --num_processes N -m tokenprune bench ...
     """
-    from tokenprune.bench import results, significance
+    from tokenprune.bench import significance
     from tokenprune.bench.data import load_data, read_columns
     from tokenprune.bench.group import joined
     from tokenprune.bench.metrics import metric_named
+    from tokenprune.bench.report.drawing import Wanted
+    from tokenprune.bench.report.runs import finished_run
     from tokenprune.bench.suite import DEFAULT_PICTURES, Plan
     from tokenprune.cli.engines import Engines
 
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
     significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
+    wanted = Wanted.of(samples, sample, run, here=backend == "hf")
     metric_named(metric)
     plan = Plan(
         methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
@@ -128,9 +140,9 @@ def bench(
         if asked is not None and group.leads:
             for line in asked.skipped:
                 get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
-        records = _measure(subject, plan, asked, metric, run, json, group)
+        records = _measure(subject, plan, asked, metric, run, json, group, wanted)
     if group.leads:
-        _report(results.summarise(records), html=html, plot=plot)
+        show_runs([finished_run(records, run)], html=html, plot=plot)
 
 
 def _measure(
@@ -141,9 +153,11 @@ def _measure(
     run: Path | None,
     json: Path | None,
     group: Group,
+    wanted: Wanted,
 ) -> list[dict[str, Any]]:
     from tokenprune.bench.backend import backend_of
     from tokenprune.bench.lines import Lines
+    from tokenprune.bench.report.drawing import draw_samples
     from tokenprune.bench.run_folder import RunFolder, config_of
     from tokenprune.bench.suite import Bench
 
@@ -159,42 +173,11 @@ def _measure(
         if run is not None:
             folder = stack.enter_context(RunFolder(run, config_of(subject, plan, metric, about), group))
         bench = Bench(subject, plan, step, questions=questions, metric=metric, about=about, folder=folder, group=group)
+        wanted.check(len(bench.examples))
         for record in bench.records():
             if file is not None:
                 file.write(record)
             records.append(record)
+        if run is not None and group.leads:
+            draw_samples(run, subject, bench.examples, records, wanted, step)
     return records
-
-
-def report(
-    file: Annotated[
-        Path, typer.Argument(help="What `tokenprune bench` wrote: the file of --json, or the folder of --run.")
-    ],
-    html: Annotated[Path | None, typer.Option(help="Write a report with tables and plot in one HTML file.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
-) -> None:
-    """Make tables, plot and HTML from the raw records of an earlier run."""
-    from tokenprune.bench.results import read_records, summarise
-
-    _report(summarise(read_records(file)), html=html, plot=plot, markdown=markdown)
-
-
-def _report(results: Results, html: Path | None, plot: Path | None, markdown: bool = False) -> None:
-    from rich.text import Text
-
-    from tokenprune.bench.plot import html_report, plot_png, write
-    from tokenprune.bench.tables import tables, to_markdown, to_rich
-
-    console = get_console()
-    for table in tables(results):
-        if markdown:
-            console.print(to_markdown(table), markup=False, soft_wrap=True)
-            continue
-        console.print(to_rich(table))
-        for note in table.notes:
-            console.print(Text(note, style="dim"))
-    for path, make in ((html, html_report), (plot, plot_png)):
-        if path is not None:
-            write(path, make(results))
-            get_console(error=True).print(f"written: {path}", markup=False, soft_wrap=True)
