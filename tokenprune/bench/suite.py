@@ -85,7 +85,7 @@ def patched(
         )
     if site is tokenprune.Site.PRE_ENCODER:
         options["processor"] = subject.processor
-    return tokenprune.patched(subject.model, name, keep=keep, **options)
+    return tokenprune.patched(subject.model, name, keep=keep, guard="off", **options)
 
 
 def seeds_of(name: str, seeds: Sequence[int]) -> list[dict[str, int]]:
