@@ -15,7 +15,7 @@ _FORMS = (
     r"\bletters? of (?:the )?(?:correct|right|best|option|answer|choice|your)\b",
     r"\bwith (?:the|a|its) (?:letter|number|text|word)\b",
     r"\b(?:the|a) (?:right|correct) (?:answer|option|choice|one)\b",
-    r"\bat left(?: and|/) right\b",
+    r"\b(?:is|are|was|were|have|has) left\b(?! of)",
     r"\b(?:all|is it|that's|that is|are you|am i) right\b|\bright (?:now|away|answer|after)\b",
 )
 PATTERNS: Mapping[str, Sequence[str]] = {
@@ -25,15 +25,16 @@ PATTERNS: Mapping[str, Sequence[str]] = {
         r"\b(?:ocr|transcri(?:be|ption)|spell(?:s|ed|ing)?|abbreviations?|initials|acronyms?|logos?|brands?)\b",
         r"\b(?:says?|saying|reads?|reading)\b(?!\s+(?:a|an|his|her|their|glasses|lamp|something|in|on|to)\b)",
         r"\bsign(?:s|age)?\b.*\b(?:say|read|mean|advertis|point|warn|tell)|\bwhat (?:\w+ )?signs? (?:is|are)\b",
-        r"\b(?:invoices?|receipts?|documents?|forms?|letterhead|memos?|e-?mails?|tables?|charts?|graphs?|plots?|diagrams?"
-        r"|axis|axes|legends?|screenshots?|web ?sites?|web ?pages?|urls?|pages?|paragraphs?|menus?|posters?|covers?)\b"
-        r"(?!\s+tennis)",
-        r"\b(?:prices?|priced|costs?|totals?|subtotals?|amounts?|percent(?:age)?s?|values?|how much)\b",
+        r"\b(?:invoices?|receipts?|documents?|letterhead|memos?|e-?mails?|charts?|graphs?|plots?|diagrams?"
+        r"|axis|axes|legends?|screenshots?|web ?sites?|web ?pages?|urls?|pages?|paragraphs?|menus?|posters?)\b",
+        r"\b(?:in|from|of|this|following) (?:the )?(?:tables?|forms?)\b"
+        r"|\btables? (?:as|into|in|rows?|columns?|cells?)\b|\bextract\w*\b|\b(?:book|magazine|album|front) cover\b",
+        r"\b(?:prices?|priced|costs?|totals?(?! numbers?)|subtotals?|amounts?|percent(?:age)?s?|values?|how much)\b",
         r"\b(?:dates?|dated|deadlines?|what (?:year|month|day|time)|which (?:year|month)|when (?:is|was|does|did) the"
         r"|expir\w+)\b",
-        r"\b(?:(?:phone|telephone|fax|house|model|serial|flight|bus|train|jersey|page|account|plate|room|street|player)"
-        r" numbers?|numbers? (?:is |are )?(?:on|printed|written|shown|displayed|listed)|(?:what|which|the) numbers?"
-        r"(?! of\b))\b",
+        r"\b(?:speed limit|(?:what|which) (?:street|avenue|road|station|gate)|(?:phone|telephone|fax|house|model"
+        r"|serial|flight|bus|train|jersey|page|account|plate|room|street|player) numbers?"
+        r"|numbers? (?:is |are )?(?:on|printed|written|shown|displayed|listed)|(?:what|which|the) numbers?(?! of\b))\b",
         r"\bwhat(?:'s| is| are| was)? (?:the )?(?:full |first |last |company |brand |store |street |team )?names?\b"
         r"|\bnames? of (?:the |this )?(?:\w+ )?(?:stores?|shops?|streets?|restaurants?|compan\w+|books?|authors?"
         r"|hotels?|banks?|teams?|airlines?|brands?|products?|players?|persons?|university|organi[sz]ations?)\b",
@@ -54,7 +55,7 @@ PATTERNS: Mapping[str, Sequence[str]] = {
     "counting": (
         r"\bhow many\b",
         r"\bcount(?:s|ed|ing)?\b(?! on\b)",
-        r"\b(?:total |exact |what )?numbers? of\b",
+        r"(?<!phone )(?<!model )(?<!serial )(?<!house )(?<!account )(?<!page )(?<!fax )\bnumbers? of\b",
         r"\b(?:is|are) there (?:exactly |at least |more than |fewer than |less than |only )?(?:two|three|four|five|six"
         r"|\d+)\b",
         r"\b(?:more|fewer|less|as many) [\w ]+? than\b|\bas many\b",
