@@ -29,27 +29,28 @@ def text_shares(blocks: Tensor, owner: Tensor, pictures: int) -> Tensor:
     """Return float32 `[pictures]` on the blocks' device: how much each looks like text, 0 to 1; 0 for a picture of one
     value, or without blocks. Nothing waits for the device.
 
-    blocks: grey `[K, H, W]`, in any scale; infinite and NaN count as 0. owner: long `[K]`, the picture of each block.
+    blocks: grey `[K, H, W]`, in any scale. owner: long `[K]`, the picture of each block.
     """
-    values = blocks.float().nan_to_num(0.0, 0.0, 0.0)
+    values = blocks.float()
     flat = values.flatten(1)
-    low, high = flat.amin(1), flat.amax(1)
-    span = (high - low).clamp(min=torch.finfo(torch.float32).tiny)
+    low, high = (bound.nan_to_num(0.0, 0.0, 0.0) for bound in flat.aminmax(dim=1))
+    span = high - low
     full = _of_pictures(high, owner, pictures, "amax") - _of_pictures(low, owner, pictures, "amin")
-    contrast = (high - low > _CONTRAST * full[owner]) & (high > low)
+    contrast = (span > _CONTRAST * full[owner]) & (span > 0)
 
-    from_low = (flat - low[:, None]) / span[:, None]
-    paper = torch.maximum((from_low < _NEAR).float().mean(1), (from_low > 1 - _NEAR).float().mean(1))
-    above = (from_low > 0.5).view_as(values)
-    in_lines = (above[:, :, 1:] != above[:, :, :-1]).float().mean((1, 2))
-    in_columns = (above[:, 1:] != above[:, :-1]).float().mean((1, 2))
-    text = contrast & (paper > _PAPER) & (in_lines > _CROSSED) & (in_columns > _CROSSED)
+    def least(of: Tensor, share: float) -> Tensor:
+        return of.flatten(1).sum(1) > share * of.shape[1:].numel()
+
+    dark, light = flat < (low + _NEAR * span)[:, None], flat > (high - _NEAR * span)[:, None]
+    above = values > (low + span / 2)[:, None, None]
+    lines, columns = above[:, :, 1:] != above[:, :, :-1], above[:, 1:] != above[:, :-1]
+    text = (least(dark, _PAPER) | least(light, _PAPER)) & least(lines, _CROSSED) & least(columns, _CROSSED) & contrast
 
     def count(of: Tensor) -> Tensor:
         return torch.zeros(pictures, device=of.device).index_add_(0, owner, of.float())
 
-    least = (_LEAST * count(torch.ones_like(text))).clamp(min=1)
-    return count(text) / torch.maximum(count(contrast), least)
+    few = (_LEAST * count(torch.ones_like(text))).clamp(min=1)
+    return count(text) / torch.maximum(count(contrast), few)
 
 
 def _of_pictures(values: Tensor, owner: Tensor, pictures: int, how: str) -> Tensor:
@@ -71,7 +72,7 @@ class Late:
         self.count, self._values, self._event = len(values), values, None
         if values.device.type != "cpu" and (event := _event(values.device)) is not None:
             self._values = values.to("cpu", non_blocking=True)
-            event.record()
+            event.record(torch.accelerator.current_stream(values.device))
             self._event = event
 
     def ready(self) -> bool:
