@@ -5,8 +5,8 @@ python benchmarks/guard_pictures.py            # draw and look: rewrites results
 python benchmarks/guard_pictures.py --roc      # print what the committed file says
 
 Documents are drawn, photographs come with scikit-image, scikit-learn and matplotlib, and the shipped suite's own
-pictures (a word and a digit among shapes) count as no text. The limit was chosen on seed 0; seed 1 checks it, with other
-drawings, other parts of the same photographs, and other pictures of the suite.
+pictures (a word and a digit among shapes) count as no text. The limit was chosen on seed 0; seed 1 checks it, with
+other drawings, other parts of the same photographs, and other pictures of the suite.
 """
 
 from __future__ import annotations

@@ -304,11 +304,11 @@ def run(subject: Subject, inputs: dict[str, Any], **options: Any) -> tuple[torch
         return subject.model(**inputs, position_ids=places).logits[:, -1], tokenprune.stats(subject.model)
 
 
-AUTO = [("dart", 0.11), ("pool", 0.11), ("vscan", 0.11), ("divprune", 20), ("fastv", Budget(average_tokens=100)),
-        ("uniform", Budget(keep=0.2, per="prompt"))]  # fmt: skip
+AUTO = [("dart", 0.11), ("pool", 0.11), ("vscan", 0.11), ("vscan", 30), ("divprune", 20),
+        ("fastv", Budget(average_tokens=100)), ("uniform", Budget(keep=0.2, per="prompt"))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "keep"), AUTO, ids=[name for name, _ in AUTO])
+@pytest.mark.parametrize(("method", "keep"), AUTO, ids=[f"{name} {keep}" for name, keep in AUTO])
 def test_auto_is_a_patch_with_the_raised_budget(subject: Subject, method: str, keep: Any) -> None:
     """Row by row, exactly; and in a batch, where rows then keep different numbers, to rounding."""
     auto = dict(method=method, keep=keep, guard="auto", processor=subject.processor)

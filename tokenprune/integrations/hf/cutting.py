@@ -72,10 +72,10 @@ def _resolve(call: Call, step: Step, counts: list[int], shape: DecoderShape) -> 
         places = [place for place, other in enumerate(call.segments.row) if other == row]
         of_row = [counts[place] for place in places]
         wanted = step.budget.resolve(of_row, layer=step.layer, shape=shape, text_tokens=call.text[row])
-        if call.verdict is not None:
-            wanted = call.verdict.at_least(step, places, wanted)
         for place, count, number in zip(places, of_row, wanted, strict=True):
             keep[place] = min(count, max(1, step.method.budget(count, number)))
+    if call.verdict is not None:
+        keep = call.verdict.at_least(step, counts, keep)
     return keep
 
 

@@ -68,7 +68,7 @@ def guard_for(
         share = share_of(budget)
         # Several methods take tokens from each other: only alone can a share be told to be enough.
         if len(methods) > 1 or share is None or share < max(floors.values()):
-            watched.append(Watched(method, budget, floors))
+            watched.append(Watched.of(method, budget, floors, len(adapter.decoder.layers)))
     return GuardPart(adapter, guard, watched, table, tokenizer_of(processor)) if watched else None
 
 

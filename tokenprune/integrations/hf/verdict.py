@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,24 +20,33 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.guarding import GuardPart
 
 
-def share_of(budget: Budget) -> float | None:
-    """Return the share that a budget asks for, None if it is another kind of budget."""
-    return budget.keep if isinstance(budget.keep, float) else None
+def share_of(budget: Budget, count: int | None = None) -> float | None:
+    """Return the share of a picture's `count` tokens that a budget asks for; None where that is not told by them."""
+    if isinstance(budget.keep, numbers.Integral):
+        return None if count is None else min(1.0, int(budget.keep) / count)
+    return budget.keep
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A method of the patch, its budget, and for each kind the share of the tokens that is enough."""
+    """A method of the patch, its budget, and for each kind the share of the tokens that is enough; stages: what the
+    method consists of when patched with that share (`Method.stages`)."""
 
     method: Method
     budget: Budget
     floors: dict[str, float]
+    stages: dict[str, list[tuple[Method, Budget]]]
+
+    @classmethod
+    def of(cls, method: Method, budget: Budget, floors: dict[str, float], layers: int) -> Watched:
+        """layers: of the decoder. Raises what `Method.stages` raises."""
+        budgets = {kind: Budget(keep=float(floor), per=budget.per) for kind, floor in floors.items()}
+        return cls(method, budget, floors, {kind: method.stages(one, layers) for kind, one in budgets.items()})
 
     def enough(self, kind: str, layer: int, count: int, shape: DecoderShape) -> int:
         """Return how many of a picture's `count` tokens are left behind `layer` when the method is patched with its
         floor."""
-        budget = Budget(keep=float(self.floors[kind]), per=self.budget.per)
-        for method, share in self.method.stages(budget, shape.layers):
+        for method, share in self.stages[kind]:
             if method.cut_layer <= layer:
                 number = share.resolve([count], layer=method.cut_layer, shape=shape, text_tokens=0)[0]
                 count = min(count, max(1, method.budget(count, number)))
@@ -64,24 +74,22 @@ class Verdict:
     raised: set[int] = field(default_factory=set)
     _enough: dict[Any, int] = field(default_factory=dict)
 
-    def at_least(self, step: Step, places: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        """Return how many tokens of the segments at `places` a cut is to leave: at least what its budget says, which is
-        `wanted`."""
-        numbers = list(wanted)
+    def at_least(self, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        """Return how many of each segment's tokens a cut is to leave: at least what its budget says, which is `wanted`,
+        and at most what `arrived`."""
+        leave = list(wanted)
         if (watched := self.guard.cuts.get(step.layer)) is None:
-            return numbers
-        for index, place in enumerate(places):
+            return leave
+        for place, (count, number) in enumerate(zip(self.counts, wanted, strict=True)):
             for kind in KINDS:
-                enough = self._floor(watched, kind, step.layer, self.counts[place])
-                if wanted[index] >= enough:
+                enough = self._floor(watched, kind, step.layer, count)
+                if number >= enough:
                     continue
-                self.low.setdefault(
-                    (place, kind), (watched, share_of(watched.budget) or wanted[index] / self.counts[place])
-                )
-                if self.seen and kind in self.seen[place]:
-                    numbers[index] = max(numbers[index], enough)
+                self.low.setdefault((place, kind), (watched, share_of(watched.budget, count) or number / count))
+                if self.seen and kind in self.seen[place] and arrived[place] > number:
+                    leave[place] = max(leave[place], min(enough, arrived[place]))
                     self.raised.add(place)
-        return numbers
+        return leave
 
     def _floor(self, watched: Watched, kind: str, layer: int, count: int) -> int:
         key = (kind, layer, count)
@@ -94,9 +102,9 @@ class Verdict:
         self.kept = list(kept)
         for watched in self.guard.elsewhere:
             for place, count in enumerate(self.counts):
-                share = share_of(watched.budget) or min(1.0, (watched.budget.keep or count) / count)
+                share = share_of(watched.budget, count)
                 for kind in KINDS:
-                    if share < watched.floors[kind]:
+                    if share is not None and share < watched.floors[kind]:
                         self.low.setdefault((place, kind), (watched, share))
         self.guard.conclude(self, stats)
 
