@@ -104,7 +104,7 @@ def measure(case: Case, methods: list[str], rounds: int, wait: Callable[[Any], A
         taken: dict[Any, Times] = {"unpatched": case.prefill(plain)}
         now = {"unpatched": case.step()}
         for name in methods:
-            with tokenprune.patched(case.model, name, keep=kept[name]):
+            with tokenprune.patched(case.model, name, keep=kept[name], guard="off"):
                 pictures, _ = case.pictures(name)
                 taken[name] = case.prefill(pictures)
                 stats = tokenprune.stats(case.model)

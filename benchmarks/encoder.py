@@ -126,7 +126,7 @@ def main() -> None:
         counts = {}
         with torch.inference_mode():
             for name in options:
-                with tokenprune.patched(model, name, keep=args.keep, **options[name]):
+                with tokenprune.patched(model, name, keep=args.keep, guard="off", **options[name]):
                     counts[name] = counts_of(tower, pixels)
         times: dict[str, list[tuple[float, float]]] = {
             name: [] for name in ("unpatched", *options, *(f"oracle of {name}" for name in options))
@@ -135,7 +135,7 @@ def main() -> None:
             taken = {"unpatched": clock(lambda: tower(pixels))}  # noqa: B023
             for name in options:
                 taken[f"oracle of {name}"] = clock(lambda: oracle(tower, pixels, counts[name]))  # noqa: B023
-                with tokenprune.patched(model, name, keep=args.keep, **options[name]):
+                with tokenprune.patched(model, name, keep=args.keep, guard="off", **options[name]):
                     taken[name] = clock(lambda: tower(pixels))  # noqa: B023
             if round_ >= 0:
                 for name, seconds in taken.items():

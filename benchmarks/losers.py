@@ -43,7 +43,7 @@ KEEPS = (0.5, 0.25, 0.11)
 def groups_of(subject: Subject, inputs: Any, method: str, keep: float) -> Tensor:
     """Long `[B, 256]`: for each patch of each picture the first patch of its group."""
     model = subject.model
-    with torch.no_grad(), tokenprune.patched(model, method, keep=keep):
+    with torch.no_grad(), tokenprune.patched(model, method, keep=keep, guard="off"):
         output = model.model.get_image_features(inputs["pixel_values"])
     return torch.stack(output.tokenprune_groups)
 
@@ -54,9 +54,9 @@ def reading(subject: Subject, inputs: Any, method: str, keep: float, how: str) -
     model = subject.model
     with ExitStack() as stack:
         if how == "both":
-            stack.enter_context(tokenprune.patched(model, method, keep=keep))
+            stack.enter_context(tokenprune.patched(model, method, keep=keep, guard="off"))
         elif how == "tower":
-            with tokenprune.patched(model, method, keep=keep), torch.no_grad():
+            with tokenprune.patched(model, method, keep=keep, guard="off"), torch.no_grad():
                 output = model.model.get_image_features(inputs["pixel_values"])
             features = torch.stack(list(output.pooler_output))
             stack.callback(model.model.multi_modal_projector.register_forward_hook(lambda *_: features).remove)
@@ -69,12 +69,12 @@ def reading(subject: Subject, inputs: Any, method: str, keep: float, how: str) -
                 return torch.zeros_like(embeds).scatter_reduce_(1, spread, embeds, "mean", include_self=False)
 
             stack.callback(model.model.multi_modal_projector.register_forward_hook(average).remove)
-            stack.enter_context(tokenprune.patched(model, "replay", keep=0.5))
+            stack.enter_context(tokenprune.patched(model, "replay", keep=0.5, guard="off"))
         elif how == "raster":
-            stack.enter_context(tokenprune.patched(model, "uniform", keep=keep))
+            stack.enter_context(tokenprune.patched(model, "uniform", keep=keep, guard="off"))
         else:
             Replay.kept = even_on_grid(round(keep * SIDE**2)).expand(len(inputs["pixel_values"]), -1)
-            stack.enter_context(tokenprune.patched(model, "replay", keep=0.5))
+            stack.enter_context(tokenprune.patched(model, "replay", keep=0.5, guard="off"))
         yield
 
 

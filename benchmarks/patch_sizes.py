@@ -98,7 +98,7 @@ def two_sizes(subject: Subject, reading: str, tokens: int) -> Iterator[None]:
         else:
             stack.callback(base.multi_modal_projector.register_forward_pre_hook(unmerge).remove)
         if reading != "tower":
-            stack.enter_context(tokenprune.patched(subject.model, "replay", keep=tokens))
+            stack.enter_context(tokenprune.patched(subject.model, "replay", keep=tokens, guard="off"))
         yield
 
 

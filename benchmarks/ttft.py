@@ -110,7 +110,7 @@ def measure(shape: Shape, model: Any, ways: list[tuple[str | None, float]], args
     for round_ in range(-1, args.rounds):
         for way in ways:
             name, keep = way
-            with tokenprune.patched(model, name, keep=keep) if name else nullcontext():
+            with tokenprune.patched(model, name, keep=keep, guard="off") if name else nullcontext():
                 with Peak(device) as peak:
                     ttft, each = run(model, given, args.steps, clock)
                 if name:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from far_device import DEVICE, Far, counting, far_inputs, to_far
 from tokenprune import Site, block_attention
 from tokenprune.encoder import Tower
 from tokenprune.errors import TokenPruneError
+from tokenprune.guard import pictures
+from tokenprune.integrations.hf import guard_pixels
 from tokenprune.thresholds import Thresholds
 from zoo import FAMILIES, Family
 
@@ -138,6 +141,46 @@ def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.M
     # The model's own code waits more often for what is run in pieces.
     pieces = TOWER_BLOCKS if tokenprune.method_info(name).site is Site.IN_ENCODER else 0
     assert len(prefill.found) <= _baselines[key] + allowed(family, name) + pieces
+
+
+@pytest.mark.parametrize("mode", ["warn", "auto"])
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@torch.no_grad()
+def test_guard(family_name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard reads prompts with what is brought to the host anyway, and has its view of pictures sent there."""
+    # These pictures are smaller than a block.
+    monkeypatch.setattr(guard_pixels, "SIDE", 4)
+    monkeypatch.setattr(guard_pixels, "_LEAST_SIDE", 4)
+    monkeypatch.setattr(guard_pixels, "blocks_of", lambda planes: pictures.blocks_of(planes, 4))
+    family = FAMILIES[family_name]
+    model, inputs = family.build("eager"), inputs_of(family, None, large=True)
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "how many?")
+    to_far(tokenprune.patch(model, "random", keep=0.5, guard=mode, processor=tokenizer))
+    for _ in range(2):
+        with counting() as prefill:
+            cache = model(**far_inputs(inputs), use_cache=True).past_key_values
+        assert sum(prefill.ours.values()) <= allowed(family, "random"), prefill.ours
+        with counting() as decode:
+            model(**far_inputs(next_step(family, inputs, 0)), past_key_values=cache, use_cache=True)
+        assert not decode.ours
+    found = tokenprune.stats(model).guard
+    assert [row.prompt for row in found] == [("counting",)] * 2 and None not in [row.picture for row in found]
+    assert [row.raised for row in found] == [mode == "auto"] * 2
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+@torch.no_grad()
+def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the verdict stays on the device until it is asked for."""
+    if not arrived:
+        monkeypatch.setattr(pictures, "_event", lambda device: None)
+    with counting() as sending:
+        late = pictures.Late(Far(torch.tensor([0.5])))
+        assert late.ready() is arrived
+    assert not sending.found
+    with counting() as reading:
+        assert late.read() == [0.5]
+    assert len(reading.found) == (not arrived)
 
 
 @pytest.mark.parametrize("decides", [True, False])

@@ -19,7 +19,8 @@ _HOMES = {
     "tokenprune.two_pass": ("escalate", "Escalation"),
     "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
     "tokenprune.budget": ("Budget",),
-    "tokenprune.statistics": ("Stats", "Cut", "Removal"),
+    "tokenprune.guard.settings": ("Guard",),
+    "tokenprune.statistics": ("Stats", "Cut", "Removal", "Guarded"),
     "tokenprune.base": ("Method", "Selection", "Site"),
     "tokenprune.encoder": ("EncoderMethod", "Tower"),
     "tokenprune.calibration.run": ("calibrate",),
@@ -50,9 +51,10 @@ if TYPE_CHECKING:
     from tokenprune.encoder import EncoderMethod, Tower
     from tokenprune.errors import *  # noqa: F403
     from tokenprune.fitting import fit_dyrate
+    from tokenprune.guard.settings import Guard
     from tokenprune.processors import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
-    from tokenprune.statistics import Cut, Removal, Stats
+    from tokenprune.statistics import Cut, Guarded, Removal, Stats
     from tokenprune.thresholds import Thresholds
     from tokenprune.token_counts import count_visual_tokens
     from tokenprune.tokens import VisualTokens

@@ -9,7 +9,15 @@ from typing import Any, TypeVar
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget
-from tokenprune.errors import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
+from tokenprune.errors import (
+    AlreadyPatchedError,
+    BudgetError,
+    NotPatchedError,
+    OptionError,
+    TokenPruneError,
+    UnsupportedSetupError,
+)
+from tokenprune.guard.settings import Guard
 from tokenprune.registry import build
 from tokenprune.statistics import Stats
 
@@ -28,6 +36,7 @@ def patch(
     record: bool = False,
     replace: bool = False,
     processor: Any = None,
+    guard: str | Guard = "warn",
     **options: Any,
 ) -> ModelT:
     """Make `model` see fewer visual tokens, in place, and return it.
@@ -40,13 +49,17 @@ def patch(
                1.0 for methods that remove nothing or choose between pictures.
     record:    keep the positions that survive each cut in `stats(model).cuts`.
     replace:   replace a patch that is there already, instead of raising.
-    processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes.
+    processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes,
+    and by the guard, to read prompts.
+    guard:     "warn": log a warning where a prompt asks, or a picture holds, what this method was measured to lose at
+               this budget (text, places, numbers); "auto": keep more tokens there; "off"; or a `Guard`.
     options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
     instead.
 
-    Raises UnknownMethodError, OptionError, BudgetError, UnsupportedModelError or AlreadyPatchedError; the model is then
-    as it was before.
+    Raises UnknownMethodError, OptionError, BudgetError, UnsupportedModelError, UnsupportedSetupError or
+    AlreadyPatchedError; the model is then as it was before.
     """
+    guard = Guard.of(guard)
     methods = _methods(method, options)
     budgets = _budgets(keep, methods)
     present = getattr(model, _ATTRIBUTE, None)
@@ -55,7 +68,7 @@ def patch(
             f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, "
             "or pass replace=True"
         )
-    made = Attachment(methods, budgets, _parts(model, methods, budgets, record, processor))
+    made = Attachment(methods, budgets, _parts(model, methods, budgets, record, processor, guard))
     if present is not None:
         unpatch(model)
     try:
@@ -96,17 +109,21 @@ def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:
     return [Budget.of(keep)] * len(methods)
 
 
-def _parts(model: Any, methods: list[Method], budgets: list[Budget], record: bool, processor: Any) -> list[Any]:
+def _parts(
+    model: Any, methods: list[Method], budgets: list[Budget], record: bool, processor: Any, guard: Guard
+) -> list[Any]:
     """Return what has to be attached to `model`, in order; the last part has the statistics."""
     from tokenprune.integrations.timm import is_timm, timm_patch
 
     if is_timm(model):
         if processor is not None:
             raise OptionError("a model of timm has no processor to act on: leave out processor=")
+        if guard.mode == "auto":
+            raise UnsupportedSetupError('a model of timm gets no prompts: guard="auto" has nothing to go by')
         return [timm_patch(model, methods, budgets)]
     from tokenprune.integrations.hf.assembly import hf_parts
 
-    return hf_parts(model, methods, budgets, record, processor)
+    return hf_parts(model, methods, budgets, record, processor, guard)
 
 
 class Attachment:

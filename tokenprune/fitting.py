@@ -108,7 +108,7 @@ def _label(
     wanted = torch.stack(full.logits[1:], 1).float().log_softmax(-1)
     labels = torch.zeros(wanted.shape[:2], dtype=torch.long, device=wanted.device)
     for number, method in enumerate(methods):
-        with patched(model, method, keep=keep):
+        with patched(model, method, keep=keep, guard="off"):
             forced = model.generate(**sample, **options, logits_processor=[_Forced(answer)])
         reduction = reduction_of(forced.past_key_values)
         if reduction is None or reduction.decode is None:

@@ -48,6 +48,29 @@ class Removal:
 
 
 @dataclass
+class Guarded:
+    """What the guard made of one row of the batch (docs/guard.md).
+
+    row:     its number.
+    picture: how much its pictures look like text, 0 to 1, the most of them; None: they were not looked at.
+    prompt:  the kinds of question that its text asks, out of "text", "grounding", "counting"; None: it was not read,
+             which takes a tokenizer (`processor=`).
+    risks:   those kinds for which the budget keeps fewer tokens than was measured to be enough; a picture that looks
+             like text counts as "text".
+    tokens:  its visual tokens. kept: what the budget of the last cut, and the guard, leave of them.
+    raised:  whether the guard keeps more than the budget says (guard="auto").
+    """
+
+    row: int
+    picture: float | None = None
+    prompt: tuple[str, ...] | None = None
+    risks: tuple[str, ...] = ()
+    tokens: int = 0
+    kept: int = 0
+    raised: bool = False
+
+
+@dataclass
 class Stats:
     """Counts over the whole batch of the last forward or generate; a text-only prompt gives zeros and ratios of 1.
 
@@ -66,6 +89,8 @@ class Stats:
                               acts there; else empty.
     attention_blocks:        context blocks that prefill attention went in, over all rows; 0 for full attention.
     notes:                   what a method did not do for this prompt, and why.
+    guard:                   one `Guarded` for each row with visual tokens; None where the guard is off, or has nothing
+                             to look for because `keep` is enough for any question.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
     cuts:                    one `Cut` per cut in order, with record=True; else empty.
     decode_rates, decode_kept: for each decode step, for each batch row, the pruning rate in force and how many visual
@@ -83,6 +108,7 @@ class Stats:
     encoder_tokens_per_layer: list[int] = field(default_factory=list)
     attention_blocks: int = 0
     notes: list[str] = field(default_factory=list)
+    guard: list[Guarded] | None = None
     overhead_ms: float = 0.0
     cuts: list[Cut] = field(default_factory=list)
     decode_rates: list[list[float]] = field(default_factory=list)
@@ -118,5 +144,10 @@ class Stats:
             f"{self.visual_tokens_average:.1f} on average over layers, prefill FLOPs {self.prefill_flops_ratio:.1%}, "
             f"KV {self.kv_bytes / 2**20:.2f} of {self.kv_bytes_full / 2**20:.2f} MiB, "
             + (f"attention in {self.attention_blocks} blocks, " if self.attention_blocks else "")
+            + self._guard()
             + f"overhead {self.overhead_ms:.2f} ms)"
         )
+
+    def _guard(self) -> str:
+        risky, raised = (sum(bool(getattr(one, what)) for one in self.guard or ()) for what in ("risks", "raised"))
+        return f"guard: {risky} of {len(self.guard)} rows at risk, {raised} raised, " if risky else ""

@@ -94,7 +94,7 @@ def escalate(
     tokens: list[float] = []
     if reason is None:
         pixels = {"processor": processor} if one.site is Site.PRE_ENCODER else {}
-        with patched(model, one, keep=keep, **pixels):
+        with patched(model, one, keep=keep, guard="off", **pixels):
             output, length, _ = _answer(model, processor, images, text, generate_kwargs)
             seen = stats(model)
         tokens.append(seen.visual_tokens_average)

@@ -146,4 +146,4 @@ def patched(
         )
     if site is tokenprune.Site.PRE_ENCODER:
         options["processor"] = subject.processor
-    return tokenprune.patched(subject.model, name, keep=keep, **options)
+    return tokenprune.patched(subject.model, name, keep=keep, guard="off", **options)

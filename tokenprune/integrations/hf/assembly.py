@@ -11,12 +11,14 @@ from torch import nn
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError
+from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.adapters import adapter_for
 from tokenprune.integrations.hf.block_attention import BlockAttention
 from tokenprune.integrations.hf.cutting import Step
 from tokenprune.integrations.hf.encoder import TowerPatch, tower_patch
 from tokenprune.integrations.hf.encoder_attention import EncoderAttention
 from tokenprune.integrations.hf.engine import Engine
+from tokenprune.integrations.hf.guarding import check_processor, guard_for
 from tokenprune.integrations.hf.lost_pictures import LostPictures
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.pixels import patch_for
@@ -26,7 +28,12 @@ from tokenprune.integrations.places import check_places, place_of
 
 
 def hf_parts(
-    model: nn.Module, methods: Sequence[Method], budgets: Sequence[Budget], record: bool, processor: Any
+    model: nn.Module,
+    methods: Sequence[Method],
+    budgets: Sequence[Budget],
+    record: bool,
+    processor: Any,
+    guard: Guard,
 ) -> list[Any]:
     """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
     yet, and everything that cannot work is refused."""
@@ -53,7 +60,7 @@ def hf_parts(
             case Site.PRE_LLM | Site.IN_LLM | Site.DECODE:
                 steps.append(Step(method, budget))
     if processor is not None and not pixels:
-        raise OptionError(f"{', '.join(one.name for one in methods)} does not act on pixels: leave out processor=")
+        check_processor(processor, guard, methods)
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
     readers = [s.method for s in steps if "encoder_attention" in s.method.needs and not s.budget.is_identity()]
@@ -66,4 +73,6 @@ def hf_parts(
         parts.append(EncoderAttention(adapter, readers))
     if not all(budget.is_identity() for budget in budgets):
         parts.append(LostPictures(adapter))
+    if (watching := guard_for(adapter, guard, methods, budgets, processor)) is not None:
+        parts.append(watching)
     return [*pixels, Engine(adapter, steps, parts, record)]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.block_attention import BlockPlan
     from tokenprune.integrations.hf.cutting import Merged
     from tokenprune.integrations.hf.decode_state import DecodeState
+    from tokenprune.integrations.hf.guarding import Verdict
     from tokenprune.integrations.hf.unmerging import Unmerged
 
 
@@ -32,18 +33,20 @@ class OnHost:
     """What the host knows of a call's tokens.
 
     visual: bool `[B, L]` for each modality, where its placeholders are. padding: bool `[B, L]`, or None if the caller
-    told of none.
+    told of none. ids: long `[B, L]`, or None where they are not known or nobody reads them.
     """
 
     visual: dict[str, Tensor]
     padding: Tensor | None
+    ids: Tensor | None
 
 
 @dataclass
 class Call:
     """One forward of the base model. Lives on a stack of its thread, never on the model.
 
-    arguments: what the base model's forward got. outputs: the encoder's output for each modality.
+    arguments: what the base model's forward got. outputs: the encoder's output for each modality. reads_text: whether
+    the ids of a prompt are read.
     The rest is set when the decoder is entered and there is something to do (`active`): `past` is the logical length of
     the cache, `arrival` the layout of the tensors that the decoder hands to its layers, `layout` the one at the current
     layer.
@@ -52,6 +55,7 @@ class Call:
     arguments: dict[str, Any]
     outputs: dict[str, Any] = field(default_factory=dict)
     visual: dict[str, Tensor] = field(default_factory=dict)
+    reads_text: bool = False
 
     active: bool = False
     cache: Cache | None = None
@@ -75,6 +79,7 @@ class Call:
     merged: Merged | None = None  # what is left of the visual tokens after a merge in the encoder
     unmerged: Unmerged | None = None  # such tokens that stay one for the decoder's weights alone
     text: list[int] = field(default_factory=list)
+    verdict: Verdict | None = None  # of the guard, which may have a cut leave more tokens than its budget says
     blocks: BlockPlan | None = None  # if this call's attention goes in blocks
     notes: list[str] = field(default_factory=list)
     memo: dict[Any, Any] = field(default_factory=dict)
@@ -88,16 +93,19 @@ class Call:
 
     @cached_property
     def host(self) -> OnHost:
-        """The masks of placeholders and padding, brought to the host in one go: a call that removes no tokens by their
-        number waits for the device no other time."""
+        """The masks of placeholders and padding, and the ids, brought to the host in one go: a call that removes no
+        tokens by their number waits for the device no other time."""
         first = next(iter(self.visual.values()))
         masks, padding = dict(self.visual), self.padding(first.shape[1])
         if padding is not None:
             masks[""] = padding.to(first.device)
-        sizes = [mask.numel() for mask in masks.values()]
-        flat = torch.cat([mask.flatten() for mask in masks.values()]).cpu().split(sizes)
-        found = {name: one.view(mask.shape) for (name, mask), one in zip(masks.items(), flat, strict=True)}
-        return OnHost({name: found[name] for name in self.visual}, found.get(""))
+        ids = self.arguments.get("input_ids") if self.reads_text else None
+        parts = [*masks.values(), *([] if ids is None else [ids.to(first.device)])]
+        # With ids among them all become numbers.
+        flat = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
+        found = {name: one.view(mask.shape).bool() for (name, mask), one in zip(masks.items(), flat, strict=False)}
+        ids = None if ids is None else flat[-1].view(ids.shape)
+        return OnHost({name: found[name] for name in self.visual}, found.get(""), ids)
 
     def padding_per_row(self) -> list[int]:
         padding = self.host.padding

@@ -57,6 +57,8 @@ def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, len
         if keep != counts:
             call.cuts.add(layer)
         counts = keep
+    if call.verdict is not None:
+        call.verdict.conclude(counts, call.report.stats)
     return bool(call.cuts) or call.merged is not None
 
 
@@ -72,6 +74,8 @@ def _resolve(call: Call, step: Step, counts: list[int], shape: DecoderShape) -> 
         wanted = step.budget.resolve(of_row, layer=step.layer, shape=shape, text_tokens=call.text[row])
         for place, count, number in zip(places, of_row, wanted, strict=True):
             keep[place] = min(count, max(1, step.method.budget(count, number)))
+    if call.verdict is not None:
+        keep = call.verdict.at_least(step, counts, keep)
     return keep
 
 

@@ -52,6 +52,7 @@ class Engine(Attachable):
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.per = steps[0].budget.per if steps else "image"
         self.record, self._stats = record, Stats()
+        self._reads_text = any(part.reads_text for part in self.parts)
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
 
     @property
@@ -92,7 +93,8 @@ class Engine(Attachable):
         original = getattr(base, name, None)
         if original is None or modality not in self.adapter.placeholders:
             return
-        self.replace(base, name, FeatureRecorder(original, partial(self._note_features, modality)))
+        ahead = partial(self._before_features, modality)
+        self.replace(base, name, FeatureRecorder(original, ahead, self._note_features))
 
     # -- the stack of calls of this thread
 
@@ -104,7 +106,7 @@ class Engine(Attachable):
         return stack[-1] if stack else None
 
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        call = Call(arguments=dict(zip(self._parameters, args, strict=False)) | kwargs)
+        call = Call(dict(zip(self._parameters, args, strict=False)) | kwargs, reads_text=self._reads_text)
         self._stack().append(call)
         call.arguments = self.adapter.arguments(call.arguments)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
@@ -121,11 +123,18 @@ class Engine(Attachable):
     def _leave_base(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._stack().pop()
 
-    def _note_features(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """Pictures were encoded. Their grids travel with the output, which generate() hands to a later forward."""
+    def _before_features(self, modality: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return what is about to be encoded, before the tower is launched: whoever asks the device finds it idle."""
         if (call := self._call()) is not None:
             modality = self.adapter.modality(modality, arguments, call.arguments)
         arguments = self.adapter.on_host(modality, arguments)
+        for part in self.parts:
+            part.ahead(modality, arguments)
+        return modality, arguments
+
+    def _note_features(self, encoded: tuple[str, dict[str, Any]], output: Any) -> None:
+        """Pictures were encoded. Their grids travel with the output, which generate() hands to a later forward."""
+        modality, arguments = encoded
         grids = self.adapter.grids(modality, arguments)
         if grids is not None and hasattr(output, "pooler_output"):
             # As an item, here and in the parts: an attribute is lost when accelerate moves the output between devices.
@@ -134,7 +143,7 @@ class Engine(Attachable):
             output["tokenprune_frames"] = self.adapter.video_frames(arguments)
         for part in self.parts:
             part.note(modality, arguments, output)
-        if call is not None:
+        if (call := self._call()) is not None:
             self._match_features(call, modality, output)
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:

@@ -17,6 +17,10 @@ class Part(Attachable):
     what it wants to know of."""
 
     current: Callable[[], Call | None]
+    reads_text = False  # whether it reads the ids of a prompt with pictures (`Call.host`)
+
+    def ahead(self, modality: str, arguments: dict[str, Any]) -> None:
+        """Pictures are about to be encoded; see `note`."""
 
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         """Pictures were encoded. What is to be known of them later is left on `output`: `generate` encodes pictures

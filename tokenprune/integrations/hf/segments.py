@@ -64,7 +64,7 @@ def find_segments(
     for modality, mask in masks.items():
         rows, columns = mask.nonzero(as_tuple=True)
         if len(rows):
-            found = _pieces(modality, rows, columns, outputs.get(modality), step)
+            found = pieces_of(modality, rows, columns, outputs.get(modality), step)
             pieces += _by_frame(found, outputs.get(modality)) if per == "frame" and modality == "video" else found
     if not pieces:
         return None
@@ -90,7 +90,7 @@ def find_segments(
     )
 
 
-def _pieces(modality: str, rows: Tensor, columns: Tensor, output: Any, step: int) -> list[tuple]:
+def pieces_of(modality: str, rows: Tensor, columns: Tensor, output: Any, step: int) -> list[tuple]:
     counts = feature_counts(output)
     grids = getattr(output, "tokenprune_grids", None) or []
     if counts is None or sum(counts) != len(rows):

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what guard="auto" gives back and costs, on pictures of the held-out set that the floors were not made of.
+
+python benchmarks/guard_proof.py           # rewrites results/guard_proof.jsonl (about ten minutes on one core)
+python benchmarks/guard_proof.py --table   # print what the committed file says
+
+The floors come from the first 50 pictures of the set; these are the 100 after them, with all eight kinds of questions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenprune
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import Subject, load
+from tokenprune.bench.scenes import KINDS
+from tokenprune.bench.significance import wilson
+
+RESULTS = Path(__file__).parent / "results/guard_proof.jsonl"
+METHODS, KEEP, MODES = ("random", "dart", "pool"), 0.11, ("off", "auto")
+FIRST, LAST, BATCH = 50, 150, 25
+
+
+def ask(subject: Subject, kind: str) -> dict[str, object]:
+    """Ask all questions of one kind."""
+    examples = [one for one in load_heldout([kind], limit=LAST) if one.picture >= FIRST]
+    right, tokens, raised = "", 0.0, 0
+    for at in range(0, len(examples), BATCH):
+        batch = examples[at : at + BATCH]
+        inputs = subject.inputs([one.images for one in batch], [one.question for one in batch])
+        answers = subject.generate(inputs)
+        right += "".join(str(int(one.is_right(answer))) for one, answer in zip(batch, answers, strict=True))
+        if tokenprune.is_patched(subject.model):
+            stats = tokenprune.stats(subject.model)
+            tokens += stats.visual_tokens_average
+            raised += sum(row.raised for row in stats.guard or ())
+        else:
+            tokens += subject.visual_tokens(inputs)
+    return {"kind": kind, "right": right, "tokens": round(tokens / len(examples), 2), "raised": raised}
+
+
+def records(subject: Subject) -> Iterator[dict[str, object]]:
+    yield {"record": "header", "keep": KEEP, "pictures": [FIRST, LAST], "environment": subject.environment()}
+    for kind in KINDS:
+        yield {"method": "unpatched", "guard": "off"} | ask(subject, kind)
+    for method in METHODS:
+        for mode in MODES:
+            # Without the guard a processor has nothing to do.
+            options = {} if mode == "off" else {"processor": subject.processor}
+            with tokenprune.patched(subject.model, method, keep=KEEP, guard=mode, **options):
+                for kind in KINDS:
+                    yield {"method": method, "guard": mode} | ask(subject, kind)
+
+
+def read() -> tuple[dict, list[dict]]:
+    header, *found = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    return header, found
+
+
+def table(found: list[dict]) -> str:
+    """Percent right, and in brackets the layer-averaged tokens, of each kind and over all."""
+    lines = ["| method | guard | " + " | ".join(KINDS) + " | all (95 % interval) |", "|---" * (3 + len(KINDS)) + "|"]
+    for method, mode in dict.fromkeys((one["method"], one["guard"]) for one in found):
+        part = {one["kind"]: one for one in found if (one["method"], one["guard"]) == (method, mode)}
+        cells = [f"{100 * _share(part[kind]['right']):.0f} ({part[kind]['tokens']:.0f})" for kind in KINDS]
+        right = "".join(part[kind]["right"] for kind in KINDS)
+        low, high = wilson(right.count("1"), len(right))
+        tokens = sum(part[kind]["tokens"] * len(part[kind]["right"]) for kind in KINDS) / len(right)
+        cells.append(f"{100 * _share(right):.1f} ({100 * low:.1f} to {100 * high:.1f}) @{tokens:.0f}")
+        lines.append(f"| `{method}` | {mode} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _share(right: str) -> float:
+    return right.count("1") / len(right)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", action="store_true")
+    if not parser.parse_args().table:
+        RESULTS.write_text("".join(json.dumps(one) + "\n" for one in records(load())), encoding="utf-8")
+    sys.stdout.write(f"{table(read()[1])}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

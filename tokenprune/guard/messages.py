@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the guard says: what was seen, what it was measured to cost, and what to do."""
+
+from __future__ import annotations
+
+from tokenprune.guard.floors import Floors
+
+_SEEN = {
+    ("picture", "text"): "a picture looks like text",
+    ("prompt", "text"): "a prompt asks to read, or for fine detail",
+    ("prompt", "grounding"): "a prompt asks where something is, or for something by its place",
+    ("prompt", "counting"): "a prompt asks to count",
+}
+
+
+def warning(source: str, kind: str, name: str, share: float, floor: float, raisable: bool, table: Floors) -> str:
+    """Return the warning for a kind of question. source: "picture" or "prompt", where it was seen. name: of the method,
+    which keeps `share` where `floor` would be enough. raisable: whether guard="auto" is possible."""
+    loss = table.loss(name, kind, share)
+    measured = "it was not measured on such questions"
+    if loss is not None:
+        measured = (
+            f"at keep={loss.keep:g} it lost {loss.points:.0f} points of such questions on the shipped benchmark "
+            f"({100 * loss.unpatched:.0f} to {100 * loss.share:.0f} % right)"
+        )
+    ways = [f"keep={floor:g}" if floor < 1 else "no pruning (no keep that was measured is enough)"]
+    if raisable:
+        ways.append('guard="auto", which keeps that much for such prompts alone')
+    if safe := [other for other in table.safe(kind, share) if other != name][:3]:
+        ways.append(f"at this keep one of {', '.join(safe)}")
+    return (
+        f"tokenprune's guard: {_SEEN[source, kind]}, and {name} keeps {share:.0%} of the visual tokens; {measured}. "
+        f'What helps: {"; ".join(ways)}. This is said once; guard="off" turns it off'
+    )

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much a picture looks like text: from pixels as a vision tower gets them, whatever they were normalised by.
+
+A picture is cut into blocks. A block with contrast is like text if many of its pixels have the block's lightest or
+darkest value (paper), and the middle between the two is crossed often in its lines and in its columns. Wood, grass and
+noise have no paper; edges, stripes and shadows are crossed in one direction or seldom. The measure is the share of such
+blocks among those with contrast. docs/guard.md has how well that tells documents from photographs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A block's side, where the picture comes whole: two patches of 14.
+SIDE = 28
+# Of the picture's range of values: what a block needs to have contrast. Of the block's: what is near its extremes.
+_CONTRAST, _NEAR = 0.3, 0.2
+_PAPER = 0.5  # share of pixels near the lighter or near the darker extreme
+_CROSSED = 1.5 / 27  # share of pairs of neighbours on two sides of the middle
+# A picture with few blocks of contrast is judged as if it had this share of them: two words on a wall are no document.
+_LEAST = 0.25
+
+
+@torch.no_grad()
+def text_shares(blocks: Tensor, owner: Tensor, pictures: int) -> Tensor:
+    """Return float32 `[pictures]` on the blocks' device: how much each looks like text, 0 to 1; 0 for a picture of one
+    value, or without blocks. Nothing waits for the device.
+
+    blocks: grey `[K, H, W]`, in any scale. owner: long `[K]`, the picture of each block.
+    """
+    values = blocks.float()
+    flat = values.flatten(1)
+    low, high = (bound.nan_to_num(0.0, 0.0, 0.0) for bound in flat.aminmax(dim=1))
+    span = high - low
+    full = _of_pictures(high, owner, pictures, "amax") - _of_pictures(low, owner, pictures, "amin")
+    contrast = (span > _CONTRAST * full[owner]) & (span > 0)
+
+    def least(of: Tensor, share: float) -> Tensor:
+        return of.flatten(1).sum(1) > share * of.shape[1:].numel()
+
+    dark, light = flat < (low + _NEAR * span)[:, None], flat > (high - _NEAR * span)[:, None]
+    above = values > (low + span / 2)[:, None, None]
+    lines, columns = above[:, :, 1:] != above[:, :, :-1], above[:, 1:] != above[:, :-1]
+    text = (least(dark, _PAPER) | least(light, _PAPER)) & least(lines, _CROSSED) & least(columns, _CROSSED) & contrast
+
+    def count(of: Tensor) -> Tensor:
+        return torch.zeros(pictures, device=of.device).index_add_(0, owner, of.float())
+
+    few = (_LEAST * count(torch.ones_like(text))).clamp(min=1)
+    return count(text) / torch.maximum(count(contrast), few)
+
+
+def _of_pictures(values: Tensor, owner: Tensor, pictures: int, how: str) -> Tensor:
+    return values.new_zeros(pictures).scatter_reduce_(0, owner, values, how, include_self=False)
+
+
+def blocks_of(planes: Tensor, side: int = SIDE) -> Tensor:
+    """Cut `[N, C, H, W]` pictures into grey blocks `[N, blocks, side, side]`; what is left at the edges is left out."""
+    grey = planes.mean(1)
+    number, high, wide = len(grey), grey.shape[1] // side, grey.shape[2] // side
+    grey = grey[:, : high * side, : wide * side].reshape(number, high, side, wide, side)
+    return grey.transpose(2, 3).reshape(number, high * wide, side, side)
+
+
+class Late:
+    """A small tensor on its way to the host, which does not wait for it."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.count, self._values, self._event = len(values), values, None
+        if values.device.type != "cpu" and (event := _event(values.device)) is not None:
+            self._values = values.to("cpu", non_blocking=True)
+            event.record(torch.accelerator.current_stream(values.device))
+            self._event = event
+
+    def ready(self) -> bool:
+        """Whether it has arrived, so that reading it waits for nothing."""
+        return self._values.device.type == "cpu" and (self._event is None or self._event.query())
+
+    def read(self) -> list[float]:
+        """Return the values; waits for them where they have not arrived."""
+        if not self.ready() and self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An event cannot be copied.
+        return self.__dict__ | {"_values": torch.tensor(self.read()), "_event": None}
+
+
+def _event(device: torch.device) -> torch.Event | None:
+    """An event of the device, or None if it has none: then the values stay there until they are asked for."""
+    try:
+        return torch.Event(device=device)
+    except (RuntimeError, NotImplementedError):
+        return None

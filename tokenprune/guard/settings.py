@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `guard` is turned into."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenprune.errors import OptionError
+
+# What a method may lose while the rest holds: reading and fine detail, telling things apart by where they are, numbers.
+KINDS = ("text", "grounding", "counting")
+MODES = ("warn", "auto", "off")
+# A picture whose measure (pictures.py) is above this is full of text: docs/guard.md has how it was found.
+TEXT_LIMIT = 0.25
+
+
+@dataclass(frozen=True)
+class Guard:
+    """How a patched model is guarded: `patch(..., guard=Guard(...))`; a mode alone may be given as a string.
+
+    mode:       "warn": log one warning for each reason; "auto": keep more tokens where there is one; "off".
+    patterns:   kind -> regular expressions (any case) that mark a prompt as of that kind, beside those that are built
+                in. Kinds: "text", "grounding", "counting".
+    floors:     kind -> share of a picture's tokens in (0, 1] that is enough, in place of what was measured of any
+                method.
+    text_limit: how much a picture must look like text, above 0 and up to 1, to count as text; 1.0: none does.
+
+    Raises OptionError for anything else.
+    """
+
+    mode: str = "warn"
+    patterns: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    floors: Mapping[str, float] = field(default_factory=dict)
+    text_limit: float = TEXT_LIMIT
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise OptionError(f"guard={self.mode!r} is not known: use {', '.join(map(repr, MODES))} or a Guard(...)")
+        for name in ("patterns", "floors"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping) or set(given) - set(KINDS):
+                raise OptionError(f"guard: {name} must be a dict with keys out of {', '.join(KINDS)}, not {given!r}")
+        for kind, patterns in self.patterns.items():
+            if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+                raise OptionError(
+                    f"guard: patterns of {kind!r} must be a list of regular expressions, not {patterns!r}"
+                )
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except (re.error, TypeError) as error:
+                    raise OptionError(f"guard: {pattern!r} is no regular expression: {error}") from error
+        for name, value in (*self.floors.items(), ("text_limit", self.text_limit)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+                raise OptionError(f"guard: {name}={value!r} must be a share in (0, 1]")
+
+    @classmethod
+    def of(cls, value: Any) -> Guard:
+        """Return a mode as a Guard, or a Guard already; raises OptionError."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, str):
+            raise OptionError(f"guard={value!r} is not known: use {', '.join(map(repr, MODES))} or a Guard(...)")
+        return cls(value)
