@@ -50,3 +50,7 @@ class DataError(TokenPruneError, ValueError):
 
 class RunError(TokenPruneError, RuntimeError):
     """The folder of a benchmark run belongs to another run, or cannot be written."""
+
+
+class ConfigError(TokenPruneError, ValueError):
+    """A file such as `tokenprune.json` cannot be read or written, or is none."""
