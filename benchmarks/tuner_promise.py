@@ -164,7 +164,9 @@ def collect(args: argparse.Namespace) -> None:
     records = _everywhere(_part(args.out, 0))
     fresh = {json.dumps(one["setting"]): one["right"] for one in records if one["record"] == "fresh"}
     base = np.array(list(map(int, fresh["null"])))
-    found = sorted((one for one in records if one["record"] == "tuning"), key=lambda one: one["seed"])
+    found = [one for one in records if one["record"] == "tuning"]
+    found = [one for one in found if one["setting"] is None or json.dumps(one["setting"]) in fresh]  # of a run so far
+    found.sort(key=lambda one: one["seed"])
     for one in found:
         if one["setting"] is not None:
             drops = base - np.array(list(map(int, fresh[json.dumps(one["setting"])])))
@@ -225,10 +227,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--collect", action="store_true", help="put together what a run that was stopped has so far")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.table:
         print(table(args.out))
+        return
+    if args.collect:
+        collect(args)
         return
     if args.rank is not None:
         work(args, _part(args.out, args.rank), list(range(args.seeds))[args.rank :: args.workers])

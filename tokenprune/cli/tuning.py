@@ -23,6 +23,7 @@ from tokenprune.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from tokenprune.tuning import Tuning
 
+ANSWERS = "answers.jsonl"
 NOTHING = 1  # exit code: the search went well and found nothing
 
 
@@ -63,7 +64,7 @@ def tune(
         "tokenprune.json"
     ),
     run: Annotated[
-        Path | None, typer.Option(help="Keep answers in this file of JSON lines; the same command goes on there.")
+        Path | None, typer.Option(help="Keep answers in this folder; the same command goes on there.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the split of the questions into search and held-out.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate, with --target-ttft.")] = 7,
@@ -113,9 +114,9 @@ def tune(
     subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
     if data is not None:
         check_films(questions, subject.processor)
-    settings = {"batch_size": batch_size, "suffix": subject.suffix, "max_new_tokens": subject.max_new_tokens}
+    journal = None if run is None else run / ANSWERS
     with (
-        Panel(subject, questions, metric, batch_size=batch_size, journal=run, about=about | settings) as panel,
+        Panel(subject, questions, metric, batch_size=batch_size, journal=journal, about=about) as panel,
         show_progress() as step,
     ):
         tuning = Tuner(panel, candidates, promise, seed=seed, repeats=repeats, step=step).run()
@@ -130,8 +131,11 @@ def _check_folders(out: Path, run: Path | None) -> None:
     """Said before the work, not after it."""
     if not out.parent.is_dir():
         raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
-    if run is not None and not run.parent.is_dir():
-        raise RunError(f"cannot write {run}: there is no folder {run.parent}")
+    if run is not None:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot write {run}: {error.strerror or error}") from error
 
 
 def _report(tuning: Tuning) -> None:

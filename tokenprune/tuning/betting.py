@@ -5,9 +5,9 @@ A bootstrap or normal interval has no width when the patched model answers every
 anything after ten questions. Here a player who starts with 1 bets, question by question, that the drop is below the
 limit; under the hypothesis that it is not, the game is fair or worse, so 1 / (the most he ever owned) is a p-value.
 
-Source: Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (arXiv:2010.09686), section 4;
-the size of each bet is that of Voracek and Orabona, "STaR-Bets" (arXiv:2505.22422): what it takes, by the variance seen
-so far, to own 1 / level when the questions are over.
+Source: Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (arXiv:2010.09686),
+section 4; the size of each bet is that of Voracek and Orabona, "STaR-Bets" (arXiv:2505.22422): what it takes, by the
+variance seen so far, to own 1 / level when the questions are over.
 Differs from the papers: the variance starts from `PRIOR` imagined answers of variance 1/4, and a bet risks at most
 `MOST` of what the player owns. Validity needs neither: a bet may depend on anything that came before its question.
 """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from tokenprune.bench.model import Subject
 from tokenprune.bench.timing import compare
 from tokenprune.config import SCHEMA
 from tokenprune.errors import OptionError, RunError
+from tokenprune.fingerprint import fingerprint
 from tokenprune.tuning.candidates import Candidate
 
 Step = Callable[[str, int, int], None]
@@ -31,8 +33,8 @@ class Panel:
 
     questions: of `bench.data` or `bench.heldout`. metric: a name out of `bench.metrics`; scores must lie in [0, 1].
     Questions are asked in chunks, tuples of their numbers; all candidates must get the same ones for their costs to
-    compare. journal: a file of JSON lines that is written chunk by chunk, and from which a killed run goes on; what
-    tells this run from others is `about`. Raises OptionError for CIDEr, RunError for the journal of another run.
+    compare. journal: a file of JSON lines that is written chunk by chunk, and from which a killed run goes on. about:
+    tells the questions from others. Raises OptionError for CIDEr, RunError for the journal of another run.
     """
 
     def __init__(
@@ -47,8 +49,8 @@ class Panel:
     ) -> None:
         if metric == "cider":
             raise OptionError(
-                "cider cannot be tuned for: a score goes up to 10 and depends on all answers at once, and the test needs "
-                "scores in [0, 1] of one answer each; take anls or f1"
+                "cider cannot be tuned for: a score goes up to 10 and depends on all answers at once, and the test "
+                "needs scores in [0, 1] of one answer each; take anls or f1"
             )
         self.subject, self.questions, self.metric = subject, list(questions), metric_named(metric)
         self.batch_size, self.films = batch_size, any(one.is_film for one in questions)
@@ -163,15 +165,23 @@ class Panel:
         self._costs.setdefault(candidate, {})[chunk] = cost
 
     def _resume(self, path: Path, about: dict[str, Any]) -> None:
+        settings = {
+            "model": fingerprint(self.subject.model),
+            "suffix": self.subject.suffix,
+            "max_new_tokens": self.subject.max_new_tokens,
+            "batch_size": self.batch_size,
+            "metric": self.metric.name,
+        }
+        first = json.loads(json.dumps({"about": about | settings}))
         records = read_lines(path)
-        if records and records[0][0] != {"about": about}:
+        if records and records[0][0] != first:
             raise RunError(f"{path} belongs to another run: same model, questions and options are needed to go on")
         for line, _ in records[1:]:
             candidate = None if line["setting"] is None else Candidate.of(line["setting"])
             self._add(candidate, tuple(line["questions"]), line["scores"], line["cost"])
         self._journal = Lines(path, records[-1][1] if records else 0)
         if not records:
-            self._journal.write({"about": about})
+            self._journal.write(first)
 
 
 def _seen(question: Any) -> Any:

@@ -70,4 +70,10 @@ def read_share(text: str, name: str = "--max-drop") -> float:
     return value
 
 
-__all__ = ["Promise", "read_share"]
+def points(share: float) -> str:
+    """Return a difference of scores as people say it: 0.015 is "1.5 points"."""
+    number = f"{100 * share:.2f}".rstrip("0").rstrip(".")
+    return f"{number} point{'' if number == '1' else 's'}"
+
+
+__all__ = ["Promise", "points", "read_share"]

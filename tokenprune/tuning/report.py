@@ -10,6 +10,7 @@ from tokenprune.bench.tables import Cell, Table
 from tokenprune.config import Config
 from tokenprune.fingerprint import fingerprint
 from tokenprune.tuning.panel import Panel
+from tokenprune.tuning.promise import points
 from tokenprune.tuning.tuner import COLLAPSE, Trial, Tuning
 
 
@@ -51,66 +52,73 @@ def tuned_config(tuning: Tuning, panel: Panel, data: dict[str, Any]) -> Config:
 
 
 def tuning_table(tuning: Tuning) -> Table:
-    """Return what became of each candidate: those that came furthest first, then by cost."""
+    """Return what became of each candidate, those that came furthest first."""
     timed = any(trial.timing for trial in tuning.trials)
     columns = ("method", "keep", "prefill FLOPs", "layer avg", *(("TTFT",) if timed else ()), "asked", "drop", "below")
     trials = sorted(tuning.trials, key=lambda one: (-one.held_out, -one.search, one.drop or 0.0))
-    rows = [[*map(Cell, _row(one, timed)), Cell(one.state, bad=False)] for one in trials]
-    promise = tuning.promise
-    asked = next((one.search + one.held_out for one in trials if one.held_out), tuning.search)
-    price = "TTFT, measured" if timed else "prefill FLOPs of the decoder"
-    notes = [
-        f"Drop: points of the metric lost on the same questions, of the held-out ones where they were asked. Below: with a "
-        f"confidence of {100 * promise.confidence:g} %, for this one setting. Cheapest means {price}, as a share of the "
-        "unpatched model; then tokens averaged over layers.",
-        f"Asked: of {tuning.search} questions of the search and {tuning.held_out} that are held out, {asked} at most.",
-    ]
-    title = f"A drop below {100 * promise.max_drop:g} points, confidence {100 * promise.confidence:g} %"
-    return Table(title, (*columns, "outcome"), rows, tuple(notes))
+    rows = [[*map(Cell, (*_row(one, timed), one.state))] for one in trials]
+    sure = f"{100 * tuning.promise.confidence:g} %"
+    notes = (
+        "Drop: points of the metric lost on the same questions: the held-out ones, where a setting got so far. Below: "
+        f"what the drop is shown to be below with a confidence of {sure}, for this setting alone.",
+        f"Asked: of {tuning.search} questions to search with and {tuning.held_out} held out. Cheapest: by "
+        f"{'measured TTFT' if timed else 'prefill FLOPs of the decoder'}, as a share of the unpatched model's, then by "
+        "tokens averaged over layers.",
+    )
+    title = f"A drop below {points(tuning.promise.max_drop)}, confidence {sure}"
+    return Table(title, (*columns, "outcome"), rows, notes)
 
 
 def _row(trial: Trial, timed: bool) -> list[str]:
-    flops = f"{trial.cost['prefill_flops_ratio']:.0%}" if trial.cost else ""
-    tokens = f"{trial.cost['visual_tokens_average'] / trial.cost['visual_tokens_in']:.0%}" if trial.cost else ""
+    cost, name = trial.cost, trial.candidate.name
+    flops = f"{cost['prefill_flops_ratio']:.0%}" if cost else ""
+    tokens = f"{cost['visual_tokens_average'] / max(1, cost['visual_tokens_in']):.0%}" if cost else ""
     time = [f"{trial.timing['ttft_ratio']['p50']:.2f}x" if trial.timing else ""] if timed else []
     drop = "" if trial.drop is None else f"{100 * trial.drop:.2f}"
     bound = "" if trial.bound is None else f"{100 * trial.bound:.1f}"
-    return [
-        trial.candidate.name, trial.candidate.keep, flops, tokens, *time, str(trial.search + trial.held_out), drop, bound
-    ]  # fmt: skip
+    return [name, trial.candidate.keep, flops, tokens, *time, str(trial.search + trial.held_out), drop, bound]
 
 
 def outcome(tuning: Tuning) -> list[str]:
     """Return what the search came to, in sentences; warnings last."""
-    promise, choice = tuning.promise, tuning.choice
+    choice, allowed = tuning.choice, points(tuning.promise.max_drop)
     if choice is None:
-        limit = f"{100 * promise.max_drop:g} points"
-        closest = min((one for one in tuning.trials if one.held_out), key=lambda one: one.bound, default=None)
-        said = [f"Nothing keeps the promise: no setting was shown to lose less than {limit}."]
-        if closest is not None:
-            said.append(
-                f"{closest.candidate} came closest: {100 * closest.drop:.2f} points lost on {closest.held_out} held-out "
-                f"questions, which shows less than {100 * closest.bound:.1f}. More questions, larger keeps or a larger "
-                "drop may help."
-            )
-        return said
-    saved = f"{choice.timing['ttft_ratio']['p50']:.2f}x TTFT" if choice.timing else (
-        f"{choice.cost['prefill_flops_ratio']:.0%} of the prefill FLOPs"
-    )  # fmt: skip
+        return [f"Nothing keeps the promise: no setting was shown to lose less than {allowed}.", *_closest(tuning)]
+    timing, before, after = choice.timing, tuning.scores["unpatched"], tuning.scores["tuned"]
+    saved = f"{choice.cost['prefill_flops_ratio']:.0%} of the prefill FLOPs"
+    if timing:
+        saved = f"{timing['ttft_ratio']['p50']:.2f}x TTFT"
     said = [
-        f"{choice.candidate}: {saved}; {100 * tuning.scores['unpatched']:.1f} → {100 * tuning.scores['tuned']:.1f} on "
-        f"{tuning.held_out} held-out questions; the drop is below {100 * promise.max_drop:g} points with a confidence of "
-        f"{100 * promise.confidence:g} %."
+        f"{choice.candidate}: {saved}; {100 * before:.1f} → "
+        f"{100 * after:.1f} on {tuning.held_out} held-out questions; the drop is below {allowed} with a confidence of "
+        f"{100 * tuning.promise.confidence:g} %."
     ]
     if len(choice.kinds) > 1:
         worst = sorted(choice.kinds, key=choice.kinds.get, reverse=True)[:3]
-        said.append("Most is lost in: " + ", ".join(f"{kind} {100 * choice.kinds[kind]:.1f}" for kind in worst))
+        said.append("Points lost by kind: " + ", ".join(f"{kind} {100 * choice.kinds[kind]:.1f}" for kind in worst))
     for kind in tuning.collapsed:
         said.append(
-            f"warning: {kind} loses {100 * choice.kinds[kind]:.0f} points, more than {100 * COLLAPSE:.0f}: this kind of "
+            f"warning: {kind} loses {points(choice.kinds[kind])}, more than {100 * COLLAPSE:.0f}: this kind of "
             "question is lost, whatever the mean says; --max-kind-drop forbids it"
         )
     return said
+
+
+def _closest(tuning: Tuning) -> list[str]:
+    tested = [one for one in tuning.trials if one.held_out]
+    heard = [one for one in tuning.trials if one.search]
+    if tested:
+        one = min(tested, key=lambda one: one.bound)
+        shown = f", which shows less than {points(one.bound)}"
+    elif heard:
+        one, shown = min(heard, key=lambda one: one.drop), ""
+    else:
+        return ["No setting could be tried; the table says why."]
+    asked = f"{one.held_out} held-out questions" if one.held_out else f"{one.search} questions of the search"
+    return [
+        f"{one.candidate} came closest: {points(one.drop)} lost on {asked}{shown}. More questions, larger keeps or a "
+        "larger drop may help."
+    ]
 
 
 __all__ = ["outcome", "tuned_config", "tuning_table"]

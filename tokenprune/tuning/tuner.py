@@ -3,8 +3,8 @@
 
 Sources: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization"
 (arXiv:1502.07943), algorithm 1, for the halving; Angelopoulos et al., "Learn then Test" (arXiv:2110.01052), section 3,
-for testing settings in a fixed order, from the most expensive to the cheapest, up to the first that fails: the order comes from other
-questions than the test, so no correction for the number of settings is needed.
+for testing settings in a fixed order, from the most expensive to the cheapest, up to the first that fails: the order
+comes from other questions than the test, so that no correction for the number of settings is needed.
 Differs from the papers: a candidate is judged by two things, cost and drop. Half of the places go to those that may be
 expected to save the most, the other half to the safest: luck on few questions must not push out what will be needed.
 """
@@ -24,7 +24,7 @@ from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
 from tokenprune.tuning.betting import is_below, upper_bound
 from tokenprune.tuning.candidates import Candidate
 from tokenprune.tuning.panel import Panel
-from tokenprune.tuning.promise import Promise
+from tokenprune.tuning.promise import Promise, points
 
 FINALISTS = 4
 COLLAPSE = 0.2
@@ -81,7 +81,7 @@ class Tuning:
 
 
 def split(groups: Sequence[Any], kinds: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of the questions to search with, about a third, and of those to hold out, both in random order.
+    """Return the numbers of the questions to search with, about a third, and of those to hold out, in random order.
 
     Questions about the same pictures (equal groups) stay together; pictures are divided evenly by the kinds asked.
     """
@@ -101,9 +101,9 @@ def split(groups: Sequence[Any], kinds: Sequence[str], seed: int) -> tuple[list[
 class Tuner:
     """One search; `run()` does it.
 
-    panel: asks the questions. candidates: what is tried. seed: of the split. repeats: timed runs of each candidate, with
-    a target for TTFT. step: is told (label, answers, answers in all if nobody drops out). Raises OptionError if the
-    questions are too few for any candidate to pass.
+    panel: asks the questions. candidates: what is tried. seed: of the split. repeats: timed runs of each candidate,
+    with a target for TTFT. step: is told (label, answers, answers in all if nobody drops out). Raises OptionError if
+    the questions are too few for any candidate to pass.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Tuner:
             trial.held_out, trial.drop, trial.cost = len(drops), float(drops.mean()), self.panel.cost(trial.candidate)
             trial.bound = upper_bound(drops, self.promise.level)
             kinds = np.array([self.panel.kinds[number] for number in self.held_out])
-            trial.kinds = {kind: float(drops[kinds == kind].mean()) for kind in sorted(set(kinds))}
+            trial.kinds = {kind: float(drops[kinds == kind].mean()) for kind in sorted(set(kinds.tolist()))}
             if not is_below(drops, self.promise.max_drop, self.promise.level):
                 trial.state = "not shown to keep the promise"
                 for other in finalists[place + 1 :]:
@@ -249,7 +249,7 @@ class Tuner:
             limit = self.promise.max_kind_drop
             worst = max(trial.kinds, key=trial.kinds.get)
             if limit is not None and trial.kinds[worst] > limit:
-                trial.state = f"keeps the promise, but {worst} loses {100 * trial.kinds[worst]:.1f} points"
+                trial.state = f"keeps the promise, but {worst} loses {points(trial.kinds[worst])}"
             else:
                 passed.append(trial)
         scores = {"unpatched": float(base.mean())}
@@ -262,7 +262,7 @@ class Tuner:
 
 @dataclass(frozen=True)
 class Outlook:
-    """saving: of cost, as a share. chance: to pass the test on the held-out questions, as far as the search can tell."""
+    """saving: of cost, as a share. chance: to pass the test on the held-out questions, as the search tells it."""
 
     saving: float
     chance: float
@@ -315,7 +315,7 @@ def check_enough(questions: int, promise: Promise, held_out: int | None = None) 
     needed = promise.questions_needed
     if held_out < needed:
         raise OptionError(
-            f"{questions} questions are too few for a drop below {100 * promise.max_drop:g} points at a confidence of "
+            f"{questions} questions are too few for a drop below {points(promise.max_drop)} at a confidence of "
             f"{100 * promise.confidence:g} %: {held_out} of them would be held out, and it takes {needed} if not a "
             f"single answer changes. Ask at least {math.ceil(needed * _PART / (_PART - 1))}, better three times as "
             "many, or allow a larger drop"
