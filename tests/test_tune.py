@@ -383,6 +383,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Subject) -
         (["--out", "gone/tokenprune.json"], "there is no folder gone"),
         (["--data", "gone.jsonl"], "there is no gone.jsonl"),
         (["--metric", "cidr"], "there is no metric"),
+        (["--metric", "cider"], "cider cannot be tuned for"),
     ],
 )
 def test_what_cannot_work_is_said_before_the_model_is_loaded(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,22 +87,23 @@ def tune(
     Exit code 1: the search found nothing that keeps the promise, and no file is written.
     """
     from tokenprune.bench.data import check_films, load_data, read_columns
-    from tokenprune.bench.heldout import load_heldout
-    from tokenprune.bench.metrics import metric_named
+    from tokenprune.bench.heldout import FOLDER, load_heldout
     from tokenprune.config import write_config
     from tokenprune.tuning import Panel, Promise, Tuner, grid
+    from tokenprune.tuning.panel import tunable_metric
     from tokenprune.tuning.promise import read_share
     from tokenprune.tuning.report import tuned_config
     from tokenprune.tuning.tuner import check_enough
 
-    metric_named(metric)
+    tunable_metric(metric)
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
     candidates = grid([name.strip() for name in methods.split(",") if name.strip()], read_keeps(keep))
     _check_folders(out, run)
     if data is None:
         questions = load_heldout(limit=limit or None)
-        about: dict[str, Any] = {"name": "held-out set of tokenprune", "questions": len(questions)}
+        digest = hashlib.sha256((FOLDER / "questions.jsonl").read_bytes()).hexdigest()[:16]
+        about: dict[str, Any] = {"name": "held-out set of tokenprune", "questions": len(questions), "digest": digest}
     else:
         read = load_data(
             data, skip_bad=skip_bad, columns=read_columns(columns), split=split, frames=frames, limit=limit
@@ -115,8 +117,10 @@ def tune(
     if data is not None:
         check_films(questions, subject.processor)
     journal = None if run is None else run / ANSWERS
+    # Other candidates or another seed would cut the questions into other chunks.
+    told = about | {"candidates": [candidate.setting for candidate in candidates], "seed": seed}
     with (
-        Panel(subject, questions, metric, batch_size=batch_size, journal=journal, about=about) as panel,
+        Panel(subject, questions, metric, batch_size=batch_size, journal=journal, about=told) as panel,
         show_progress() as step,
     ):
         tuning = Tuner(panel, candidates, promise, seed=seed, repeats=repeats, step=step).run()

@@ -16,7 +16,7 @@ import tokenprune
 from tokenprune.base import Site
 from tokenprune.bench.cost import Cost, Prefill
 from tokenprune.bench.lines import Lines, read_lines
-from tokenprune.bench.metrics import metric_named
+from tokenprune.bench.metrics import Metric, metric_named
 from tokenprune.bench.model import Subject
 from tokenprune.bench.timing import compare
 from tokenprune.config import SCHEMA
@@ -34,7 +34,7 @@ class Panel:
     questions: of `bench.data` or `bench.heldout`. metric: a name out of `bench.metrics`; scores must lie in [0, 1].
     Questions are asked in chunks, tuples of their numbers; all candidates must get the same ones for their costs to
     compare. journal: a file of JSON lines that is written chunk by chunk, and from which a killed run goes on. about:
-    tells the questions from others. Raises OptionError for CIDEr, RunError for the journal of another run.
+    tells questions and chunks from others. Raises OptionError for CIDEr, RunError for the journal of another run.
     """
 
     def __init__(
@@ -47,12 +47,7 @@ class Panel:
         journal: Path | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
-        if metric == "cider":
-            raise OptionError(
-                "cider cannot be tuned for: a score goes up to 10 and depends on all answers at once, and the test "
-                "needs scores in [0, 1] of one answer each; take anls or f1"
-            )
-        self.subject, self.questions, self.metric = subject, list(questions), metric_named(metric)
+        self.subject, self.questions, self.metric = subject, list(questions), tunable_metric(metric)
         self.batch_size, self.films = batch_size, any(one.is_film for one in questions)
         self._scores: dict[Candidate | None, dict[int, float]] = {None: {}}
         self._costs: dict[Candidate | None, dict[tuple[int, ...], dict[str, Any]]] = {None: {}}
@@ -184,10 +179,20 @@ class Panel:
             self._journal.write(first)
 
 
+def tunable_metric(name: str) -> Metric:
+    """Return a metric; raises OptionError for CIDEr, and what `metric_named` raises."""
+    if name == "cider":
+        raise OptionError(
+            "cider cannot be tuned for: a score goes up to 10 and depends on all answers at once, and the test needs "
+            "scores in [0, 1] of one answer each; take anls or f1"
+        )
+    return metric_named(name)
+
+
 def _seen(question: Any) -> Any:
     if hasattr(question, "path"):
         return str(question.path)
     return tuple((one.name, one.size) for one in (*question.pictures, *filter(None, [question.film])))
 
 
-__all__ = ["Panel"]
+__all__ = ["Panel", "tunable_metric"]
