@@ -31,7 +31,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 from make_heldout import ANSWERS, one_of_each
-from tokenprune.bench.lines import read_lines
+from tokenprune.bench.lines import Lines, read_lines
 from tokenprune.bench.model import load
 from tokenprune.bench.scenes import draw_scene, load_photos
 from tokenprune.tuning import Candidate, Panel, Promise, Tuner, grid
@@ -130,16 +130,16 @@ def measure(args: argparse.Namespace, subject: Any, setting: dict[str, Any] | No
 def work(args: argparse.Namespace, part: Path, seeds: list[int]) -> None:
     """One process: tune with its seeds, then measure what no process has measured yet."""
     torch.set_num_threads(args.threads)
-    records = [record for record, _ in read_lines(part)]
+    read = read_lines(part)
+    records = [record for record, _ in read]
     done = {record["seed"] for record in records if record["record"] == "tuning"}
     subject = load(device="cpu")
     subject.model.model.vision_tower = RememberedTower(subject.model.model.vision_tower)
-    with part.open("a") as file:
+    with Lines(part, read[-1][1] if read else 0) as file:
 
         def write(record: dict[str, Any]) -> None:
             records.append(record)
-            file.write(json.dumps(record) + "\n")
-            file.flush()
+            file.write(record)
 
         def measure_once(setting: dict[str, Any] | None) -> None:
             if setting not in [one["setting"] for one in _everywhere(part) if one["record"] == "fresh"]:
@@ -156,7 +156,8 @@ def work(args: argparse.Namespace, part: Path, seeds: list[int]) -> None:
 
 
 def _everywhere(part: Path) -> list[dict[str, Any]]:
-    return [record for path in part.parent.glob("*.part*.jsonl") for record, _ in read_lines(path)]
+    parts = part.parent.glob(f"{part.name.rsplit('.part', 1)[0]}.part*.jsonl")
+    return [record for path in parts for record, _ in read_lines(path)]
 
 
 def collect(args: argparse.Namespace) -> None:

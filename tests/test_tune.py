@@ -265,7 +265,7 @@ def test_a_kind_that_collapses_is_told_or_refused() -> None:
     )
     found = Tuner(fake, [dart], Promise(0.1)).run()
     assert found.choice.candidate == dart and found.collapsed == ["rare"]
-    assert outcome(found)[-1].startswith("warning: rare loses")
+    assert outcome(found)[-1].startswith("warning: more than 20 points lost in rare:")
     for given in ([dart], [dart, pool]):
         found = Tuner(fake, given, Promise(0.1, max_kind_drop=0.2)).run()
         assert found.choice is (None if given == [dart] else found.trials[1])

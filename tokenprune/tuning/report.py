@@ -96,10 +96,10 @@ def outcome(tuning: Tuning) -> list[str]:
     if len(choice.kinds) > 1:
         worst = sorted(choice.kinds, key=choice.kinds.get, reverse=True)[:3]
         said.append("Points lost by kind: " + ", ".join(f"{kind} {100 * choice.kinds[kind]:.1f}" for kind in worst))
-    for kind in tuning.collapsed:
+    if tuning.collapsed:
         said.append(
-            f"warning: {kind} loses {points(choice.kinds[kind])}, more than {100 * COLLAPSE:.0f}: this kind of "
-            "question is lost, whatever the mean says; --max-kind-drop forbids it"
+            f"warning: more than {points(COLLAPSE)} lost in {', '.join(tuning.collapsed)}: such questions are lost, "
+            "whatever the mean says; --max-kind-drop forbids it"
         )
     return said
 
