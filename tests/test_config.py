@@ -16,6 +16,7 @@ import tokenprune
 from conftest import snapshot
 from tokenprune import BudgetError, Config, ConfigError, OptionError, UnknownMethodError
 from tokenprune.fingerprint import fingerprint
+from tokenprune.integrations.vllm.settings import Setting
 from zoo import FAMILIES
 
 LLAVA = FAMILIES["llava"]
@@ -142,3 +143,18 @@ def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["tokenprune.json"]
     with pytest.raises(ConfigError, match="cannot write"):
         tokenprune.write_config(tmp_path / "gone/tokenprune.json", config)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"method": "divprune", "keep": 0.25},
+        {"method": "random", "keep": 64, "seed": 3, "per": "frame"},
+        {"method": [{"method": "dynres", "min_scale": 0.5}, "divprune"], "keep": [0.5, 0.25]},
+        {"method": "fastv", "keep": 0.25, "layer": 2, "experimental_in_llm": True},
+    ],
+    ids=str,
+)
+def test_the_plugin_reads_a_setting_the_same_way(setting: dict[str, Any]) -> None:
+    """What the vLLM plugin makes of a setting, with nothing left implicit, is the same methods and budgets here."""
+    assert Config(Setting.of(setting).as_dict()).steps() == Config(setting).steps()

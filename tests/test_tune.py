@@ -196,6 +196,8 @@ def test_the_cheapest_that_keeps_the_promise_is_found(seed: int) -> None:
     assert heard[None] == 1500 == found.search + found.held_out
     (worst,) = candidates({"pool 0.1": (0, 0)})
     assert heard[worst] == tuner.sizes[0] < 200
+    (trial,) = (trial for trial in found.trials if trial.candidate == worst)
+    assert trial.state == f"loses too much after {tuner.sizes[0]} questions"
     held = set(tuner.held_out)
     tested = [one for one in found.trials if one.held_out]
     assert {one for one, number in fake.asked if number in held} == {None, *(one.candidate for one in tested)}
