@@ -16,6 +16,7 @@ from checkpoints import CHECKPOINTS, VOCABULARY, text
 from conftest import DIVPRUNE, OPTIONS, Engine, same
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm import plugin
+from tokenprune.integrations.vllm.settings import Setting
 
 
 def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -115,6 +116,59 @@ def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) ->
     assert over.tokenprune == {"method": "random", "keep": 0.5, "seed": 5}
     assert over.mm_processor_kwargs is None
     assert not hasattr(config(folder("llava")).multimodal_config, "tokenprune")
+
+
+def written(path: Path, setting: dict[str, Any], model_type: str = "llava") -> Path:
+    """A file such as `tokenprune tune` writes."""
+    path.write_text(json.dumps({"schema": 1, "setting": setting, "tuned": {"model": {"type": model_type}}}))
+    return path
+
+
+@pytest.mark.parametrize("key", ["config", None])
+@pytest.mark.parametrize("where", ["kwargs", "overrides"])
+def test_a_tuned_file_is_the_setting_that_it_holds(
+    folder: Any, tmp_path: Path, where: str, key: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(written(tmp_path / "tokenprune.json", DIVPRUNE))
+    named = {key: path} if key else path
+    given = {"setting": named} if where == "kwargs" else {"hf_overrides": {"tokenprune": named}}
+    own = config(folder("llava"), **given).multimodal_config.tokenprune
+    assert own == config(folder("llava"), DIVPRUNE).multimodal_config.tokenprune
+    assert "tuned on" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"config": "gone.json"}, "cannot read gone.json"),
+        ({"config": "tokenprune.json", "keep": 0.5}, "whole setting: leave out keep"),
+        ("fastv.json", "fastv cannot be served by vLLM"),
+    ],
+)
+def test_bad_tuned_files_stop_the_server(
+    folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Any, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "tokenprune.json", DIVPRUNE)
+    written(tmp_path / "fastv.json", {"method": "fastv", "keep": 0.25})
+    with pytest.raises(ValueError, match=says):
+        config(folder("llava"), setting)
+
+
+def test_a_file_that_was_tuned_on_another_model_is_served_with_a_warning(
+    folder: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path / "tokenprune.json", DIVPRUNE, "qwen2_vl")
+    assert config(folder("llava"), str(path)).multimodal_config.tokenprune["method"] == "divprune"
+    assert "tuned on qwen2_vl, not on llava" in caplog.text
+
+
+def test_a_request_cannot_name_a_file(folder: Any, tmp_path: Path) -> None:
+    path = str(written(tmp_path / "tokenprune.json", DIVPRUNE))
+    with pytest.raises(OptionError, match="config names a file of the server"):
+        Setting.of(DIVPRUNE, {"config": path})
+    with pytest.raises(OptionError, match="must be an object"):
+        Setting.of(DIVPRUNE, path)
 
 
 def test_without_a_setting_nothing_changes(start: Callable[..., Engine], reference: Any) -> None:

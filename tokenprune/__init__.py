@@ -28,6 +28,7 @@ _HOMES = {
     "tokenprune.tokens": ("VisualTokens",),
     "tokenprune.token_counts": ("count_visual_tokens",),
     "tokenprune.fitting": ("fit_dyrate",),
+    "tokenprune.config": ("Config", "read_config", "write_config"),
     "tokenprune.errors": (
         "TokenPruneError",
         "UnknownMethodError",
@@ -39,6 +40,7 @@ _HOMES = {
         "AlreadyPatchedError",
         "NotPatchedError",
         "PlaceholderMismatchError",
+        "ConfigError",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from tokenprune.base import Method, Selection, Site
     from tokenprune.budget import Budget
     from tokenprune.calibration.run import calibrate
+    from tokenprune.config import Config, read_config, write_config
     from tokenprune.encoder import EncoderMethod, Tower
     from tokenprune.errors import *  # noqa: F403
     from tokenprune.fitting import fit_dyrate

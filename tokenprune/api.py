@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget
+from tokenprune.config import read_config
 from tokenprune.errors import (
     AlreadyPatchedError,
     BudgetError,
@@ -25,18 +27,20 @@ _ATTRIBUTE = "_tokenprune_patch"
 # A float of its own, which shows as 0.25 and is told from a user's 0.25 by identity: methods that remove nothing have
 # another default.
 _DEFAULT_KEEP = float("0.25")
+_DEFAULT_METHOD = str(b"dart", "ascii")  # likewise
 ModelT = TypeVar("ModelT")
 
 
 def patch(
     model: ModelT,
-    method: str | Method | Sequence[str | Method] = "dart",
+    method: str | Method | Sequence[str | Method] = _DEFAULT_METHOD,
     *,
     keep: float | int | Budget | Sequence[float | int | Budget] = _DEFAULT_KEEP,
     record: bool = False,
     replace: bool = False,
     processor: Any = None,
     guard: str | Guard = "warn",
+    config: str | Path | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ModelT:
     """Make `model` see fewer visual tokens, in place, and return it.
@@ -53,13 +57,21 @@ def patch(
     and by the guard, to read prompts.
     guard:     "warn": log a warning where a prompt asks, or a picture holds, what this method was measured to lose at
                this budget (text, places, numbers); "auto": keep more tokens there; "off"; or a `Guard`.
+    config:    a file that `tokenprune tune` wrote, or its content, in place of method, keep and options. On another
+    model than it was tuned on, a warning is logged.
     options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
     instead.
 
-    Raises UnknownMethodError, OptionError, BudgetError, UnsupportedModelError, UnsupportedSetupError or
+    Raises UnknownMethodError, OptionError, BudgetError, ConfigError, UnsupportedModelError, UnsupportedSetupError or
     AlreadyPatchedError; the model is then as it was before.
     """
     guard = Guard.of(guard)
+    if config is not None:
+        if method is not _DEFAULT_METHOD or keep is not _DEFAULT_KEEP or options:
+            raise OptionError("config= names method, keep and options: leave these out, or leave out config=")
+        read = read_config(config)
+        read.check_model(model)
+        method, keep = read.steps()
     methods = _methods(method, options)
     budgets = _budgets(keep, methods)
     present = getattr(model, _ATTRIBUTE, None)
@@ -170,7 +182,9 @@ def unpatch(model: ModelT) -> ModelT:
 
 
 @contextmanager
-def patched(model: ModelT, method: Any = "dart", *, keep: Any = _DEFAULT_KEEP, **options: Any) -> Iterator[ModelT]:
+def patched(
+    model: ModelT, method: Any = _DEFAULT_METHOD, *, keep: Any = _DEFAULT_KEEP, **options: Any
+) -> Iterator[ModelT]:
     """Patch for the length of a `with` block; takes what `patch` takes.
 
     A patch that the model had before (with `replace=True`) is put back at the end.

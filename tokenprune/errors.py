@@ -50,3 +50,7 @@ class DataError(TokenPruneError, ValueError):
 
 class RunError(TokenPruneError, RuntimeError):
     """A benchmark cannot go on: its folder belongs to another run or cannot be written, or what it asks fails."""
+
+
+class ConfigError(TokenPruneError, ValueError):
+    """A file such as `tokenprune.json` cannot be read or written, or is none."""

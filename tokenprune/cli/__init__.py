@@ -13,6 +13,7 @@ from tokenprune.cli.fitting import calibrate, fit_dyrate
 from tokenprune.cli.looking import demo, families, methods, show
 from tokenprune.cli.measuring import bench
 from tokenprune.cli.reporting import report
+from tokenprune.cli.tuning import tune
 from tokenprune.errors import TokenPruneError
 
 
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Prune the visual tokens of vision-language models, and see what that costs.",
 )
-for command in (methods, families, bench, report, demo, show, calibrate, fit_dyrate):
+for command in (methods, families, bench, report, tune, demo, show, calibrate, fit_dyrate):
     app.command()(command)
 
 

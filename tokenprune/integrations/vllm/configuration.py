@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
+from tokenprune.config import read_config
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.families import FAMILIES, Family
 from tokenprune.integrations.vllm.settings import IN_LLM, KEY, Setting
 from tokenprune.integrations.vllm.tower_checks import check_method, reads_tower
 from tokenprune.integrations.vllm.tower_merging import check_merging, merges_in_tower
+
+logger = logging.getLogger(__name__)
 
 
 def configured(model_config: Any) -> dict[str, Any] | None:
@@ -41,13 +46,29 @@ def check_model(setting: Setting, model_config: Any) -> None:
         check_merging(setting, model_config)
 
 
+def _read(layer: Any, model_config: Any) -> Any:
+    """Return the setting in the file that a server's setting names, as a text or as {"config": file}: one that
+    `tokenprune tune` wrote. Anything else is returned as it is. Raises ConfigError or OptionError."""
+    named = layer.get("config") if isinstance(layer, Mapping) else layer if isinstance(layer, str) else None
+    if named is None:
+        return layer
+    if isinstance(layer, Mapping) and len(layer) > 1:
+        others = ", ".join(sorted(set(layer) - {"config"}))
+        raise OptionError(f"{KEY}: config names a file with a whole setting: leave out {others}")
+    config = read_config(named)
+    tuned_on, served = config.tuned.get("model", {}).get("type"), model_config.hf_config.model_type
+    if tuned_on not in (None, served):
+        logger.warning("%s was tuned on %s, not on %s: what it promises was not measured here", named, tuned_on, served)
+    return config.setting
+
+
 def configure(model_config: Any) -> None:
     """Find the setting of a server that starts, in its `--mm-processor-kwargs` or in the checkpoint's config, and
     check all that can be checked before a model is loaded."""
     multimodal = model_config.multimodal_config
     checkpoint = getattr(model_config.hf_config, KEY, None)
     kwargs = dict((multimodal.mm_processor_kwargs if multimodal is not None else None) or {})
-    layers = [layer for layer in (checkpoint, kwargs.pop(KEY, None)) if layer is not None]
+    layers = [_read(layer, model_config) for layer in (checkpoint, kwargs.pop(KEY, None)) if layer is not None]
     if not layers:
         return
     if multimodal is None:

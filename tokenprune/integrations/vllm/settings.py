@@ -104,6 +104,8 @@ def _checked(layer: Any) -> str:
             f'{KEY} must be an object like {{"method": "divprune", "keep": 0.25}} or {{"off": true}}, '
             f"not {_short(layer)}"
         )
+    if "config" in layer:  # a server's own was read before
+        raise OptionError(f"{KEY}: config names a file of the server: it belongs to its setting, not to a request")
     try:
         text = json.dumps(dict(layer))
     except (TypeError, ValueError, RecursionError) as error:

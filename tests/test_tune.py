@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tuner: its test by hand and by simulation, its search on candidates whose accuracy is known, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+import tokenprune
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import Subject, load
+from tokenprune.cli import app
+from tokenprune.errors import OptionError, RunError, TokenPruneError, UnsupportedSetupError
+from tokenprune.tuning import Candidate, Panel, Promise, Tuner, betting, grid
+from tokenprune.tuning.promise import points, read_share
+from tokenprune.tuning.report import outcome, tuned_config, tuning_table
+from tokenprune.tuning.tuner import Outlook, check_enough, halve, sequence, split
+
+# -- the test ----------------------------------------------------------------------------------------------------------
+
+
+def naive_p_value(drops: Sequence[float], limit: float, level: float) -> float:
+    """Question by question, in the words of the docstring."""
+    owned = most = 1.0
+    seen = [0.0, 1.0, 0.0, 1.0]  # imagined: mean 1/2, variance 1/4
+    for place, drop in enumerate(drops):
+        value, fair = (1 - drop) / 2, (1 - limit) / 2
+        if most >= (1 - 1e-9) / level:
+            break
+        mean = sum(seen) / len(seen)
+        variance = sum(one * one for one in seen) / len(seen) - mean**2
+        needed = max(0.0, math.log(1 / level) - math.log(owned))
+        bet = min(math.sqrt(2 * needed / (variance * (len(drops) - place))), 0.9 / fair)
+        owned *= 1 + bet * (value - fair)
+        most = max(most, owned)
+        seen.append(value)
+    return 1 / most
+
+
+@pytest.mark.parametrize("level", [0.05, 0.2])
+@pytest.mark.parametrize("limit", [-0.02, 0.02, 0.1])
+def test_the_p_value_is_that_of_a_naive_loop(limit: float, level: float) -> None:
+    rng = np.random.default_rng(0)
+    for draw in (rng.choice([-1.0, 0.0, 1.0], p=[0.02, 0.95, 0.03], size=300), rng.uniform(-0.3, 0.2, size=200)):
+        assert betting.p_value(draw, limit, level) == pytest.approx(naive_p_value(draw, limit, level), rel=1e-9)
+
+
+@pytest.mark.parametrize(("lost", "won"), [(0.1, 0.0), (0.3, 0.2), (0.5, 0.4)])
+def test_it_is_wrong_no_more_often_than_it_says(lost: float, won: float) -> None:
+    """At the boundary, where the true drop is just what is not allowed; a bet that saw its own question would fail."""
+    rng, runs, level = np.random.default_rng(1), 600, 0.1
+    draws = rng.choice([1.0, -1.0, 0.0], p=[lost, won, 1 - lost - won], size=(runs, 80))
+    wrong = sum(betting.is_below(draw, 0.1, level) for draw in draws) / runs
+    assert wrong <= level + 3 * math.sqrt(level * (1 - level) / runs)
+    # And it is of use: half the drop is seen to be below most of the time, where answers change little.
+    if won == 0:
+        few = rng.choice([1.0, 0.0], p=[0.03, 0.97], size=(100, 100))
+        assert sum(betting.is_below(draw, 0.1, level) for draw in few) > 60
+
+
+def test_no_change_at_all_is_no_proof_on_few_questions() -> None:
+    """Where a bootstrap interval has no width."""
+    for limit, level in ((0.1, 0.05), (0.1, 0.1), (0.3, 0.05)):
+        needed = betting.questions_needed(limit, level)
+        assert betting.is_below(np.zeros(needed), limit, level)
+        assert not betting.is_below(np.zeros(needed - 1), limit, level)
+        assert math.log(1 / level) / limit < needed < 1.6 * math.log(1 / level) / limit
+    assert betting.p_value(np.zeros(0), 0.1, 0.05) == 1
+
+
+def test_the_bound_is_where_the_test_begins_to_pass() -> None:
+    drops = np.random.default_rng(2).choice([1.0, -1.0, 0.0], p=[0.05, 0.02, 0.93], size=300)
+    bound = betting.upper_bound(drops, 0.05, step=0.01)
+    assert drops.mean() < bound < 0.12
+    assert betting.is_below(drops, bound, 0.05) and not betting.is_below(drops, bound - 0.01, 0.05)
+    assert betting.upper_bound(np.ones(50), 0.05) == 1
+
+
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("1%", 0.01), ("0.5 %", 0.005), ("2pt", 0.02), ("3 pts", 0.03), (".02", 0.02)]
+)
+def test_drops_are_read(text: str, share: float) -> None:
+    assert read_share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["1", "0", "100%", "-1%", "one", "", "1%%", "2"])
+def test_bad_drops_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"write 1%, 1pt or 0\.01"):
+        read_share(text)
+
+
+def test_bad_promises_are_refused() -> None:
+    for bad in (
+        {"max_drop": 0},
+        {"max_kind_drop": 1.5},
+        {"confidence": 1.0},
+        {"confidence": 0.2},
+        {"target_ttft": "2"},
+    ):
+        with pytest.raises(OptionError):
+            Promise(**bad)
+    assert Promise(target_ttft="0.5x").reached({"ttft_ratio": {"p50": 0.5}})
+    assert not Promise(target_ttft="0.5x").reached({"ttft_ratio": {"p50": 0.51}})
+    assert Promise(target_ttft="120ms").reached({"ttft_ms": {"p50": 119.0}})
+    assert [points(share) for share in (0.01, 0.015, 0.1, 0.0233)] == [
+        "1 point",
+        "1.5 points",
+        "10 points",
+        "2.33 points",
+    ]
+
+
+def test_too_few_questions_are_said_before_any_work() -> None:
+    with pytest.raises(OptionError, match=r"1 point at a confidence of 95 %: 66 .* held out, and it takes 391 .* 587"):
+        check_enough(100, Promise(0.01))
+    check_enough(587, Promise(0.01))
+    with pytest.raises(OptionError, match="too few"):
+        Tuner(Fake(60, {}), [], Promise(0.05))
+
+
+# -- the search --------------------------------------------------------------------------------------------------------
+
+
+class Fake:
+    """A panel without a model. losses: for each candidate the share of right answers that it loses, and its cost."""
+
+    films = False
+
+    def __init__(self, questions: int, losses: dict[Candidate, tuple[float, float]], seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.kinds, self.groups = [f"k{number % 2}" for number in range(questions)], list(range(questions))
+        self.costs = {one: price for one, (_, price) in losses.items()}
+        self.answers: dict[Candidate | None, np.ndarray] = {None: np.ones(questions)}
+        for one, (loss, _) in losses.items():
+            self.answers[one] = 1.0 - (rng.permutation(questions) < round(loss * questions))
+        self.asked: list[tuple[Candidate | None, int]] = []
+        self.broken: dict[Candidate, TokenPruneError] = {}
+
+    def ask(self, candidate: Candidate | None, chunk: Sequence[int], told: Callable[[int], None]) -> None:
+        if candidate in self.broken:
+            raise self.broken[candidate]
+        self.asked += [(candidate, number) for number in chunk]
+        told(len(chunk))
+
+    def scores(self, candidate: Candidate | None, numbers: Sequence[int]) -> np.ndarray:
+        asked = {number for one, number in self.asked if one == candidate}
+        assert set(numbers) <= asked, "looks at answers that were not given"
+        return self.answers[candidate][list(numbers)]
+
+    def cost(self, candidate: Candidate) -> dict[str, Any]:
+        ratio = self.costs[candidate]
+        return {"prefill_flops_ratio": ratio, "visual_tokens_average": 100 * ratio, "visual_tokens_in": 100}
+
+    def time(self, candidate: Candidate, number: int, repeats: int) -> dict[str, Any]:
+        ratio = 1.05 - self.costs[candidate]  # the other way round
+        return {"ttft_ratio": {"p50": ratio}, "ttft_ms": {"p50": 100 * ratio}}
+
+
+def candidates(losses: dict[str, tuple[float, float]]) -> dict[Candidate, tuple[float, float]]:
+    """From "dart 0.5" to a candidate."""
+    return {Candidate.of({"method": one.split()[0], "keep": float(one.split()[1])}): two for one, two in losses.items()}
+
+
+KNOWN = {
+    "dart 0.9": (0.0, 0.9), "dart 0.7": (0.001, 0.7), "dart 0.5": (0.004, 0.5), "dart 0.3": (0.1, 0.3),
+    "dart 0.1": (0.3, 0.1), "pool 0.9": (0.001, 0.95), "pool 0.7": (0.02, 0.75), "pool 0.5": (0.1, 0.55),
+    "pool 0.3": (0.2, 0.35), "pool 0.1": (0.5, 0.15),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_cheapest_that_keeps_the_promise_is_found(seed: int) -> None:
+    fake = Fake(1500, candidates(KNOWN), seed)
+    steps: list[tuple[int, int]] = []
+    tuner = Tuner(
+        fake, list(fake.costs), Promise(0.03), seed=seed, step=lambda _, done, total: steps.append((done, total))
+    )
+    found = tuner.run()
+    assert str(found.choice.candidate) == "dart 0.5" and found.choice.state == "chosen"
+    assert found.choice.bound <= 0.03 and found.choice.drop < 0.03
+    assert all(trial.state for trial in found.trials)
+    # Nobody is asked anything twice, the hopeless little, and only finalists what is held out.
+    assert max(Counter(fake.asked).values()) == 1
+    heard = Counter(one for one, _ in fake.asked)
+    assert heard[None] == 1500 == found.search + found.held_out
+    (worst,) = candidates({"pool 0.1": (0, 0)})
+    assert heard[worst] == tuner.sizes[0] < 200
+    (trial,) = (trial for trial in found.trials if trial.candidate == worst)
+    assert trial.state == f"loses too much after {tuner.sizes[0]} questions"
+    held = set(tuner.held_out)
+    tested = [one for one in found.trials if one.held_out]
+    assert {one for one, number in fake.asked if number in held} == {None, *(one.candidate for one in tested)}
+    # The most expensive first.
+    order = dict.fromkeys(one for one, number in fake.asked if number in held and one is not None)
+    assert [fake.costs[one] for one in order] == sorted((fake.costs[one] for one in order), reverse=True)
+    assert steps[-1][0] <= steps[-1][1] and [done for done, _ in steps] == sorted(done for done, _ in steps)
+
+
+def test_testing_stops_at_the_first_that_fails() -> None:
+    """Even if a cheaper one would pass: what was promised holds only for this order."""
+    fake = Fake(900, candidates({"dart 0.9": (0.0, 0.9), "dart 0.5": (0.0, 0.5), "dart 0.3": (0.0, 0.3)}))
+    tuner = Tuner(fake, list(fake.costs), Promise(0.03))
+    first, middle, last = fake.costs
+    fake.answers[middle][tuner.held_out[:200]] = 0  # what the search cannot know
+    trials = tuner.trials
+    for trial in trials:
+        trial.search, trial.cost = 1, fake.cost(trial.candidate)
+    choice, _ = tuner._tested(trials)
+    assert choice.candidate == first and [one.candidate for one in trials if one.held_out] == [first, middle]
+    assert trials[1].state == "not shown to keep the promise"
+    assert "not tested: dart 0.5, which was safer" in trials[2].state
+    assert last not in {one for one, _ in fake.asked}
+
+
+def test_nothing_may_keep_the_promise() -> None:
+    fake = Fake(900, candidates({"dart 0.9": (0.04, 0.9), "pool 0.5": (0.2, 0.5)}))
+    found = Tuner(fake, list(fake.costs), Promise(0.02)).run()
+    assert found.choice is None and all(trial.state for trial in found.trials)
+    said = outcome(found)
+    assert said[0] == "Nothing keeps the promise: no setting was shown to lose less than 2 points."
+    assert said[1].startswith("dart 0.9 came closest")
+    none = Tuner(Fake(900, {}), grid(["pevlm", "view_select"], [0.5]), Promise(0.02)).run()
+    assert [trial.state for trial in none.trials] == [
+        "pevlm acts on videos, and these questions are about pictures only",
+        "view_select chooses between the pictures of a prompt: it has no budget to tune",
+    ]
+    assert outcome(none)[1] == "No setting could be tried; the table says why."
+
+
+def test_a_candidate_that_cannot_act_is_left_with_its_reason() -> None:
+    fake = Fake(900, candidates({"dart 0.9": (0.0, 0.9), "pool 0.5": (0.0, 0.5)}))
+    dart, pool = fake.costs
+    fake.broken[pool] = UnsupportedSetupError("not with this model\nand more")
+    found = Tuner(fake, [dart, pool], Promise(0.02)).run()
+    assert found.choice.candidate == dart
+    assert found.trials[1].state == "skipped: not with this model"
+    fake.broken[dart] = RunError("the disk is full")
+    with pytest.raises(RunError):
+        Tuner(fake, [dart, pool], Promise(0.02)).run()
+
+
+def test_measured_time_is_the_cost_where_a_target_is_given() -> None:
+    fake = Fake(900, candidates({"dart 0.9": (0.0, 0.9), "dart 0.8": (0.0, 0.8), "dart 0.5": (0.0, 0.5)}))
+    found = Tuner(fake, list(fake.costs), Promise(0.02, target_ttft="0.3x")).run()
+    assert str(found.choice.candidate) == "dart 0.9"  # the fake is fastest where its FLOPs are highest
+    assert found.trials[2].state == "too slow: 55 ms to the first token" and not found.trials[2].search
+    assert "0.15x TTFT" in outcome(found)[0] and "TTFT" in tuning_table(found).columns
+
+
+def test_a_kind_that_collapses_is_told_or_refused() -> None:
+    fake = Fake(900, candidates({"dart 0.5": (0.0, 0.5), "pool 0.9": (0.0, 0.9)}))
+    dart, pool = fake.costs
+    fake.kinds = ["rare" if number % 30 == 0 else "usual" for number in range(900)]
+    fake.answers[dart] = np.array(
+        [0.0 if kind == "rare" and number % 4 else 1.0 for number, kind in enumerate(fake.kinds)]
+    )
+    found = Tuner(fake, [dart], Promise(0.1)).run()
+    assert found.choice.candidate == dart and found.collapsed == ["rare"]
+    assert outcome(found)[-1].startswith("warning: more than 20 points lost in rare:")
+    for given in ([dart], [dart, pool]):
+        found = Tuner(fake, given, Promise(0.1, max_kind_drop=0.2)).run()
+        assert found.choice is (None if given == [dart] else found.trials[1])
+        assert "keeps the promise, but rare loses" in found.trials[0].state
+
+
+def test_halves_are_stratified_and_keep_pictures_together() -> None:
+    groups = [number // 2 for number in range(600)]
+    kinds = ["odd" if group % 3 == 0 else "even" for group in groups]
+    search, held = split(groups, kinds, 0)
+    assert sorted(search + held) == list(range(600)) and search != sorted(search)
+    assert not {groups[number] for number in search} & {groups[number] for number in held}
+    assert len(search) == 200
+    for part in (search, held):
+        assert sum(kinds[number] == "odd" for number in part) / len(part) == pytest.approx(1 / 3, abs=0.01)
+    assert split(groups, kinds, 0) == (search, held) != split(groups, kinds, 1)
+
+
+def test_half_of_the_places_go_to_the_safest() -> None:
+    outlooks = [Outlook(0.9, 0.4), Outlook(0.8, 0.5), Outlook(0.7, 0.5), Outlook(0.2, 0.9), Outlook(0.1, 0.9)]
+    assert halve(outlooks, 2) == [1, 4]
+    assert halve(outlooks, 4) == [1, 4, 0, 3]
+    few, many = (Outlook.of(np.zeros(count), 0.5, Promise(0.02), 800) for count in (40, 400))
+    assert 0.5 < few.chance < many.chance < 1 and many.worth == 0.5 * many.chance
+    assert Outlook.of(np.ones(40), 0.5, Promise(0.02), 800).chance < 1e-6
+
+
+def test_a_test_that_may_fail_is_made_where_it_is_worth_it() -> None:
+    safe, even, cheap, poor = Outlook(0.2, 0.99), Outlook(0.25, 0.5), Outlook(0.8, 0.9), Outlook(0.9, 0.01)
+    assert sequence([safe, even, cheap]) == [0, 2]
+    assert sequence([safe, poor]) == [0]
+    assert sequence([poor]) == [] == sequence([])
+    assert sequence([Outlook(-0.1, 0.9)]) == []  # slower than the unpatched model
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return load(device="cpu")
+
+
+def test_the_panel_remembers_and_goes_on(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions, path = load_heldout(limit=1), tmp_path / "answers.jsonl"
+    (pool,) = grid(["pool"], [0.25])
+    asked: list[int] = []
+    generate = Subject.generate
+
+    def counted(self: Subject, inputs: dict[str, Any], **options: Any) -> list[str]:
+        asked.append(len(inputs["input_ids"]))
+        return generate(self, inputs, **options)
+
+    monkeypatch.setattr(Subject, "generate", counted)
+    with Panel(subject, questions, batch_size=3, journal=path) as panel:
+        for one in (None, pool, pool):
+            panel.ask(one, [0, 1, 2, 3])
+        assert asked == [3, 1, 3, 1]
+        with tokenprune.patched(subject.model, "pool", keep=0.25):
+            right = generate(
+                subject, subject.inputs([q.images for q in questions[:4]], [q.question for q in questions[:4]])
+            )
+        scores = [float(q.is_right(one)) for q, one in zip(questions, right, strict=False)]
+        assert panel.scores(pool, range(4)).tolist() == scores
+        cost = panel.cost(pool)
+        assert cost["keep_ratio"] == 0.25 and 0.2 < cost["prefill_flops_ratio"] < 0.3
+    with Panel(subject, questions, batch_size=3, journal=path) as again:
+        again.ask(pool, [0, 1, 2, 3])
+        assert len(asked) == 4 + 0
+        assert again.scores(pool, range(4)).tolist() == scores and again.cost(pool) == cost
+    with pytest.raises(RunError, match="belongs to another run"):
+        Panel(subject, questions, "anls", batch_size=3, journal=path)
+    with pytest.raises(OptionError, match="cider cannot be tuned for"):
+        Panel(subject, questions, "cider")
+
+
+def tune(*arguments: object, code: int = 0) -> Result:
+    fixed = "tune --device cpu --limit 5 --methods pool,pevlm --keep 0.5".split()
+    result = CliRunner(env={"COLUMNS": "220"}).invoke(app, [*fixed, *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Subject) -> None:
+    out, run = tmp_path / "tokenprune.json", tmp_path / "run"
+    result = tune("--max-drop", "40%", "--out", out, "--run", run)
+    assert "pool 0.5: 47% of the prefill FLOPs" in result.stdout and "chosen" in result.stdout
+    assert "pevlm acts on videos" in result.stdout
+    written = json.loads(out.read_text())
+    assert written["setting"] == {"method": "pool", "keep": 0.5}
+    tuned = written["tuned"]
+    assert tuned["promise"] == {"max_drop": 0.4, "confidence": 0.95, "max_kind_drop": None, "target_ttft": None}
+    assert tuned["questions"] == {"search": 16, "held_out": 24} and tuned["measured"]["drop_below"] <= 0.4
+    assert tuned["data"]["name"] == "held-out set of tokenprune" and len(tuned["measured"]["kinds"]) == 8
+    assert tuned["environment"]["tokenprune"] == tokenprune.__version__ and str(tmp_path) not in out.read_text()
+    with tokenprune.patched(subject.model, config=out):
+        assert "pool" in subject.model._tokenprune_patch.describe()
+    # The answers were kept: this asks the model nothing, and finds that nothing keeps a stricter promise.
+    out.unlink()
+    again = tune(
+        "--max-drop", "15%", "--confidence", "0.9", "--max-kind-drop", "0.1%", "--out", out, "--run", run, code=1
+    )
+    assert "Nothing keeps the promise" in again.stdout and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--max-drop", "1%"], "40 questions are too few for a drop below 1 point"),
+        (["--max-drop", "1"], "write 1%, 1pt or 0.01"),
+        (["--methods", "pol"], "did you mean 'pool'"),
+        (["--target-ttft", "fast"], 'write "0.5x"'),
+        (["--out", "gone/tokenprune.json"], "there is no folder gone"),
+        (["--data", "gone.jsonl"], "there is no gone.jsonl"),
+        (["--metric", "cidr"], "there is no metric"),
+        (["--metric", "cider"], "cider cannot be tuned for"),
+    ],
+)
+def test_what_cannot_work_is_said_before_the_model_is_loaded(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tokenprune.bench.model.load", lambda *args, **options: pytest.fail("the model was loaded"))
+    result = tune("--max-drop", "40%", *arguments, code=2)
+    assert says in result.stderr and result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_configuration_says_what_was_promised(subject: Subject) -> None:
+    fake = Fake(900, candidates({"dart 0.9": (0.0, 0.9)}))
+    found = Tuner(fake, list(fake.costs), Promise(0.02)).run()
+    found.choice.cost |= {"keep_ratio": 0.9, "kv_bytes": 9, "kv_bytes_full": 10}
+    config = tuned_config(found, Panel(subject, load_heldout(limit=1)), {"name": "mine"})
+    assert config.setting == {"method": "dart", "keep": 0.9}
+    assert config.tuned["measured"] | {"kinds": None} == {
+        "unpatched": 1.0, "tuned": 1.0, "drop": 0.0, "drop_below": found.choice.bound, "kinds": None
+    }  # fmt: skip
+    assert config.tuned["cost"] == {
+        "prefill_flops_ratio": 0.9, "keep_ratio": 0.9, "kv_ratio": 0.9, "ttft_ratio": None
+    }  # fmt: skip

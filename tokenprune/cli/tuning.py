@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune tune`: find the cheapest setting that keeps accuracy on the user's questions."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenprune.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    ThreadsOption,
+    get_console,
+    load_subject,
+    read_keeps,
+    show_progress,
+)
+from tokenprune.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from tokenprune.tuning import Tuning
+
+ANSWERS = "answers.jsonl"
+NOTHING = 1  # exit code: the search went well and found nothing
+
+
+def tune(
+    max_drop: Annotated[
+        str, typer.Option(help="Points of the metric that may be lost: 1%, 1pt and 0.01 all are from 80 % to 79 %.")
+    ] = "1%",
+    confidence: Annotated[float, typer.Option(help="How sure it must be that no more is lost.")] = 0.95,
+    target_ttft: Annotated[
+        str | None,
+        typer.Option(
+            help="Time to the first token to be reached: 0.5x of the unpatched one, or 120ms; it then is the cost."
+        ),
+    ] = None,
+    max_kind_drop: Annotated[
+        str | None, typer.Option(help="The same as --max-drop for each kind of question, without a confidence.")
+    ] = None,
+    methods: Annotated[str, typer.Option(help="Comma-separated names; default: all.")] = "",
+    keep: Annotated[
+        str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
+    ] = "0.75,0.5,0.33,0.25,0.15",
+    limit: Annotated[
+        int, typer.Option(min=0, help="Held-out pictures, each with 8 questions; with --data: rows. 0: all.")
+    ] = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="Your own questions, as for `bench`; default: those that ship, 8 kinds of them.")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed or f1.")] = "exact",
+    columns: Annotated[
+        str, typer.Option(help="Columns of --data to rename or drop: query=question,label=answers,id=")
+    ] = "",
+    split: Annotated[str | None, typer.Option(help="Which split of a `datasets` folder.")] = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out rows of --data that cannot be asked.")
+    ] = False,
+    frames: Annotated[int, typer.Option(min=1, help="Frames taken of each video.")] = 8,
+    out: Annotated[Path, typer.Option(help="The file to write, for patch(model, config=...) and vLLM.")] = Path(
+        "tokenprune.json"
+    ),
+    run: Annotated[
+        Path | None, typer.Option(help="Keep answers in this folder; the same command goes on there.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the split of the questions into search and held-out.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate, with --target-ttft.")] = 7,
+    batch_size: Annotated[int, typer.Option(min=1, help="Questions in a batch.")] = 32,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    dtype: DtypeOption = "auto",
+    suffix: Annotated[
+        str | None,
+        typer.Option(help="Added to every question; default: a request for a short answer, unless the model is ours."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Length of an answer; default: 16, and 4 for our model.")
+    ] = None,
+) -> None:
+    """Find the cheapest method and keep that lose less than --max-drop on your questions, and write tokenprune.json.
+
+    Exit code 1: the search found nothing that keeps the promise, and no file is written.
+    """
+    from tokenprune.bench.data import check_films, load_data, read_columns
+    from tokenprune.bench.heldout import FOLDER, load_heldout
+    from tokenprune.config import write_config
+    from tokenprune.tuning import Panel, Promise, Tuner, grid
+    from tokenprune.tuning.panel import tunable_metric
+    from tokenprune.tuning.promise import read_share
+    from tokenprune.tuning.report import tuned_config
+    from tokenprune.tuning.tuner import check_enough
+
+    tunable_metric(metric)
+    kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
+    promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
+    candidates = grid([name.strip() for name in methods.split(",") if name.strip()], read_keeps(keep))
+    _check_folders(out, run)
+    if data is None:
+        questions = load_heldout(limit=limit or None)
+        digest = hashlib.sha256((FOLDER / "questions.jsonl").read_bytes()).hexdigest()[:16]
+        about: dict[str, Any] = {"name": "held-out set of tokenprune", "questions": len(questions), "digest": digest}
+    else:
+        read = load_data(
+            data, skip_bad=skip_bad, columns=read_columns(columns), split=split, frames=frames, limit=limit
+        )
+        questions, about = read.questions, read.about()
+        for line in read.skipped:
+            get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
+    check_enough(len(questions), promise)
+    subject = load_subject(model, device, threads, dtype, suffix)
+    subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
+    if data is not None:
+        check_films(questions, subject.processor)
+    journal = None if run is None else run / ANSWERS
+    # Other candidates or another seed would cut the questions into other chunks.
+    told = about | {"candidates": [candidate.setting for candidate in candidates], "seed": seed}
+    with (
+        Panel(subject, questions, metric, batch_size=batch_size, journal=journal, about=told) as panel,
+        show_progress() as step,
+    ):
+        tuning = Tuner(panel, candidates, promise, seed=seed, repeats=repeats, step=step).run()
+    _report(tuning)
+    if tuning.choice is None:
+        raise typer.Exit(NOTHING)
+    write_config(out, tuned_config(tuning, panel, about))
+    get_console().print(f'written: {out}; tokenprune.patch(model, config="{out}")', markup=False, soft_wrap=True)
+
+
+def _check_folders(out: Path, run: Path | None) -> None:
+    """Said before the work, not after it."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
+    if run is not None:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot write {run}: {error.strerror or error}") from error
+
+
+def _report(tuning: Tuning) -> None:
+    from rich.text import Text
+
+    from tokenprune.bench.tables import to_rich
+    from tokenprune.tuning.report import outcome, tuning_table
+
+    console = get_console()
+    table = tuning_table(tuning)
+    shown = to_rich(table)
+    shown.columns[-1].justify = "left"
+    console.print(shown)
+    for note in table.notes:
+        console.print(Text(note, style="dim"))
+    for line in outcome(tuning):
+        style = "bold red" if line.startswith(("warning", "Nothing")) else "bold"
+        console.print(Text(line, style=style), soft_wrap=True)

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the cheapest setting that keeps accuracy on your own questions, with a stated confidence (docs/tune.md)."""
+
+from tokenprune.tuning.candidates import Candidate, grid
+from tokenprune.tuning.panel import Panel
+from tokenprune.tuning.promise import Promise
+from tokenprune.tuning.tuner import Trial, Tuner, Tuning
+
+__all__ = ["Candidate", "Panel", "Promise", "Trial", "Tuner", "Tuning", "grid"]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a mean drop below a limit? A test by betting: valid for any number of questions, and where no answer changed.
+
+A bootstrap or normal interval has no width when the patched model answers every question as before, and would promise
+anything after ten questions. Here a player who starts with 1 bets, question by question, that the drop is below the
+limit; under the hypothesis that it is not, the game is fair or worse, so 1 / (the most he ever owned) is a p-value.
+
+Source: Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (arXiv:2010.09686),
+section 4; the size of each bet is that of Voracek and Orabona, "STaR-Bets" (arXiv:2505.22422): what it takes, by the
+variance seen so far, to own 1 / level when the questions are over.
+Differs from the papers: the variance starts from `PRIOR` imagined answers of variance 1/4, and a bet risks at most
+`MOST` of what the player owns. Validity needs neither: a bet may depend on anything that came before its question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+PRIOR, MOST = 4, 0.9
+_TARGET = 1 - 1e-9  # of 1 / level: rounding must not cost a bet that was won
+
+
+def wealth(drops: np.ndarray, limits: Sequence[float] | np.ndarray, level: float) -> np.ndarray:
+    """Return the most that the player owned, float64 `[limits]`, at most about 1 / level: then he stops.
+
+    drops: float `[questions]`, each in [-1, 1], in an order that does not depend on them. limits: in (-1, 1), each one
+    game.
+    """
+    values = (1 - np.asarray(drops, float)) / 2  # a gain in [0, 1], of mean at most `fair` under the hypothesis
+    fair = (1 - np.asarray(limits, float)) / 2
+    goal = math.log(1 / level)
+    owned, most = np.zeros_like(fair), np.zeros_like(fair)  # logarithms
+    total, squares, count = PRIOR * 0.5, PRIOR * 0.25, PRIOR
+    for left, value in zip(range(len(values), 0, -1), values, strict=True):
+        variance = squares / count - (total / count - 0.5) ** 2
+        bet = np.minimum(np.sqrt(2 * np.maximum(goal - owned, 0) / (variance * left)), MOST / fair)
+        bet[most >= goal + math.log(_TARGET)] = 0
+        owned += np.log1p(bet * (value - fair))
+        most = np.maximum(most, owned)
+        total, squares, count = total + value, squares + (value - 0.5) ** 2, count + 1
+    return np.exp(most)
+
+
+def p_value(drops: np.ndarray, limit: float, level: float) -> float:
+    """Return a p-value of "the mean drop is at least `limit`", for a test at `level`; it is not below about `level`."""
+    return float(1 / wealth(drops, [limit], level)[0])
+
+
+def is_below(drops: np.ndarray, limit: float, level: float) -> bool:
+    """Whether the mean drop is shown to be below `limit`; wrong with a probability of at most `level`."""
+    return p_value(drops, limit, level) * _TARGET <= level
+
+
+def upper_bound(drops: np.ndarray, level: float, step: float = 0.001) -> float:
+    """Return a limit that the mean drop is below, but for a probability of `level`, on a grid of `step`; 1 if none."""
+    limits = np.arange(math.ceil(float(np.mean(drops)) / step) * step, 1, step)
+    open_ = np.flatnonzero(wealth(drops, limits, level) * level < _TARGET)
+    return float(limits[0] if not len(open_) else np.append(limits, 1.0)[open_[-1] + 1]) if len(limits) else 1.0
+
+
+def questions_needed(limit: float, level: float) -> int:
+    """Return how many questions it takes at least to show that the drop is below `limit`: if no answer changes at all.
+
+    About ln(1 / level) / limit.
+    """
+    low, high = 0, 2
+    while not is_below(np.zeros(high), limit, level):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_below(np.zeros(middle), limit, level) else (middle, high)
+    return high
+
+
+__all__ = ["is_below", "p_value", "questions_needed", "upper_bound", "wealth"]
