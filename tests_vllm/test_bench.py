@@ -22,7 +22,7 @@ from tokenprune.bench.run_folder import PREDICTIONS, RunFolder, config_of
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.bench.vllm_backend import Chat, VllmBackend
 from tokenprune.bench.vllm_offline import OfflineEngine
-from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.errors import TokenPruneError, UnknownMethodError
 
 PLAN = Plan(methods=("uniform", "divprune", "pool", "fastv"), keeps=(0.25,), pictures=2, batch_size=8, repeats=0)
 SERVED = ("uniform", "divprune", "pool")
@@ -140,11 +140,11 @@ def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int])
 
 
 def test_what_an_engine_refuses_is_said(engine: OfflineEngine) -> None:
-    chat = Chat(load_heldout(limit=1)[0].images, "what " * 600)
+    images = load_heldout(limit=1)[0].images
     with pytest.raises(TokenPruneError, match=r"vLLM refused a request: .*512"):
-        engine.ask([chat], {"off": True}, 1)
-    with pytest.raises(OptionError, match="did you mean 'divprune'"):
-        engine.ask([chat], {"method": "divprun"}, 1)
+        engine.ask([Chat(images, "what " * 600)], {"off": True}, 1)
+    with pytest.raises(UnknownMethodError, match="did you mean 'divprune'"):
+        engine.ask([Chat(images, "what")], {"method": "divprun"}, 1)
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
