@@ -313,7 +313,7 @@ def test_more_processes_than_batches_are_refused() -> None:
 
 def test_more_than_ten_kinds_are_told_apart() -> None:
     kinds = [f"{number:02}" for number in range(12)]
-    asked = [SimpleNamespace(kind=kind, is_film=False) for kind in (*kinds, "11", "01", "00")]
+    asked = [SimpleNamespace(kind=kind, question="what is it?", is_film=False) for kind in (*kinds, "11", "01", "00")]
     bench = Bench(load(device="cpu"), Plan(repeats=0), questions=asked)
     header = bench.header()
     assert header["kinds"] == kinds

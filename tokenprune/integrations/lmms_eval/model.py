@@ -109,8 +109,9 @@ def load(base: str | None = None, *, force_simple: bool = False, **arguments: An
 
 
 def _patch(lm: Any, setting: Any) -> None:
-    given = dict(setting.patch)
-    if setting.acts_on_pixels or given.get("guard", "off") != "off":  # the guard reads prompts with it
+    # Off unless asked for: what is measured is the method, not the guard.
+    given = {"guard": "off"} | setting.patch
+    if setting.acts_on_pixels or given["guard"] != "off":  # the guard reads prompts with it
         names = ("processor", "_processor", "_image_processor", "image_processor")
         given["processor"] = next((one for name in names if callable(one := getattr(lm, name, None))), None)
     tokenprune.patch(lm.model, **given)
