@@ -138,7 +138,7 @@ class OfflineEngine:
 
     def close(self) -> None:
         """End the engine and its processes."""
-        self.llm.llm_engine.engine_core.shutdown(timeout=10)
+        self.llm.llm_engine.engine_core.shutdown()
 
     def _run(self, messages: list[list[dict[str, Any]]], setting: dict[str, Any] | None, **options: Any) -> list[Any]:
         from vllm import SamplingParams
