@@ -3,7 +3,7 @@
 again on fresh scenes of yet another seed.
 
 python benchmarks/tuner_promise.py --workers 2   # two processes of one thread each; goes on where it was stopped
-python benchmarks/tuner_promise.py --table       # the table in docs/tune.md, from the file of results
+python benchmarks/tuner_promise.py --page        # write the table of results into docs/tune.md
 
 Scenes come from the distribution of the held-out set that ships: one question of each kind a picture, answers evened
 out, saved as JPEG (training/make_heldout.py). Photographs that are not installed are replaced by textures.
@@ -38,6 +38,8 @@ from tokenprune.tuning import Candidate, Panel, Promise, Tuner, grid
 from tokenprune.tuning.betting import upper_bound
 
 RESULTS = Path(__file__).parent / "results/cpu/tuner_promise.jsonl"
+PAGE = Path(__file__).parent.parent / "docs/tune.md"
+BEGIN, END = "<!-- promise:begin (benchmarks/tuner_promise.py --page) -->", "<!-- promise:end -->"
 FRESH_SEED = 990_000  # of the questions on which choices are measured again; tuning seeds begin at TUNING_SEED
 TUNING_SEED = 880_000
 CHUNK = 256
@@ -227,12 +229,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--page", action="store_true", help="write the table of --out into docs/tune.md")
     parser.add_argument("--collect", action="store_true", help="put together what a run that was stopped has so far")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if args.table:
-        print(table(args.out))
+    if args.page:
+        head, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n\n{table(args.out)}\n\n{END}{rest.partition(END)[2]}")
         return
     if args.collect:
         collect(args)

@@ -20,9 +20,10 @@ from tokenprune.bench.model import Subject, load
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, RunError, TokenPruneError, UnsupportedSetupError
 from tokenprune.tuning import Candidate, Panel, Promise, Tuner, betting, grid
+from tokenprune.tuning.outlook import Outlook, halve, sequence
 from tokenprune.tuning.promise import points, read_share
 from tokenprune.tuning.report import outcome, tuned_config, tuning_table
-from tokenprune.tuning.tuner import Outlook, check_enough, halve, sequence, split
+from tokenprune.tuning.tuner import check_enough, split
 
 # -- the test ----------------------------------------------------------------------------------------------------------
 

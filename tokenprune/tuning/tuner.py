@@ -11,11 +11,9 @@ expected to save the most, the other half to the safest: luck on few questions m
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -23,14 +21,13 @@ import numpy as np
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
 from tokenprune.tuning.betting import is_below, upper_bound
 from tokenprune.tuning.candidates import Candidate
+from tokenprune.tuning.outlook import CHANCE, Outlook, halve, sequence
 from tokenprune.tuning.panel import Panel
 from tokenprune.tuning.promise import Promise, points
 
 FINALISTS = 4
 COLLAPSE = 0.2
 _FIRST = 32  # questions, at least, before any candidate is dropped
-_IMAGINED = 2  # answers: one that is lost and one that is won
-_CHANCE = 0.05  # to pass: with less, a candidate is not tested
 _PART = 3  # every third picture is for the search: what is held out decides how small a drop can be shown
 
 
@@ -220,7 +217,7 @@ class Tuner:
         outlooks = [self._outlook(trial) for trial in alive]
         chosen = sequence(outlooks)
         for index, trial in enumerate(alive):
-            if outlooks[index].chance < _CHANCE:
+            if outlooks[index].chance < CHANCE:
                 trial.state = "loses too much in the search"
             elif index not in chosen:
                 trial.state = "others promise more"
@@ -260,55 +257,6 @@ class Tuner:
         return choice, scores | {"tuned": scores["unpatched"] - choice.drop}
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """saving: of cost, as a share. chance: to pass the test on the held-out questions, as the search tells it."""
-
-    saving: float
-    chance: float
-
-    @classmethod
-    def of(cls, drops: np.ndarray, saving: float, promise: Promise, held_out: int) -> Outlook:
-        """Normal approximation; as many imagined answers that are lost and won keep few real ones from certainty."""
-        mean, count = float(drops.mean()), len(drops)
-        spread = math.sqrt((float(((drops - mean) ** 2).sum()) + _IMAGINED) / (count + _IMAGINED))
-        normal = NormalDist()
-        margin = normal.inv_cdf(promise.confidence) * spread / math.sqrt(held_out)
-        error = spread * math.sqrt(1 / count + 1 / held_out)
-        return cls(saving, normal.cdf((promise.max_drop - mean - margin) / error))
-
-    @property
-    def worth(self) -> float:
-        return self.saving * self.chance
-
-
-def halve(outlooks: Sequence[Outlook], places: int) -> list[int]:
-    """Return the indices of the best, by turns the one with the largest expected saving and the safest (among equals:
-    the most expensive)."""
-    indices = range(len(outlooks))
-    good = sorted(indices, key=lambda index: -outlooks[index].worth)
-    safe = sorted(indices, key=lambda index: (-outlooks[index].chance, outlooks[index].saving))
-    both = [index for pair in zip(good, safe, strict=True) for index in pair]
-    return list(dict.fromkeys(both))[:places]
-
-
-def sequence(outlooks: Sequence[Outlook]) -> list[int]:
-    """Return the indices to be tested, in the given order, such that the expected saving of the last one that passes is
-    the largest, if they passed independently. Each further test may be the one that fails."""
-
-    def expected(indices: Sequence[int]) -> float:
-        value, through = 0.0, 1.0
-        for place, index in enumerate(indices):
-            through *= outlooks[index].chance
-            after = outlooks[indices[place + 1]].chance if place + 1 < len(indices) else 0.0
-            value += through * (1 - after) * outlooks[index].saving
-        return value
-
-    fit = [index for index, one in enumerate(outlooks) if one.chance >= _CHANCE]
-    subsets = itertools.chain.from_iterable(itertools.combinations(fit, size) for size in range(len(fit) + 1))
-    return list(max(subsets, key=expected))
-
-
 def check_enough(questions: int, promise: Promise, held_out: int | None = None) -> None:
     """Raise OptionError if so few questions cannot show that any candidate keeps the promise."""
     held_out = questions - math.ceil(questions / _PART) if held_out is None else held_out
@@ -326,4 +274,4 @@ def _skipped(error: TokenPruneError) -> str:
     return f"skipped: {str(error).splitlines()[0]}"
 
 
-__all__ = ["COLLAPSE", "Outlook", "Trial", "Tuner", "Tuning", "check_enough", "halve", "sequence", "split"]
+__all__ = ["COLLAPSE", "Trial", "Tuner", "Tuning", "check_enough", "split"]
