@@ -58,7 +58,10 @@ def upper_bound(drops: np.ndarray, level: float, step: float = 0.001) -> float:
     """Return a limit that the mean drop is below, but for a probability of `level`, on a grid of `step`; 1 if none."""
     limits = np.arange(math.ceil(float(np.mean(drops)) / step) * step, 1, step)
     open_ = np.flatnonzero(wealth(drops, limits, level) * level < _TARGET)
-    return float(limits[0] if not len(open_) else np.append(limits, 1.0)[open_[-1] + 1]) if len(limits) else 1.0
+    if not len(limits):
+        return 1.0
+    found = np.append(limits, 1.0)[open_[-1] + 1] if len(open_) else limits[0]
+    return round(float(found), 9)  # 0.022, not 0.022000000000000013
 
 
 def questions_needed(limit: float, level: float) -> int:
