@@ -100,7 +100,7 @@ def test_a_bad_row_is_named_by_its_line_and_skipped_on_request_only(folder: Path
 
 
 def test_many_bad_rows_are_counted(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"12 bad rows .*line 10: no JSON object; and 2 more$"):
+    with pytest.raises(DataError, match=r"12 bad rows .*line 9, line 10 and 2 more: no JSON object$"):
         load_data(write(folder, *["[]"] * 12))
     with pytest.raises(DataError, match="holds no questions: all 12 rows are bad, line 1: no JSON object"):
         load_data(folder / "rows.jsonl", skip_bad=True)

@@ -25,7 +25,7 @@ from tokenprune.errors import DataError
 COLUMNS = ("image", "images", "video", "question", "answer", "answers", "kind")
 DEFAULT_KIND = "all"
 FRAMES = 8
-_SHOWN = 10  # bad rows named in an error
+_SHOWN = 10  # bad rows named in an error, for each reason; and reasons
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def load_data(
     the folder. skip_bad: leave out rows that cannot be asked
     instead of raising. columns: names to change, from theirs to ours; "" drops a column. split: of a `datasets` folder
     with several. frames: taken of a video. limit: only the first rows; 0: all.
-    Raises DataError, which names up to ten bad rows, or says that there are none at all.
+    Raises DataError, which names up to ten bad rows for each reason, or says that there are none at all.
     """
     questions, bad = [], []
     folder, rows = read_rows(path, split)
@@ -105,13 +105,14 @@ def load_data(
         try:
             questions.append(_question(where, row, folder, dict(columns or {}), frames))
         except BadRow as error:
-            bad.append(f"{where}: {error}")
+            bad.append((where, str(error)))
+    skipped = [f"{where}: {reason}" for where, reason in bad]
     if bad and not skip_bad:
         count = f"{len(bad)} bad row{'s' if len(bad) > 1 else ''}"
-        raise DataError(f"{path} has {count} (--skip-bad leaves them out): {_first(bad)}")
+        raise DataError(f"{path} has {count} (--skip-bad leaves them out): {_alike(bad)}")
     if not questions:
-        raise DataError(f"{path} holds no questions" + (f": all {len(bad)} rows are bad, {bad[0]}" if bad else ""))
-    return Data(path.resolve().name, questions, bad)
+        raise DataError(f"{path} holds no questions" + (f": all {len(bad)} rows are bad, {skipped[0]}" if bad else ""))
+    return Data(path.resolve().name, questions, skipped)
 
 
 def read_columns(text: str) -> dict[str, str]:
@@ -158,6 +159,19 @@ def _marks(processor: Any) -> list[str]:
     return sorted(mark for mark in marks if isinstance(mark, str) and mark)
 
 
+def _alike(bad: list[tuple[str, str]]) -> str:
+    """Rows that are bad for one reason are told together."""
+    places: dict[str, list[str]] = {}
+    for where, reason in bad:
+        places.setdefault(reason, []).append(where)
+    return _first([f"{_named(rows)}: {reason}" for reason, rows in places.items()])
+
+
+def _named(rows: list[str]) -> str:
+    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return ", ".join(rows[:_SHOWN]) + more
+
+
 def _first(said: list[str]) -> str:
     more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
     return "; ".join(said[:_SHOWN]) + more
@@ -174,7 +188,7 @@ def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frame
         if name not in COLUMNS:
             close = get_close_matches(name, COLUMNS, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"a row has {', '.join(COLUMNS)}"
-            raise BadRow(f"unknown column {name!r}: {hint} (--columns {name}= drops it)")
+            raise BadRow(f"unknown column {name!r}: {hint} (--columns {name}=OURS renames it, {name}= drops it)")
     seen = [name for name in ("image", "images", "video") if name in row]
     if len(seen) != 1:
         raise BadRow(f"needs one of image, images and video, has {' and '.join(seen) or 'none'}")
