@@ -311,7 +311,7 @@ def test_our_own_task_differs_from_lmms_evals_in_the_ocr_tokens_alone(papers: An
     assert ours["lmms_eval_specific_kwargs"]["default"]["ocr"] is True
     installed = importlib.util.find_spec("lmms_eval")
     if installed is None:
-        pytest.skip("lmms-eval is not installed, so its own task cannot be compared")
+        pytest.skip("lmms-eval is not installed, so its own task cannot be compared (make test-lmms does it)")
     folder = Path(installed.submodule_search_locations[0]) / "tasks/textvqa"
     theirs = load((folder / "_default_template_textvqa_yaml").read_text()) | load(
         (folder / "textvqa_val.yaml").read_text()
@@ -333,7 +333,7 @@ def test_our_own_task_differs_from_lmms_evals_in_the_ocr_tokens_alone(papers: An
 def test_lmms_eval_has_the_tasks_and_their_metrics(papers: Any) -> None:
     installed = importlib.util.find_spec("lmms_eval")
     if installed is None:
-        pytest.skip("lmms-eval is not installed, so its tasks cannot be looked up")
+        pytest.skip("lmms-eval is not installed, so its tasks cannot be looked up (make test-lmms does it)")
     tasks = Path(installed.submodule_search_locations[0]) / "tasks"
     for one in papers.sets.SETS.values():
         for task in one.tasks:
