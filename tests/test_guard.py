@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import pickle
 from collections.abc import Iterator
@@ -144,6 +145,18 @@ def scene(kind: str, side: int = 336) -> Image.Image:
 SCENES = ("noise", "stripes", "hills", "blocks", "plain")
 
 
+def thresholds(side: int = 336) -> Image.Image:
+    """Blocks on both sides of every limit of the measure: dots on paper, more or fewer, strong or faint, in lines."""
+    rng, number = np.random.default_rng(1), side // SIDE
+    values = np.zeros((side, side))
+    for top, left in itertools.product(range(0, number * SIDE, SIDE), repeat=2):
+        dots = rng.random((SIDE, SIDE)) < rng.uniform(0.02, 0.7)
+        if rng.random() < 0.3:  # long strokes in one direction are crossed in the other alone
+            dots[:] = dots[:, :1]
+        values[top : top + SIDE, left : left + SIDE] = 128 + rng.uniform(-128, 127) * dots
+    return Image.fromarray(values.clip(0, 255).astype(np.uint8)).convert("RGB")
+
+
 def planes(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image, np.float32)).permute(2, 0, 1) / 255
 
@@ -181,7 +194,7 @@ def test_a_picture_with_one_sign_is_no_document() -> None:
 
 
 def test_normalisation_does_not_matter() -> None:
-    for image in (page(), scene("noise"), scene("hills")):
+    for image in (page(), scene("noise"), scene("hills"), thresholds()):
         pixels = planes(image)
         want = measured(pixels)
         mean, std = (torch.tensor(v).view(3, 1, 1) for v in ([0.481, 0.458, 0.408], [0.269, 0.261, 0.276]))
@@ -221,7 +234,7 @@ def naive(image: np.ndarray) -> float:
 
 
 def test_the_measure_is_the_naive_loop() -> None:
-    pictures = [page(336), page(336, 20), scene("noise"), scene("blocks")]
+    pictures = [page(336), page(336, 20), scene("noise"), thresholds(336)]
     pixels = torch.stack([planes(image) for image in pictures])
     blocks = blocks_of(pixels)
     owner = torch.arange(4).repeat_interleave(blocks.shape[1])
@@ -248,12 +261,19 @@ def patchified(image: torch.Tensor) -> torch.Tensor:
     return patches.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(height * width, -1)
 
 
-def test_patches_are_looked_at_like_whole_pictures() -> None:
-    pictures = [planes(page(336))[:, :, :224], planes(scene("noise", 224)), planes(page(448, 9))]
+def test_patches_are_looked_at_like_whole_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = [planes(page(336))[:, :, :224], planes(thresholds(224)), planes(page(448, 9))]
     sizes = torch.tensor([[1, one.shape[1] // 14, one.shape[2] // 14] for one in pictures])
     patches = torch.cat([patchified(one) for one in pictures])
     got = guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes}).read()
     assert got == pytest.approx([measured(one) for one in pictures], abs=1e-6)
+    seen: list[torch.Tensor] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            guard_pixels, "text_shares", lambda blocks, owner, count: seen.append(blocks) or torch.zeros(count)
+        )
+        guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes})
+    torch.testing.assert_close(seen[0], torch.cat([blocks_of(one[None])[0] for one in pictures]))
     for wrong in ({"image_grid_thw": None}, {"image_grid_thw": sizes[:2]}, {"pixel_values": patches[:, :-1]}):
         assert guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes} | wrong) is None
 

@@ -47,6 +47,8 @@ def test_the_questions_are_those_of_most_disagreement_kind_by_kind() -> None:
     ]
     # At 0.25, the middle keep, c is right half the time on 3 and 4. Scores of 0: 1 0 0; of 3: 0 1 ½; of 4: 1 0 ½.
     assert choose(records, Wanted(2)) == (0.25, [0, 3])  # a kind each; of 3 and 4, which are alike, the earlier one
+    other = [records[0] | dict(kind_of_question="000011"), *records[1:]]
+    assert choose(other, Wanted(2)) == (0.25, [0, 4])  # 3 is of the kind of 0
     assert choose(records, Wanted(3)) == (0.25, [0, 3, 4])
     assert choose(records, Wanted(9)) == (0.25, [0, 3, 4, 1, 2, 5])
     assert choose(records, Wanted(2, (5, 1))) == (0.25, [5, 1])
@@ -274,6 +276,7 @@ def test_no_other_file_gets_into_the_page(name: Any, tmp_path: Path) -> None:
     (sample,) = read_samples(folder(tmp_path, entry(picture=name))).items
     assert sample.picture is not None
     assert sample.drawn[0].picture is None and sample.drawn[0].note.startswith("this picture ")
+    assert ("too large" in sample.drawn[0].note) == (name == "large.webp")
 
 
 def test_a_png_by_the_name_of_a_webp_is_not_embedded(tmp_path: Path) -> None:
