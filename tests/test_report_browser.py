@@ -37,7 +37,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     harmful = entry(method=EVIL, prediction=EVIL * 3, note=EVIL, picture=None)
     drawn = folder(path, entry(method="method-1"), entry(method="random", score=0.0), harmful)
     first = made("A", *RIVALS, *methods, environment=dict(model="an-organisation/a-model-with-a-long-name-" * 3))
-    first = Run("runs-" * 20, first.results, read_samples(drawn), "A")
+    first = Run("runs_" * 20, first.results, read_samples(drawn), "A")
     file = path / "page.html"
     file.write_text(make_page([first, made("B", *RIVALS, GOOD | dict(timing=timing(0.7))), evil_run("C")]))
     return file
