@@ -25,6 +25,24 @@ ModelOption = Annotated[
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if there is one.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's choice.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+# Of the commands that ask the user's questions.
+ColumnsOption = Annotated[
+    str, typer.Option("--columns", help="Columns of --data to rename or drop: query=question,label=answers,id=")
+]
+SplitOption = Annotated[str | None, typer.Option("--split", help="Which split of a `datasets` folder.")]
+SkipBadOption = Annotated[bool, typer.Option("--skip-bad", help="Leave out rows of --data that cannot be asked.")]
+FramesOption = Annotated[int, typer.Option("--frames", min=1, help="Frames taken of each video.")]
+BatchSizeOption = Annotated[int, typer.Option("--batch-size", min=1, help="Questions in a batch.")]
+SuffixOption = Annotated[
+    str | None,
+    typer.Option(
+        "--suffix", help="Added to every question; default: a request for a short answer, unless the model is ours."
+    ),
+]
+MaxNewTokensOption = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", min=1, help="Length of an answer; default: 16, and 4 for our model."),
+]
 
 
 def get_console(error: bool = False) -> Console:

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenprune.cli.common import (
+    BatchSizeOption,
+    ColumnsOption,
     DeviceOption,
     DtypeOption,
+    FramesOption,
+    MaxNewTokensOption,
     ModelOption,
+    SkipBadOption,
+    SplitOption,
+    SuffixOption,
     ThreadsOption,
     get_console,
     read_keeps,
@@ -53,14 +60,10 @@ def bench(
         ),
     ] = None,
     metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed, f1 or cider.")] = "exact",
-    columns: Annotated[
-        str, typer.Option(help="Columns of --data to rename or drop: query=question,label=answers,id=")
-    ] = "",
-    split: Annotated[str | None, typer.Option(help="Which split of a `datasets` folder.")] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out rows of --data that cannot be asked.")
-    ] = False,
-    frames: Annotated[int, typer.Option(min=1, help="Frames taken of each video.")] = 8,
+    columns: ColumnsOption = "",
+    split: SplitOption = None,
+    skip_bad: SkipBadOption = False,
+    frames: FramesOption = 8,
     run: Annotated[
         Path | None,
         typer.Option(help="Keep config, raw predictions and results in this folder; the same command goes on there."),
@@ -77,7 +80,7 @@ def bench(
     html: Annotated[Path | None, typer.Option(help="Write one page with everything, which loads nothing else.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
     repeats: Annotated[int, typer.Option(min=0, help="Timed runs of each method and keep; 0: no timing.")] = 7,
-    batch_size: Annotated[int, typer.Option(min=1, help="Questions in a batch.")] = 32,
+    batch_size: BatchSizeOption = 32,
     backend: Annotated[str, typer.Option(help="hf: transformers, in this process; vllm: vLLM with our plugin.")] = "hf",
     server: Annotated[
         str | None,
@@ -89,13 +92,8 @@ def bench(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
-    suffix: Annotated[
-        str | None,
-        typer.Option(help="Added to every question; default: a request for a short answer, unless the model is ours."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Length of an answer; default: 16, and 4 for our model.")
-    ] = None,
+    suffix: SuffixOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
 ) -> None:
     """Measure accuracy per kind of question, tokens, FLOPs, KV bytes and time of methods, against no pruning.
 

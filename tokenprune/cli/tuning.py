@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenprune.cli.common import (
+    BatchSizeOption,
+    ColumnsOption,
     DeviceOption,
     DtypeOption,
+    FramesOption,
+    MaxNewTokensOption,
     ModelOption,
+    SkipBadOption,
+    SplitOption,
+    SuffixOption,
     ThreadsOption,
     get_console,
     load_subject,
@@ -53,14 +60,10 @@ def tune(
         Path | None, typer.Option(help="Your own questions, as for `bench`; default: those that ship, 8 kinds of them.")
     ] = None,
     metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed or f1.")] = "exact",
-    columns: Annotated[
-        str, typer.Option(help="Columns of --data to rename or drop: query=question,label=answers,id=")
-    ] = "",
-    split: Annotated[str | None, typer.Option(help="Which split of a `datasets` folder.")] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out rows of --data that cannot be asked.")
-    ] = False,
-    frames: Annotated[int, typer.Option(min=1, help="Frames taken of each video.")] = 8,
+    columns: ColumnsOption = "",
+    split: SplitOption = None,
+    skip_bad: SkipBadOption = False,
+    frames: FramesOption = 8,
     out: Annotated[Path, typer.Option(help="The file to write, for patch(model, config=...) and vLLM.")] = Path(
         "tokenprune.json"
     ),
@@ -69,24 +72,19 @@ def tune(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the split of the questions into search and held-out.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate, with --target-ttft.")] = 7,
-    batch_size: Annotated[int, typer.Option(min=1, help="Questions in a batch.")] = 32,
+    batch_size: BatchSizeOption = 32,
     model: ModelOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
-    suffix: Annotated[
-        str | None,
-        typer.Option(help="Added to every question; default: a request for a short answer, unless the model is ours."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Length of an answer; default: 16, and 4 for our model.")
-    ] = None,
+    suffix: SuffixOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
 ) -> None:
     """Find the cheapest method and keep that lose less than --max-drop on your questions, and write tokenprune.json.
 
     Exit code 1: the search found nothing that keeps the promise, and no file is written.
     """
-    from tokenprune.bench.data import check_films, load_data, read_columns
+    from tokenprune.bench.data import check_questions, load_data, read_columns
     from tokenprune.bench.heldout import FOLDER, load_heldout
     from tokenprune.config import write_config
     from tokenprune.tuning import Panel, Promise, Tuner, grid
@@ -115,7 +113,7 @@ def tune(
     subject = load_subject(model, device, threads, dtype, suffix)
     subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
     if data is not None:
-        check_films(questions, subject.processor)
+        check_questions(questions, subject.processor)
     journal = None if run is None else run / ANSWERS
     # Other candidates or another seed would cut the questions into other chunks.
     told = about | {"candidates": [candidate.setting for candidate in candidates], "seed": seed}
