@@ -312,6 +312,15 @@ def subject() -> Subject:
     return load(device="cpu")
 
 
+def test_candidates_are_asked_without_the_guard(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+    """With the processor, which methods on pixels get, it would read prompts, warn, and be timed with the method."""
+    count = [one for one in load_heldout(limit=2) if one.kind == "count"]
+    candidate = Candidate.of({"method": "downsample", "keep": 0.25})
+    with Panel(subject, count) as panel, caplog.at_level("WARNING", logger="tokenprune"):
+        panel.ask(candidate, [0, 1])
+    assert caplog.records == []
+
+
 def test_the_panel_remembers_and_goes_on(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     questions, path = load_heldout(limit=1), tmp_path / "answers.jsonl"
     (pool,) = grid(["pool"], [0.25])

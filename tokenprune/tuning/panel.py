@@ -120,7 +120,7 @@ class Panel:
         pixels = any(method.site is Site.PRE_ENCODER for method in candidate.methods)
         more = {"processor": self.subject.processor} if pixels else {}
         config = {"schema": SCHEMA, "setting": candidate.setting}
-        return tokenprune.patched(self.subject.model, config=config, **more)
+        return tokenprune.patched(self.subject.model, config=config, guard="off", **more)
 
     def _batches(self, candidate: Candidate | None, chunk: tuple[int, ...]) -> Iterator[list[int]]:
         """A video goes alone, and so does every picture if a method sizes it by what it shows: in a batch, LLaVA's
