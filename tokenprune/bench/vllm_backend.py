@@ -24,7 +24,6 @@ from tokenprune.errors import DataError, RunError
 if TYPE_CHECKING:
     from tokenprune.bench.run_folder import Batch, Pass
 
-KEY = "tokenprune"
 OFF = {"off": True}
 
 

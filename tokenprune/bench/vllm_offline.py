@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from tokenprune.bench.model import SHIPPED
-from tokenprune.bench.vllm_backend import KEY, OFF, Chat, Reply, adds_special
+from tokenprune.bench.vllm_backend import OFF, Chat, Reply, adds_special
 from tokenprune.errors import OptionError, RunError, TokenPruneError
+from tokenprune.integrations.vllm.servable import KEY
 
 _OURS = {
     "model": "name it with --model",

@@ -20,8 +20,9 @@ from http.client import HTTPException
 from pathlib import PurePath
 from typing import Any
 
-from tokenprune.bench.vllm_backend import KEY, OFF, Chat, Reply, adds_special
+from tokenprune.bench.vllm_backend import OFF, Chat, Reply, adds_special
 from tokenprune.errors import OptionError, RunError, TokenPruneError
+from tokenprune.integrations.vllm.servable import KEY
 
 _COUNTER = re.compile(r'^tokenprune:visual_tokens_total\{.*stage="(in|out)".*\} (\S+)$', re.MULTILINE)
 _START = f"""start it with --trust-request-mm-kwargs --mm-processor-kwargs '{{"{KEY}": {json.dumps(OFF)}}}'"""
