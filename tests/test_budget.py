@@ -163,14 +163,14 @@ def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
     assert stats.visual_tokens_average == pytest.approx((before * layer + after * (4 - layer)) / 4)
     assert stats.keep_ratio == after / before
     assert (stats.visual_tokens_in, stats.visual_tokens_out) == (before, after)
-    # FLOPs by hand: each row runs the padded width, less what it lost.
+    # FLOPs by hand: all rows run the padded width before the cut, and what the longest row keeps behind it.
     shape, length = DecoderShape.from_config(model.config.get_text_config()), inputs["input_ids"].shape[1]
-    lost = [sum(len(p) - expected(len(p)) for p in row) for row in places]
-    want = sum(shape.prefill_flops([length] * layer + [length - gone] * (4 - layer)) for gone in lost)
-    assert stats.prefill_flops_ratio == pytest.approx(want / (len(lost) * shape.prefill_flops([length] * 4)))
+    width = max(len(kept) for kept in cut.kept)
+    want = shape.prefill_flops([length] * layer + [width] * (4 - layer)) / shape.prefill_flops([length] * 4)
+    assert stats.prefill_flops_ratio == pytest.approx(want)
     # Cache: full below the cut, the widest row's tokens from it on; as far as a sliding window lets.
     for index, held in enumerate(out.past_key_values.layers):
-        tokens = length if index < layer else length - min(lost)
+        tokens = length if index < layer else width
         window = held.sliding_window - 1 if getattr(held, "is_sliding", False) else tokens
         assert held.keys.shape[-2] == held.values.shape[-2] == min(tokens, window)
     assert stats.kv_bytes < stats.kv_bytes_full or budget == "prompt number"

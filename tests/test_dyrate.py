@@ -172,12 +172,12 @@ def test_the_cache_holds_what_it_must(batch: dict, mode: str, build) -> None:
     finally:
         handle.remove()
     length, visual = inputs["input_ids"].shape[1], [sum(row) for row in inputs.counts]
+    real = inputs["attention_mask"].sum(1).tolist()
     first = [len(set(kept) & set(range(length))) for kept in stats.cuts[0].kept]
-    pads = [length - int(row.sum()) for row in inputs["attention_mask"]]
-    started = [kept + pad - (length - n) for kept, pad, n in zip(first, pads, visual, strict=True)]
+    started = [kept - (tokens - n) for kept, tokens, n in zip(first, real, visual, strict=True)]
     for step, counts in enumerate([started, *stats.decode_kept]):
         now = counts if mode == "evict" else started
-        widest = max(length + step - n + left for n, left in zip(visual, now, strict=True))
+        widest = max(tokens + step - n + left for tokens, n, left in zip(real, visual, now, strict=True))
         assert held[step] == [length + step] * 2 + [widest] * 2
     assert cache.get_seq_length() == length + 6
 
@@ -197,11 +197,11 @@ def test_memory_after_64_tokens(name: str, build) -> None:
     layers = 2 if name == "llava" else 1  # a full window holds as much whatever was dropped
     start = [sum(round(0.5 * n) for n in row) for row in inputs.counts]
     per_token = 2 * len(inputs["input_ids"]) * 2 * 16 * 4
-    lost = [
-        min(sum(n) - left for n, left in zip(inputs.counts, kept, strict=True))
-        for kept in (start, stats.decode_kept[-1])
+    text = [int(mask.sum()) - sum(n) for mask, n in zip(inputs["attention_mask"], inputs.counts, strict=True)]
+    widths = [
+        max(words + left for words, left in zip(text, kept, strict=True)) for kept in (start, stats.decode_kept[-1])
     ]
-    assert held["mask"] - held["evict"] == layers * per_token * (lost[1] - lost[0])
+    assert held["mask"] - held["evict"] == layers * per_token * (widths[0] - widths[1])
 
 
 # -- the ways in which it is run ---------------------------------------------------------------------------------------

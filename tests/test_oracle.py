@@ -83,7 +83,10 @@ def test_generate(method: str, family: Family, model, batch: str) -> None:
     check_survivors(cuts, inputs, family, model)
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         want, _, _ = generate_logits(model, inputs, 4, tokens=tokens)
-    close(got, want)
+    # With padding on the right, transformers reads the first logits at the padding, which is gone.
+    read = inputs["attention_mask"][:, -1].bool()
+    close(got[read], want[read])
+    close(got[:, 1:], want[:, 1:])
 
 
 @pytest.mark.parametrize("method", ["divprune", "fastv"])

@@ -79,10 +79,18 @@ class Stats:
     visual_tokens_per_layer: visual tokens that each decoder layer saw in prefill; with virtual unmerging (`vtu`) those
                              that its weights were applied to, while attention and cache hold all of them.
     keep_ratio:              visual_tokens_out / visual_tokens_in.
+    width_per_layer:         slots of each row that each decoder layer computed in prefill: all rows of a batch are as
+                             wide as the longest.
+    padding_share:           share of these slots, over rows and layers, that held no token: padding, and what fills up
+                             rows that are shorter than the widest. It is work, and KV memory, without a use.
     prefill_flops_ratio:     decoder prefill FLOPs against the unpatched model (closed form, accounting.py; no tower, no
-    head).
+                             head), of all slots: what was computed.
+    prefill_flops_ratio_tokens: the same of the tokens alone, here and in the unpatched model: what a batch without
+                             padding would compute.
     kv_bytes, kv_bytes_full: bytes of the keys and values of the prompt, as cached and as the unpatched model would
-    cache them; with a method that acts while decoding, those after the last step, answer included.
+                             cache them, in all slots; with a method that acts while decoding, those after the last
+                             step, answer included.
+    kv_bytes_tokens:         what of `kv_bytes` is keys and values of tokens.
     removals:                one `Removal` for each cut of prefill, in order. What methods on pixels save is not
                              among them: their tokens never enter the model.
     encoder_tokens_per_layer: tokens that entered each block of the vision tower, class tokens included, if a method
@@ -101,9 +109,13 @@ class Stats:
     visual_tokens_out: int = 0
     visual_tokens_per_layer: list[int] = field(default_factory=list)
     keep_ratio: float = 1.0
+    width_per_layer: list[int] = field(default_factory=list)
+    padding_share: float = 0.0
     prefill_flops_ratio: float = 1.0
+    prefill_flops_ratio_tokens: float = 1.0
     kv_bytes: int = 0
     kv_bytes_full: int = 0
+    kv_bytes_tokens: int = 0
     removals: list[Removal] = field(default_factory=list)
     encoder_tokens_per_layer: list[int] = field(default_factory=list)
     attention_blocks: int = 0
@@ -113,16 +125,17 @@ class Stats:
     cuts: list[Cut] = field(default_factory=list)
     decode_rates: list[list[float]] = field(default_factory=list)
     decode_kept: list[list[int]] = field(default_factory=list)
-    _later: list[Callable[[Stats], None]] = field(default_factory=list, repr=False, compare=False)
+    _later: dict[Any, Callable[[Stats], None]] = field(default_factory=dict, repr=False, compare=False)
 
-    def later(self, fill: Callable[[Stats], None]) -> None:
-        """Have `fill` write something here when the statistics are asked for, not in the forward."""
-        self._later.append(fill)
+    def later(self, fill: Callable[[Stats], None], name: str | None = None) -> None:
+        """Have `fill` write something here when the statistics are asked for, not in the forward; in the place of what
+        was left under the same `name` before."""
+        self._later[name or object()] = fill
 
     def settled(self) -> Stats:
         """Return these statistics, with everything written that was left for later."""
         while self._later:
-            self._later.pop(0)(self)
+            self._later.pop(next(iter(self._later)))(self)
         return self
 
     @property
@@ -143,6 +156,7 @@ class Stats:
             f"Stats(visual tokens {self.visual_tokens_in} -> {self.visual_tokens_out} ({self.keep_ratio:.1%}), "
             f"{self.visual_tokens_average:.1f} on average over layers, prefill FLOPs {self.prefill_flops_ratio:.1%}, "
             f"KV {self.kv_bytes / 2**20:.2f} of {self.kv_bytes_full / 2**20:.2f} MiB, "
+            + (f"padding {self.padding_share:.1%}, " if self.padding_share else "")
             + (f"attention in {self.attention_blocks} blocks, " if self.attention_blocks else "")
             + self._guard()
             + f"overhead {self.overhead_ms:.2f} ms)"

@@ -107,9 +107,19 @@ class Call:
         ids = None if ids is None else flat[-1].view(ids.shape)
         return OnHost({name: found[name] for name in self.visual}, found.get(""), ids)
 
-    def padding_per_row(self) -> list[int]:
+    @cached_property
+    def padding_to_drop(self) -> Tensor | None:
+        """bool `[B, L]`, on the host: padding that leaves with the first cut, None without any. A visual token that the
+        caller masks is not among it: budgets count it."""
         padding = self.host.padding
-        return [0] * (max(self.segments.row) + 1) if padding is None else padding.sum(1).tolist()
+        if padding is not None:
+            padding = padding & ~torch.stack(list(self.host.visual.values())).any(0)
+        return padding if padding is not None and bool(padding.any()) else None
+
+    def tokens_per_row(self, batch: int, length: int) -> list[int]:
+        """Return how many of a row's `length` tokens are no padding."""
+        padding = self.padding_to_drop
+        return [length] * batch if padding is None else (length - padding.sum(1)).tolist()
 
     # -- the cache
 

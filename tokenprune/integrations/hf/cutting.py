@@ -20,6 +20,7 @@ from tokenprune.integrations.hf.segments import keep_segments
 from tokenprune.integrations.hf.sources import Sources
 from tokenprune.kernels.join import join
 from tokenprune.tokens import Segments, VisualTokens
+from tokenprune.transfer import sent
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,8 @@ def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, len
     visual = [0] * (max(call.segments.row) + 1)
     for row, count in zip(call.segments.row, call.segments.counts, strict=True):
         visual[row] += count
-    padding = [0] * len(visual)
-    if any(step.budget.flops_share is not None for step in steps.values()):
-        padding = call.padding_per_row()
-    call.text = [length - of_row - pads for of_row, pads in zip(visual, padding, strict=False)]
+    tokens = call.tokens_per_row(len(visual), length)
+    call.text = [of_row - visuals for of_row, visuals in zip(tokens, visual, strict=False)]
     counts = call.segments.counts if call.merged is None else call.merged.selection.counts
     for layer, step in steps.items():
         keep = _resolve(call, step, counts, shape)
@@ -103,6 +102,8 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     stays = _without(places, segments.mask & ~keep, before.width, batch)
     if before.valid is not None:
         stays &= before.valid
+    elif call.padding_to_drop is not None:
+        stays &= ~sent(call.padding_to_drop, hidden.device).gather(1, before.index)
     kept_per_row = list(before.counts)
     for row, count, kept in zip(segments.row, segments.counts, counts, strict=True):
         kept_per_row[row] -= count - kept

@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.decode_state import DecodeState, gather_keys, sum_by_type, to_the_right
 from tokenprune.integrations.hf.masks import sliding_layers
 from tokenprune.integrations.hf.observe import Observation
-from tokenprune.integrations.hf.report import count_bytes
+from tokenprune.integrations.hf.report import note_bytes
 from tokenprune.integrations.hf.sources import Sources
 from tokenprune.statistics import Stats
 from tokenprune.tokens import Segments, require
@@ -94,7 +94,7 @@ def decide(call: Call) -> None:
 def finish(call: Call) -> Stats:
     """Return the statistics after a call that went on from an earlier prefill."""
     stats = call.decode.stats
-    stats.kv_bytes, stats.kv_bytes_full = count_bytes(call.cache, call.past + call.layout.length)
+    note_bytes(stats, call, call.cache, call.layout.length)
     return stats
 
 

@@ -3,7 +3,8 @@
 
 The caller's tensors keep their length. Tokens leave at the decoder's entry (PRE_LLM) or at the input of a decoder layer
 (IN_LLM); what is left is compacted to the right end of each row, and the decoder's output is scattered back to the full
-length, with zeros where tokens are gone. Positions are those of the full prompt throughout.
+length, with zeros where tokens are gone. Padding leaves with the first cut, so that every later layer is as wide as the
+longest row of what stays. Positions are those of the full prompt throughout.
 """
 
 from __future__ import annotations
@@ -186,14 +187,16 @@ class Engine(Attachable):
         step = self.adapter.step_within_picture
         call.segments = find_segments(call.host.visual, outputs, self.per, embeds.device, step)
         if call.segments is not None:
-            call.report = Report(self.shape, call.segments, *embeds.shape[:2], self.record)
+            tokens = call.tokens_per_row(*embeds.shape[:2])
+            call.report = Report(self.shape, call.segments, tokens, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
 
     def _activate(self, call: Call, kwargs: dict[str, Any], cutting: bool) -> None:
         """Prepare a call in which tokens are missing: in its cache, or (`cutting`) by cuts of its own. Those at the
         entry are made here."""
         embeds = kwargs["inputs_embeds"]
-        call.layout = call.arrival = Layout.full(*embeds.shape[:2], embeds.device)
+        tokens = call.tokens_per_row(*embeds.shape[:2]) if cutting else None
+        call.layout = call.arrival = Layout.full(*embeds.shape[:2], embeds.device, tokens)
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         kwargs.pop("logits_to_keep", None)
         if cutting:
@@ -218,7 +221,7 @@ class Engine(Attachable):
         call.leave_cache()
         if call.report is not None:
             # One assignment: other threads may run the same model.
-            self._stats = call.report.finish(call.cache or getattr(output, "past_key_values", None), call.past)
+            self._stats = call.report.finish(call, call.cache or getattr(output, "past_key_values", None))
         elif call.decode is not None:
             self._stats = decoding.finish(call)
         if call.unmerged is not None:

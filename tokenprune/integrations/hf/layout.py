@@ -24,7 +24,8 @@ class Layout:
     index: long `[B, W]`, position of each slot's token in the call's full sequence. Rows that keep fewer tokens than
            the widest row are filled on the left with (distinct) removed tokens, which `valid` marks.
     valid: bool `[B, W]`, or None when all slots are valid (known without asking the device).
-    length: tokens of the call's full sequence. counts: valid slots of each row, on the host.
+    length: tokens of the call's full sequence, padding among them. counts: tokens of each row that remain, padding left
+           out, on the host. Padding stays until the first cut, and goes with it.
     """
 
     index: Tensor
@@ -33,8 +34,10 @@ class Layout:
     counts: list[int]
 
     @staticmethod
-    def full(batch: int, length: int, device: torch.device) -> Layout:
-        return Layout(torch.arange(length, device=device).expand(batch, length), None, length, [length] * batch)
+    def full(batch: int, length: int, device: torch.device, counts: list[int] | None = None) -> Layout:
+        """Return the layout of a call from which nothing left. counts: see the class; all of them where not told."""
+        index = torch.arange(length, device=device).expand(batch, length)
+        return Layout(index, None, length, [length] * batch if counts is None else counts)
 
     def to(self, device: torch.device) -> Layout:
         if self.index.device == device:
@@ -67,7 +70,7 @@ class Layout:
 
         keep: bool `[B, W]`; kept_per_row: its row sums, known on the host.
         """
-        width = max(kept_per_row)
+        width = max(1, *kept_per_row)  # at least one slot: no layer takes an empty sequence
         # A stable sort of (kept, position) puts the kept tokens at the right end in their old order.
         slots = compact.partition(~keep)[:, -width:]
         ragged = any(kept != width for kept in kept_per_row)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from tokenprune.accounting import DecoderShape
@@ -19,18 +21,30 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.layout import Layout
 
 
+@dataclass(frozen=True)
+class _Group:
+    """The decoder layers from `first` on see the same tokens: visual ones over the whole batch, all tokens of each row,
+    and the slots that a row has; cut: whether that is by a cut."""
+
+    first: int
+    visual: int
+    tokens: list[int]
+    width: int
+    cut: bool = True
+
+
 class Report:
     """What one forward removed; belongs to its call, and becomes the model's `Stats` when the decoder is done. What
     costs time, or would ask the device, is left to whoever asks for the statistics (`Stats.settled`).
 
-    segments: the visual tokens that reach the decoder; batch, length: the size of its input.
+    segments: the visual tokens that reach the decoder; tokens: of each row, padding left out; length: slots of a row of
+    the decoder's input.
     """
 
-    def __init__(self, shape: DecoderShape, segments: Segments, batch: int, length: int, record: bool) -> None:
-        self.shape, self.length, self.record = shape, length, record
+    def __init__(self, shape: DecoderShape, segments: Segments, tokens: list[int], length: int, record: bool) -> None:
+        self.shape, self.tokens, self.length, self.record = shape, tokens, length, record
         self.stats = Stats(visual_tokens_in=sum(segments.counts))
-        # (first layer, visual tokens, tokens of each row) of each group of layers that see the same tokens.
-        self.groups = [(0, sum(segments.counts), [length] * batch)]
+        self.groups = [_Group(0, sum(segments.counts), tokens, length, cut=False)]
         self.whole_attention = False
         # Of layers whose attention goes in blocks: pairs of query and key of each row.
         self.pairs: dict[int, list[int]] = {}
@@ -53,55 +67,116 @@ class Report:
     ) -> None:
         was, now = sum(before.counts), sum(counts)
         self.stats.removals.append(Removal(step.method.site, step.layer, step.method.name, was, now))
-        widths = list(self.groups[-1][2])
-        for row, old, new in zip(before.row, before.counts, counts, strict=True):
-            widths[row] -= old - new
-        group = (step.layer, now, widths)
-        self.groups = [*(group for group in self.groups if group[0] < step.layer), group]
+        group = _Group(step.layer, now, layout.counts, layout.width)
+        self.groups = [*(group for group in self.groups if group.first < step.layer), group]
         if self.record:
             self.stats.later(_cut_record(call, layout, step, selection, before))
 
-    def finish(self, cache: Any, past: int) -> Stats:
+    def finish(self, call: Call, cache: Any) -> Stats:
         """Return the `Stats`; `cache` holds what the decoder cached, None if it cached nothing."""
-        stats = self.stats
-        # The cache goes on growing.
-        stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, past + self.length)
-        stats.later(self._closed_forms)
-        return stats
+        note_bytes(self.stats, call, cache, self.length)
+        self.stats.later(self._closed_forms)
+        return self.stats
+
+    def cached_tokens(self, call: Call, layer: int, slots: int) -> int:
+        """Return how many tokens the last `slots` slots of the rows hold after this forward, if the cache was empty
+        before."""
+        group = next(group for group in reversed(self.groups) if group.first <= layer)
+        if group.cut and not self.whole_attention:
+            return sum(min(slots, tokens) for tokens in group.tokens)  # at the right end of each row
+        padding = call.padding_to_drop
+        if padding is None:
+            return min(slots, self.length) * len(self.tokens)
+        return int((~padding[:, -slots:]).sum())
 
     def _closed_forms(self, stats: Stats) -> None:
         layers = self.shape.layers
-        ends = [first for first, _, _ in self.groups[1:]] + [layers]
-        per_layer = [group for group, end in zip(self.groups, ends, strict=True) for _ in range(end - group[0])]
-        stats.visual_tokens_per_layer = [visual for _, visual, _ in per_layer]
+        ends = [group.first for group in self.groups[1:]] + [layers]
+        per_layer = [group for group, end in zip(self.groups, ends, strict=True) for _ in range(end - group.first)]
+        stats.visual_tokens_per_layer = [group.visual for group in per_layer]
         stats.visual_tokens_out = stats.visual_tokens_per_layer[-1]
         stats.keep_ratio = stats.visual_tokens_out / stats.visual_tokens_in
-        rows = zip(*(widths for _, _, widths in per_layer), strict=True)
-        flops = [self.shape.prefill_flops(list(row), self._attention(index, row)) for index, row in enumerate(rows)]
-        stats.prefill_flops_ratio = sum(flops) / (len(flops) * self.shape.prefill_flops([self.length] * layers))
 
-    def _attention(self, row: int, widths: tuple[int, ...]) -> list[float]:
+        rows = list(zip(*(group.tokens for group in per_layer), strict=True))
+        stats.width_per_layer = [group.width for group in per_layer]
+        slots = len(rows) * sum(stats.width_per_layer)
+        stats.padding_share = 1 - sum(map(sum, rows)) / slots
+        computed = self._flops([stats.width_per_layer] * len(rows), [self.length] * len(rows))
+        stats.prefill_flops_ratio = computed / (len(rows) * self.shape.prefill_flops([self.length] * layers))
+        whole = sum(self.shape.prefill_flops([tokens] * layers) for tokens in self.tokens)
+        stats.prefill_flops_ratio_tokens = self._flops(rows, self.tokens) / whole
+
+    def _flops(self, rows: list[Sequence[int]], whole: list[int]) -> float:
+        """FLOPs of rows with so many tokens in each layer; whole: those that each row came with."""
+        return sum(
+            self.shape.prefill_flops(list(row), self._attention(index, row, tokens))
+            for index, (row, tokens) in enumerate(zip(rows, whole, strict=True))
+        )
+
+    def _attention(self, row: int, widths: Sequence[int], whole: int) -> list[float]:
         """The share of causal attention's pairs that each layer computes for a row; above 1 where attention runs over
         more tokens than the layer's weights."""
         if self.whole_attention:
-            return [(self.length / width) ** 2 for width in widths]
-        full = [width * (width + 1) // 2 for width in widths]
+            return [(whole / max(1, width)) ** 2 for width in widths]
+        full = [max(1, width * (width + 1) // 2) for width in widths]
         return [self.pairs[layer][row] / all_ if layer in self.pairs else 1.0 for layer, all_ in enumerate(full)]
+
+
+def note_bytes(stats: Stats, call: Call, cache: Any, length: int) -> None:
+    """Note what `cache` holds after a call of `length` tokens a row; now, because it goes on growing.
+
+    Which slots are tokens the call's own report tells, where the cache was empty before; else only the device knows,
+    and the question is left for whoever asks for the statistics.
+    """
+    stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, call.past + length)
+    held = [(index, *layer.keys.shape[::2], _bytes(layer)) for index, layer in _filled_layers(cache)]
+    if call.report is not None and not call.past:
+        stats.kv_bytes_tokens = sum(
+            size // (rows * slots) * call.report.cached_tokens(call, index, slots) for index, rows, slots, size in held
+        )
+        return
+    mask = call.arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != call.past + length:
+        mask = None  # nobody tells of padding
+    seen = []
+    for index, rows, slots, size in held:
+        positions = torch.arange(call.past + length).expand(rows, -1)
+        if call.active:
+            positions = next(columns for first, columns in reversed(call.columns) if first <= index)
+        seen.append((size // (rows * slots), positions[:, -slots:]))
+    stats.later(partial(_note_token_bytes, seen, mask), "kv_bytes_tokens")
+
+
+def _note_token_bytes(seen: list[tuple[int, Tensor]], mask: Tensor | None, stats: Stats) -> None:
+    """seen: for each layer the bytes of a slot, and the logical positions in its slots (long `[B, n]`, -1 = empty)."""
+    stats.kv_bytes_tokens = 0
+    for size, positions in seen:
+        real = positions >= 0
+        if mask is not None:
+            real &= mask.to(positions.device).bool().gather(1, positions.clamp(min=0))
+        stats.kv_bytes_tokens += size * int(real.sum())
 
 
 def count_bytes(cache: Any, full: int) -> tuple[int, int]:
     """Return the bytes that the cache itself holds, closed forms would hide a cut that frees nothing; and what it would
     hold of `full` tokens."""
     total, total_full = 0, 0
-    for layer in getattr(cache, "layers", []):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or not keys.numel():
-            continue
-        held = keys.numel() * keys.element_size() + values.numel() * values.element_size()
+    for _, layer in _filled_layers(cache):
+        held = _bytes(layer)
         window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
         total += held
-        total_full += held // keys.shape[-2] * (min(full, window - 1) if window else full)
+        total_full += held // layer.keys.shape[-2] * (min(full, window - 1) if window else full)
     return total, total_full
+
+
+def _filled_layers(cache: Any) -> list[tuple[int, Any]]:
+    """The layers of a cache that hold keys, with their numbers."""
+    layers = ((index, layer, getattr(layer, "keys", None)) for index, layer in enumerate(getattr(cache, "layers", [])))
+    return [(index, layer) for index, layer, keys in layers if keys is not None and keys.numel()]
+
+
+def _bytes(layer: Any) -> int:
+    return layer.keys.numel() * layer.keys.element_size() + layer.values.numel() * layer.values.element_size()
 
 
 def _cut_record(

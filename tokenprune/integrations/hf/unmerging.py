@@ -30,6 +30,7 @@ from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.setup_checks import check_arguments, reruns_layers
 from tokenprune.tokens import Segments
+from tokenprune.transfer import sent
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
@@ -61,19 +62,24 @@ class Unmerged:
     """Which of a call's L tokens are one, and what the attention module that runs now was given.
 
     selection: what is left of the visual tokens. layout: its W slots hold the first token of each group, text tokens
-    among them. slot: long `[B, L]`, the slot that each token shares. hidden: `[B, W, D]`. rotary: cosines and sines of
-    the L positions.
+    among them. slot: long `[B, L]`, the slot that each token shares; padding takes the last one along, and changes
+    nothing of it. padding: bool `[B, L]`, None without any. hidden: `[B, W, D]`. rotary: cosines and sines of the L
+    positions.
     """
 
     selection: Selection
     layout: Layout
     slot: Tensor
+    padding: Tensor | None = None
     hidden: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
-    def of(selection: Selection, segments: Segments, batch: int, length: int) -> Unmerged:
-        """selection: which visual tokens of `segments` stay, and into which the others were merged."""
+    def of(
+        selection: Selection, segments: Segments, batch: int, length: int, padding: Tensor | None = None
+    ) -> Unmerged:
+        """selection: which visual tokens of `segments` stay, and into which the others were merged. padding: bool
+        `[B, L]`, on the host."""
         device = segments.position.device
         places = torch.arange(length, device=device)
         first = places.repeat(batch, 1)
@@ -83,11 +89,18 @@ class Unmerged:
         first = torch.cat([first, first[:, :1]], dim=1)
         first[rows, torch.where(real, segments.position, length)] = target
         first = first[:, :-1]
-        left = [length] * batch
+        left, stays = [length] * batch, first == places
+        if padding is not None:
+            left = (length - padding.sum(1)).tolist()
+            padding = sent(padding, device)
+            stays &= ~padding
         for row, before, after in zip(segments.row, segments.counts, selection.counts, strict=True):
             left[row] -= before - after
-        layout, _ = Layout.full(batch, length, device).cut(first == places, left)
-        return Unmerged(selection, layout, layout.slot_of.gather(1, first))
+        layout, _ = Layout.full(batch, length, device).cut(stays, left)
+        slot = layout.slot_of.gather(1, first)
+        if padding is not None:
+            slot = slot.masked_fill(padding, layout.width - 1)
+        return Unmerged(selection, layout, slot, padding)
 
     def first(self, x: Tensor, dim: int = 1) -> Tensor:
         """`[B, L, D]` -> `[B, W, D]`: the first token of each group; what fills up shorter rows is of no meaning."""
@@ -99,11 +112,13 @@ class Unmerged:
 
     def merge(self, x: Tensor) -> Tensor:
         """`[B, L, D]` -> `[B, W, D]`: the mean over each group, in float32 at least."""
-        slot = self.slot.to(x.device)
-        mean = x.new_zeros(x.shape[0], self.layout.width, x.shape[2], dtype=torch.promote_types(x.dtype, torch.float32))
+        slot, width = self.slot.to(x.device), self.layout.width
+        if self.padding is not None:
+            slot = slot.masked_fill(self.padding.to(x.device), width)  # a scratch entry at the end
+        mean = x.new_zeros(x.shape[0], width + 1, x.shape[2], dtype=torch.promote_types(x.dtype, torch.float32))
         mean = mean.scatter_add(1, slot.unsqueeze(-1).expand_as(x), x.to(mean.dtype))
         size = mean.new_zeros(mean.shape[:2]).scatter_add(1, slot, mean.new_ones(1, 1).expand_as(slot))
-        return (mean / size.clamp(min=1).unsqueeze(-1)).to(x.dtype)
+        return (mean / size.clamp(min=1).unsqueeze(-1))[:, :width].to(x.dtype)
 
 
 class VirtualUnmerging(Part):
@@ -159,7 +174,8 @@ class VirtualUnmerging(Part):
         for part in self.exact:
             part.check(call.cache)
         selection, (batch, length) = call.merged.selection, kwargs["inputs_embeds"].shape[:2]
-        call.unmerged = Unmerged.of(selection, call.segments.to(selection.keep.device), batch, length)
+        segments = call.segments.to(selection.keep.device)
+        call.unmerged = Unmerged.of(selection, segments, batch, length, call.padding_to_drop)
         call.report.unmerge(call, call.merged.step)
         call.merged = None
 

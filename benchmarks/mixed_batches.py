@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pruning saves in a batch of unequal prompts: images beside a prompt of text alone, on the shipped model.
+
+    python benchmarks/mixed_batches.py                # writes benchmarks/results/<device>/mixed_batches.jsonl
+    python benchmarks/mixed_batches.py --repeats 3 --json out.jsonl
+
+One short prompt without an image makes the batch a ragged one: its row is padding nearly from end to end. Time to the
+first token is that of `generate` from pixels on, patched and unpatched in turn; widths and bytes are those of
+`tokenprune.stats`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import header, results_path, write
+from rich.console import Console
+from rich.table import Table
+
+import tokenprune
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import Subject, load
+from tokenprune.bench.timing import compare
+
+ROWS = 8
+METHODS = ("pool", "divprune", "fastv")
+KEEP = 0.25
+
+
+def batch(subject: Subject, texts: int) -> dict[str, Any]:
+    """Return the model's arguments for `ROWS` prompts, the last `texts` of them without an image."""
+    asked = load_heldout(limit=ROWS)[:ROWS]
+    images: list[list[Any]] = [[one.image] if row < ROWS - texts else [] for row, one in enumerate(asked)]
+    return subject.inputs(images, [one.question for one in asked])
+
+
+def measure(subject: Subject, method: str, texts: int, repeats: int) -> dict[str, Any]:
+    patched = partial(tokenprune.patched, subject.model, method, keep=KEEP, guard="off")
+    inputs = batch(subject, texts)
+    timing = compare(subject, patched, lambda: inputs, repeats)
+    with patched(), torch.no_grad():
+        subject.model(**inputs)
+        stats = tokenprune.stats(subject.model)
+    told = "width_per_layer padding_share prefill_flops_ratio prefill_flops_ratio_tokens kv_bytes kv_bytes_full"
+    seen = {name: getattr(stats, name) for name in told.split()}
+    return {"method": method, "keep": KEEP, "texts": texts, "length": inputs["input_ids"].shape[1], **seen, **timing}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/mixed_batches.jsonl")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    subject = load()
+    device = subject.model.device
+    records = [measure(subject, method, texts, args.repeats) for texts in (0, 1) for method in METHODS]
+
+    table = Table(title=f"{ROWS} prompts, {KEEP:.0%} of the visual tokens kept: patched / unpatched")
+    for column in ("method", "without an image", "width of the last layer", "TTFT, unpatched / patched", "KV bytes"):
+        table.add_column(column)
+    for one in records:
+        speed_up = {name: 1 / value for name, value in one["ttft_ratio"].items()}
+        table.add_row(
+            one["method"], str(one["texts"]), f"{one['length']} -> {one['width_per_layer'][-1]}",
+            f"{speed_up['p50']:.2f} ({speed_up['p80']:.2f} to {speed_up['p20']:.2f})",
+            f"{one['kv_bytes'] / one['kv_bytes_full']:.0%}",
+        )  # fmt: skip
+    Console().print(table)
+    path = args.json or results_path(device, "mixed_batches")
+    write(path, [header(device, threads=args.threads, rows=ROWS), *records])
+    Console().print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
