@@ -63,12 +63,71 @@ def test_a_config_does_what_its_setting_says(name: str, kind: str, build: Callab
         assert not torch.equal(logits, model(**LLAVA.make_inputs(images=(2, 1))).logits)
 
 
+def test_a_setting_alone_is_a_config(build: Callable, tmp_path: Path) -> None:
+    """As a file and as a dict; budgets can be said in it."""
+    model, path = build(LLAVA), tmp_path / "mine.json"
+    for setting, given in (
+        ({"method": "fastv", "keep": 2, "layer": 1}, dict(method="fastv", keep=2, layer=1)),
+        ({"method": "fastv", "keep": {"average_tokens": 20}, "layer": 1},
+         dict(method="fastv", keep=tokenprune.Budget(average_tokens=20), layer=1)),
+        ({"method": ["pool", {"method": "fastv", "layer": 1}], "keep": [0.6, {"kv_share": 0.8}]},
+         dict(method=["pool", tokenprune.method("fastv", layer=1)], keep=[0.6, tokenprune.Budget(kv_share=0.8)])),
+    ):  # fmt: skip
+        path.write_text(json.dumps(setting))
+        wanted = run(model, **given)
+        for config in (setting, path, str(path), content(setting)):
+            logits, layers, kept = run(model, config=config)
+            assert torch.equal(logits, wanted[0]) and layers == wanted[1] and str(kept) == str(wanted[2])
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_files_as_editors_save_them(encoding: str, tmp_path: Path) -> None:
+    """Windows' Notepad and PowerShell put a mark in front, or write UTF-16."""
+    setting, path = {"method": "view_select", "views": ["Straße", "路"]}, tmp_path / "tokenprune.json"
+    path.write_bytes(json.dumps(content(setting), ensure_ascii=False).replace("\n", "\r\n").encode(encoding))
+    assert tokenprune.read_config(path).setting == setting
+
+
+def test_files_that_a_setting_names_are_read_once(tmp_path: Path) -> None:
+    shipped = Path(tokenprune.__file__).parent / "assets/thresholds/demo_vlm.safetensors"
+    path = tmp_path / "thresholds.safetensors"
+    path.write_bytes(shipped.read_bytes())
+    config = tokenprune.read_config({"method": "dymu", "keep": 0.5, "thresholds": path})
+    path.unlink()
+    (method,), _ = config.steps()
+    assert method.thresholds.keeps == tokenprune.Thresholds.load(shipped).keeps
+
+
 BAD = {
     "no file": ("gone.json", ConfigError, "cannot read gone.json"),
     "no JSON": ("{", ConfigError, "damaged, it holds no JSON"),
     "torn": ('{"schema": 1, "setting": {"method": "da', ConfigError, "damaged"),
-    "no text": (b"\xff\xfe\x00", ConfigError, "damaged"),
-    "a list": ([1], ConfigError, 'needs {"schema": 1'),
+    "no text": (b"\xff\xfe\x00", ConfigError, "damaged, or no text in UTF-8: save it as UTF-8"),
+    "latin-1": ('{"method": "dart", "x": "Straße"}'.encode("cp1252"), ConfigError, "save it as UTF-8"),
+    "zeros": (b"\0" * 9, ConfigError, "damaged"),
+    "empty file": (b"", ConfigError, "damaged"),
+    "too large": (b" " * (2**20 + 1), ConfigError, "larger than 1048576 bytes"),
+    "deep": ("[" * 100_000, ConfigError, "damaged"),
+    "deep inside": ('{"method": "dart", "keep": ' + "[" * 20 + "]" * 20 + "}", OptionError, "keep: lists .* 6 deep"),
+    "a number": ("3", ConfigError, "is no configuration"),
+    "a text": ('"dart"', ConfigError, "is no configuration"),
+    "schema is a text": ({"schema": "1", "setting": {"method": "dart"}}, ConfigError, "schema '1'"),
+    "schema is a list": ({"schema": [1], "setting": {"method": "dart"}}, ConfigError, r"schema \[1\]"),
+    "schema is true": ({"schema": True, "setting": {"method": "dart"}}, ConfigError, "schema True"),
+    "setting is a text": (content("dart"), ConfigError, "setting and tuned must be objects"),
+    "tuned is a list": (content({"method": "dart"}, tuned=[1]), ConfigError, "setting and tuned must be objects"),
+    "model is a number": (content({"method": "dart"}, tuned={"model": 3}), ConfigError, "model in tuned must be"),
+    "fingerprint": (
+        content({"method": "dart"}, tuned={"model": {"fingerprint": [1]}}),
+        ConfigError,
+        "fingerprint .* must be a text",
+    ),
+    "per is a list": (content({"method": "dart", "keep": 0.5, "per": ["image"]}), OptionError, "per must be"),
+    "off and more": (content({"off": True, "method": "dart"}), OptionError, "off stands alone"),
+    "off is a number": (content({"off": 1, "method": "dart"}), OptionError, "true or false"),
+    "keep is huge": (content({"method": "dart", "keep": 10**400}), BudgetError, "keep is beyond"),
+    "keep inside": (content({"method": {"method": "dart", "keep": 0.5}}), OptionError, "keep stands beside"),
+    "a list": ([1], ConfigError, 'or {"schema": 1'),
     "no schema": ({"setting": {"method": "dart"}}, ConfigError, "is no configuration"),
     "another schema": ({"schema": 2, "setting": {}}, ConfigError, "schema 2, and this version of tokenprune reads 1"),
     "no setting": ({"schema": 1}, ConfigError, "setting and tuned must be objects"),

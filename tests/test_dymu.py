@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import tokenprune
@@ -27,6 +29,7 @@ from test_encoder import (
 from tokenprune import BudgetError, EncoderMethod, OptionError, Thresholds, Tower, UnsupportedSetupError
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
+from tokenprune.files import File
 from tokenprune.fingerprint import Fingerprint
 from tokenprune.merging import best_partners, bipartite_match, most, ragged_merge, threshold_match
 from zoo import FAMILIES, Family
@@ -475,6 +478,53 @@ def test_thresholds_survive_a_file(tmp_path) -> None:
     read = Thresholds.load(tmp_path / "a.safetensors")
     assert (read.fingerprint, read.images, read.settings, read.keeps) == (made.fingerprint, 7, {"a": [1]}, [0.5, 1 / 3])
     assert all(torch.equal(read.for_keep(keep), made.values[keep]) for keep in made.keeps)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (3, "are a dict"), ({}, "at least one"), ({0.5: [0.9] * 3}, "not list"), ({0.5: torch.ones(3, 1)}, r"\[3, 1\]"),
+        ({0.5: torch.tensor(0.9)}, r"`\[blocks\]`.*not torch.float32 \[\]"), ({0.5: torch.ones(3).int()}, "int32"),
+        ({0.5: torch.ones(3).bool()}, "bool"), ({0.5: torch.tensor([0.9, float("nan"), 1])}, "keep=0.5 are not finite"),
+        ({0.5: torch.tensor([0.9, float("inf"), 1])}, "not finite"), ({"0.5": torch.ones(3)}, "not for '0.5'"),
+        ({2.0: torch.ones(3)}, "not for 2.0"), ({1: torch.ones(3)}, "not for 1"),
+        ({0.5: torch.ones(2)}, "a tower of 2 blocks, and this one has 3"), ({0.5: torch.ones(4)}, "of 4 blocks"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("exact", [False, True])
+def test_bad_thresholds_are_refused_when_patching(values, says: str, exact: bool, build, tmp_path) -> None:
+    """Made by hand, or in a file."""
+    model = build(FAMILIES["llava"])
+    fingerprint = tower_shape(model).fingerprint
+    with pytest.raises(OptionError, match=says):
+        made = Thresholds(values, fingerprint, 1)
+        tokenprune.patch(model, "dymu", keep=0.5, thresholds=made, exact=exact)
+    assert not tokenprune.is_patched(model)
+    if isinstance(values, dict) and all(isinstance(one, torch.Tensor) for one in values.values()):
+        path = tmp_path / "thresholds.safetensors"
+        Thresholds({0.5: torch.ones(3)}, fingerprint, 1).save(path)
+        about = File.read(path).tensors()[1]
+        save_file({f"keep={keep}": one for keep, one in values.items()}, path, metadata=about)
+        if values and "0.5" not in values and 1 not in values:  # names are numbers in a file
+            with pytest.raises(OptionError, match=says):
+                tokenprune.patch(model, "dymu", keep=0.5, thresholds=path, exact=exact)
+
+
+def test_odd_files_are_no_thresholds(tmp_path) -> None:
+    path = tmp_path / "odd.safetensors"
+    good = {"version": 1, "fingerprint": {"kind": "a", "dtype": "b", "digest": "c"}, "images": 1, "settings": {}}
+    for about in ("[1]", "{", "3", "{}", json.dumps(good | {"fingerprint": 3}), json.dumps(good | {"fingerprint": {}})):
+        save_file({"keep=0.5": torch.ones(3)}, path, metadata={"tokenprune_thresholds": about})
+        with pytest.raises(OptionError, match="does not hold thresholds"):
+            Thresholds.load(path)
+    save_file({"keep=half": torch.ones(3)}, path, metadata={"tokenprune_thresholds": json.dumps(good)})
+    with pytest.raises(OptionError, match="does not hold thresholds"):
+        Thresholds.load(path)
+    for content in (b"", b"\0" * 8, b"\xff" * 8, path.read_bytes()[:-1], b"\2\0\0\0\0\0\0\0[]"):
+        path.write_bytes(content)
+        with pytest.raises(OptionError, match=r"cannot read .* as thresholds"):
+            Thresholds.load(path)
 
 
 def test_attention_without_a_bias_is_refused(build) -> None:

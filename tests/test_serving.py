@@ -14,7 +14,7 @@ import tokenprune
 from tokenprune import Method, registry
 from tokenprune.base import Selection
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.integrations.vllm.plan import Plan, field_name
+from tokenprune.integrations.vllm.plan import Plan, _decoded, field_name
 from tokenprune.integrations.vllm.runner import chunks, in_small_batches
 from tokenprune.integrations.vllm.select import choose, segments_of
 from tokenprune.integrations.vllm.settings import Setting, servable
@@ -75,7 +75,7 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": []}, OptionError, "empty list"),
         ({"method": ["dynres", "divprune"], "min_scale": 0.5}, OptionError, "ambiguous for several methods"),
         ({"method": ["dynres", "divprune"], "keep": [0.5]}, BudgetError, "1 entries for 2 methods"),
-        ({"method": ["dynres", {"method": "divprune", "keep": 0.5}]}, OptionError, "beside the list"),
+        ({"method": ["dynres", {"method": "divprune", "keep": 0.5}]}, OptionError, "beside the methods"),
         ({"method": ["divprune", "pool"]}, OptionError, "at the same place"),
         ({"method": ["downsample", "dynres"]}, OptionError, "at the same place"),
         ({"method": ["dynres", "fastv"]}, OptionError, "Servable are .*divprune"),
@@ -195,6 +195,19 @@ def test_a_plan_survives_the_journey() -> None:
     one = plan(Setting(Random(4), 3), "a####b####c", per_run=True)
     assert Plan.decode(one.encode()) == one
     assert Plan.decode(plan(Setting(), "####").encode()).setting == Setting()
+
+
+def test_decoded_plans_are_kept_by_their_size() -> None:
+    """A plan of a long video is large, and written short."""
+    _decoded.clear()
+    data = [Plan.make(Setting(DivPrune(), 0.5), [token] * 300_000, None, False).encode() for token in range(9)]
+    for one in data:
+        Plan.decode(one)
+    assert 1 <= len(_decoded) < 9 and _decoded.currsize <= _decoded.maxsize == 64 * 2**20
+    assert Plan.decode(data[-1]) is Plan.decode(data[-1]), "it is decoded each time"
+    huge = Plan.make(Setting(), [1] * 2_000_000, None, False).encode()
+    assert len(Plan.decode(huge).tokens) == 2_000_000 and _decoded.currsize <= _decoded.maxsize
+    _decoded.clear()
 
 
 def test_reduced_prompts() -> None:

@@ -79,12 +79,16 @@ class Server:
         self.process.wait(STOP)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @contextlib.contextmanager
 def serve(model: Path, place: Path, *arguments: str) -> Iterator[Server]:
     """Start a server of `model` with vLLM's `arguments`. place: an empty folder for what it writes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (place / "template.jinja").write_text(TEMPLATE)
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
@@ -92,7 +96,14 @@ def serve(model: Path, place: Path, *arguments: str) -> Iterator[Server]:
         "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8", "--block-size", "32",
         "--max-num-batched-tokens", "256", "--chat-template", str(place / "template.jinja"), *arguments,
     ]  # fmt: skip
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with launch(command, place, port) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def launch(command: list[str], place: Path, port: int, **environment: str) -> Iterator[Server]:
+    """Start a server by a command of one's own, which listens at `port`."""
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | environment
     with (place / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         server = Server(process, f"http://127.0.0.1:{port}", place / "log")

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import os
 import random
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +22,7 @@ import pytest
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, Server, serve
+from tokenprune import available_methods, method_info
 from tokenprune.accounting import DecoderShape
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.bench.vllm_backend import VllmBackend
@@ -36,7 +41,7 @@ def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
         yield running
 
 
-def ask(server: Server, images: list[Any], text: str, override: Any = None) -> Any:
+def ask(server: Server, images: list[Any], text: str, override: Any = None, **more: Any) -> Any:
     content: list[dict[str, Any]] = []
     for image in images:
         buffer = io.BytesIO()
@@ -44,7 +49,7 @@ def ask(server: Server, images: list[Any], text: str, override: Any = None) -> A
         url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
         content.append({"type": "image_url", "image_url": {"url": url}})
     content.append({"type": "text", "text": text})
-    extra: dict[str, Any] = {"return_tokens_as_token_ids": True, "ignore_eos": True}
+    extra: dict[str, Any] = {"return_tokens_as_token_ids": True, "ignore_eos": True} | more
     if override is not None:
         extra["mm_processor_kwargs"] = {"tokenprune": override}
     return server.ask(
@@ -108,6 +113,89 @@ def test_bad_input_is_answered(server: Server, reference: Any, override: Any, sa
     with pytest.raises(openai.BadRequestError) as caught:
         ask(server, images, "what? ", override)
     assert caught.value.status_code == 400 and says in str(caught.value)
+    check(ask(server, images, "what? "), reference, images, "what? ", None)
+
+
+def post(server: Server, setting: str, timeout: float = CALL) -> int:
+    """Ask with a setting that is written as it goes over the line, which a client would not; returns the status."""
+    buffer = io.BytesIO()
+    CHECKPOINTS[NAME].pictures(1)[0].save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
+    body = {
+        "model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 1,
+        "mm_processor_kwargs": {"tokenprune": "SETTING"},
+    }  # fmt: skip
+    data = json.dumps(body).replace('"SETTING"', setting).encode()
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions", data, {"Content-Type": "application/json"}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        text = error.read().decode()
+        assert "root:" not in text, text
+        return error.code
+    except OSError as error:
+        raise AssertionError(server.story(f"{setting[:300]}: {error!r}")) from error
+
+
+def test_a_request_names_no_file(server: Server, reference: Any, tmp_path: Path) -> None:
+    """Wherever it stands. A pipe would be waited for; what is no file, or not there, is told like what is."""
+    os.mkfifo(tmp_path / "pipe")
+    said = set()
+    for path in (tmp_path / "pipe", tmp_path, tmp_path / "none", "/etc/passwd", "/dev/zero"):
+        dymu = {"method": "dymu", "exact": True, "thresholds": str(path)}
+        for setting in (dymu, {"method": dymu}, {"method": [dymu]}, {"method": ["dynres", dymu], "keep": 0.5},
+                        {"method": {"method": "dyrate", "rate": "predictor", "predictor": str(path)}}):  # fmt: skip
+            with pytest.raises(openai.BadRequestError, match="names a file of the server") as caught:
+                ask(server, CHECKPOINTS[NAME].pictures(1), "what? ", setting)
+            said.add(str(caught.value).replace("predictor of dyrate", "thresholds of dymu"))
+    assert len(said) == 1, said
+    images = CHECKPOINTS[NAME].pictures(1)
+    check(ask(server, images, "what? "), reference, images, "what? ", None)
+
+
+LITERALS = [
+    "0", "1", "-1", "7", "0.5", "1.0", "-0.0", "1e-300", "1e400", "NaN", "-Infinity", "1" + "0" * 400,
+    "9223372036854775807", "true", "false", "null", '""', '"x"', '"/etc/passwd"', '"\\ud800"', '"\\u0000"', '"frame"',
+    "[]", "{}", "[" * 50 + "]" * 50,
+]  # fmt: skip
+
+
+def nested(draw: random.Random, depth: int = 0) -> str:
+    """A setting as JSON, more or less: methods and options of ours, and anything where something else should be."""
+    options = sorted({option for name in available_methods() for option in method_info(name).options})
+    kind = draw.random()
+    if depth and kind < 0.5:
+        return draw.choice(LITERALS)
+    if depth and kind < 0.6:
+        return json.dumps(draw.choice(available_methods()))
+    if depth and kind < 0.75:
+        return "[" + ",".join(nested(draw, depth + 1) for _ in range(draw.randrange(4))) + "]"
+    pairs = {}
+    if draw.random() < 0.8:
+        name = json.dumps(draw.choice(available_methods()))
+        pairs["method"] = name if draw.random() < 0.5 else nested(draw, depth + 1)
+    for _ in range(draw.randrange(4)):
+        key = draw.choice([*options, "keep", "keep", "per", "off", "experimental_in_llm", "config", "\ud800", "x"])
+        pairs[key] = nested(draw, depth + 1)
+    return "{" + ",".join(f"{json.dumps(key)}:{value}" for key, value in pairs.items()) + "}"
+
+
+def test_random_nested_settings(server: Server, reference: Any) -> None:
+    """A hundred of them, and the hand-picked: answered or refused, never an error of the server's."""
+    draw = random.Random(0)
+    deep, long = "[" * 5000 + "]" * 5000, "[" + "0," * 10**5 + "0]"
+    settings = [nested(draw) for _ in range(100)]
+    settings += [f'{{"keep": {literal}}}' for literal in [*LITERALS, deep, json.dumps("x" * 100_000)]]
+    settings += [f'{{"method": "random", "seed": {literal}}}' for literal in [*LITERALS, deep, long]]
+    answered = {setting: post(server, setting) for setting in settings}
+    wrong = {setting[:500]: status for setting, status in answered.items() if status not in (200, 400)}
+    assert not wrong, server.story(str(wrong))
+    assert set(answered.values()) == {200, 400}
+    images = CHECKPOINTS[NAME].pictures(1)
     check(ask(server, images, "what? "), reference, images, "what? ", None)
 
 

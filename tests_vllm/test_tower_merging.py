@@ -183,5 +183,9 @@ def test_the_same_path_with_other_thresholds_is_another_key(thresholds: Any) -> 
     assert json.loads(json.dumps(before)) == before
     found = Thresholds.load(path)
     Thresholds(found.values | {0.4: torch.ones(3)}, found.fingerprint, 4).save(path)
+    assert Setting.of(setting.as_dict()).cache_key() == before  # of this server, for as long as it runs
     settings._parsed.cache_clear()  # as another process
+    assert Setting.of(setting.as_dict()).cache_key() == before
+    settings._file.cache_clear()
+    settings._parsed.cache_clear()
     assert Setting.of(setting.as_dict()).cache_key() != before

@@ -57,8 +57,9 @@ def patch(
     and by the guard, to read prompts.
     guard:     "warn": log a warning where a prompt asks, or a picture holds, what this method was measured to lose at
                this budget (text, places, numbers); "auto": keep more tokens there; "off"; or a `Guard`.
-    config:    a file that `tokenprune tune` wrote, or its content, in place of method, keep and options. On another
-    model than it was tuned on, a warning is logged.
+    config:    a file that `tokenprune tune` wrote, or its content, or a setting alone, as a file or a dict such as
+    {"method": "fastv", "keep": {"average_tokens": 192}}, in place of method, keep and options. On another model than it
+    was tuned on, a warning is logged.
     options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
     instead.
 

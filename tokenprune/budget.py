@@ -12,7 +12,7 @@ from tokenprune.accounting import DecoderShape
 from tokenprune.errors import BudgetError
 
 _SCOPES = ("image", "frame", "prompt")
-_TARGETS = ("keep", "average_tokens", "kv_share", "flops_share")
+TARGETS = ("keep", "average_tokens", "kv_share", "flops_share")
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,24 @@ class Budget:
     per: str = "image"
 
     def __post_init__(self) -> None:
-        given = [name for name in _TARGETS if getattr(self, name) is not None]
+        given = [name for name in TARGETS if getattr(self, name) is not None]
         if len(given) != 1:
             raise BudgetError(
-                f"a Budget needs exactly one of {', '.join(_TARGETS)}; given: {', '.join(given) or 'none'}"
+                f"a Budget needs exactly one of {', '.join(TARGETS)}; given: {', '.join(given) or 'none'}"
             )
         if self.per not in _SCOPES:
             raise BudgetError(f"per={self.per!r} is not known; use one of {', '.join(map(repr, _SCOPES))}")
         value = getattr(self, given[0])
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:  # NaN
             raise BudgetError(f"{given[0]} must be a number, not {value!r}")
         if given[0] == "keep":
             self._check_keep(value)
-        elif not value > 0 or (given[0] != "average_tokens" and value > 1) or math.isinf(value):
+        elif not value > 0 or (given[0] != "average_tokens" and value > 1) or value == math.inf:
             limit = "" if given[0] == "average_tokens" else ", and at most 1"
             raise BudgetError(f"{given[0]}={value!r} is out of range: it must be positive{limit}")
 
     def __repr__(self) -> str:
-        given = [f"{name}={getattr(self, name)!r}" for name in _TARGETS if getattr(self, name) is not None]
+        given = [f"{name}={getattr(self, name)!r}" for name in TARGETS if getattr(self, name) is not None]
         return f"Budget({', '.join([*given, f'per={self.per!r}'] if self.per != 'image' else given)})"
 
     @staticmethod

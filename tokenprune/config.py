@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tokenprune.json`: the setting that `tokenprune tune` found, and what is promised of it.
 
-{"schema": 1, "setting": {"method": ..., "keep": ..., option: ...}, "tuned": {...}}. The setting has the shape that the
-vLLM plugin takes; `method` may be a list of names, or of {"method": name, option: ...}, with a list of keeps.
+{"schema": 1, "setting": {"method": ..., "keep": ..., option: ...}, "tuned": {...}}, or the setting alone. The setting
+has the shape that the vLLM plugin takes, see setting.py.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget
-from tokenprune.errors import BudgetError, ConfigError, OptionError
-from tokenprune.registry import build
+from tokenprune.errors import ConfigError, OptionError
+from tokenprune.files import File, reason
+from tokenprune.setting import parse, short
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-# Of a setting, and no option of a method. The last one says how vLLM shall serve a method; it changes nothing here.
-_SCOPE = ("method", "keep", "per", "off", "experimental_in_llm")
+_LARGEST = 2**20  # bytes of a file
+_SHAPE = f'{{"method": "divprune", "keep": 0.25}}, or {{"schema": {SCHEMA}, "setting": {{...}}, "tuned": {{...}}}}'
 
 
 @dataclass(frozen=True)
@@ -37,25 +39,16 @@ class Config:
 
     def steps(self) -> tuple[list[Method], list[Budget]]:
         """Return the methods and their budgets; raises UnknownMethodError, OptionError or BudgetError."""
-        given = dict(self.setting)
-        if given.get("off"):
+        return self._steps
+
+    @cached_property
+    def _steps(self) -> tuple[list[Method], list[Budget]]:
+        # Files that the setting names are read once.
+        layer = parse(self.setting, self.name).on(None)
+        if layer.off:
             raise OptionError(f'{self.name} says {{"off": true}}: there is nothing to patch')
-        if "method" not in given:
-            raise OptionError(f'{self.name} names no method: {{"method": "divprune", "keep": 0.25}}, for example')
-        many = isinstance(given["method"], list)
-        entries = given["method"] if many else [given["method"]]
-        options = {name: value for name, value in given.items() if name not in _SCOPE}
-        if not entries or (options and len(entries) > 1):
-            wrong = f"options {', '.join(options)} are ambiguous for several methods" if entries else "no method"
-            raise OptionError(
-                f'{self.name}: {wrong}: write {{"method": [{{"method": "fastv", "layer": 3}}, "divprune"]}}'
-            )
-        methods = [_method(entry, options) for entry in entries]
-        keeps = given.get("keep", [method.default_keep for method in methods])
-        keeps = keeps if isinstance(keeps, list) else [keeps] * len(methods)
-        if len(keeps) != len(methods):
-            raise BudgetError(f"{self.name}: keep has {len(keeps)} entries for {len(methods)} methods")
-        return methods, [Budget(keep=keep, per=given.get("per", "image")) for keep in keeps]
+        budgets = layer.budgets()
+        return layer.with_files().methods(), budgets
 
     def check_model(self, model: Any) -> None:
         """Log a warning if the promise was made for another model."""
@@ -74,44 +67,48 @@ class Config:
             )
 
 
-def _method(entry: Any, options: dict[str, Any]) -> Method:
-    if isinstance(entry, Mapping):
-        entry, options = entry.get("method"), {name: value for name, value in entry.items() if name != "method"}
-    try:
-        return build(entry, options)
-    except TypeError as error:  # a value of a type that the method itself did not check
-        raise OptionError(f"{entry}: {error}") from error
-
-
 def read_config(source: str | Path | Mapping[str, Any]) -> Config:
     """Read and check a configuration: a file, or its content. Raises ConfigError for what is none."""
     if isinstance(source, Mapping):
         return _checked(source, "config")
     if not isinstance(source, (str, Path)):
         raise ConfigError(f"config must be a file that `tokenprune tune` wrote, or its content, not {type(source)}")
-    path = Path(source)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        file = File.read(source, _LARGEST)
+        content = json.loads(file.content)  # in UTF-8, or as Windows may save it: with a mark in front, in UTF-16
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:  # no JSON, or no text
-        raise ConfigError(f"{path} is damaged, it holds no JSON: run `tokenprune tune` again") from error
-    return _checked(content, path.name)
+        raise ConfigError(f"cannot read {source}: {reason(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is damaged, or no text in UTF-8: save it as UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is damaged, it holds no JSON: run `tokenprune tune` again") from error
+    return _checked(content, Path(source).name)
 
 
 def _checked(content: Any, name: str) -> Config:
-    if not isinstance(content, Mapping) or "schema" not in content:
-        raise ConfigError(f'{name} is no configuration: it needs {{"schema": {SCHEMA}, "setting": {{...}}}}')
-    if content["schema"] != SCHEMA:
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{name} is no configuration: it needs {_SHAPE}")
+    if "method" in content or "off" in content:  # a setting alone
+        content = {"schema": SCHEMA, "setting": content}
+    if "schema" not in content:
+        raise ConfigError(f"{name} is no configuration: it needs {_SHAPE}")
+    schema = content["schema"]
+    if schema != SCHEMA or isinstance(schema, bool):
         raise ConfigError(
-            f"{name} has the schema {content['schema']!r}, and this version of tokenprune reads {SCHEMA}: update "
+            f"{name} has the schema {short(schema)}, and this version of tokenprune reads {SCHEMA}: update "
             "tokenprune, or run `tokenprune tune` again"
         )
     setting, tuned = content.get("setting"), content.get("tuned", {})
     if not isinstance(setting, Mapping) or not isinstance(tuned, Mapping):
         raise ConfigError(f"{name} is damaged: setting and tuned must be objects")
-    if unknown := sorted(set(content) - {"schema", "setting", "tuned"}):
+    if unknown := sorted(map(str, set(content) - {"schema", "setting", "tuned"})):
         raise ConfigError(f"{name} has unknown entries {', '.join(unknown)}: options go into setting")
+    model = tuned.get("model") or {}
+    if not isinstance(model, Mapping):
+        raise ConfigError(f"{name} is damaged: model in tuned must be an object, not {short(model)}")
+    for told in ("fingerprint", "type", "name"):
+        if not isinstance(model.get(told, ""), str):
+            raise ConfigError(f"{name} is damaged: {told} of the model must be a text, not {short(model[told])}")
     config = Config(dict(setting), dict(tuned), name)
     if not config.setting.get("off"):
         config.steps()

@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tokenprune.errors import OptionError
+from tokenprune.files import File, reason
 
 _KIND = "tokenprune dyrate predictor"
 
@@ -49,13 +50,11 @@ class RatePredictor:
     def load(cls, path: str | Path) -> RatePredictor:
         """Read what `save` wrote; raises OptionError for any other file."""
         try:
-            with safe_open(str(path), framework="pt") as file:
-                told = file.metadata() or {}
-                if told.get("kind") != _KIND:
-                    raise OptionError(f"{path} holds no predictor of `tokenprune fit-dyrate`")
-                weight, bias = file.get_tensor("weight"), file.get_tensor("bias")
-            return cls(weight, bias, int(told["layer"]), told["model"])
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            tensors, told = File.of(path).tensors()
+            if told.get("kind") != _KIND:
+                raise OptionError(f"{path} holds no predictor of `tokenprune fit-dyrate`")
+            return cls(tensors["weight"], tensors["bias"], int(told["layer"]), told["model"])
+        except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise
-            raise OptionError(f"cannot read a predictor from {path}: {error}") from error
+            raise OptionError(f"cannot read a predictor from {path}: {reason(error)}") from error

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
+from tokenprune.files import File, reason
 from tokenprune.fingerprint import Fingerprint
 
 _SHIPPED = Path(__file__).resolve().parent / "assets" / "thresholds"
@@ -27,12 +29,25 @@ class Thresholds:
 
     values: for each `keep` one cosine for each block, float32 `[blocks]`; 1.0 where a block merges nothing.
     fingerprint: of the tower. images: how many it was calibrated on. settings: what else went into it, for the reader.
+    Raises OptionError for values of another shape or type, and for those that are not finite.
     """
 
     values: dict[float, Tensor] = field(repr=False)
     fingerprint: Fingerprint
     images: int
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Mapping) or not self.values:
+            raise OptionError("thresholds are a dict, from each keep to float32 `[blocks]`, with at least one entry")
+        for keep, values in self.values.items():
+            if not isinstance(keep, float) or not 0 < keep <= 1:
+                raise OptionError(f"thresholds are for shares to keep, floats in (0, 1], not for {keep!r}")
+            if not isinstance(values, Tensor) or values.dim() != 1 or not values.is_floating_point():
+                told = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+                raise OptionError(f"thresholds for keep={keep} must be float32 `[blocks]`, one cosine each, not {told}")
+            if not torch.isfinite(values).all():
+                raise OptionError(f"thresholds for keep={keep} are not finite: run `tokenprune calibrate` again")
 
     @property
     def keeps(self) -> list[float]:
@@ -78,20 +93,21 @@ class Thresholds:
     def load(path: str | Path) -> Thresholds:
         """Read what `save` wrote; raises OptionError for anything else."""
         try:
-            with safe_open(str(path), "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise OptionError(f"cannot read {path} as thresholds: {reason}") from error
-        about = json.loads(metadata.get(_ENTRY, "{}"))
-        if about.get("version") != _VERSION:
-            raise OptionError(
-                f"{path} does not hold thresholds that this version of tokenprune can read: make it with `tokenprune "
-                "calibrate`"
-            )
-        values = {float(name.removeprefix("keep=")): tensor for name, tensor in tensors.items()}
-        return Thresholds(values, Fingerprint(**about["fingerprint"]), about["images"], about["settings"])
+            tensors, metadata = File.of(path).tensors()
+        except (OSError, ValueError) as error:
+            raise OptionError(f"cannot read {path} as thresholds: {reason(error)}") from error
+        try:
+            about = json.loads(metadata.get(_ENTRY, "{}"))
+            if about.get("version") == _VERSION:
+                values = {float(name.removeprefix("keep=")): tensor for name, tensor in tensors.items()}
+                return Thresholds(values, Fingerprint(**about["fingerprint"]), about["images"], about["settings"])
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, OptionError):
+                raise OptionError(f"{path}: {error}") from error
+        raise OptionError(
+            f"{path} does not hold thresholds that this version of tokenprune can read: make it with `tokenprune "
+            "calibrate`"
+        )
 
 
 @cache

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class DyMU(EncoderMethod):
 
     ragged = True
 
-    thresholds: str | Path | Thresholds | None = None
+    thresholds: str | Path | Thresholds | None = field(default=None, metadata={"file": True})
     proportional: bool = True
     max_r: int | None = None
     vtu: str = "off"
@@ -76,6 +76,11 @@ class DyMU(EncoderMethod):
         thresholds.check(tower.fingerprint)
         match = partial(threshold_match, protected=tower.protected, limit=self.max_r)
         values = thresholds.for_keep(budget.keep).tolist()
+        self._check(
+            len(values) == tower.blocks,
+            f"thresholds are for a tower of {len(values)} blocks, and this one has {tower.blocks}: run `tokenprune "
+            "calibrate` for this model",
+        )
         if not self.exact:
             return [partial(match, threshold=value) if value < 1 else None for value in values]
         floor = tower.left(budget) + tower.protected

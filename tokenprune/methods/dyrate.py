@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -56,7 +56,7 @@ class DyRate(DecodeMethod):
     warmup: int = 4
     update_every: int = 8
     schedule: tuple[float, ...] = ()
-    predictor: str | None = None
+    predictor: str | None = field(default=None, metadata={"file": True})
 
     def __post_init__(self) -> None:
         super().__post_init__()

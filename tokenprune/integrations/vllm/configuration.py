@@ -56,7 +56,7 @@ def _read(layer: Any, model_config: Any) -> Any:
         others = ", ".join(sorted(set(layer) - {"config"}))
         raise OptionError(f"{KEY}: config names a file with a whole setting: leave out {others}")
     config = read_config(named)
-    tuned_on, served = config.tuned.get("model", {}).get("type"), model_config.hf_config.model_type
+    tuned_on, served = (config.tuned.get("model") or {}).get("type"), model_config.hf_config.model_type
     if tuned_on not in (None, served):
         logger.warning("%s was tuned on %s, not on %s: what it promises was not measured here", named, tuned_on, served)
     return config.setting

@@ -14,24 +14,27 @@ class Family:
     per_run: every unbroken run of placeholders (a tile, a frame) has the budget for itself, instead of the whole
              picture or video. Like on the Hugging Face side, where nothing tells which runs make up a picture.
     in_llm:  tokens can leave between the layers of its language model (see `in_llm`).
+    nested:  vLLM keeps its CLIP or SigLIP tower in `vision_tower.vision_model`. transformers 5 leaves the second name
+             out when it saves a checkpoint.
     """
 
     mrope: bool = False
     per_run: bool = False
     in_llm: bool = False
+    nested: bool = False
 
 
 # By the name that stands in `architectures` of a checkpoint's config.
 FAMILIES: dict[str, Family] = {
-    "LlavaForConditionalGeneration": Family(in_llm=True),
-    "LlavaNextForConditionalGeneration": Family(in_llm=True),
-    "LlavaOnevisionForConditionalGeneration": Family(in_llm=True),
+    "LlavaForConditionalGeneration": Family(in_llm=True, nested=True),
+    "LlavaNextForConditionalGeneration": Family(in_llm=True, nested=True),
+    "LlavaOnevisionForConditionalGeneration": Family(in_llm=True, nested=True),
     "Mistral3ForConditionalGeneration": Family(in_llm=True),
     "Qwen2VLForConditionalGeneration": Family(mrope=True, in_llm=True),
     "Qwen2_5_VLForConditionalGeneration": Family(mrope=True, in_llm=True),
     "Qwen3VLForConditionalGeneration": Family(mrope=True, in_llm=True),
     "InternVLForConditionalGeneration": Family(per_run=True, in_llm=True),
-    "Gemma3ForConditionalGeneration": Family(per_run=True),
+    "Gemma3ForConditionalGeneration": Family(per_run=True, nested=True),
     "Idefics3ForConditionalGeneration": Family(per_run=True, in_llm=True),
     "SmolVLMForConditionalGeneration": Family(per_run=True, in_llm=True),
 }

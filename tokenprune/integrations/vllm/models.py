@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
@@ -25,6 +26,8 @@ from tokenprune.integrations.vllm.tower_checks import is_known, reads_tower
 from tokenprune.integrations.vllm.tower_merging import TowerMerger, merging, stretches
 
 _MODALITIES = ("image", "video")
+# Of a tower as transformers 5 names it: what stands in `vision_tower.vision_model` of vLLM's model.
+_NESTED = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm", "head")
 # What the models' own rules of positions read of an item.
 _SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
@@ -199,4 +202,8 @@ def reducing_class(base: type, family: Family) -> type:
     """Return `base` with the reduction mixed in, under the same name."""
     mixin = ReducingMropeModel if family.mrope else ReducingModel
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "tokenprune_family": family}
+    if family.nested:
+        # Behind vLLM's own, which bring all names to begin with "vision_tower.".
+        nested = {f"vision_tower.{name}.": f"vision_tower.vision_model.{name}." for name in _NESTED}
+        names["hf_to_vllm_mapper"] = base.hf_to_vllm_mapper | WeightsMapper(orig_to_new_prefix=nested)
     return type(base)(base.__name__, (mixin, base), names)

@@ -8,10 +8,12 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import torch
+from cachetools import LRUCache, cached
 from torch import Tensor
 
 from tokenprune.errors import OptionError
@@ -131,7 +133,16 @@ class Plan:
         return dataclasses.replace(whole, frames=frames)
 
 
-@lru_cache(maxsize=1024)
+def _size(plan: Plan) -> int:
+    """About how many bytes a decoded plan takes, with the list of its runs."""
+    return 1024 + 64 * len(plan.tokens)
+
+
+_decoded: LRUCache[Any, Plan] = LRUCache(64 * 2**20, _size)
+
+
+# By bytes, since plans of long videos are large; the lock is not held while one is decoded.
+@cached(_decoded, lock=Lock())
 def _decode(data: bytes) -> Plan:
     content = json.loads(data)
     tokens, embeds = [], []

@@ -26,6 +26,7 @@ HOOKS = {
     "vllm.sampling_params:SamplingParams.verify": "self model_config",
     "vllm.model_executor.models.registry:_BaseRegisteredModel.inspect_model_cls": "self",
     "vllm.model_executor.models.registry:_BaseRegisteredModel.load_model_cls": "self",
+    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_prefix",
     "vllm.multimodal.registry:MultiModalRegistry.create_processor": "self model_config",
     "vllm.multimodal.processing:BaseMultiModalProcessor._apply_hf_processor_main": "self mm_items hf_kwargs",
     "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_fields_config": "self hf_inputs hf_processor_mm_kwargs",

@@ -23,8 +23,6 @@ from tokenprune.integrations.vllm.settings import KEY, Setting, check_override
 from tokenprune.integrations.vllm.tower_checks import check_items, reads_tower
 from tokenprune.integrations.vllm.tower_merging import merges_in_tower
 
-OFF = {"off": True}
-
 
 @dataclasses.dataclass
 class CountedDetails(PromptUpdateDetails):
@@ -50,13 +48,13 @@ class ReducingProcessor(BaseMultiModalProcessor):
                     f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
                 )
             return None
-        if _names_a_file(kwargs.get(KEY)):
-            raise OptionError(
-                "thresholds names a file of the server: it belongs to the server's setting, not a request"
-            )
-        setting = Setting.of(server, *([kwargs[KEY]] if KEY in kwargs else []), *([OFF] if self._dummy else []))
+        setting = Setting.of(server)
         if KEY in kwargs:
-            check_override(Setting.of(server), setting)
+            request = Setting.of(server, kwargs[KEY], trusted=False)
+            check_override(setting, request)
+            setting = request
+        if self._dummy:
+            setting = Setting()
         try:
             check_model(setting, self.info.ctx.model_config)
         except UnsupportedSetupError as error:
@@ -153,14 +151,6 @@ def _frames(mm_items: Any, out_mm_kwargs: Any, index: int) -> int:
         return int(grid.data[0])
     videos = mm_items["video"]
     return videos.get_num_frames(index) if isinstance(videos, VideoProcessorItems) else 0
-
-
-def _names_a_file(layer: Any) -> bool:
-    """Whether a layer of a setting holds an option that is read from a file, for whichever of its methods."""
-    if not isinstance(layer, Mapping):
-        return False
-    methods = layer.get("method")
-    return "thresholds" in layer or (isinstance(methods, list) and any(_names_a_file(one) for one in methods))
 
 
 def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:

@@ -9,9 +9,11 @@ from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.select import probe
 from tokenprune.registry import available_methods, method_class
+from tokenprune.setting import IN_LLM
+
+__all__ = ["IN_LLM", "KEY", "check_method", "servable"]
 
 KEY = "tokenprune"
-IN_LLM = "experimental_in_llm"  # the key that allows methods inside the language model
 
 
 def check_method(method: Method, in_llm: bool = False) -> None:

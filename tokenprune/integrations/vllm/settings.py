@@ -4,27 +4,26 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
-from tokenprune.errors import BudgetError, OptionError
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError
+from tokenprune.files import File
 from tokenprune.integrations.places import check_places
 from tokenprune.integrations.vllm.servable import IN_LLM, KEY, check_method, servable
-from tokenprune.registry import build, method_class
+from tokenprune.setting import Entry, Layer, parse, plain, short
 
 __all__ = ["IN_LLM", "KEY", "Setting", "check_method", "check_override", "servable"]
 
 # Raise it whenever the same setting begins to keep other tokens: it is part of every cache key.
 ALGORITHM = 1
 _LONGEST = 2048  # characters of a setting as JSON
-_DEFAULT = object()
+Files = tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -45,16 +44,18 @@ class Setting:
     share: float = 1.0
     per: str = "image"
     in_llm: bool = False
-    files: tuple[tuple[str, str, str], ...] = ()
+    files: Files = ()
 
     @classmethod
-    def of(cls, *layers: Any) -> Setting:
+    def of(cls, *layers: Any, trusted: bool = True) -> Setting:
         """Merge settings as users write them, the later over the earlier, and check the result.
 
-        A layer that names other methods drops the options of the one before. Raises OptionError, UnknownMethodError
-        or BudgetError, which are ValueErrors: a server answers them with HTTP 400.
+        A layer that names other methods drops the options of the one before. trusted: False if the last layer comes
+        from a request, which must not name a file: an option that is one is refused, wherever it stands, whatever it
+        holds, and before anything is opened. Raises OptionError, UnknownMethodError or BudgetError, which are
+        ValueErrors: a server answers them with HTTP 400.
         """
-        return _parsed(tuple(_checked(layer) for layer in layers))
+        return _parsed(tuple(_text(layer) for layer in layers), trusted)
 
     @property
     def removes_nothing(self) -> bool:
@@ -97,65 +98,48 @@ def check_override(server: Setting, request: Setting) -> None:
         )
 
 
-def _checked(layer: Any) -> str:
-    """Return a layer as JSON; raises OptionError for what is no layer at all."""
-    if not isinstance(layer, Mapping) or not all(isinstance(key, str) for key in layer):
+def _text(layer: Any) -> str:
+    """Return a layer as JSON; raises OptionError or BudgetError for what is no layer at all."""
+    if not isinstance(layer, Mapping):
         raise OptionError(
             f'{KEY} must be an object like {{"method": "divprune", "keep": 0.25}} or {{"off": true}}, '
-            f"not {_short(layer)}"
+            f"not {short(layer)}"
         )
     if "config" in layer:  # a server's own was read before
         raise OptionError(f"{KEY}: config names a file of the server: it belongs to its setting, not to a request")
-    try:
-        text = json.dumps(dict(layer))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"{KEY} must hold what JSON can hold: {error}") from error
+    text = json.dumps(plain(layer, KEY))
     if len(text) > _LONGEST:
         raise OptionError(f"{KEY} is {len(text)} characters long; at most {_LONGEST} are read")
-    off = layer.get("off", False)
-    if not isinstance(off, bool):
-        raise OptionError(f"{KEY}: off must be true or false, not {_short(off)}")
-    if off and len(layer) > 1:
-        raise OptionError(f"{KEY}: off stands alone; leave out {', '.join(sorted(set(layer) - {'off'}))}")
     return text
 
 
+# A request is looked at several times, and requests are much alike. Exceptions are not kept, and no lock is held.
 @lru_cache(maxsize=256)
-def _parsed(layers: tuple[str, ...]) -> Setting:
-    # A request is looked at several times, and requests are much alike.
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        given = json.loads(layer)
-        if "method" in given and _names(given["method"]) != _names(merged.get("method")):
-            # A list of budgets belongs to the methods that it was given for.
-            kept = ("keep", "per")
-            merged = {key: value for key, value in merged.items() if key in kept and not isinstance(value, list)}
-        merged = {key: value for key, value in merged.items() if key != "off"} | given
-    if merged.pop("off", False):
-        return Setting()
-    if "method" not in merged:
-        raise OptionError(f'{KEY} names no method: {{"method": "divprune", "keep": 0.25}}, for example')
-    named, keep = merged.pop("method"), merged.pop("keep", _DEFAULT)
-    entries = named if isinstance(named, list) else [named]
-    per, in_llm = merged.pop("per", "image"), merged.pop(IN_LLM, False)
+def _parsed(layers: tuple[str, ...], trusted: bool) -> Setting:
+    merged: Layer | None = None
+    for number, text in enumerate(layers, start=1):
+        layer = parse(json.loads(text), KEY).on(merged)
+        if number == len(layers) and not trusted:
+            layer = layer.without_files()
+        merged = layer.over(merged)
+    return Setting() if merged is None or merged.off else _checked(merged.with_files(_file))
+
+
+# What a server reads, it reads once: its setting means the same as long as it runs. Only its own files come here.
+_file = lru_cache(maxsize=64)(File.read)
+
+
+def _checked(layer: Layer) -> Setting:
+    """Return what a whole setting says; raises OptionError or BudgetError if vLLM cannot serve it."""
+    per, in_llm, count = layer.per or "image", bool(layer.in_llm), len(layer.names)
     if per not in ("image", "frame"):
-        raise OptionError(f'{KEY}: per must be "image" or "frame", not {_short(per)}')
-    if not isinstance(in_llm, bool):
-        raise OptionError(f"{KEY}: {IN_LLM} must be true or false, not {_short(in_llm)}")
-    if not entries:
-        raise OptionError(f"{KEY}: method is an empty list: name at least one method")
-    if in_llm and len(entries) > 1:
-        raise OptionError(f"{KEY}: {IN_LLM} goes with one method, not with {len(entries)}")
-    if merged and len(entries) > 1:
-        raise OptionError(
-            f"{KEY}: options {', '.join(merged)} are ambiguous for several methods: give them with their method, "
-            '{"method": [{"method": "dynres", "min_scale": 0.5}, "divprune"]}, for example'
-        )
-    keeps = keep if isinstance(keep, list) else [keep] * len(entries)
-    if len(keeps) != len(entries):
-        raise BudgetError(f"{KEY}: keep has {len(keeps)} entries for {len(entries)} methods: give one for each, or one")
-    steps = [_step(*pair, merged, in_llm) for pair in zip(entries, keeps, strict=True)]
-    check_places([method for method, _, _ in steps])
+        raise OptionError(f'{KEY}: per must be "image" or "frame", not {short(per)}')
+    if in_llm and count > 1:
+        raise OptionError(f"{KEY}: {IN_LLM} goes with one method, not with {count}")
+    methods = layer.methods()
+    budgets = layer.budgets()
+    steps = [_step(*one, in_llm) for one in zip(methods, budgets, layer.entries, strict=True)]
+    check_places(methods)
     pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
     others = [step for step in steps if step[0].site is not Site.PRE_ENCODER]
     if len(others) > 1:
@@ -166,47 +150,26 @@ def _parsed(layers: tuple[str, ...]) -> Setting:
     return Setting(method, keep, *(pixels or [(None, 1.0)])[0][:2], per, in_llm, files)
 
 
-def _names(methods: Any) -> list[Any]:
-    """The names in what stands under "method"."""
-    entries = methods if isinstance(methods, list) else [methods]
-    return [entry.get("method") if isinstance(entry, dict) else entry for entry in entries]
-
-
-def _step(
-    entry: Any, keep: Any, options: dict[str, Any], in_llm: bool
-) -> tuple[Method, float | int, tuple[tuple[str, str, str], ...]]:
+def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[Method, float | int, Files]:
     """Return one of the methods of a setting, its budget and its files (see `Setting`), checked."""
-    if isinstance(entry, dict) and "method" in entry:
-        options = {key: value for key, value in entry.items() if key != "method"}
-        entry = entry["method"]
-        if "keep" in options:
-            raise OptionError(
-                f'{KEY}: keep stands beside the list of methods, {{"method": [...], "keep": [0.5, 0.25]}}'
-            )
-    if keep is _DEFAULT:
-        keep = method_class(entry).default_keep
-    if isinstance(keep, (dict, list, str)):
-        raise BudgetError(f"{KEY}: keep must be a number, not {keep!r}: a share in (0, 1], or a number of tokens")
-    Budget.of(keep)
+    keep = budget.keep
+    if keep is None:
+        raise BudgetError(f"{KEY}: keep must be a number, not a {budget}: a share in (0, 1], or a number of tokens")
     try:
-        method = build(entry, options)
-    except TypeError as error:  # an option of a type that the method itself did not check
-        raise OptionError(f"{entry}: {error}") from error
-    check_method(method, in_llm)
+        check_method(method, in_llm)
+    except TokenPruneError:
+        raise
+    except Exception as error:  # when it was tried
+        raise OptionError(f"{KEY}: {method.name} fails with these options: {error}") from error
     if method.site is Site.PRE_ENCODER:
         if isinstance(keep, int):
             raise BudgetError(f"{method.name} takes keep as a share (a float), not {keep}")
         method.check_keep(keep)
-    read = [(name, path) for name, path in options.items() if isinstance(path, str) and getattr(method, name) != path]
-    return method, keep, tuple((*one, hashlib.sha256(Path(one[1]).read_bytes()).hexdigest()) for one in read)
+    read = {name: value for name, value in entry.options.items() if isinstance(value, File)}
+    return method, keep, tuple((name, str(file), file.digest) for name, file in read.items())
 
 
-def _written(method: Method, files: tuple[tuple[str, str, str], ...]) -> dict[str, Any]:
+def _written(method: Method, files: Files) -> dict[str, Any]:
     """A method and its options as a setting holds them."""
     options = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
     return {"method": method.name} | options | {name: path for name, path, _ in files}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

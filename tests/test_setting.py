@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A setting has one form, however it is written; what a request must not say is refused wherever it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tokenprune
+from tokenprune import Budget, BudgetError, Method, OptionError, TokenPruneError, registry
+from tokenprune.files import File
+from tokenprune.integrations.vllm.settings import Setting
+from tokenprune.setting import file_options, parse
+
+SERVER = {"method": "divprune", "keep": 0.25}
+
+
+@pytest.fixture
+def awake() -> Iterator[None]:
+    """Fail a test that waits for ever, instead of doing so."""
+
+    def ring(*_: Any) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# -- files
+
+
+def test_the_options_that_name_a_file() -> None:
+    methods = {name: registry.method_class(name) for name in registry.available_methods()}
+    found = {(name, option) for name, cls in methods.items() for option in file_options(cls)}
+    assert found == {("dymu", "thresholds"), ("dyrate", "predictor")}
+
+    @dataclass(frozen=True)
+    class Typed(Method):
+        """Ours are marked; one that only says so by its type counts too."""
+
+        where: str | Path = ""
+        marked: str = field(default="", metadata={"file": True})
+        other: str = ""
+
+    assert file_options(Typed) == {"where", "marked"}
+
+
+@pytest.mark.parametrize("server", [SERVER, {"method": "dymu", "keep": 0.5, "exact": True}, {"off": True}], ids=str)
+@pytest.mark.parametrize("value", ["/etc/passwd", "/no/such/file", "", None, 7, ["/etc/passwd"], {"a": 1}], ids=str)
+def test_a_request_names_no_file(server: dict, value: Any) -> None:
+    """However it is written, whether or not there is such a file, and without a look at it."""
+    dymu = {"exact": True, "thresholds": value}
+    written = [
+        {"method": "dymu", **dymu},
+        {"method": {"method": "dymu", **dymu}},
+        {"method": [{"method": "dymu", **dymu}]},
+        {"method": ["dynres", {"method": "dymu", **dymu}]},
+        {"method": [{"method": "dymu", **dymu}, "downsample"], "keep": [0.5, 0.5]},
+        {"method": {"method": "dymu", "exact": True}, "thresholds": value},
+        {"method": {"method": "dyrate", "rate": "predictor", "predictor": value}},
+    ]
+    if server.get("method") == "dymu":
+        written += [dymu, {"thresholds": value, "keep": 0.5}, {"method": "dymu", "thresholds": value}]
+    texts = set()
+    for layer in written:
+        with unopened(), pytest.raises(OptionError, match="names a file of the server") as caught:
+            Setting.of(server, layer, trusted=False)
+        texts.add(str(caught.value).replace("predictor of dyrate", "thresholds of dymu"))
+    assert len(texts) == 1 and "passwd" not in texts.pop()
+
+
+def places() -> Iterator[tuple[str, str]]:
+    for name in registry.available_methods():
+        for one in dataclasses.fields(registry.method_class(name)):
+            yield name, one.name
+
+
+def has_path(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(has_path, value.values()))
+    return any(map(has_path, value)) if isinstance(value, list) else isinstance(value, str) and value.startswith("/")
+
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
+    st.sampled_from(["/etc/passwd", "/proc/self/environ", "/", ""]),
+    st.sampled_from([10**400, -(10**400), 2**63 - 1, 1e300, -0.0]),
+)  # fmt: skip
+names = st.sampled_from(registry.available_methods())
+options = sorted({option for _, option in places()})
+keys = st.sampled_from([*options, "method", "keep", "per", "off", "experimental_in_llm", "config", "x"])
+wild = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3))
+said = st.dictionaries(st.sampled_from(options), wild, max_size=3)
+
+
+@st.composite
+def layers(draw: Any, value: Any = wild) -> dict[str, Any]:
+    """Settings that look like settings, with something wild in any of their places."""
+    entry = st.one_of(names, st.builds(lambda name, more: {"method": name} | more, names, said), value)
+    layer: dict[str, Any] = draw(said) if draw(st.booleans()) else {}
+    layer["method"] = draw(entry | st.lists(entry, max_size=3))
+    for key, other in (("keep", st.lists(value, max_size=3) | value), ("per", value), ("off", value), ("x", value)):
+        if draw(st.integers(0, 5)) == 0:
+            layer[key] = draw(other)
+    return layer
+
+
+@contextmanager
+def unopened() -> Iterator[None]:
+    """Fail if any file is opened or looked at within."""
+    opened: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((os, "open"), (os, "stat")):
+            real = getattr(module, name)
+            patch.setattr(module, name, lambda *a, _real=real, **k: (opened.append(a), _real(*a, **k))[1])
+        yield
+    assert not opened
+
+
+@settings(max_examples=300, deadline=None)
+@given(layers(), st.sampled_from([SERVER, {"off": True}]))
+def test_wild_settings_are_answered(layer: dict[str, Any], server: dict[str, Any]) -> None:
+    """By one of our errors, a ValueError, of a length that can be read; nothing of it is ever opened."""
+    with unopened():
+        try:
+            made = Setting.of(server, layer, trusted=False)
+            assert not has_path(made.as_dict()), "a path was taken"
+            assert Setting.of(made.as_dict()) == made
+        except (TokenPruneError, ValueError) as error:
+            assert isinstance(error, TokenPruneError) and isinstance(error, ValueError)
+            assert 0 < len(str(error)) < 6000
+
+
+@pytest.mark.parametrize(("method", "option"), sorted(places()))
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_a_path_is_refused_in_every_place(method: str, option: str, data: st.DataObject) -> None:
+    """As the value of any option of any method, at any depth, in any of the ways to write a method."""
+    path = "/etc/passwd"
+    wrap = data.draw(st.sampled_from([lambda x: x, lambda x: [x], lambda x: {"a": x}, lambda x: [[0.5], {"b": [x]}]]))
+    entry = {"method": method, option: wrap(path)}
+    layer = data.draw(st.sampled_from([
+        entry, {"method": entry}, {"method": [entry]}, {"method": ["downsample", entry]},
+        {"method": [entry, "divprune"], "keep": 0.5}, {"method": entry, "keep": path}, {"method": entry, "per": path},
+        {"method": path}, {"method": [path]}, {"method": entry, path: path}, {"config": path}, {"off": path},
+        {"method": "pool", "keep": [path]}, {"method": "pool", "keep": {"average_tokens": path}},
+    ]))  # fmt: skip
+    with unopened(), pytest.raises(ValueError) as caught:
+        Setting.of(SERVER, layer, trusted=False)
+    assert isinstance(caught.value, TokenPruneError) and "root:" not in str(caught.value)
+
+
+def test_a_server_reads_its_own_files_once(tmp_path: Path) -> None:
+    """And a request that changes something else inherits them."""
+    path = Path(tokenprune.__file__).parent / "assets/thresholds/demo_vlm.safetensors"
+    mine = tmp_path / "mine.safetensors"
+    mine.write_bytes(path.read_bytes())
+    server = {"method": {"method": "dymu", "exact": True, "thresholds": str(mine)}, "keep": 0.5}
+    made = Setting.of(server)
+    assert [name for name, *_ in made.files] == ["thresholds"] and made.cache_key()["thresholds"] == made.files[0][2]
+    mine.unlink()
+    for request in ({"keep": 0.25}, {"max_r": 3}, {"method": "dymu", "keep": 0.5}, {"method": {"method": "dymu"}}):
+        with unopened():
+            assert Setting.of(made.as_dict(), request, trusted=False).files == made.files
+
+
+def test_only_regular_files_are_read(tmp_path: Path, awake: None) -> None:
+    """At once: a pipe that nobody writes to would be waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"x" * 100)
+    for path, why in (
+        (tmp_path / "pipe", "no regular file"), (tmp_path, "no regular file"), (Path("/dev/zero"), "no regular file"),
+        (tmp_path / "none", "No such file"), ("a\0b", "no path"), ("", "No such file"),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=f"cannot read .*{why}"):
+            tokenprune.method("dymu", thresholds=path)
+        with pytest.raises(OptionError, match=f"cannot read .*{why}"):
+            Setting.of({"method": "dymu", "exact": True, "thresholds": str(path)})
+        with pytest.raises(tokenprune.ConfigError, match=f"cannot read .*{why}"):
+            tokenprune.read_config(path)
+    with pytest.raises(OSError, match="larger than 99 bytes"):
+        File.read(tmp_path / "large", 99)
+    assert File.read(tmp_path / "large", 100).content == b"x" * 100
+
+
+# -- bounds
+
+
+def deep(depth: int) -> Any:
+    made: Any = 1
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+BAD = {
+    "large": 10**400, "negative and large": -(10**400), "unprintable": 10**6000, "infinite": float("1e400"),
+    "no number": float("nan"), "deep": deep(5000), "deep enough": deep(20), "long": "x" * 10**6, "many": [0] * 10**6,
+    "wide": {str(i): i for i in range(5000)}, "a set": {1}, "an object": object(), "bytes": b"x", "odd keys": {1: 2},
+    "too long a key": {"k" * 5000: 1}, "half a letter": "\ud800", "half a letter as a key": {"\ud800": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bounds_name_the_option(name: str) -> None:
+    for option, layer in (
+        ("keep", {"method": "pool", "keep": BAD[name]}),
+        ("keep", {"method": ["dynres", "pool"], "keep": [0.5, BAD[name]]}),
+        ("seed", {"method": "random", "seed": BAD[name]}),
+        ("min_scale", {"method": [{"method": "dynres", "min_scale": BAD[name]}, "pool"]}),
+    ):
+        for read in (
+            lambda layer: Setting.of(SERVER, layer, trusted=False),
+            lambda layer: tokenprune.read_config({"schema": 1, "setting": layer}),
+            lambda layer: tokenprune.read_config(layer),
+        ):
+            with pytest.raises((OptionError, BudgetError)) as caught:
+                read(layer)
+            text = str(caught.value)
+            assert option in text or name in ("wide", "many"), text
+            assert len(text) < 400
+
+
+@pytest.mark.parametrize("text", ["1" + "0" * 400, "1e400", "NaN", "-Infinity", "[" * 5000 + "]" * 5000, "1" * 5000])
+def test_bounds_from_json(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenprune.json"
+    path.write_text('{"method": "pool", "keep": ' + text + "}")
+    with pytest.raises((tokenprune.ConfigError, BudgetError, OptionError), match=r"keep|no JSON"):
+        tokenprune.read_config(path)
+
+
+@pytest.mark.parametrize("keep", [10**400, -(10**400), float("nan"), float("inf"), True, "x", [1]])
+def test_budgets_are_checked(keep: Any) -> None:
+    for target in ("keep", "average_tokens", "kv_share", "flops_share"):
+        if (target, keep) != ("keep", 10**400) and not (target == "average_tokens" and keep == 10**400):
+            with pytest.raises(BudgetError):
+                Budget(**{target: keep})
+
+
+@pytest.mark.parametrize(("method", "option"), sorted(places()))
+def test_booleans_are_no_numbers(method: str, option: str) -> None:
+    default = registry.method_info(method).options[option]
+    if isinstance(default, (int, float)) and not isinstance(default, bool):
+        with pytest.raises(OptionError, match=option):
+            parse({"method": method, option: True}, "it").methods()
+
+
+# -- one form
+
+
+SAME = [
+    [
+        {"method": "random", "seed": 3, "keep": 0.5}, {"method": {"method": "random", "seed": 3}, "keep": 0.5},
+        {"method": [{"method": "random", "seed": 3}], "keep": [0.5]}, {"method": ["random"], "seed": 3, "keep": 0.5},
+        {"method": {"method": "random"}, "seed": 3, "keep": 0.5, "per": "image"},
+    ],
+    [{"method": ["dynres", "pool"], "keep": 0.5}, {"method": [{"method": "dynres"}, "pool"], "keep": [0.5, 0.5]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("written", SAME, ids=["one", "two"])
+def test_one_form(written: list[dict]) -> None:
+    assert len({json.dumps(Setting.of(one).as_dict()) for one in written}) == 1
+    assert len({str(tokenprune.read_config(one).steps()) for one in written}) == 1
+
+
+def test_the_same_methods_keep_their_options() -> None:
+    """In whichever way the lower layer and the upper one are written."""
+    below = [{"method": "random", "seed": 3}, {"method": [{"method": "random", "seed": 3}]}]
+    above = [{"method": "random"}, {"method": {"method": "random"}}, {"keep": 0.25}, {"off": False}]
+    assert {Setting.of(low, up).method.seed for low in below for up in above} == {3}
+    two = {"method": [{"method": "dynres", "min_scale": 0.3}, {"method": "random", "seed": 3}], "keep": [0.5, 0.4]}
+    made = Setting.of(two, {"method": ["dynres", {"method": "random", "seed": 4}]})
+    assert (made.pixels.min_scale, made.method.seed, made.share, made.keep) == (0.3, 4, 0.5, 0.4)
+    assert Setting.of(two, {"method": ["dynres", "pool"]}).pixels.min_scale == 0.25
+    for layer in ({"seed": 1}, {"method": "random", "seed": 1} | {"method": {"method": "random", "seed": 2}}):
+        with pytest.raises(OptionError, match=r"ambiguous|two places"):
+            Setting.of(two, layer)
+
+
+def test_budgets_can_be_said() -> None:
+    steps = tokenprune.read_config({"method": "fastv", "keep": {"average_tokens": 192}}).steps()
+    assert steps[1] == [Budget(average_tokens=192)]
+    several = {"method": ["pool", "fastv"], "keep": [0.5, {"kv_share": 0.3}], "per": "prompt"}
+    assert tokenprune.read_config(several).steps()[1] == [
+        Budget(keep=0.5, per="prompt"), Budget(kv_share=0.3, per="prompt"),
+    ]  # fmt: skip
+    for keep, says in (
+        ({"tokens": 3}, "keep has no tokens.*average_tokens, kv_share"), ({}, "exactly one of"),
+        ({"kv_share": 0.5, "flops_share": 0.5}, "exactly one of"), ({"kv_share": 2}, "out of range"),
+        ({"kv_share": "x"}, "must be a number"),
+    ):  # fmt: skip
+        with pytest.raises(BudgetError, match=says):
+            tokenprune.read_config({"method": "fastv", "keep": keep})
+    with pytest.raises(BudgetError, match=r'write "keep": {"average_tokens": 192}'):
+        tokenprune.read_config({"method": "fastv", "average_tokens": 192})
+    with pytest.raises(BudgetError, match="must be a number, not a Budget"):
+        Setting.of({"method": "divprune", "keep": {"average_tokens": 192}})
+
+
+def test_what_a_method_does_not_check_is_told_all_the_same() -> None:
+    @registry.register("careless")
+    @dataclass(frozen=True)
+    class Careless(Method):
+        """Trust everyone."""
+
+        rates: tuple[float, ...] = ()
+        power: int = 1
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "total", 1 / sum(self.rates or (1,)))
+
+        def score(self, tokens: Any) -> Any:
+            return tokens.hidden.sum(-1).reshape(self.power, -1)
+
+    try:
+        for options in ({"rates": [0]}, {"rates": 3}, {"rates": {"a": "b"}}, {"power": 3}, {"power": "x"}):
+            with pytest.raises(OptionError, match="careless"):
+                Setting.of(SERVER, {"method": "careless"} | options, trusted=False)
+    finally:
+        registry._METHODS.pop("careless")
+
+
+@pytest.mark.parametrize("name", registry.available_methods())
+def test_no_option_keeps_a_server_busy(name: str, awake: None) -> None:
+    """Whatever number or list it is given: the front end answers requests one after the other."""
+    values = [0, 1, -1, 2**62, 1e-300, 1e18, 0.5, True, None, "x", [1], [2**62], {"a": 1}, [0.5] * 900]
+    for option in [option for method, option in places() if method == name]:
+        for value in values:
+            try:
+                Setting.of(SERVER, {"method": name, option: value}, trusted=False)
+            except TokenPruneError as error:
+                assert isinstance(error, ValueError)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped model, as docs/serving.md says to serve it where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import tokenprune
+from checkpoints import Checkpoint
+from conftest import stop
+from reference import Reference
+from server import Server, free_port, launch
+from test_server import ask
+
+ASSETS = Path(tokenprune.__file__).parent / "assets"
+MODEL = ASSETS / "demo_vlm"
+DOCS = Path(__file__).resolve().parent.parent / "docs/serving.md"
+
+
+def documented() -> tuple[dict[str, str], list[str]]:
+    """The environment and the command that the page gives for a machine without a GPU."""
+    (block,) = [one for one in DOCS.read_text().split("```")[1::2] if "api_server" in one]
+    words = shlex.split(block.replace("\\\n", " ").strip())
+    start = words.index("python")
+    return dict(word.split("=", 1) for word in words[:start]), words[start:]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    stop()
+    environment, words = documented()
+    assert words[words.index("--host") + 1] == "127.0.0.1", "it would be open to the network"
+    assert 0 < int(environment["VLLM_CPU_KVCACHE_SPACE"]) <= 4, "it would not start where memory is in use"
+    port = free_port()
+    command = [{"python": sys.executable, "PATH": str(MODEL)}.get(word, word) for word in words]
+    command += ["--port", str(port), "--served-model-name", "tiny", "--trust-request-mm-kwargs"]
+    with launch(command, tmp_path_factory.mktemp("demo"), port, **environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(Checkpoint("demo_vlm", dict, dict, "<image>"), MODEL)
+
+
+def questions() -> list[tuple[Image.Image, str, str]]:
+    """Of each kind one, with its answer."""
+    lines = [json.loads(line) for line in (ASSETS / "heldout/questions.jsonl").read_text().splitlines()[:8]]
+    picked = [(line, line["questions"][number]) for number, line in enumerate(lines)]
+    return [(Image.open(ASSETS / "heldout" / line["picture"]), one["question"], one["answer"]) for line, one in picked]
+
+
+@pytest.mark.parametrize("override", [None, {"keep": 0.5}, {"method": "pool", "keep": 0.25}, {"off": True}], ids=str)
+def test_it_answers_as_in_transformers(server: Server, reference: Reference, override: Any) -> None:
+    right = 0
+    for image, question, answer in questions():
+        reply = ask(server, [image], question, override, add_special_tokens=True)
+        steps = reply.choices[0].logprobs.content
+        prompt = reference.processor.apply_chat_template(
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}],
+            add_generation_prompt=True,
+        )
+        setting = None if override == {"off": True} else {"method": "divprune", "keep": 0.25} | (override or {})
+        tokens, logprobs = reference.greedy(prompt, [image], len(steps), setting)
+        assert [int(step.token.removeprefix("token_id:")) for step in steps] == tokens
+        for number, step in enumerate(steps):
+            # Of its even backgrounds many tokens are all but equal, and which of them divprune takes hangs on rounding.
+            for likely in step.top_logprobs if setting is None or setting["method"] == "pool" else ():
+                token = int(likely.token.removeprefix("token_id:"))
+                assert likely.logprob == pytest.approx(float(logprobs[number, token]), abs=1e-4)
+        with_all = reference.inputs(prompt, [image])["input_ids"].shape[1]
+        assert reply.usage.prompt_tokens == with_all - (0 if setting is None else 256 - round(256 * setting["keep"]))
+        right += answer in reference.processor.tokenizer.decode(tokens)
+    assert override != {"off": True} or right >= 6
