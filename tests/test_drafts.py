@@ -18,36 +18,46 @@ from conftest import METHODS, MODEL_METHODS, snapshot
 from families.special import FAMILIES as SPECIAL
 from oracle import close, generate_logits
 from test_cache import words
+from test_packed_encoder import pictures, small_processor
 from tokenprune import Site
 from tokenprune.integrations.hf.cache import reduction_of
-from zoo import FAMILIES
+from zoo import FAMILIES, Family
 
 NAMES = ["llava", "qwen2_5_vl", "gemma3"]
 # Those that act on pixels change what the processor makes of a prompt: nothing of them is in the model.
 ACTING = [name for name in METHODS if tokenprune.method_info(name).site is not Site.PRE_ENCODER]
+# What cannot act: averages of a grid of patches behind the tower, grids that are not known, families without video.
+REFUSED = {
+    "llava": ["pevlm"],
+    "gemma3": ["dymu", "pevlm", "tome"],
+    "gemma4": ["tome", "vscan"],
+    "exaone4_5": ["tome", "vscan"],
+}
 SLIDING = {name: {**FAMILIES, **SPECIAL}[name] for name in ("gemma3", "gemma4", "exaone4_5")}
 RECORDED = [
     "divprune", "fastv", "pool", "vscan", ["pool", "dart"], "tome",
     *(tokenprune.method("dyrate", layer=2, rate="schedule", schedule=[0.6, 0.8], mode=mode, k_min=0.05)
       for mode in ("evict", "mask", "index")),
 ]  # fmt: skip
+RECORDED_IDS = ["divprune", "fastv", "pool", "vscan", "pool+dart", "tome", "evict", "mask", "index"]
 
 
-def settings(method: Any) -> dict[str, Any]:
-    """Options under which a method acts on the zoo's models."""
+def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
+    """Arguments under which a method acts on the zoo's models."""
     if method == "dymu":
-        return dict(thresholds=[0.5] * 3)
-    if method == "dyrate":
-        return dict(layer=2, warmup=0, update_every=1)
-    return {}
+        seen = inputs["pixel_values"] if model.config.model_type == "llava" else pictures([(48, 64), (64, 40)])
+        processor = None if model.config.model_type == "llava" else small_processor()
+        return dict(
+            keep=0.5, thresholds=tokenprune.calibrate(model, seen, processor=processor, keep=0.5, progress=False)
+        )
+    if method == "pevlm":
+        return dict(sink_frames=1, block_frames=2, min_frames=3)
+    return dict(keep=0.4, **(dict(layer=2, warmup=0, update_every=1) if method == "dyrate" else {}))
 
 
-def patch(model: Any, name: str, method: Any, keep: float = 0.4) -> Any:
-    """A patch, or a skipped test where the method refuses this family."""
-    try:
-        return tokenprune.patch(model, method, keep=keep, **settings(method))
-    except tokenprune.TokenPruneError as error:
-        pytest.skip(f"{name} does not take {method}: {error}")
+def skip_refused(name: str, method: Any) -> None:
+    if method in REFUSED.get(name, ()):
+        pytest.skip(f"{name} takes no {method}, and says so (test_encoder.py, test_pevlm.py)")
 
 
 # -- caches that record their past ---------------------------------------------------------------------------------
@@ -66,21 +76,22 @@ def answer(model: Any, inputs: Any, text: Tensor, record: bool, restrict: bool =
         if record and restrict:
             cache.crop(0)
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        logits.append(model(input_ids=text[:, step : step + 1], attention_mask=mask, past_key_values=cache).logits[:, 0])
+        out = model(input_ids=text[:, step : step + 1], attention_mask=mask, past_key_values=cache)
+        logits.append(out.logits[:, 0])
     return logits, cache, stats
 
 
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
-@pytest.mark.parametrize("method", RECORDED, ids=lambda one: one if isinstance(one, str) else getattr(one, "mode", "two"))
+@pytest.mark.parametrize("method", RECORDED, ids=RECORDED_IDS)
 @pytest.mark.parametrize("name", SLIDING)
 def test_a_cache_that_records_its_past(name: str, method: Any, batch: dict, build) -> None:
     """It holds more slots of a sliding layer than it hands out; what is computed and told is the same."""
     family = SLIDING[name]
     model, inputs = build(family), family.make_inputs(**batch)
     text = words(len(inputs["input_ids"]), 6)
-    patch(model, name, method)
-    try:
-        want, cache, told = answer(model, inputs, text, record=False)
+    skip_refused(name, method)
+    with tokenprune.patched(model, method, keep=0.4):
+        want, _, told = answer(model, inputs, text, record=False)
         for restrict in (True, False):
             got, recorded, stats = answer(model, inputs, text, record=True, restrict=restrict)
             for one, other in zip(got, want, strict=True):
@@ -89,8 +100,6 @@ def test_a_cache_that_records_its_past(name: str, method: Any, batch: dict, buil
             assert stats.kv_bytes == told.kv_bytes
         recorded.crop(-2)  # what it was asked to record for
         assert recorded.get_seq_length() == inputs["input_ids"].shape[1] + text.shape[1] - 2
-    finally:
-        tokenprune.unpatch(model)
 
 
 @torch.no_grad()
@@ -102,7 +111,8 @@ def test_what_was_taken_back_is_gone(method: str, build) -> None:
     text = words(2, 6)
     with tokenprune.patched(model, method, keep=0.4):
         want, _, _ = answer(model, inputs, text, record=True)
-        _, cache, _ = answer(model, inputs, torch.cat([text[:, :3], words(2, 3, seed=9)], 1), record=True, restrict=False)
+        guessed = torch.cat([text[:, :3], words(2, 3, seed=9)], 1)
+        _, cache, _ = answer(model, inputs, guessed, record=True, restrict=False)
         cache.crop(-3)
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 6), value=1)
         got = model(input_ids=text[:, 3:], attention_mask=mask, past_key_values=cache).logits
@@ -135,6 +145,15 @@ def draft_of(model: Any) -> Any:
     return draft
 
 
+def watch(model: Any, family: Family, lengths: list[int]) -> Any:
+    """Write the length of every forward of the decoder to `lengths`, until the handle is removed."""
+
+    def enter(module: Any, args: tuple, kwargs: dict) -> None:
+        lengths.append(kwargs["inputs_embeds"].shape[1])
+
+    return model.get_submodule(family.decoder).register_forward_pre_hook(enter, with_kwargs=True)
+
+
 HELP = {
     "assistant": lambda draft: dict(assistant_model=draft),
     "prompt lookup": lambda draft: dict(prompt_lookup_num_tokens=3),
@@ -146,18 +165,18 @@ HELP = {
 @pytest.mark.parametrize("name", NAMES)
 def test_assisted_equals_unassisted(name: str, method: str, help_: str, build) -> None:
     """The tokens, what is left of the pictures, and what the statistics tell of the prompt."""
+    skip_refused(name, method)
     family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(only=0)
+    model = build(family)
+    video = method == "pevlm" and family.video is not None
+    inputs = family.make_inputs(only=0, **(dict(images=(0, 0), video=8) if video else {}))
     extra = HELP[help_](draft_of(model))
     was = snapshot(model)
-    patch(model, name, method, keep=0.3)
-    try:
+    with tokenprune.patched(model, method, **settings(model, method, inputs)):
         want, tokens, _ = generate_logits(model, inputs, 10)
         before = tokenprune.stats(model)
         got, assisted, _ = generate_logits(model, inputs, 10, **extra)
         after = tokenprune.stats(model)
-    finally:
-        tokenprune.unpatch(model)
     assert torch.equal(assisted, tokens)
     close(got, want)
     assert after.visual_tokens_per_layer == before.visual_tokens_per_layer
@@ -174,9 +193,8 @@ def test_drafts_are_accepted(name: str, build) -> None:
     model, inputs = build(family), family.make_inputs(only=0)
     draft, forwards = copy.deepcopy(model), []
     draft.generation_config.num_assistant_tokens = 4
-    handle = model.get_submodule(family.decoder).register_forward_pre_hook(
-        lambda module, args, kwargs: forwards.append(kwargs["inputs_embeds"].shape[1]), with_kwargs=True
-    )
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    handle = watch(model, family, forwards)
     # The draft reads the same prompt without its picture; with a text prompt it writes what the model writes.
     text = family.make_inputs(images=0, rows=1)
     try:
@@ -198,10 +216,10 @@ def test_a_patched_draft(name: str, method: str, build) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(only=0)
     _, want, _ = generate_logits(model, inputs, 10)
-    draft = tokenprune.patch(draft_of(model), method, keep=0.3, **settings(method))
+    draft = tokenprune.patch(draft_of(model), method, **settings(model, method, inputs))
     _, got, _ = generate_logits(model, inputs, 10, assistant_model=draft)
     assert torch.equal(got, want)
-    with tokenprune.patched(model, method, keep=0.3, **settings(method)):
+    with tokenprune.patched(model, method, **settings(model, method, inputs)):
         _, want, _ = generate_logits(model, inputs, 10)
         _, got, _ = generate_logits(model, inputs, 10, assistant_model=draft)
     assert torch.equal(got, want)
@@ -211,7 +229,7 @@ def test_a_method_that_decides_while_decoding_takes_no_drafts(build, caplog) -> 
     """It decides by each token in turn, and says why the answer came one by one."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
-    with tokenprune.patched(model, "dyrate", keep=0.5, **settings("dyrate")):
+    with tokenprune.patched(model, "dyrate", **settings(model, "dyrate", inputs)):
         model.generate(**inputs, max_new_tokens=3)
         assert not tokenprune.stats(model).notes
         model.generate(**inputs, max_new_tokens=3, prompt_lookup_num_tokens=3)
@@ -238,13 +256,12 @@ def test_a_version_without_the_private_name(monkeypatch, build) -> None:
 
 def test_copies_and_pickles_keep_drafts_out(build) -> None:
     family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(only=0)
-    with tokenprune.patched(copy.deepcopy(model), "fastv", keep=0.3) as patched:
-        _, want, _ = generate_logits(patched, inputs, 8)
-        for other in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
+    model, inputs = family.build(), family.make_inputs(only=0)  # a model that has run cannot be pickled, patched or not
+    with tokenprune.patched(model, "fastv", keep=0.3):
+        others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        _, want, _ = generate_logits(model, inputs, 8)
+        for other in others:
             forwards: list[int] = []
-            other.get_submodule(family.decoder).register_forward_pre_hook(
-                lambda module, args, kwargs, seen=forwards: seen.append(kwargs["inputs_embeds"].shape[1]), with_kwargs=True
-            )
+            watch(other, family, forwards)
             _, got, _ = generate_logits(other, inputs, 8, prompt_lookup_num_tokens=3)
             assert torch.equal(got, want) and forwards[0] == inputs["input_ids"].shape[1]

@@ -15,6 +15,7 @@ from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.adapters import adapter_for
 from tokenprune.integrations.hf.block_attention import BlockAttention
 from tokenprune.integrations.hf.cutting import Step
+from tokenprune.integrations.hf.drafts import Drafts
 from tokenprune.integrations.hf.encoder import TowerPatch, tower_patch
 from tokenprune.integrations.hf.encoder_attention import EncoderAttention
 from tokenprune.integrations.hf.engine import Engine
@@ -63,7 +64,8 @@ def hf_parts(
         check_processor(processor, guard, methods)
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
-    readers = [s.method for s in steps if "encoder_attention" in s.method.needs and not s.budget.is_identity()]
+    cutting = [step.method for step in steps if not step.budget.is_identity()]
+    readers = [method for method in cutting if "encoder_attention" in method.needs]
     if readers:
         if merging := [part.method for part in parts if isinstance(part, TowerPatch)]:
             raise OptionError(
@@ -71,6 +73,8 @@ def hf_parts(
                 "them on the way: use one of the two"
             )
         parts.append(EncoderAttention(adapter, readers))
+    if cutting or parts:
+        parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
     if not all(budget.is_identity() for budget in budgets):
         parts.append(LostPictures(adapter))
     if (watching := guard_for(adapter, guard, methods, budgets, processor)) is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Selection
+from tokenprune.integrations.hf.cache import slots_handed_out
 from tokenprune.statistics import Cut, Removal, Stats
 from tokenprune.tokens import Segments
 
@@ -97,10 +98,11 @@ def count_bytes(cache: Any, full: int) -> tuple[int, int]:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or not keys.numel():
             continue
-        held = keys.numel() * keys.element_size() + values.numel() * values.element_size()
+        # What a layer keeps until its next crop only is not counted.
+        slot = (keys.numel() * keys.element_size() + values.numel() * values.element_size()) // keys.shape[-2]
         window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
-        total += held
-        total_full += held // keys.shape[-2] * (min(full, window - 1) if window else full)
+        total += slot * slots_handed_out(layer)
+        total_full += slot * (min(full, window - 1) if window else full)
     return total, total_full
 
 
