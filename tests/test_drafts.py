@@ -18,6 +18,7 @@ from conftest import METHODS, MODEL_METHODS, snapshot
 from families.special import FAMILIES as SPECIAL
 from oracle import close, generate_logits
 from test_cache import words
+from test_families_special import PROBES, NextProbe
 from test_packed_encoder import pictures, small_processor
 from tokenprune import Site
 from tokenprune.integrations.hf.cache import reduction_of
@@ -117,6 +118,25 @@ def test_what_was_taken_back_is_gone(method: str, build) -> None:
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 6), value=1)
         got = model(input_ids=text[:, 3:], attention_mask=mask, past_key_values=cache).logits
     close(got, torch.stack(want[4:], 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", [*PROBES, NextProbe(layer=2)], ids=["PRE_LLM", "IN_LLM", "next", "next sliding"])
+@pytest.mark.parametrize("name", ["exaone4_5", "gemma4"])
+def test_a_second_picture_behind_what_was_recorded(name: str, method: Any, build) -> None:
+    """Also where a method looks at the keys of what came before."""
+    family = SPECIAL[name]
+    model, answers = build(family), []
+    first, second = family.make_inputs(only=0), family.make_inputs(only=0, seed=5)
+    second["attention_mask"] = torch.cat([first["attention_mask"], second["attention_mask"]], 1)
+    with tokenprune.patched(model, method, keep=0.3):
+        for record in (False, True):
+            cache = DynamicCache(config=model.config.get_text_config())
+            if record:
+                cache.activate_past_recording()
+            model(**first, past_key_values=cache)
+            answers.append(model(**second, past_key_values=cache).logits[:, -1])
+    close(*answers)
 
 
 @torch.no_grad()
