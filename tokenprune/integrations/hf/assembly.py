@@ -22,6 +22,7 @@ from tokenprune.integrations.hf.engine import Engine
 from tokenprune.integrations.hf.guarding import check_processor, guard_for
 from tokenprune.integrations.hf.lost_pictures import LostPictures
 from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.hf.pixel_counts import FullCounts
 from tokenprune.integrations.hf.pixels import patch_for
 from tokenprune.integrations.hf.setup_checks import check_steps
 from tokenprune.integrations.hf.unmerging import VirtualUnmerging, check_composition, form_of
@@ -77,6 +78,8 @@ def hf_parts(
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
     if not all(budget.is_identity() for budget in budgets):
         parts.append(LostPictures(adapter))
+    if pixels:
+        parts.append(FullCounts(pixels))
     if (watching := guard_for(adapter, guard, methods, budgets, processor)) is not None:
         parts.append(watching)
     return [*pixels, Engine(adapter, steps, parts, record)]
