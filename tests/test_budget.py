@@ -12,6 +12,7 @@ import torch
 
 import tokenprune
 from conftest import MODEL_METHODS, SINGLE_CUT, pieces
+from families.special import BOTH_KINDS, gemma4
 from families.special import FAMILIES as SPECIAL
 from tokenprune import Budget, BudgetError
 from tokenprune.accounting import DecoderShape
@@ -39,14 +40,18 @@ def test_shape_of_a_config(build) -> None:
 
 
 # Decoders whose layers differ: in heads, in MLPs, in which of them make keys.
-UNEVEN = ["gemma4_per_layer", "gemma4", "gemma4_unified", "exaone4_5", "gemma3n"]
+UNEVEN = {name: SPECIAL[name] for name in ("gemma4_per_layer", "gemma4", "gemma4_unified", "exaone4_5", "gemma3n")}
+UNEVEN["gemma4_wide"] = gemma4(
+    "gemma4_wide", num_hidden_layers=8, layer_types=BOTH_KINDS * 4, hidden_size_per_layer_input=0,
+    num_kv_shared_layers=2, use_double_wide_mlp=True,
+)  # fmt: skip
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", UNEVEN)
 def test_closed_forms_of_layers_that_differ(name: str, build) -> None:
     """Bytes are those of the cache's tensors, FLOPs those of the layers' own matrices."""
-    family = SPECIAL[name]
+    family = UNEVEN[name]
     model, inputs = build(family), family.make_inputs(only=0)
     decoder, length = model.get_submodule(family.decoder), inputs["input_ids"].shape[1]
     shape = DecoderShape.from_config(decoder.config)
@@ -75,11 +80,11 @@ def test_closed_forms_of_layers_that_differ(name: str, build) -> None:
 
 def test_shapes_of_layers_that_differ(build) -> None:
     """Gemma 4's layers that see everything have wider heads, and fewer of them for keys; the last have no keys."""
-    config = build(SPECIAL["gemma4_per_layer"]).config.text_config
+    config = build(UNEVEN["gemma4_per_layer"]).config.text_config
     shape = DecoderShape.from_config(config)
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, (2, 1, 2, 1), (16, 32, 16, 32))
     assert shape.kv_projections == (2, 1, 2, 1)
-    shared = DecoderShape.from_config(build(SPECIAL["gemma4"]).config.text_config)
+    shared = DecoderShape.from_config(build(UNEVEN["gemma4_wide"]).config.text_config)
     assert (shared.kv_heads, shared.intermediate) == ((2,) * 6 + (0, 0), (96,) * 6 + (192, 192))
 
 

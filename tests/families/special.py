@@ -451,7 +451,7 @@ def _families() -> list[Family]:
         qwen35("qwen3_5"),
         qwen35("qwen3_5_moe", **EXPERTS, shared_expert_intermediate_size=32),
         gemma4("gemma4", hidden_size_per_layer_input=8, vocab_size_per_layer_input=TEXT["vocab_size"],
-               num_kv_shared_layers=2, num_hidden_layers=8, layer_types=BOTH_KINDS * 4, use_double_wide_mlp=True),
+               num_kv_shared_layers=2, num_hidden_layers=8, layer_types=BOTH_KINDS * 4),
         gemma4("gemma4_bidirectional", hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
         # Heads of another width and number in the layers that see everything, with values made of keys.
         gemma4("gemma4_per_layer", hidden_size_per_layer_input=0, use_bidirectional_attention="vision",
