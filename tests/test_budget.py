@@ -16,7 +16,7 @@ from families.special import BOTH_KINDS, gemma4
 from families.special import FAMILIES as SPECIAL
 from tokenprune import Budget, BudgetError
 from tokenprune.accounting import DecoderShape
-from zoo import FAMILIES, Family
+from zoo import FAMILIES, VOCAB, Family
 
 SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
 
@@ -42,8 +42,8 @@ def test_shape_of_a_config(build) -> None:
 # Decoders whose layers differ: in heads, in MLPs, in which of them make keys.
 UNEVEN = {name: SPECIAL[name] for name in ("gemma4_per_layer", "gemma4", "gemma4_unified", "exaone4_5", "gemma3n")}
 UNEVEN["gemma4_wide"] = gemma4(
-    "gemma4_wide", num_hidden_layers=8, layer_types=BOTH_KINDS * 4, hidden_size_per_layer_input=0,
-    num_kv_shared_layers=2, use_double_wide_mlp=True,
+    "gemma4_wide", num_hidden_layers=8, layer_types=BOTH_KINDS * 4,
+    hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2, use_double_wide_mlp=True,
 )  # fmt: skip
 
 
