@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 
 import tokenprune
 from conftest import MODEL_METHODS, SINGLE_CUT, pieces
+from families.special import BOTH_KINDS, gemma4
+from families.special import FAMILIES as SPECIAL
 from tokenprune import Budget, BudgetError
 from tokenprune.accounting import DecoderShape
-from zoo import FAMILIES, Family
+from zoo import FAMILIES, VOCAB, Family
 
 SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
 
@@ -34,6 +37,64 @@ def test_flops_and_bytes_by_hand() -> None:
 def test_shape_of_a_config(build) -> None:
     config = build(FAMILIES["qwen2_5_vl"]).config.text_config
     assert DecoderShape.from_config(config) == DecoderShape(4, 64, 96, 4, 2, 16)
+
+
+# Decoders whose layers differ: in heads, in MLPs, in which of them make keys.
+UNEVEN = {name: SPECIAL[name] for name in ("gemma4_per_layer", "gemma4", "gemma4_unified", "exaone4_5", "gemma3n")}
+UNEVEN["gemma4_wide"] = gemma4(
+    "gemma4_wide", num_hidden_layers=8, layer_types=BOTH_KINDS * 4,
+    hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2, use_double_wide_mlp=True,
+)  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", UNEVEN)
+def test_closed_forms_of_layers_that_differ(name: str, build) -> None:
+    """Bytes are those of the cache's tensors, FLOPs those of the layers' own matrices."""
+    family = UNEVEN[name]
+    model, inputs = build(family), family.make_inputs(only=0)
+    decoder, length = model.get_submodule(family.decoder), inputs["input_ids"].shape[1]
+    shape = DecoderShape.from_config(decoder.config)
+    flops, handles = [0] * shape.layers, []
+
+    def count(index: int, module: Any, args: tuple, output: Any) -> None:
+        flops[index] += 2 * length * module.weight.numel()
+
+    for index, layer in enumerate(decoder.layers):
+        for part, module in layer.named_modules():
+            if part.startswith(("self_attn.", "mlp.")) and isinstance(module, torch.nn.Linear):
+                handles.append(module.register_forward_hook(partial(count, index)))
+    try:
+        cache = model(**inputs, use_cache=True).past_key_values
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert flops == [shape.layer_flops(length, attention=0.0, layer=layer) for layer in range(shape.layers)]
+    assert shape.prefill_flops([length] * shape.layers, [0.0] * shape.layers) == sum(flops)
+    tensors = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    held = [0 if keys is None else keys.shape[-2] for keys, _ in tensors]
+    held += [length] * (shape.layers - len(held))  # what attends to the keys of others caches nothing of any length
+    want = sum(one.nbytes for pair in tensors for one in pair if one is not None)
+    assert shape.kv_bytes(held, 4) == want > 0
+
+
+def test_shapes_of_layers_that_differ(build) -> None:
+    """Gemma 4's layers that see everything have wider heads, and fewer of them for keys; the last have no keys."""
+    config = build(UNEVEN["gemma4_per_layer"]).config.text_config
+    shape = DecoderShape.from_config(config)
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, (2, 1, 2, 1), (16, 32, 16, 32))
+    assert shape.kv_projections == (2, 1, 2, 1)
+    shared = DecoderShape.from_config(build(UNEVEN["gemma4_wide"]).config.text_config)
+    assert (shared.kv_heads, shared.intermediate) == ((2,) * 6 + (0, 0), (96,) * 6 + (192, 192))
+
+
+def test_a_share_of_bytes_where_layers_differ() -> None:
+    """Layers before a cut count by what they cache of a token: (3 + 1 r) / 4 = 0.8 of the bytes."""
+    shape = DecoderShape(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=(3, 1), head_dim=4)
+    assert Budget(kv_share=0.8).resolve([100], layer=1, shape=shape, text_tokens=5) == [20]
+    assert Budget(average_tokens=80).resolve([100], layer=1, shape=shape, text_tokens=5) == [60]
+    with pytest.raises(BudgetError, match=r"spend 0\.750"):
+        Budget(kv_share=0.7).resolve([100], layer=1, shape=shape, text_tokens=5)
 
 
 @pytest.mark.parametrize(

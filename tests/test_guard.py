@@ -492,7 +492,6 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Subject) -
         (dict(guard="loud"), OptionError, "guard='loud'.*'warn', 'auto', 'off'"),
         (dict(guard=True), OptionError, "guard=True"),
         (dict(processor=object()), OptionError, "no tokenizer"),
-        (dict(guard="off", processor="demo"), OptionError, "leave out processor="),
         (dict(method="tome", guard="auto"), UnsupportedSetupError, 'IN_ENCODER: use guard="warn"'),
         (dict(method="downsample", guard="auto", processor="demo"), UnsupportedSetupError, "PRE_ENCODER"),
         (dict(method="dyrate", guard="auto"), UnsupportedSetupError, "DECODE"),
@@ -506,6 +505,21 @@ def test_refusals_leave_no_trace(subject: Subject, options: dict, error: type, m
     with pytest.raises(error, match=message):
         tokenprune.patch(subject.model, **dict(method="dart", keep=0.2) | options)
     assert snapshot(subject.model) == was and not tokenprune.is_patched(subject.model)
+
+
+@pytest.mark.parametrize("processor", ["demo", "image processor", None])
+@torch.no_grad()
+def test_a_processor_that_nobody_needs_is_taken(subject: Subject, processor: str | None) -> None:
+    """With the guard off, scripts that always pass one need no case of their own; nothing reads or changes it."""
+    whole = subject.processor
+    given = {"demo": whole, "image processor": whole.image_processor, None: None}[processor]
+    inputs, kind = asked(subject), type(whole.image_processor)
+    with tokenprune.patched(subject.model, "random", keep=0.2, guard="off"):
+        want = subject.model(**inputs).logits
+    with tokenprune.patched(subject.model, "random", keep=0.2, guard="off", processor=given):
+        assert torch.equal(subject.model(**inputs).logits, want)
+        assert tokenprune.stats(subject.model).guard is None
+        assert type(whole.image_processor) is kind
 
 
 def test_methods_on_pixels_are_judged_by_their_keep(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,7 @@ from tokenprune import (
     patch_processor,
     unpatch_processor,
 )
+from tokenprune.integrations.hf.pixel_counts import PixelCounts
 from zoo import FAMILIES
 
 INFOS = [tokenprune.method_info(name) for name in METHODS]
@@ -50,6 +51,9 @@ def test_llava_shrinks_to_whole_patches(demo: Any, keep: float, patches: int) ->
         stats = tokenprune.stats(demo)
         written_tokens = demo.generate(**inputs, max_new_tokens=3, do_sample=False)
     assert stats.visual_tokens_in == stats.visual_tokens_out == 2 * patches**2
+    assert stats.visual_tokens_full == 2 * 16**2
+    assert stats.pixel_keep_ratio == stats.as_dict()["pixel_keep_ratio"] == patches**2 / 16**2
+    assert "of 512 without the method on pixels" in repr(stats)
     assert torch.isfinite(logits).all()
     assert written_tokens.shape[1] > inputs["input_ids"].shape[1]
 
@@ -196,6 +200,63 @@ def test_tiles_come_as_close_as_they_can(name: str, keep: float) -> None:
 
 
 @torch.no_grad()
+def test_the_count_without_the_method(build: Any) -> None:
+    """Told of whatever the processor made for a prompt: in one call or several, copied for beams, beside plain text."""
+    family = FAMILIES["qwen2_vl"]
+    model, processor = build(family), Qwen2VLImageProcessor(**LIMITS)
+
+    def told(*sizes: tuple[int, int], images: Any = None, calls: int = 1, **generate: Any) -> int | None:
+        """What the statistics say of pictures of these sizes, made in so many calls of the processor."""
+        each = len(sizes) // calls
+        made = [
+            processor([photo(*size) for size in sizes[start : start + each]], return_tensors="pt")
+            for start in range(0, len(sizes), each)
+        ]
+        grids = torch.cat([one["image_grid_thw"] for one in made])
+        inputs = family.make_inputs(
+            images=images or [1] * len(sizes), sizes=[tuple(grid[1:]) for grid in grids.tolist()]
+        )
+        inputs.update({key: torch.cat([one[key] for one in made]) for key in made[0]})
+        model.generate(**inputs, max_new_tokens=2, **generate)
+        return tokenprune.stats(model).visual_tokens_full
+
+    full = {size: processor(photo(*size), return_tensors="pt")["image_grid_thw"].prod().item() // 4
+            for size in ((48, 64), (64, 64), (32, 48))}  # fmt: skip
+    with tokenprune.patched(model, "downsample", keep=0.25, processor=processor):
+        assert told((48, 64)) == full[48, 64] == 48
+        assert told((48, 64), (64, 64)) == full[48, 64] + full[64, 64]
+        assert told((48, 64), (64, 64), calls=2) == full[48, 64] + full[64, 64]
+        assert told((48, 64), (64, 64), (32, 48), images=[2, 0, 1]) == sum(full.values())
+        assert told((48, 64), (64, 64), num_beams=3) == 3 * (full[48, 64] + full[64, 64])
+        # Not known: pictures that another processor made.
+        other = Qwen2VLImageProcessor(**LIMITS)(photo(16, 96), return_tensors="pt")
+        inputs = family.make_inputs(rows=1, sizes=[tuple(other["image_grid_thw"][0, 1:].tolist())])
+        inputs.update(other)
+        model(**inputs)
+        assert tokenprune.stats(model).visual_tokens_full is tokenprune.stats(model).pixel_keep_ratio is None
+        assert "without" not in repr(tokenprune.stats(model))
+    with tokenprune.patched(model, "divprune", keep=0.25):
+        model(**inputs)
+        assert tokenprune.stats(model).visual_tokens_full is None
+
+
+def test_a_count_that_is_not_known_is_not_told() -> None:
+    counts = PixelCounts()
+    assert counts.full([12]) is None
+    counts.note(12, 48)
+    assert (counts.full([12]), counts.full([12, 12]), counts.full([0, 12]), counts.full([24])) == (48, 96, 48, None)
+    counts.note(12, 48)
+    assert counts.full([12]) == 48
+    counts.note(12, 50)  # which of the two?
+    assert counts.full([12]) is None
+    for _ in range(63):
+        counts.note(13, 52)
+    assert (counts.full([12]), counts.full([13])) == (50, 52)
+    counts.note(13, 52)
+    assert counts.full([12]) is None
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("keep", [0.5, 0.25])
 def test_tiny_models_take_the_pixels(keep: float, build: Any) -> None:
     """Qwen2-VL's tiny model with the processor of its sizes: fewer patches, and placeholders to match."""
@@ -211,6 +272,7 @@ def test_tiny_models_take_the_pixels(keep: float, build: Any) -> None:
         logits = model(**inputs).logits
         stats = tokenprune.stats(model)
     assert stats.visual_tokens_in == grid[1] * grid[2] // 4 == pytest.approx(keep * 48, abs=2)
+    assert stats.visual_tokens_full == 48
     assert torch.isfinite(logits).all()
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -123,16 +125,29 @@ def test_registration_errors() -> None:
 
 def test_entry_points(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     found = [
-        EntryPoint("norms", "test_registry:norms", registry.ENTRY_POINT_GROUP),
         EntryPoint("broken", "no_such_package.anywhere", registry.ENTRY_POINT_GROUP),
+        EntryPoint("quits", "sys:exit", registry.ENTRY_POINT_GROUP),
+        EntryPoint("norms", "test_registry:norms", registry.ENTRY_POINT_GROUP),
     ]
+
+    def load(entry: EntryPoint) -> Any:
+        if entry.name == "quits":
+            sys.exit("this package\nneeds a license")
+        return norms() if entry.name == "norms" else __import__(entry.module)
+
     monkeypatch.setattr(registry, "entry_points", lambda group: found if group == "tokenprune.methods" else [])
     # Loading a module is what registers its methods; this one registers when its function is called.
-    monkeypatch.setattr(EntryPoint, "load", lambda self: norms() if self.name == "norms" else __import__(self.module))
+    monkeypatch.setattr(EntryPoint, "load", load)
     monkeypatch.setattr(registry, "_loaded", False)
-    with caplog.at_level(logging.ERROR):
-        assert "norms" in tokenprune.available_methods()
-    assert "broken" in caplog.text and "no_such_package" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        assert {"norms", "dart"} <= set(tokenprune.available_methods())
+    broken, quits = caplog.records
+    assert "'broken' (no_such_package.anywhere)" in broken.getMessage()
+    assert "ModuleNotFoundError: No module named 'no_such_package'" in broken.getMessage()
+    assert quits.getMessage().endswith("SystemExit: this package needs a license")
+    # One line each, without a traceback.
+    assert all(one.levelname == "WARNING" and one.exc_info is None for one in caplog.records)
+    assert all("\n" not in one.getMessage() for one in caplog.records)
     with pytest.raises(tokenprune.UnknownMethodError):
         tokenprune.method("broken")
 
@@ -174,6 +189,114 @@ def test_a_wrong_selection(case: str, build) -> None:
     with tokenprune.patched(model, "wrong", keep=0.3), pytest.raises(TokenPruneError, match="wrong"):
         model(**inputs)
     assert torch.equal(model(**inputs).logits, before)
+
+
+# What a score must not be, and what the error says of it.
+WRONG_SCORES = {
+    "none": (lambda tokens: None, "not NoneType"),
+    "a list": (lambda tokens: tokens.mask.tolist(), "not list"),
+    "one for each picture": (lambda tokens: tokens.hidden.mean(dim=(1, 2)), r"not float32 \[2\]"),
+    "one for each head": (lambda tokens: tokens.hidden.unflatten(2, (4, -1)).mean(3), r"not float32 \[2, 35, 4\]"),
+    "transposed": (lambda tokens: tokens.hidden.mean(2).T, r"not float32 \[35, 2\]"),
+    "complex": (lambda tokens: tokens.hidden.mean(2) * 1j, "not complex64"),
+    "yes or no": (lambda tokens: tokens.mask, "not bool"),
+    "elsewhere": (lambda tokens: tokens.hidden.mean(2).to("meta"), "on meta"),
+    "no number": (lambda tokens: tokens.hidden.mean(2) * torch.nan, "NaN"),
+    "no number in one picture": (lambda tokens: first_is_nan(tokens), "NaN"),
+}
+
+
+def first_is_nan(tokens: VisualTokens) -> Tensor:
+    score = tokens.hidden.mean(2)
+    score[0, : tokens.counts[0]] = torch.nan  # what is behind is padding
+    return score
+
+
+@pytest.mark.parametrize("case", WRONG_SCORES)
+@torch.no_grad()
+def test_a_wrong_score(case: str, build) -> None:
+    score, says = WRONG_SCORES[case]
+
+    @register("loud", site=Site.PRE_LLM, paper="none")
+    @dataclass(frozen=True)
+    class Loud(Method):
+        """Score nonsense."""
+
+        def score(self, tokens: VisualTokens) -> Any:
+            return score(tokens)
+
+    family = FAMILIES["llava_next"]
+    model, inputs = build(family), family.make_inputs(sizes=[(16, 32), (8, 32)])
+    shape = [2, max(max(row) for row in inputs.counts)]
+    before = model(**inputs).logits
+    with tokenprune.patched(model, "loud", keep=0.3), pytest.raises(TokenPruneError) as error:
+        model(**inputs)
+    assert f"loud.score() must return a float tensor [S, N] = {shape}" in str(error.value)
+    assert re.search(says.replace("35", str(shape[1])), str(error.value))
+    assert torch.equal(model(**inputs).logits, before)
+
+
+@torch.no_grad()
+def test_a_score_with_some_nan_ranks(build) -> None:
+    """NaN counts as lowest, also in bfloat16."""
+
+    @register("patchy", site=Site.PRE_LLM, paper="none")
+    @dataclass(frozen=True)
+    class Patchy(Method):
+        """Score the last third."""
+
+        def score(self, tokens: VisualTokens) -> Tensor:
+            place = torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
+            return torch.where(place < 24, torch.nan, 1.0).bfloat16()
+
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with tokenprune.patched(model, "patchy", keep=12, record=True):
+        model(**inputs)
+        kept = set(tokenprune.stats(model).cuts[0].kept[0])
+    (piece,) = pieces(family, inputs)[0]
+    assert kept & set(piece) == set(piece[24:])
+
+
+@torch.no_grad()
+def test_whole_numbers_rank(build) -> None:
+    class Places(Method):
+        name = "places"
+
+        def score(self, tokens: VisualTokens) -> Tensor:
+            return torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
+
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with tokenprune.patched(model, Places(), keep=12, record=True):
+        model(**inputs)
+        kept = set(tokenprune.stats(model).cuts[0].kept[0])
+    (piece,) = pieces(family, inputs)[0]
+    assert kept & set(piece) == set(piece[24:])
+
+
+@pytest.mark.parametrize(
+    ("name", "offered"),
+    [
+        ("dartt", "'dart'"), ("FastV", "'fastv'"), ("fast_v", "'fastv'"), ("divprun", "'divprune'"), ("dimu", "'dymu'"),
+        ("unifrom", "'uniform'"), ("sparsevlm", None), ("visionzip", None), ("pyramiddrop", None), ("prunemerge", None),
+        ("topk", None), ("x", None), ("", None),
+    ],
+)  # fmt: skip
+def test_only_what_is_close_is_offered(name: str, offered: str | None) -> None:
+    with pytest.raises(tokenprune.UnknownMethodError) as error:
+        tokenprune.method(name)
+    assert ("did you mean" in str(error.value)) == (offered is not None)
+    assert offered is None or f"did you mean {offered}" in str(error.value)
+    assert "available are dart, divprune" in str(error.value)
+
+
+@pytest.mark.parametrize(("option", "offered"), [("layers", "'layer'"), ("Layer", "'layer'"), ("depth", None)])
+def test_only_options_that_are_close_are_offered(option: str, offered: str | None) -> None:
+    with pytest.raises(OptionError) as error:
+        tokenprune.method("fastv", **{option: 2})
+    assert ("did you mean" in str(error.value)) == (offered is not None)
+    assert offered is None or offered in str(error.value)
 
 
 @torch.no_grad()

@@ -343,6 +343,10 @@ def test_generate_equals_a_prompt_with_the_kept_views() -> None:
     with tokenprune.patched(model, ["view_select", "divprune"], keep=[1.0, 0.25], processor=processor):
         answers([VIEWS, VIEWS])
         assert tokenprune.stats(model).visual_tokens_out == 12 * 64
+    with tokenprune.patched(model, "view_select", **options):
+        answers([VIEWS, VIEWS])
+        stats = tokenprune.stats(model)
+    assert (stats.visual_tokens_in, stats.visual_tokens_full) == (8 * 256, 12 * 256)
 
 
 @torch.no_grad()

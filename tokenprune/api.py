@@ -54,7 +54,7 @@ def patch(
     record:    keep the positions that survive each cut in `stats(model).cuts`.
     replace:   replace a patch that is there already, instead of raising.
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes,
-    and by the guard, to read prompts.
+    and by the guard, to read prompts; ignored where neither needs it.
     guard:     "warn": log a warning where a prompt asks, or a picture holds, what this method was measured to lose at
                this budget (text, places, numbers); "auto": keep more tokens there; "off"; or a `Guard`.
     config:    a file that `tokenprune tune` wrote, or its content, or a setting alone, as a file or a dict such as

@@ -6,11 +6,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from tokenprune.errors import OptionError
+from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.kernels.take import top_mask
 
 if TYPE_CHECKING:
@@ -115,7 +115,23 @@ class Method:
 
     def select(self, tokens: VisualTokens) -> Selection:
         """Return which visual tokens stay; the default keeps the highest scores."""
-        return Selection.top(self.score(tokens), tokens)
+        return Selection.top(self._checked(self.score(tokens), tokens.mask), tokens)
+
+    def _checked(self, score: Any, mask: Tensor) -> Tensor:
+        """Return `score`, if it ranks the tokens of `mask`, bool `[S, N]`; raise TokenPruneError if it does not."""
+        wanted = f"{self.name}.score() must return a float tensor [S, N] = {list(mask.shape)}"
+        if not isinstance(score, Tensor):
+            raise TokenPruneError(f"{wanted}, not {type(score).__name__}")
+        ranks = score.dtype != mask.dtype and not score.is_complex()  # whole numbers do
+        if score.shape != mask.shape or not ranks or score.device != mask.device:
+            found = f"{str(score.dtype).removeprefix('torch.')} {list(score.shape)} on {score.device}"
+            raise TokenPruneError(f"{wanted} on {mask.device}, not {found}")
+        # NaN counts as lowest, so that a picture of nothing else keeps its first tokens without a word. To ask for it
+        # the host has to wait for the device; our own methods are known not to need that.
+        ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
+        if not ours and bool((score.isnan() | ~mask).all(dim=1).any()):
+            raise TokenPruneError(f"{wanted}, and all scores of a picture are NaN: that ranks nothing")
+        return score
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         """Return the methods, each acting at one place, that this one consists of in a decoder of `layers`, with their

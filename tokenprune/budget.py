@@ -96,10 +96,11 @@ class Budget:
             return [self._share(count, self.keep) for count in counts]
         if self.average_tokens is not None:
             return [
-                self._share(count, self._share_after(self.average_tokens / count, layer, shape)) for count in counts
+                self._share(count, self._share_after(self.average_tokens / count, layer, [1] * shape.layers))
+                for count in counts
             ]
         if self.kv_share is not None:
-            share = self._share_after(self.kv_share, layer, shape)
+            share = self._share_after(self.kv_share, layer, shape.kv_widths)
         else:
             share = self._share_for_flops(sum(counts), layer, shape, text_tokens)
         return [self._share(count, share) for count in counts]
@@ -108,13 +109,15 @@ class Budget:
     def _share(count: int, share: float) -> int:
         return min(count, max(1, round(count * share)))
 
-    def _share_after(self, average: float, layer: int, shape: DecoderShape) -> float:
-        """The share kept from `layer` on so that the mean over layers is `average`: (K + (T - K) r) / T = average."""
-        share = (min(average, 1.0) * shape.layers - layer) / (shape.layers - layer)
+    def _share_after(self, average: float, layer: int, sizes: list[int]) -> float:
+        """The share r kept from `layer` on so that the mean over layers is `average`: with K layers before it out of T
+        that are alike, (K + (T - K) r) / T = average. sizes: what a token weighs in each layer."""
+        before, behind = sum(sizes[:layer]), sum(sizes[layer:])
+        share = (min(average, 1.0) * (before + behind) - before) / behind if behind else 0.0
         if share <= 0:
             raise BudgetError(
-                f"{self} cannot be reached by a cut at layer {layer} of {shape.layers}: the layers before it alone "
-                f"spend {layer / shape.layers:.3f} of the visual tokens; cut earlier or ask for more"
+                f"{self} cannot be reached by a cut at layer {layer} of {len(sizes)}: the layers before it alone "
+                f"spend {before / (before + behind):.3f} of the visual tokens; cut earlier or ask for more"
             )
         return share
 

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tokenprune.per_layer import of_config
+
 # Of a config what no weight shows.
 _TOLD = ("num_attention_heads", "num_heads", "hidden_act", "layer_norm_eps", "spatial_merge_size", "window_size")
+_NOT_THERE = object()
 _SAMPLES = 16  # values of each parameter: any training moves all of them
 
 
@@ -33,7 +36,8 @@ class Fingerprint:
         if config is None:
             told = {"heads": [m.num_heads for m in module.modules() if hasattr(m, "num_heads")]}
         else:
-            told = {name: getattr(config, name) for name in _TOLD if hasattr(config, name)}
+            told = {name: of_config(config, name, _NOT_THERE) for name in _TOLD}
+            told = {name: value for name, value in told.items() if value is not _NOT_THERE}
         parts = sorted(_digest(parameter) for parameter in parameters)
         whole = repr((type(module).__name__, sorted((told | facts).items()), parts))
         dtype = str(parameters[0].dtype).removeprefix("torch.")

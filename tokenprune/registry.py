@@ -108,9 +108,10 @@ def _load() -> None:
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             entry.load()
-        except Exception:
-            # A broken third-party plugin must not take the library down; its own name then simply stays unknown.
-            logger.exception("the entry point %r of %r could not be loaded", entry.name, entry.value)
+        except (Exception, SystemExit) as error:
+            # A broken third-party package must not take the library down; its methods then simply stay unknown.
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            logger.warning("methods of the entry point %r (%s) are left out: %s", entry.name, entry.value, reason)
 
 
 def available_methods() -> list[str]:
@@ -123,10 +124,15 @@ def method_class(name: str) -> type[Method]:
     """Return the class registered under `name`; raises UnknownMethodError naming close matches."""
     _load()
     if not isinstance(name, str) or name not in _METHODS:
-        close = difflib.get_close_matches(name.lower(), _METHODS, n=3, cutoff=0.5) if isinstance(name, str) else ()
-        hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        hint = _did_you_mean(name.lower(), _METHODS) if isinstance(name, str) else ""
         raise UnknownMethodError(f"unknown method {name!r}: {hint}available are {', '.join(sorted(_METHODS))}")
     return _METHODS[name]
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the start of a sentence that offers what is spelt almost like `name`, empty if nothing is."""
+    close = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
+    return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
 def method_info(name: str) -> MethodInfo:
@@ -153,7 +159,6 @@ def build(name: str, options: dict[str, Any]) -> Method:
     known = [f.name for f in dataclasses.fields(cls)]
     for option in options:
         if option not in known:
-            close = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            hint = _did_you_mean(option, known)
             raise OptionError(f"{name} has no option {option!r}: {hint}its options are {', '.join(known) or '(none)'}")
     return cls(**options)

@@ -83,6 +83,10 @@ class Stats:
                              wide as the longest.
     padding_share:           share of these slots, over rows and layers, that held no token: padding, and what fills up
                              rows that are shorter than the widest. It is work, and KV memory, without a use.
+    visual_tokens_full:      with a method on pixels, the visual tokens that the prompt would have had without it;
+                             None: there is no such method, or it is not known, because the pictures come from another
+                             processor than the patched one, or from more than 64 calls ago, or because pictures of
+                             several sizes make as many tokens.
     prefill_flops_ratio:     decoder prefill FLOPs against the unpatched model (closed form, accounting.py; no tower, no
                              head), of all slots: what was computed.
     prefill_flops_ratio_tokens: the same of the tokens alone, here and in the unpatched model: what a batch without
@@ -92,7 +96,7 @@ class Stats:
                              step, answer included.
     kv_bytes_tokens:         what of `kv_bytes` is keys and values of tokens.
     removals:                one `Removal` for each cut of prefill, in order. What methods on pixels save is not
-                             among them: their tokens never enter the model.
+                             among them: their tokens never enter the model (see visual_tokens_full).
     encoder_tokens_per_layer: tokens that entered each block of the vision tower, class tokens included, if a method
                               acts there; else empty.
     attention_blocks:        context blocks that prefill attention went in, over all rows; 0 for full attention.
@@ -111,6 +115,7 @@ class Stats:
     keep_ratio: float = 1.0
     width_per_layer: list[int] = field(default_factory=list)
     padding_share: float = 0.0
+    visual_tokens_full: int | None = field(default=None, kw_only=True)
     prefill_flops_ratio: float = 1.0
     prefill_flops_ratio_tokens: float = 1.0
     kv_bytes: int = 0
@@ -143,9 +148,15 @@ class Stats:
         """Mean of `visual_tokens_per_layer`: what papers call "192 tokens"."""
         return sum(self.visual_tokens_per_layer) / max(1, len(self.visual_tokens_per_layer))
 
+    @property
+    def pixel_keep_ratio(self) -> float | None:
+        """visual_tokens_in / visual_tokens_full: what a method on pixels left; None where that is not known."""
+        return self.visual_tokens_in / self.visual_tokens_full if self.visual_tokens_full else None
+
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, and the layer average, as plain Python values."""
+        """Return all fields, the layer average and the ratio of methods on pixels, as plain Python values."""
         told = dataclasses.asdict(self.settled()) | {"visual_tokens_average": self.visual_tokens_average}
+        told["pixel_keep_ratio"] = self.pixel_keep_ratio
         del told["_later"]
         return told
 
@@ -154,7 +165,8 @@ class Stats:
             return "Stats(no visual tokens seen)"
         return (
             f"Stats(visual tokens {self.visual_tokens_in} -> {self.visual_tokens_out} ({self.keep_ratio:.1%}), "
-            f"{self.visual_tokens_average:.1f} on average over layers, prefill FLOPs {self.prefill_flops_ratio:.1%}, "
+            + (f"of {self.visual_tokens_full} without the method on pixels, " if self.visual_tokens_full else "")
+            + f"{self.visual_tokens_average:.1f} on average over layers, prefill FLOPs {self.prefill_flops_ratio:.1%}, "
             f"KV {self.kv_bytes / 2**20:.2f} of {self.kv_bytes_full / 2**20:.2f} MiB, "
             + (f"padding {self.padding_share:.1%}, " if self.padding_share else "")
             + (f"attention in {self.attention_blocks} blocks, " if self.attention_blocks else "")

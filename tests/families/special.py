@@ -453,6 +453,9 @@ def _families() -> list[Family]:
         gemma4("gemma4", hidden_size_per_layer_input=8, vocab_size_per_layer_input=TEXT["vocab_size"],
                num_kv_shared_layers=2, num_hidden_layers=8, layer_types=BOTH_KINDS * 4),
         gemma4("gemma4_bidirectional", hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
+        # Heads of another width and number in the layers that see everything, with values made of keys.
+        gemma4("gemma4_per_layer", hidden_size_per_layer_input=0, use_bidirectional_attention="vision",
+               global_head_dim=2 * HEAD_DIM, num_global_key_value_heads=1, attention_k_eq_v=True),
         gemma4("gemma4_moe", hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
                moe_intermediate_size=32),
         Family("llama4", chunked, llama4_picture, (1, 2, 0), decoder="language_model.model"),

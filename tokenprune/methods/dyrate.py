@@ -11,6 +11,7 @@ from tokenprune.base import Site
 from tokenprune.decode import DecodeMethod, TokenType, is_number
 from tokenprune.errors import OptionError
 from tokenprune.fingerprint import fingerprint
+from tokenprune.per_layer import per_layer
 from tokenprune.rate_predictor import RatePredictor
 from tokenprune.registry import register
 
@@ -118,7 +119,7 @@ class DyRate(DecodeMethod):
     def check_model(self, decoder: nn.Module) -> None:
         if self.rate != "predictor":
             return
-        heads = decoder.config.num_attention_heads
+        heads = per_layer(decoder.config, "num_attention_heads")[self.layer - 1]  # where its attention is read
         if self._fitted.weight.shape[1] != len(TokenType) * heads or self._fitted.model != fingerprint(decoder):
             raise OptionError(
                 f"{self.name}: {self.predictor} was fitted to another model (or to this one in another dtype): run "

@@ -15,12 +15,14 @@ from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.adapters import adapter_for
 from tokenprune.integrations.hf.block_attention import BlockAttention
 from tokenprune.integrations.hf.cutting import Step
+from tokenprune.integrations.hf.drafts import Drafts
 from tokenprune.integrations.hf.encoder import TowerPatch, tower_patch
 from tokenprune.integrations.hf.encoder_attention import EncoderAttention
 from tokenprune.integrations.hf.engine import Engine
 from tokenprune.integrations.hf.guarding import check_processor, guard_for
 from tokenprune.integrations.hf.lost_pictures import LostPictures
 from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.hf.pixel_counts import FullCounts
 from tokenprune.integrations.hf.pixels import patch_for
 from tokenprune.integrations.hf.setup_checks import check_steps
 from tokenprune.integrations.hf.unmerging import VirtualUnmerging, check_composition, form_of
@@ -63,7 +65,8 @@ def hf_parts(
         check_processor(processor, guard, methods)
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
-    readers = [s.method for s in steps if "encoder_attention" in s.method.needs and not s.budget.is_identity()]
+    cutting = [step.method for step in steps if not step.budget.is_identity()]
+    readers = [method for method in cutting if "encoder_attention" in method.needs]
     if readers:
         if merging := [part.method for part in parts if isinstance(part, TowerPatch)]:
             raise OptionError(
@@ -71,8 +74,12 @@ def hf_parts(
                 "them on the way: use one of the two"
             )
         parts.append(EncoderAttention(adapter, readers))
+    if cutting or parts:
+        parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
     if not all(budget.is_identity() for budget in budgets):
         parts.append(LostPictures(adapter))
+    if pixels:
+        parts.append(FullCounts(pixels))
     if (watching := guard_for(adapter, guard, methods, budgets, processor)) is not None:
         parts.append(watching)
     return [*pixels, Engine(adapter, steps, parts, record)]

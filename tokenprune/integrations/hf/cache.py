@@ -105,7 +105,8 @@ class _ReducedMixin:
         # A positive number is the (deprecated) absolute length to keep.
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, reduction.length - tokens_to_remove)
         if remove == 0:
-            return
+            # Layers that record their past give up what is not needed any more.
+            return super().crop(0)
         length = reduction.length - remove
         for _, slots in reduction.slots:
             rest, tail = slots[:, : max(0, slots.shape[1] - remove)], slots[:, -remove:]
@@ -161,12 +162,23 @@ def check(cache: Cache) -> None:
         raise UnsupportedSetupError("cannot prune with an offloaded cache; leave out cache_implementation='offloaded'")
 
 
+def slots_handed_out(layer: CacheLayerMixin) -> int:
+    """Return how many physical slots a layer of a cache hands out beside the tokens of a call.
+
+    A sliding layer that records its past holds more of them until it is cropped: those that it would otherwise have
+    thrown away, so that drafts can be taken back.
+    """
+    keys = getattr(layer, "keys", None)
+    held = 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
+    records = getattr(layer, "record_past", False) and getattr(layer, "is_sliding", False)
+    return min(held, layer.sliding_window - 1) if records else held
+
+
 def cached_tokens(cache: Cache | None, layer: int) -> int | None:
-    """Return how many physical slots `layer` holds, or None without such a layer (yet)."""
+    """Return how many physical slots `layer` hands out (`slots_handed_out`), or None without such a layer (yet)."""
     if cache is None or layer >= len(cache.layers):
         return None
-    keys = getattr(cache.layers[layer], "keys", None)
-    return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
+    return slots_handed_out(cache.layers[layer])
 
 
 def new_positions(start: int, count: int, batch: int, device: torch.device) -> Tensor:

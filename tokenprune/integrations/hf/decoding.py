@@ -21,6 +21,7 @@ from tokenprune.decode import DecodeMethod, TokenType
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import cutting
 from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.cache import slots_handed_out
 from tokenprune.integrations.hf.decode_state import DecodeState, gather_keys, sum_by_type, to_the_right
 from tokenprune.integrations.hf.masks import sliding_layers
 from tokenprune.integrations.hf.observe import Observation
@@ -192,7 +193,9 @@ def _evict(cache: Cache, reduction: Reduction, state: DecodeState) -> None:
     groups = []  # (place in reduction.slots, which slots stay, layers)
     for place, (first, slots) in enumerate(reduction.slots):
         if first >= state.layer:
-            groups.append((place, (slots >= 0) & ~state.gone(slots), cache.layers[first : ends[place]]))
+            # Layers that attend to the keys of others keep none.
+            keeping = [layer for layer in cache.layers[first : ends[place]] if slots_handed_out(layer)]
+            groups.append((place, (slots >= 0) & ~state.gone(slots), keeping))
     # A sliding layer holds the last slots only. Where it has lost a slot that the new slots of a short row reach back
     # to, it gets another one there: too old for the window, and masked by it.
     last = {

@@ -44,7 +44,7 @@ def look_ahead(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: di
         raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")
     finally:
         call.looking = False
-    if cached_tokens(call.cache, layer):
-        past = adapter.cached_keys(layer, call.cache).to(observation.key.device)
+    if held := cached_tokens(call.cache, layer):
+        past = adapter.cached_keys(layer, call.cache)[:, :, -held:].to(observation.key.device)
         observation.key = torch.cat([past, observation.key], dim=2)
     return observation

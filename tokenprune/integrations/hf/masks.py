@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.per_layer import per_layer
 
 
 def gather_mask(mask: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
@@ -70,4 +71,4 @@ def sliding_layers(config: Any) -> list[int]:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return [layer for layer, kind in enumerate(kinds) if "sliding" in kind or "chunked" in kind]
-    return [] if getattr(config, "sliding_window", None) is None else list(range(config.num_hidden_layers))
+    return [layer for layer, window in enumerate(per_layer(config, "sliding_window")) if window is not None]

@@ -19,6 +19,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.pictures import Picture, collect
+from tokenprune.integrations.hf.pixel_counts import PixelCounts
 from tokenprune.integrations.hf.prompts import PromptReader, intercept
 from tokenprune.token_counts import Reader, countable_processors, image_processor_of, rule_for
 
@@ -42,6 +43,7 @@ class PixelPatch:
         self.method, self.budget, self.adapter, self.processor = method, budget, adapter, processor
         self.image_processor = image_processor_of(processor)
         self.identity = budget.is_identity()
+        self.counts = PixelCounts()
         self._hook: Any = None
         if self.identity:
             return
@@ -175,14 +177,25 @@ class PixelPatch:
         if self.resizing == "target":
             # Pictures of a call are stacked, so they have one size.
             share = 1.0 if max(shares) >= 1 else sum(shares) / len(shares)
-            return images, kwargs | self._target(read, share)
+            kwargs = kwargs | self._target(read, share)
+            self._note(pictures, [picture.size for picture in pictures], kwargs)
+            return images, kwargs
         if self.rule is not None and self.rule.grid is not None:
             sizes, size = self._on_grid(read, pictures, shares)
             kwargs = {name: value for name, value in kwargs.items() if name not in ("min_pixels", "max_pixels")}
             kwargs["size"] = size
         else:
             sizes = [_scaled(picture, share) for picture, share in zip(pictures, shares, strict=True)]
+        self._note(pictures, sizes, kwargs)
         return rebuild([picture.resized(*size) for picture, size in zip(pictures, sizes, strict=True)]), kwargs
+
+    def _note(self, pictures: list[Picture], sizes: list[tuple[int, int]], kwargs: dict[str, Any]) -> None:
+        """Remember how many tokens `pictures` make with `sizes` and settings `kwargs`, and would have made."""
+        if self.rule is None:
+            return
+        read = Reader(self.processor, kwargs)
+        made = [self.rule.count(read, *size, one.companions) for one, size in zip(pictures, sizes, strict=True)]
+        self.counts.note(sum(made), sum(picture.tokens for picture in pictures))
 
     def _on_grid(
         self, read: Reader, pictures: list[Picture], shares: list[float]

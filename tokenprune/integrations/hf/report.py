@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Selection
+from tokenprune.integrations.hf.cache import slots_handed_out
 from tokenprune.statistics import Cut, Removal, Stats
 from tokenprune.tokens import Segments
 
@@ -129,10 +130,13 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int) -> None:
     and the question is left for whoever asks for the statistics.
     """
     stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, call.past + length)
-    held = [(index, *layer.keys.shape[::2], _bytes(layer)) for index, layer in _filled_layers(cache)]
+    held = [
+        (index, layer.keys.shape[0], slots_handed_out(layer), _slot_bytes(layer))
+        for index, layer in _filled_layers(cache)
+    ]
     if call.report is not None and not call.past:
         stats.kv_bytes_tokens = sum(
-            size // (rows * slots) * call.report.cached_tokens(call, index, slots) for index, rows, slots, size in held
+            size // rows * call.report.cached_tokens(call, index, slots) for index, rows, slots, size in held
         )
         return
     mask = call.arguments.get("attention_mask")
@@ -143,7 +147,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int) -> None:
         positions = torch.arange(call.past + length).expand(rows, -1)
         if call.active:
             positions = next(columns for first, columns in reversed(call.columns) if first <= index)
-        seen.append((size // (rows * slots), positions[:, -slots:]))
+        seen.append((size // rows, positions[:, -slots:]))
     stats.later(partial(_note_token_bytes, seen, mask), "kv_bytes_tokens")
 
 
@@ -162,10 +166,10 @@ def count_bytes(cache: Any, full: int) -> tuple[int, int]:
     hold of `full` tokens."""
     total, total_full = 0, 0
     for _, layer in _filled_layers(cache):
-        held = _bytes(layer)
         window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
-        total += held
-        total_full += held // layer.keys.shape[-2] * (min(full, window - 1) if window else full)
+        # What a layer keeps until its next crop only is not counted.
+        total += _slot_bytes(layer) * slots_handed_out(layer)
+        total_full += _slot_bytes(layer) * (min(full, window - 1) if window else full)
     return total, total_full
 
 
@@ -175,8 +179,10 @@ def _filled_layers(cache: Any) -> list[tuple[int, Any]]:
     return [(index, layer) for index, layer, keys in layers if keys is not None and keys.numel()]
 
 
-def _bytes(layer: Any) -> int:
-    return layer.keys.numel() * layer.keys.element_size() + layer.values.numel() * layer.values.element_size()
+def _slot_bytes(layer: Any) -> int:
+    """Bytes of one slot of all rows."""
+    numbers = layer.keys.numel() * layer.keys.element_size() + layer.values.numel() * layer.values.element_size()
+    return numbers // layer.keys.shape[-2]
 
 
 def _cut_record(

@@ -13,8 +13,11 @@ from typing import Any
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError
+from tokenprune.integrations.hf.pictures import Picture
+from tokenprune.integrations.hf.pixel_counts import PixelCounts
 from tokenprune.integrations.hf.pixels import MARK, patch_on
 from tokenprune.integrations.hf.prompts import PromptReader, intercept, is_nested
+from tokenprune.token_counts import Reader, rule_for
 
 
 class ViewPatch:
@@ -29,6 +32,7 @@ class ViewPatch:
         if budget.keep is None or budget.per != "image":
             raise BudgetError(f"{method.name} takes keep as a share (a float) or a number of pictures, not {budget}")
         self.reader = PromptReader(processor, method.name)
+        self.rule, self.counts = rule_for(processor), PixelCounts()
 
     def attach(self) -> None:
         if present := patch_on(self.processor):
@@ -56,14 +60,22 @@ class ViewPatch:
             self.method.choose(self.reader.question(prompt), len(row), self._most(len(row))) if row else []
             for prompt, row in zip(prompts, rows, strict=True)
         ]
+        left = [[row[number] for number in chosen] for row, chosen in zip(rows, kept, strict=True)]
+        # A picture that is still an address is not fetched only to be counted.
+        if self.rule is not None and not any(isinstance(image, str) for row in rows for image in row):
+            self.counts.note(self._tokens(left), self._tokens(rows))
         if all(len(chosen) == len(row) for chosen, row in zip(kept, rows, strict=True)):
             return images, text
-        left = [[row[number] for number in chosen] for row, chosen in zip(rows, kept, strict=True)]
         written = [prompt.keeping(chosen) for prompt, chosen in zip(prompts, kept, strict=True)]
         return (
             left if is_nested(images) else [image for row in left for image in row],
             written[0] if isinstance(text, str) else written,
         )
+
+    def _tokens(self, rows: list[list[Any]]) -> int:
+        """Return how many visual tokens the processor makes of the pictures of each prompt, all together."""
+        read = Reader(self.processor)
+        return sum(self.rule.count(read, *Picture(image).size, len(row)) for row in rows for image in row)
 
     def _most(self, count: int) -> int:
         keep = self.budget.keep

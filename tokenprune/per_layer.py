@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read what may differ from layer to layer of a decoder from its config: the one place where that is done.
+
+A config of transformers gives such a value once for all layers, as a list, or through `per_layer_config`; where layers
+differ, asking the config itself for it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def per_layer(config: Any, name: str, default: Any = None) -> list[Any]:
+    """Return the value of `name` in each decoder layer of `config`, `default` where it has none."""
+    layers = config.num_hidden_layers
+    own = getattr(config, "per_layer_config", None) if getattr(config, "is_heterogeneous", False) else None
+    values = [getattr(config if own is None else own[layer], name, default) for layer in range(layers)]
+    return [
+        value[layer] if isinstance(value, (list, tuple)) and len(value) == layers else value
+        for layer, value in enumerate(values)
+    ]
+
+
+def alike(values: Sequence[Any]) -> Any:
+    """Return the one value that all layers have, or a tuple of them all."""
+    return values[0] if all(value == values[0] for value in values) else tuple(values)
+
+
+def of_config(config: Any, name: str, default: Any = None) -> Any:
+    """Return the value of `name` in any config, a tuple with one for each layer where layers differ."""
+    if getattr(config, "is_heterogeneous", False):
+        return alike(per_layer(config, name, default))
+    return getattr(config, name, default)
+
+
+def keyless_layers(config: Any) -> set[int]:
+    """Return the layers that attend to keys and values of earlier ones, and make none of their own."""
+    layers = config.num_hidden_layers
+    return set(range(layers - (getattr(config, "num_kv_shared_layers", None) or 0), layers))
