@@ -15,6 +15,7 @@ from tokenprune.errors import TokenPruneError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tokenprune.bench.data import Data
     from tokenprune.bench.model import Subject
 
 _PIPED_WIDTH = 160
@@ -67,6 +68,12 @@ def load_subject(
     if model is None:
         logging.disable_progress_bar()
     return load(model, device=device, dtype=dtype, suffix=suffix)
+
+
+def print_skipped(data: Data) -> None:
+    """Name the rows that --skip-bad left out."""
+    for line in data.skipped:
+        get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
 
 
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:

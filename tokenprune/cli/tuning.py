@@ -23,6 +23,7 @@ from tokenprune.cli.common import (
     ThreadsOption,
     get_console,
     load_subject,
+    print_skipped,
     read_keeps,
     show_progress,
 )
@@ -84,7 +85,7 @@ def tune(
 
     Exit code 1: the search found nothing that keeps the promise, and no file is written.
     """
-    from tokenprune.bench.data import check_questions, load_data, read_columns
+    from tokenprune.bench.data import check_questions, left_out, load_data, misfits, read_columns
     from tokenprune.bench.heldout import FOLDER, load_heldout
     from tokenprune.config import write_config
     from tokenprune.tuning import Panel, Promise, Tuner, grid
@@ -107,12 +108,15 @@ def tune(
             data, skip_bad=skip_bad, columns=read_columns(columns), split=split, frames=frames, limit=limit
         )
         questions, about = read.questions, read.about()
-        for line in read.skipped:
-            get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
     check_enough(len(questions), promise)
     subject = load_subject(model, device, threads, dtype, suffix)
     subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
     if data is not None:
+        if skip_bad:
+            read = left_out(read, misfits(questions, subject.processor))
+            questions, about = read.questions, read.about()
+            print_skipped(read)
+            check_enough(len(questions), promise)
         check_questions(questions, subject.processor)
     journal = None if run is None else run / ANSWERS
     # Other candidates or another seed would cut the questions into other chunks.
