@@ -89,14 +89,15 @@ def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
 
 
 @contextmanager
-def show_progress() -> Iterator[Any]:
-    """Yield a function that takes (label, done, total): a bar on a terminal, else a line for each new label."""
+def show_progress(lines: bool = True) -> Iterator[Any]:
+    """Yield a function that takes (label, done, total): a bar on a terminal, else a line for each new label, or nothing
+    (`lines` False)."""
     console = get_console(error=True)
     if not console.is_terminal:
         last = [""]
 
         def line(label: str, done: int, total: int) -> None:
-            if label != last[0]:
+            if lines and label != last[0]:
                 last[0] = label
                 console.print(f"{done:>5}/{total} {label}", markup=False)
 
