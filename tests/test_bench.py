@@ -151,6 +151,33 @@ def test_tables_say_it_in_each_form() -> None:
     assert plot_png(summary) == plot_png(summary)
 
 
+def test_times_in_a_table_agree() -> None:
+    """ms = ratio x the unpatched model's ms, which its own row says: a machine that changes its pace between two rows
+    must not show in them."""
+    paces = {"random": 50.0, "downsample": 100.0, "same": 40.0, "good": 80.0, "bad": 60.0, "lonely": 80.0}
+    records = json.loads(json.dumps(RECORDS))
+    for one in records:
+        if pace := paces.get(one.get("method")):
+            ratio = dict.fromkeys(("p20", "p50", "p80"), 0.5)
+            times = {
+                name: dict.fromkeys(("p20", "p50", "p80"), time)
+                for name, time in (("ms_unpatched", pace), ("ms", 0.6 * pace))
+            }  # medians of each, not in pairs
+            one["timing"] |= {f"{n}_{u}": values for n in ("ttft", "token") for u, values in times.items()}
+            one["timing"] |= {"ttft_ratio": ratio, "token_ratio": ratio}
+    summary = results.summarise(records)
+    assert summary.whole_ms("ttft") == summary.whole_ms("token") == 70.0
+    cost = tables.tables(summary)[0]
+    place = cost.columns.index("TTFT, ms")
+    shown = {row[0].text: [cell.text for cell in row[place : place + 2]] for row in cost.rows}
+    assert shown["unpatched"] == ["70.0", "70.0"]
+    assert all(shown[name] == ["35.0 (2.00x)"] * 2 for name in paces)
+    # Records without times show none, and records of old, without the unpatched model's times, still work out.
+    untimed = results.summarise([{**one, "timing": None} if "method" in one else one for one in RECORDS[:-1]])
+    assert untimed.whole_ms() is None and tables.tables(untimed)[0].rows[0][place].text == ""
+    assert results.summarise(RECORDS).whole_ms() == 1.0  # 2 ms at a ratio of 2
+
+
 def test_a_busy_machine_is_named() -> None:
     def notes(load: float) -> str:
         busy = json.loads(json.dumps(RECORDS))

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from processors import llava, special_tokenizer
-from tokenprune.bench.data import Data, check_questions, load_data
+from tokenprune.bench.data import Data, check_questions, left_out, load_data, misfits
 from tokenprune.bench.model import Subject
 from tokenprune.errors import DataError, OptionError
 
@@ -199,7 +199,7 @@ def test_json_too_deep_is_a_bad_row(folder: Path) -> None:
 
 def test_placeholders_in_questions_are_refused(folder: Path) -> None:
     data = load_data(write(folder, GOOD, {**GOOD, "question": "<image>\nwhat?"}, {**GOOD, "question": "is <b> it?"}))
-    with pytest.raises(DataError, match=r"line 2 has '<image>'\. Take it out: pictures are put before the question"):
+    with pytest.raises(DataError, match=r"line 2 has '<image>'\. Take it out: images are put before the question"):
         check_questions(data.questions, llava())
     check_questions([data.questions[0], data.questions[2]], llava())
     # A processor may name its placeholders by their numbers alone.
@@ -210,6 +210,23 @@ def test_placeholders_in_questions_are_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="line 3 has '<b>'"):
         check_questions(data.questions, SimpleNamespace(image_token="<b>"))
     check_questions(data.questions, SimpleNamespace())
+
+
+def test_questions_that_do_not_fit_the_model_are_left_out_in_their_order(folder: Path) -> None:
+    (folder / "film").mkdir()
+    Image.new("RGB", (8, 6)).save(folder / "film/0.png")
+    film = {"video": "film", "question": "what?", "answer": "cat"}
+    rows = [GOOD, {**GOOD, "question": "<image> what?"}, "{", film, {**GOOD, "question": "and?"}]
+    data = load_data(write(folder, *rows), skip_bad=True)
+    fit = left_out(data, misfits(data.questions, llava()))
+    assert [one.where for one in fit.questions] == ["line 1", "line 5"]
+    assert [line.partition(":")[0] for line in fit.skipped] == ["line 2", "line 3", "line 4"]
+    assert "holds '<image>'" in fit.skipped[0]
+    assert fit.skipped[2] == "line 4: asks about a video, and this model takes none"
+    assert fit.about()["digest"] == load_data(write(folder, rows[0], rows[4])).about()["digest"]
+    assert left_out(data, []) == data
+    with pytest.raises(DataError, match=r"rows\.jsonl holds no questions: all 5 rows are bad, line 1: why"):
+        left_out(data, [(number, "why") for number in range(4)])
 
 
 def test_a_picture_that_the_processor_refuses_is_named() -> None:

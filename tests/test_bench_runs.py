@@ -268,7 +268,20 @@ def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, t
     mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = bench(mine, "--run", tmp_path / "run")
     assert result.exit_code == 2
-    assert "line 2 has '<image>'. Take it out" in result.stderr and not (tmp_path / "run").exists()
+    assert "line 2 has '<image>'" in result.stderr and "--skip-bad" in result.stderr and not (tmp_path / "run").exists()
+    # It is left out with the other bad rows, and so is a video where the model takes none.
+    mine.write_text(mine.read_text() + '{"image": "none.png", "question": "q", "answer": "a"}\n')
+    result = bench(mine, "--skip-bad", "--run", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    said = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
+    assert [line[:17] for line in said] == ["skipped: line 2: ", "skipped: line 4: "] and "'<image>'" in said[0]
+    assert "Left out of the data: line 2: " in result.stdout and "and 1 more" in result.stdout
+    header = told(tmp_path / "run/results.jsonl")[0]
+    assert header["data"]["questions"] == len(rows) - 1 == len(header["kind_of_question"])
+    # Where nothing is left there is nothing to measure.
+    mine.write_text(json.dumps(rows[1]) + "\n")
+    result = bench(mine, "--skip-bad")
+    assert result.exit_code == 2 and "holds no questions: all 1 rows are bad, line 1: " in result.stderr
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

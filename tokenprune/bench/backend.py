@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenprune
 from tokenprune.bench.cost import Cost, Prefill
-from tokenprune.bench.data import check_questions
+from tokenprune.bench.data import check_questions, misfits
 from tokenprune.bench.model import Subject
 from tokenprune.bench.results import UNPATCHED
 from tokenprune.bench.timing import compare
@@ -34,6 +34,9 @@ class Backend(Protocol):
 
     suffix: str
     max_new_tokens: int
+
+    def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
+        """Return the places of questions that cannot be asked, each with the reason."""
 
     def begin(self, questions: Sequence[Any]) -> None:
         """Take up the questions of a run; raises DataError for those that cannot be asked."""
@@ -70,6 +73,9 @@ class HfBackend:
     @property
     def max_new_tokens(self) -> int:
         return self.subject.max_new_tokens
+
+    def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
+        return misfits(questions, self.subject.processor)
 
     def begin(self, questions: Sequence[Any]) -> None:
         self._films = any(question.is_film for question in questions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -25,6 +25,7 @@ from tokenprune.errors import DataError
 COLUMNS = ("image", "images", "video", "question", "answer", "answers", "kind")
 DEFAULT_KIND = "all"
 FRAMES = 8
+_NO_VIDEO = "asks about a video, and this model takes none"
 _SHOWN = 10  # bad rows named in an error, for each reason; and reasons
 
 
@@ -111,8 +112,13 @@ def load_data(
         count = f"{len(bad)} bad row{'s' if len(bad) > 1 else ''}"
         raise DataError(f"{path} has {count} (--skip-bad leaves them out): {_alike(bad)}")
     if not questions:
-        raise DataError(f"{path} holds no questions" + (f": all {len(bad)} rows are bad, {skipped[0]}" if bad else ""))
+        raise _nothing_left(path, skipped)
     return Data(path.resolve().name, questions, skipped)
+
+
+def _nothing_left(name: Path | str, skipped: Sequence[str]) -> DataError:
+    why = f": all {len(skipped)} rows are bad, {skipped[0]}" if skipped else ""
+    return DataError(f"{name} holds no questions{why}")
 
 
 def read_columns(text: str) -> dict[str, str]:
@@ -127,17 +133,45 @@ def read_columns(text: str) -> dict[str, str]:
     return renamed
 
 
+def misfits(questions: Sequence[Question], processor: Any) -> list[tuple[int, str]]:
+    """Return the places of the questions that do not fit the model's processor, each with the reason: a video where it
+    takes none, or words in a question that it takes for an image."""
+    no_films, marks = getattr(processor, "video_processor", None) is None, _marks(processor)
+    found = []
+    for place, one in enumerate(questions):
+        mark = next((mark for mark in marks if mark in one.question), None)
+        if one.is_film and no_films:
+            found.append((place, _NO_VIDEO))
+        elif mark is not None:
+            found.append((place, f"its question holds {mark!r}, which stands for an image in this model's prompts"))
+    return found
+
+
+def left_out(data: Data, unfit: Sequence[tuple[int, str]]) -> Data:
+    """Return the data without the questions at these places, which are told among those skipped, in the rows' order.
+
+    unfit: of `misfits` or of a benchmark's backend. Raises DataError where no question is left.
+    """
+    gone = dict(unfit)
+    said = [f"{data.questions[place].where}: {reason}" for place, reason in gone.items()]
+    skipped = sorted([*data.skipped, *said], key=lambda line: int(line.partition(":")[0].split()[-1]))
+    questions = [one for place, one in enumerate(data.questions) if place not in gone]
+    if not questions:
+        raise _nothing_left(data.name, skipped)
+    return Data(data.name, questions, skipped)
+
+
 def check_questions(questions: Iterable[Question], processor: Any) -> None:
     """Raise DataError where questions do not fit the model's processor: a video where it takes none, or words in a
-    question that it takes for a picture."""
+    question that it takes for an image."""
     questions = list(questions)
     check_films(questions, processor)
     marks = _marks(processor)
     wrong = [f"{one.where} has {mark!r}" for one in questions for mark in marks if mark in one.question]
     if wrong:
         raise DataError(
-            f"questions must not hold what stands for a picture in this model's prompts: {_first(wrong)}. Take it out: "
-            "pictures are put before the question"
+            f"questions must not hold what stands for an image in this model's prompts: {_first(wrong)}. Take it out: "
+            "images are put before the question; or leave such rows out with --skip-bad"
         )
 
 
@@ -145,7 +179,7 @@ def check_films(questions: Iterable[Question], processor: Any) -> None:
     """Raise DataError for a video where the model's processor takes none."""
     film = next((one for one in questions if one.is_film), None)
     if film is not None and getattr(processor, "video_processor", None) is None:
-        raise DataError(f"{film.where} asks about a video, and this model takes none")
+        raise DataError(f"{film.where} {_NO_VIDEO}")
 
 
 def _marks(processor: Any) -> list[str]:

@@ -46,6 +46,7 @@ def _cost(results: Results) -> Table:
         "method", "keep", "visual tokens", "layer avg", "prefill FLOPs", "KV cache", "TTFT, ms", "per token, ms",
         _metric(results).title, "95 % CI", "no better than",
     )  # fmt: skip
+    whole = {name: results.whole_ms(name) for name in ("ttft", "token")}
     rows = []
     for row in results.rows:
         name, keep = _label(row)
@@ -54,8 +55,7 @@ def _cost(results: Results) -> Table:
             *map(Cell, (name, keep, f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}")),
             Cell("" if row.stats["prefill_flops_ratio"] is None else f"{row.stats['prefill_flops_ratio']:.0%}"),
             Cell(f"{_bytes(bytes_ / row.questions)} ({bytes_ / full:.0%})" if full else ""),
-            Cell(_time(row, "ttft")),
-            Cell(_time(row, "token")),
+            *(Cell(_time(row, name, ms)) for name, ms in whole.items()),
             Cell(f"{100 * row.overall.value:.1f}"),
             Cell(_interval(row.overall, 1)),
             Cell(" ".join(row.marks), bad=bool(row.marks)),
@@ -123,12 +123,13 @@ def _bytes(number: float) -> str:
     return f"{number / 2**20:.1f} MiB" if number >= 10 * 2**20 else f"{number / 2**10:.0f} KiB"
 
 
-def _time(row: Row, name: str) -> str:
-    """Milliseconds, and the speed-up over the unpatched model on the same input."""
-    if row.timing is None:
+def _time(row: Row, name: str, whole: float | None) -> str:
+    """Milliseconds, and the speed-up over the unpatched model, whose milliseconds (`whole`) are their product."""
+    if whole is None or (row.method != UNPATCHED and (row.timing is None or f"{name}_ratio" not in row.timing)):
         return ""
-    milliseconds = row.timing[f"{name}_ms"]["p50"]
-    return f"{milliseconds:.{0 if milliseconds >= 100 else 1}f} ({1 / row.timing[f'{name}_ratio']['p50']:.2f}x)"
+    ratio = 1.0 if row.method == UNPATCHED else row.timing[f"{name}_ratio"]["p50"]
+    said = f"{ratio * whole:.{0 if ratio * whole >= 100 else 1}f}"
+    return said if row.method == UNPATCHED else f"{said} ({1 / ratio:.2f}x)"
 
 
 def _title(results: Results) -> str:
@@ -170,8 +171,8 @@ def _cost_notes(results: Results) -> list[str]:
             else f"runs of `generate` on {timing['rows']} question(s), vision tower included, processor not"
         )
         notes.append(
-            f"Times: medians of {timing['repeats']} {how}; in brackets the median speed-up over unpatched runs made in "
-            "turn."
+            f"Times: medians of {timing['repeats']} {how}. Each row was timed in turn with the unpatched model: in "
+            "brackets the median speed-up, before it the unpatched model's median over all rows, divided by it."
         )
         if busy := busy_load(results):
             load = f"load {busy[0]:.1f} on {busy[1]} cores"

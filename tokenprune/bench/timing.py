@@ -63,10 +63,12 @@ def compare(
     patched: Callable[[], AbstractContextManager[Any]],
     ask: Callable[[], dict[str, Any]],
     repeats: int,
+    new_tokens: int = NEW_TOKENS,
 ) -> dict[str, Any]:
     """Time an unpatched and a patched model in turns.
 
     patched: makes a context in which the subject's model is patched. ask: makes the model's arguments of one batch.
+    new_tokens: at least 2, the first and those of which the median is taken.
     Returns quantiles over `repeats` runs each (after one that does not count): ttft_ms and token_ms, the same of the
     unpatched model, and their ratios, patched / unpatched, each from two runs that follow each other; load: of the
     machine, over the last minute.
@@ -77,9 +79,11 @@ def compare(
 
     def run_patched() -> tuple[float, float]:
         with patched():
-            return run_once(subject, small)
+            return run_once(subject, small, new_tokens)
 
-    return in_turns(lambda: run_once(subject, full), run_patched, repeats, len(full["input_ids"]))
+    return in_turns(
+        lambda: run_once(subject, full, new_tokens), run_patched, repeats, len(full["input_ids"]), new_tokens
+    )
 
 
 def in_turns(
@@ -87,9 +91,10 @@ def in_turns(
     patched: Callable[[], tuple[float, float]],
     repeats: int,
     rows: int = 1,
+    new_tokens: int = NEW_TOKENS,
 ) -> dict[str, Any]:
     """Call the two in turns, each of which returns the milliseconds to a first token and of a further one; returns what
-    `compare` does. rows: questions that each asks."""
+    `compare` does. rows: questions that each asks. new_tokens: that each makes."""
     runs: dict[str, list[tuple[float, float]]] = {"unpatched": [], "patched": []}
     for repeat in range(repeats + 1):
         # Who goes first changes from run to run: the second one finds warmer caches.
@@ -99,7 +104,7 @@ def in_turns(
                 runs[which].append(result)
     # Other work on the machine shows in the load: a reader can tell which times to trust.
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    timing: dict[str, Any] = {"repeats": repeats, "rows": rows, "new_tokens": NEW_TOKENS, "load": load}
+    timing: dict[str, Any] = {"repeats": repeats, "rows": rows, "new_tokens": new_tokens, "load": load}
     for index, name in enumerate(("ttft", "token")):
         ours, theirs = ([run[index] for run in runs[which]] for which in ("patched", "unpatched"))
         timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = quantiles(ours), quantiles(theirs)

@@ -87,11 +87,13 @@ class VllmBackend:
         self._seen: dict[int, int] = {}  # visual tokens of the batches, before reduction
         self._checked = False
 
+    def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
+        reason = "asks about a video: --backend vllm takes images; use --backend hf"
+        return [(place, reason) for place, question in enumerate(questions) if question.is_film]
+
     def begin(self, questions: Sequence[Any]) -> None:
-        for question in questions:
-            if question.is_film:
-                where = getattr(question, "where", "a question")
-                raise DataError(f"{where} asks about a video: --backend vllm takes pictures; use --backend hf")
+        for place, reason in self.misfits(questions):
+            raise DataError(f"{getattr(questions[place], 'where', 'a question')} {reason}")
         if questions and not self._checked:
             self.engine.check(self._chat(questions[0]))
             self._checked = True

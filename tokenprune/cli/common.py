@@ -15,6 +15,7 @@ from tokenprune.errors import TokenPruneError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tokenprune.bench.data import Data
     from tokenprune.bench.model import Subject
 
 _PIPED_WIDTH = 160
@@ -69,6 +70,12 @@ def load_subject(
     return load(model, device=device, dtype=dtype, suffix=suffix)
 
 
+def print_skipped(data: Data) -> None:
+    """Name the rows that --skip-bad left out."""
+    for line in data.skipped:
+        get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
+
+
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
     try:
         keeps = tuple(int(part) if part.strip().isdigit() else float(part) for part in text.split(",") if part.strip())
@@ -82,14 +89,15 @@ def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
 
 
 @contextmanager
-def show_progress() -> Iterator[Any]:
-    """Yield a function that takes (label, done, total): a bar on a terminal, else a line for each new label."""
+def show_progress(lines: bool = True) -> Iterator[Any]:
+    """Yield a function that takes (label, done, total): a bar on a terminal, else a line for each new label, or nothing
+    (`lines` False)."""
     console = get_console(error=True)
     if not console.is_terminal:
         last = [""]
 
         def line(label: str, done: int, total: int) -> None:
-            if label != last[0]:
+            if lines and label != last[0]:
                 last[0] = label
                 console.print(f"{done:>5}/{total} {label}", markup=False)
 

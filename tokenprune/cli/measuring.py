@@ -21,7 +21,7 @@ from tokenprune.cli.common import (
     SplitOption,
     SuffixOption,
     ThreadsOption,
-    get_console,
+    print_skipped,
     read_keeps,
     show_progress,
 )
@@ -100,7 +100,8 @@ def bench(
     To share the work: accelerate launch --num_processes N -m tokenprune bench ...
     """
     from tokenprune.bench import significance
-    from tokenprune.bench.data import load_data, read_columns
+    from tokenprune.bench.backend import backend_of
+    from tokenprune.bench.data import left_out, load_data, read_columns
     from tokenprune.bench.group import joined
     from tokenprune.bench.metrics import metric_named
     from tokenprune.bench.report.drawing import Wanted
@@ -135,9 +136,10 @@ def bench(
         subject = engines.open(stack, pictures)
         subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
         group = stack.enter_context(joined())
-        if asked is not None and group.leads:
-            for line in asked.skipped:
-                get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
+        if asked is not None and skip_bad:
+            asked = left_out(asked, backend_of(subject).misfits(asked.questions))
+            if group.leads:
+                print_skipped(asked)
         records = _measure(subject, plan, asked, metric, run, json, group, wanted)
     if group.leads:
         show_runs([finished_run(records, run)], html=html, plot=plot)

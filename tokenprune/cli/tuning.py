@@ -23,13 +23,14 @@ from tokenprune.cli.common import (
     ThreadsOption,
     get_console,
     load_subject,
+    print_skipped,
     read_keeps,
     show_progress,
 )
 from tokenprune.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from tokenprune.tuning import Tuning
+    from tokenprune.tuning import Tuner, Tuning
 
 ANSWERS = "answers.jsonl"
 NOTHING = 1  # exit code: the search went well and found nothing
@@ -43,9 +44,13 @@ def tune(
     target_ttft: Annotated[
         str | None,
         typer.Option(
-            help="Time to the first token to be reached: 0.5x of the unpatched one, or 120ms; it then is the cost."
+            help="Time to the first token to be reached: 0.5x of unpatched, or 120ms; what is slower is left out."
         ),
     ] = None,
+    objective: Annotated[
+        str,
+        typer.Option(help="What is made small: ttft (measured here), tokens, flops or kv, each against unpatched."),
+    ] = "ttft",
     max_kind_drop: Annotated[
         str | None, typer.Option(help="The same as --max-drop for each kind of question, without a confidence.")
     ] = None,
@@ -71,7 +76,8 @@ def tune(
         Path | None, typer.Option(help="Keep answers in this folder; the same command goes on there.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the split of the questions into search and held-out.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each candidate, with --target-ttft.")] = 7,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of a setting.")] = 7,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the settings that were not tested, too.")] = False,
     batch_size: BatchSizeOption = 32,
     model: ModelOption = None,
     device: DeviceOption = None,
@@ -84,16 +90,18 @@ def tune(
 
     Exit code 1: the search found nothing that keeps the promise, and no file is written.
     """
-    from tokenprune.bench.data import check_questions, load_data, read_columns
+    from tokenprune.bench.data import check_questions, left_out, load_data, misfits, read_columns
     from tokenprune.bench.heldout import FOLDER, load_heldout
     from tokenprune.config import write_config
     from tokenprune.tuning import Panel, Promise, Tuner, grid
+    from tokenprune.tuning.objective import check_objective
     from tokenprune.tuning.panel import tunable_metric
+    from tokenprune.tuning.parts import check_enough
     from tokenprune.tuning.promise import read_share
     from tokenprune.tuning.report import tuned_config
-    from tokenprune.tuning.tuner import check_enough
 
     tunable_metric(metric)
+    check_objective(objective)
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
     candidates = grid([name.strip() for name in methods.split(",") if name.strip()], read_keeps(keep))
@@ -107,22 +115,27 @@ def tune(
             data, skip_bad=skip_bad, columns=read_columns(columns), split=split, frames=frames, limit=limit
         )
         questions, about = read.questions, read.about()
-        for line in read.skipped:
-            get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
     check_enough(len(questions), promise)
     subject = load_subject(model, device, threads, dtype, suffix)
     subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
     if data is not None:
+        if skip_bad:
+            read = left_out(read, misfits(questions, subject.processor))
+            questions, about = read.questions, read.about()
+            print_skipped(read)
+            check_enough(len(questions), promise)
         check_questions(questions, subject.processor)
     journal = None if run is None else run / ANSWERS
     # Other candidates or another seed would cut the questions into other chunks.
     told = about | {"candidates": [candidate.setting for candidate in candidates], "seed": seed}
     with (
         Panel(subject, questions, metric, batch_size=batch_size, journal=journal, about=told) as panel,
-        show_progress() as step,
+        show_progress(lines=False) as step,
     ):
-        tuning = Tuner(panel, candidates, promise, seed=seed, repeats=repeats, step=step).run()
-    _report(tuning)
+        tuner = Tuner(panel, candidates, promise, seed=seed, repeats=repeats, objective=objective, step=step)
+        _announce(tuner, len(candidates))
+        tuning = tuner.run()
+    _report(tuning, panel.metric.title, verbose)
     if tuning.choice is None:
         raise typer.Exit(NOTHING)
     write_config(out, tuned_config(tuning, panel, about))
@@ -140,19 +153,32 @@ def _check_folders(out: Path, run: Path | None) -> None:
             raise RunError(f"cannot write {run}: {error.strerror or error}") from error
 
 
-def _report(tuning: Tuning) -> None:
+def _announce(tuner: Tuner, settings: int) -> None:
+    """Say how long it may take, once the first answers are there."""
+    answers, seconds = tuner.estimate()
+    took = "goes on where it stopped"
+    if seconds is not None:
+        took = f"about {seconds / 60:.0f} minutes" if seconds >= 90 else f"about {max(1, seconds):.0f} seconds"
+    count = f"{len(tuner.search) + len(tuner.held_out)} questions"
+    get_console(error=True).print(f"{settings} settings, {count}: at most {answers} answers, {took}", markup=False)
+
+
+def _report(tuning: Tuning, metric: str, verbose: bool) -> None:
     from rich.text import Text
 
     from tokenprune.bench.tables import to_rich
-    from tokenprune.tuning.report import outcome, tuning_table
+    from tokenprune.tuning.report import others_table, outcome, tuning_table
 
     console = get_console()
-    table = tuning_table(tuning)
-    shown = to_rich(table)
-    shown.columns[-1].justify = "left"
-    console.print(shown)
-    for note in table.notes:
-        console.print(Text(note, style="dim"))
-    for line in outcome(tuning):
-        style = "bold red" if line.startswith(("warning", "Nothing")) else "bold"
-        console.print(Text(line, style=style), soft_wrap=True)
+    for place, line in enumerate(outcome(tuning, metric)):
+        bad = line.startswith("warning") or (tuning.choice is None and not place)
+        console.print(Text(line, style="bold red" if bad else "" if place else "bold green"), soft_wrap=True)
+    for table in (tuning_table(tuning), *([others_table(tuning)] if verbose else [])):
+        if table.rows:
+            shown = to_rich(table)
+            shown.columns[-1].justify = "left"
+            console.print(shown)
+            for note in table.notes:
+                console.print(Text(note, style="dim"), soft_wrap=True)
+    if not verbose and (rest := len(tuning.trials) - len(tuning.tested)):
+        console.print(Text(f"{rest} more settings were not tested: --verbose says why.", style="dim"))

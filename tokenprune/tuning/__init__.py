@@ -4,6 +4,7 @@
 from tokenprune.tuning.candidates import Candidate, grid
 from tokenprune.tuning.panel import Panel
 from tokenprune.tuning.promise import Promise
-from tokenprune.tuning.tuner import Trial, Tuner, Tuning
+from tokenprune.tuning.trial import Trial, Tuning
+from tokenprune.tuning.tuner import Tuner
 
 __all__ = ["Candidate", "Panel", "Promise", "Trial", "Tuner", "Tuning", "grid"]

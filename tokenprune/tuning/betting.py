@@ -20,19 +20,22 @@ from collections.abc import Sequence
 import numpy as np
 
 PRIOR, MOST = 4, 0.9
+LIKELY = 0.8  # the chance to pass that an estimate of the questions needed is made for
+_GAMES = 500
 _TARGET = 1 - 1e-9  # of 1 / level: rounding must not cost a bet that was won
 
 
 def wealth(drops: np.ndarray, limits: Sequence[float] | np.ndarray, level: float) -> np.ndarray:
-    """Return the most that the player owned, float64 `[limits]`, at most about 1 / level: then he stops.
+    """Return the most that the player owned, float64 `[games]`, at most about 1 / level: then he stops.
 
-    drops: float `[questions]`, each in [-1, 1], in an order that does not depend on them. limits: in (-1, 1), each one
-    game.
+    drops: float `[questions]`, or `[questions, games]` for games of their own, each in [-1, 1], in an order that does
+    not depend on them. limits: in (-1, 1), one for each game.
     """
     values = (1 - np.asarray(drops, float)) / 2  # a gain in [0, 1], of mean at most `fair` under the hypothesis
     fair = (1 - np.asarray(limits, float)) / 2
     goal = math.log(1 / level)
-    owned, most = np.zeros_like(fair), np.zeros_like(fair)  # logarithms
+    owned = np.zeros(np.broadcast_shapes(values.shape[1:], fair.shape))  # a logarithm, as is the next
+    most = np.zeros_like(owned)
     total, squares, count = PRIOR * 0.5, PRIOR * 0.25, PRIOR
     for left, value in zip(range(len(values), 0, -1), values, strict=True):
         variance = squares / count - (total / count - 0.5) ** 2
@@ -78,4 +81,28 @@ def questions_needed(limit: float, level: float) -> int:
     return high
 
 
-__all__ = ["is_below", "p_value", "questions_needed", "upper_bound", "wealth"]
+def questions_likely(seen: np.ndarray, limit: float, level: float, more_than: int, most: int) -> int | None:
+    """Return how many questions it takes to show with a chance of about `LIKELY` that the drop is below `limit`, if
+    answers go on to change as in `seen`, drops of one setting, `[questions]`; None if `most` are not enough.
+
+    By drawing from `seen` (500 games with a fixed seed): an estimate, which knows no more than those answers.
+    """
+
+    def likely(questions: int) -> bool:
+        drawn = np.random.default_rng(0).choice(seen, size=(questions, _GAMES))
+        return float(np.mean(1 / wealth(drawn, [limit], level) * _TARGET <= level)) >= LIKELY
+
+    if not len(seen) or float(np.mean(seen)) >= limit:
+        return None
+    low, high = more_than, more_than + max(16, more_than // 4)
+    while not likely(high):
+        if high >= most:
+            return None
+        low, high = high, min(most, math.ceil(1.5 * high))
+    while high - low > max(1, high // 50):
+        middle = (low + high) // 2
+        low, high = (low, middle) if likely(middle) else (middle, high)
+    return high
+
+
+__all__ = ["LIKELY", "is_below", "p_value", "questions_likely", "questions_needed", "upper_bound", "wealth"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenprune.tuning.promise import Promise
 
-CHANCE = 0.05  # to pass: with less, a candidate is not tested
+CHANCE = 0.05  # to pass: with less, a candidate is not tested, unless there is none that is safer
 _IMAGINED = 2  # answers: one that is lost and one that is won
 
 
@@ -26,9 +26,14 @@ class Outlook:
 
     @classmethod
     def of(cls, drops: np.ndarray, saving: float, promise: Promise, held_out: int) -> Outlook:
-        """Normal approximation; as many imagined answers that are lost and won keep few real ones from certainty."""
+        """Normal approximation; as many imagined answers that are lost and won keep few real ones from certainty.
+
+        More answers won than lost count as luck, not as a reserve: else a setting that changes many answers would seem
+        safer than one that changes none.
+        """
         mean, count = float(drops.mean()), len(drops)
         spread = math.sqrt((float(((drops - mean) ** 2).sum()) + _IMAGINED) / (count + _IMAGINED))
+        mean = max(mean, 0.0)
         normal = NormalDist()
         margin = normal.inv_cdf(promise.confidence) * spread / math.sqrt(held_out)
         error = spread * math.sqrt(1 / count + 1 / held_out)
@@ -41,29 +46,43 @@ class Outlook:
 
 def halve(outlooks: Sequence[Outlook], places: int) -> list[int]:
     """Return the indices of the best, by turns the one with the largest expected saving and the safest (among equals:
-    the most expensive)."""
-    indices = range(len(outlooks))
-    good = sorted(indices, key=lambda index: -outlooks[index].worth)
-    safe = sorted(indices, key=lambda index: (-outlooks[index].chance, outlooks[index].saving))
-    both = [index for pair in zip(good, safe, strict=True) for index in pair]
+    the first)."""
+    good = sorted(range(len(outlooks)), key=lambda index: -outlooks[index].worth)
+    both = [index for pair in zip(good, safest(outlooks), strict=True) for index in pair]
     return list(dict.fromkeys(both))[:places]
 
 
-def sequence(outlooks: Sequence[Outlook]) -> list[int]:
-    """Return the indices to be tested, in the given order, such that the expected saving of the last one that passes is
-    the largest, if they passed independently. Each further test may be the one that fails."""
+def safest(outlooks: Sequence[Outlook]) -> list[int]:
+    """Return all indices, those with the largest chance to pass first; equals stay in the given order."""
+    return sorted(range(len(outlooks)), key=lambda index: -round(outlooks[index].chance, 9))
 
-    def expected(indices: Sequence[int]) -> float:
-        value, through = 0.0, 1.0
-        for place, index in enumerate(indices):
-            through *= outlooks[index].chance
-            after = outlooks[indices[place + 1]].chance if place + 1 < len(indices) else 0.0
-            value += through * (1 - after) * outlooks[index].saving
+
+def sequence(outlooks: Sequence[Outlook], most: int) -> list[int]:
+    """Return the indices to be tested, at most `most`, in order: first the safest that saves anything, whatever its
+    chance; then those that save more than all before them, each less safe than the one before.
+
+    A further one that passes is worth what it saves beyond the last; one that fails keeps those behind it from being
+    tested. Those are left out with which the expected saving of the last one that passes is smaller. For it the chance
+    to get through several tests lies halfway between that of tests that know nothing of each other and that of tests
+    which only differ in strictness: all are made with the same questions, and hard ones are hard for all.
+    """
+
+    def expected(chosen: Sequence[int]) -> float:
+        value, saved, product, least = 0.0, 0.0, 1.0, 1.0
+        for index in chosen:
+            product, least = product * outlooks[index].chance, min(least, outlooks[index].chance)
+            value += (product + least) / 2 * (outlooks[index].saving - saved)
+            saved = outlooks[index].saving
         return value
 
-    fit = [index for index, one in enumerate(outlooks) if one.chance >= CHANCE]
-    subsets = itertools.chain.from_iterable(itertools.combinations(fit, size) for size in range(len(fit) + 1))
-    return list(max(subsets, key=expected))
+    chain: list[int] = []
+    for index in safest(outlooks):
+        saving, chance = outlooks[index].saving, outlooks[index].chance
+        if saving > (outlooks[chain[-1]].saving if chain else 0) and (chance >= CHANCE or not chain):
+            chain.append(index)
+    first, rest = chain[:1], chain[1:]
+    subsets = (first + list(one) for size in range(min(most, len(chain))) for one in itertools.combinations(rest, size))
+    return max(subsets, key=expected, default=[])
 
 
-__all__ = ["CHANCE", "Outlook", "halve", "sequence"]
+__all__ = ["CHANCE", "Outlook", "halve", "safest", "sequence"]

@@ -80,7 +80,7 @@ class Panel:
         Raises what `patch` raises for a candidate that does not fit the model.
         """
         chunk = tuple(chunk)
-        if chunk in self._costs.get(candidate, {}):
+        if self.knows(candidate, chunk):
             if told is not None:
                 told(len(chunk))
             return
@@ -100,6 +100,10 @@ class Panel:
             line = {"setting": setting, "questions": chunk, "answers": answers, "scores": scores, "cost": asdict(cost)}
             self._journal.write(line)
 
+    def knows(self, candidate: Candidate | None, chunk: Sequence[int]) -> bool:
+        """Whether a chunk was answered before, in this run or in the one of the journal."""
+        return tuple(chunk) in self._costs.get(candidate, {})
+
     def scores(self, candidate: Candidate | None, numbers: Sequence[int]) -> np.ndarray:
         """Return the scores of questions that were asked, float64."""
         mine = self._scores[candidate]
@@ -111,8 +115,8 @@ class Panel:
         return Cost.total(mine.values()).record(Cost.total(self._costs[None][chunk] for chunk in mine))
 
     def time(self, candidate: Candidate, number: int, repeats: int) -> dict[str, Any]:
-        """Return what `bench.timing.compare` measures on one question."""
-        return compare(self.subject, lambda: self._patched(candidate), lambda: self._asked([number]), repeats)
+        """Return what `bench.timing.compare` measures on one question, of which only the first token counts here."""
+        return compare(self.subject, lambda: self._patched(candidate), lambda: self._asked([number]), repeats, 2)
 
     def _patched(self, candidate: Candidate | None) -> AbstractContextManager[Any]:
         if candidate is None:

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tuner found, as a table for people and as a configuration for `patch`."""
+"""What a tuner found, in words, as tables for people and as a configuration for `patch`."""
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 from tokenprune.bench.tables import Cell, Table
 from tokenprune.config import Config
 from tokenprune.fingerprint import fingerprint
+from tokenprune.tuning.betting import LIKELY
+from tokenprune.tuning.objective import MAX_SPREAD, OBJECTIVES, spread
 from tokenprune.tuning.panel import Panel
 from tokenprune.tuning.promise import points
-from tokenprune.tuning.tuner import COLLAPSE, Trial, Tuning
+from tokenprune.tuning.trial import COLLAPSE, Trial, Tuning
 
 
 def tuned_config(tuning: Tuning, panel: Panel, data: dict[str, Any]) -> Config:
     """Return the choice with what is promised of it; there must be one. data: name and digest of the questions."""
     choice, promise = tuning.choice, tuning.promise
     env = panel.subject.environment()
-    timing = choice.timing
     return Config(
         choice.candidate.setting,
         {
@@ -28,6 +30,8 @@ def tuned_config(tuning: Tuning, panel: Panel, data: dict[str, Any]) -> Config:
                 "max_kind_drop": promise.max_kind_drop,
                 "target_ttft": promise.target_ttft,
             },
+            "objective": tuning.objective,
+            "ranked_by": tuning.ranked_by,
             "metric": panel.metric.name,
             "data": data,
             "model": {"name": env["model"], "type": env["model_type"], "fingerprint": fingerprint(panel.subject.model)},
@@ -38,60 +42,50 @@ def tuned_config(tuning: Tuning, panel: Panel, data: dict[str, Any]) -> Config:
                 "drop_below": choice.bound,
                 "kinds": choice.kinds,
             },
-            "cost": {
-                "prefill_flops_ratio": choice.cost["prefill_flops_ratio"],
-                "keep_ratio": choice.cost["keep_ratio"],
-                "kv_ratio": choice.cost["kv_bytes"] / max(1, choice.cost["kv_bytes_full"]),
-                "ttft_ratio": timing and timing["ttft_ratio"]["p50"],
-            },
+            "cost": cost_of(choice),
             "candidates": len(tuning.trials),
+            "tested": len(tuning.tested),
             "environment": env,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         },
     )
 
 
-def tuning_table(tuning: Tuning) -> Table:
-    """Return what became of each candidate, those that came furthest first."""
-    timed = any(trial.timing for trial in tuning.trials)
-    columns = ("method", "keep", "prefill FLOPs", "layer avg", *(("TTFT",) if timed else ()), "asked", "drop", "below")
-    trials = sorted(tuning.trials, key=lambda one: (-one.held_out, -one.search, one.drop or 0.0))
-    rows = [[*map(Cell, (*_row(one, timed), one.state))] for one in trials]
-    sure = f"{100 * tuning.promise.confidence:g} %"
-    notes = (
-        "Drop: points of the metric lost on the same questions: the held-out ones, where a setting got so far. Below: "
-        f"what the drop is shown to be below with a confidence of {sure}, for this setting alone.",
-        f"Asked: of {tuning.search} questions to search with and {tuning.held_out} held out. Cheapest: by "
-        f"{'measured TTFT' if timed else 'prefill FLOPs of the decoder'}, as a share of the unpatched model's, then by "
-        "tokens averaged over layers.",
-    )
-    title = f"A drop below {points(tuning.promise.max_drop)}, confidence {sure}"
-    return Table(title, (*columns, "outcome"), rows, notes)
+def cost_of(trial: Trial) -> dict[str, Any]:
+    """Return what a setting that was asked costs, of one question, beside the unpatched model on the same questions.
+
+    visual_tokens: averaged over the decoder's layers. kv_bytes: after prefill. ttft_*: None where it was not timed;
+    ttft_ms is the ratio, the median over runs in pairs, times the unpatched model's median. ttft_reliable: whether the
+    runs agree well enough (`objective.MAX_SPREAD`).
+    """
+    cost, timing, asked = trial.cost, trial.timing, trial.search + trial.held_out
+    ratio, whole = (timing["ttft_ratio"]["p50"], timing["ttft_ms_unpatched"]["p50"]) if timing else (None, None)
+    return {
+        "prefill_flops_ratio": cost["prefill_flops_ratio"],
+        "keep_ratio": cost["keep_ratio"],
+        "visual_tokens": cost["visual_tokens_average"] / asked,
+        "visual_tokens_unpatched": cost["visual_tokens_in"] / asked,
+        "kv_ratio": cost["kv_bytes"] / max(1, cost["kv_bytes_full"]),
+        "kv_bytes": cost["kv_bytes"] / asked,
+        "kv_bytes_unpatched": cost["kv_bytes_full"] / asked,
+        "ttft_ratio": ratio,
+        "ttft_ms": timing and ratio * whole,
+        "ttft_ms_unpatched": whole,
+        "ttft_reliable": timing and spread(timing) <= MAX_SPREAD,
+    }
 
 
-def _row(trial: Trial, timed: bool) -> list[str]:
-    cost, name = trial.cost, trial.candidate.name
-    flops = f"{cost['prefill_flops_ratio']:.0%}" if cost else ""
-    tokens = f"{cost['visual_tokens_average'] / max(1, cost['visual_tokens_in']):.0%}" if cost else ""
-    time = [f"{trial.timing['ttft_ratio']['p50']:.2f}x" if trial.timing else ""] if timed else []
-    drop = "" if trial.drop is None else f"{100 * trial.drop:.2f}"
-    bound = "" if trial.bound is None else f"{100 * trial.bound:.1f}"
-    return [name, trial.candidate.keep, flops, tokens, *time, str(trial.search + trial.held_out), drop, bound]
-
-
-def outcome(tuning: Tuning) -> list[str]:
-    """Return what the search came to, in sentences; warnings last."""
-    choice, allowed = tuning.choice, points(tuning.promise.max_drop)
+def outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
+    """Return what the search came to, in sentences: the verdict first, warnings last. metric: its title."""
+    choice, promise = tuning.choice, tuning.promise
+    allowed, sure = points(promise.max_drop), f"a confidence of {100 * promise.confidence:g} %"
     if choice is None:
-        return [f"Nothing keeps the promise: no setting was shown to lose less than {allowed}.", *_closest(tuning)]
-    timing, before, after = choice.timing, tuning.scores["unpatched"], tuning.scores["tuned"]
-    saved = f"{choice.cost['prefill_flops_ratio']:.0%} of the prefill FLOPs"
-    if timing:
-        saved = f"{timing['ttft_ratio']['p50']:.2f}x TTFT"
+        return [*_nothing(tuning, allowed, sure), *tuning.notes]
+    cost, before, after = cost_of(choice), tuning.scores["unpatched"], tuning.scores["tuned"]
     said = [
-        f"{choice.candidate}: {saved}; {100 * before:.1f} → "
-        f"{100 * after:.1f} on {tuning.held_out} held-out questions; the drop is below {allowed} with a confidence of "
-        f"{100 * tuning.promise.confidence:g} %."
+        f"{choice.candidate.name}, keep {choice.candidate.keep}: less than {allowed} lost, with {sure}.",
+        f"{metric} {100 * before:.1f} → {100 * after:.1f} on {tuning.held_out} held-out questions (shown: less than "
+        f"{points(choice.bound)} lost); " + "; ".join(_compared(cost)) + ".",
     ]
     if len(choice.kinds) > 1:
         worst = sorted(choice.kinds, key=choice.kinds.get, reverse=True)[:3]
@@ -101,24 +95,89 @@ def outcome(tuning: Tuning) -> list[str]:
             f"warning: more than {points(COLLAPSE)} lost in {', '.join(tuning.collapsed)}: such questions are lost, "
             "whatever the mean says; --max-kind-drop forbids it"
         )
+    if cost["ttft_ratio"] is not None and cost["ttft_reliable"] and cost["ttft_ratio"] >= 1:
+        said.append(
+            "warning: the first token comes no sooner than unpatched on this machine: it saves memory and FLOPs"
+        )
+    return said + [f"warning: {note}" for note in tuning.notes]
+
+
+def _compared(cost: dict[str, Any]) -> list[str]:
+    """Tokens, time and memory, unpatched → tuned."""
+    tokens, whole = cost["visual_tokens"], cost["visual_tokens_unpatched"]
+    said = [f"visual tokens {whole:.0f} → {tokens:.0f} ({tokens / max(1, whole):.0%}, averaged over layers)"]
+    if cost["ttft_ratio"] is not None:
+        doubt = "" if cost["ttft_reliable"] else ", not reliable"
+        said.append(
+            f"TTFT {cost['ttft_ms_unpatched']:.1f} → {cost['ttft_ms']:.1f} ms ({cost['ttft_ratio']:.2f}x{doubt})"
+        )
+    before, after = (cost[name] / 2**10 for name in ("kv_bytes_unpatched", "kv_bytes"))
+    said.append(f"KV cache {before:.0f} → {after:.0f} KiB ({cost['kv_ratio']:.0%})")
+    said.append(f"prefill FLOPs {cost['prefill_flops_ratio']:.0%}")
     return said
 
 
-def _closest(tuning: Tuning) -> list[str]:
-    tested = [one for one in tuning.trials if one.held_out]
-    heard = [one for one in tuning.trials if one.search]
-    if tested:
-        one = min(tested, key=lambda one: one.bound)
-        shown = f", which shows less than {points(one.bound)}"
-    elif heard:
-        one, shown = min(heard, key=lambda one: one.drop), ""
-    else:
-        return ["No setting could be tried; the table says why."]
-    asked = f"{one.held_out} held-out questions" if one.held_out else f"{one.search} questions of the search"
+def tuning_table(tuning: Tuning) -> Table:
+    """Return the settings that were put to the test, the safest first."""
+    sure = f"{100 * tuning.promise.confidence:g} %"
+    notes = (
+        "Drop: points of the metric lost on the held-out questions. Below: what the drop is shown to be below with a "
+        f"confidence of {sure}, for this setting alone. All else: share of what the unpatched model spends.",
+        f"Asked: {tuning.search} questions to search with and {tuning.held_out} held out. Cheapest: by "
+        f"{OBJECTIVES[tuning.ranked_by]}.",
+    )
+    title = f"Tested for a drop below {points(tuning.promise.max_drop)}, confidence {sure}, the safest first"
+    return _table(title, tuning.tested, notes)
+
+
+def others_table(tuning: Tuning) -> Table:
+    """Return the settings that were not put to the test, with the reasons, those that came furthest first."""
+    rest = sorted((one for one in tuning.trials if not one.held_out), key=lambda one: (-one.search, one.drop or 0.0))
+    note = f"Asked: of {tuning.search} questions to search with. Drop: points of the metric lost on them."
+    return _table("Not tested", rest, (note,))
+
+
+def _table(title: str, trials: Sequence[Trial], notes: tuple[str, ...]) -> Table:
+    columns = ("method", "keep", "tokens", "TTFT", "KV cache", "prefill FLOPs", "asked", "drop", "below", "outcome")
+    return Table(title, columns, [[*map(Cell, _row(one))] for one in trials], notes)
+
+
+def _row(trial: Trial) -> list[str]:
+    cost = cost_of(trial) if trial.cost else {}
+    tokens = f"{cost['visual_tokens'] / max(1, cost['visual_tokens_unpatched']):.0%}" if cost else ""
+    time = f"{trial.timing['ttft_ratio']['p50']:.2f}x" if trial.timing else ""
+    shares = [f"{cost[name]:.0%}" if cost else "" for name in ("kv_ratio", "prefill_flops_ratio")]
+    drop = "" if trial.drop is None else f"{100 * trial.drop:.2f}"
+    bound = "" if trial.bound is None else f"{100 * trial.bound:.1f}"
+    asked = str(trial.search + trial.held_out)
+    return [trial.candidate.name, trial.candidate.keep, tokens, time, *shares, asked, drop, bound, trial.state]
+
+
+def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
+    tested = tuning.tested
+    if not tested:
+        heard = [one for one in tuning.trials if one.search]
+        if not heard:
+            return ["No setting could be tried; --verbose says why."]
+        one = min(heard, key=lambda one: one.drop)
+        return [
+            f"None of {len(heard)} settings was worth a test: each was shown to lose too much in the search, or saves "
+            "nothing; --verbose says which. Larger keeps or a larger drop may help.",
+            f"{one.candidate} came closest: {points(one.drop)} lost on {one.search} questions.",
+        ]
+    one, asked = tested[0], tuning.search + tuning.held_out
+    closest = f"{one.candidate}, the safest, lost {points(one.drop)} on {one.held_out} held-out questions"
+    verdict = f"None of {len(tested)} tested was shown to lose less than {allowed}, with {sure}"
+    if one.state.startswith("keeps"):  # but for --max-kind-drop
+        return [f"{verdict}, and no more in any kind of question than --max-kind-drop allows.", f"{closest}."]
+    closest += f", and is shown to lose less than {points(one.bound)}."
+    if tuning.more is None:
+        return [f"{verdict}; more questions would hardly help: larger keeps, or a larger drop may.", closest]
     return [
-        f"{one.candidate} came closest: {points(one.drop)} lost on {asked}{shown}. More questions, larger keeps or a "
-        "larger drop may help."
+        f"{verdict}; ask about {tuning.more} more questions.",
+        f"{closest} An estimate: with {asked + tuning.more} questions in all it would pass {LIKELY:.0%} of the time, "
+        "if it goes on to lose what it lost so far.",
     ]
 
 
-__all__ = ["outcome", "tuned_config", "tuning_table"]
+__all__ = ["cost_of", "others_table", "outcome", "tuned_config", "tuning_table"]

@@ -3,104 +3,43 @@
 
 Sources: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization"
 (arXiv:1502.07943), algorithm 1, for the halving; Angelopoulos et al., "Learn then Test" (arXiv:2110.01052), section 3,
-for testing settings in a fixed order, from the most expensive to the cheapest, up to the first that fails: the order
-comes from other questions than the test, so that no correction for the number of settings is needed.
+for testing settings in a fixed order, up to the first that fails (`Tuner._tested` says why that is valid).
 Differs from the papers: a candidate is judged by two things, cost and drop. Half of the places go to those that may be
 expected to save the most, the other half to the safest: luck on few questions must not push out what will be needed.
+The order of the tests is from the safest to the cheapest.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
-from tokenprune.tuning.betting import is_below, upper_bound
+from tokenprune.errors import DataError, RunError, TokenPruneError
+from tokenprune.tuning.betting import is_below, questions_likely, upper_bound
 from tokenprune.tuning.candidates import Candidate
+from tokenprune.tuning.objective import MAX_SPREAD, check_objective, spread
 from tokenprune.tuning.outlook import CHANCE, Outlook, halve, sequence
 from tokenprune.tuning.panel import Panel
+from tokenprune.tuning.parts import check_enough, split
 from tokenprune.tuning.promise import Promise, points
+from tokenprune.tuning.trial import Trial, Tuning
 
 FINALISTS = 4
-COLLAPSE = 0.2
 _FIRST = 32  # questions, at least, before any candidate is dropped
-_PART = 3  # every third picture is for the search: what is held out decides how small a drop can be shown
-
-
-@dataclass
-class Trial:
-    """What became of a candidate.
-
-    search, held_out: how many questions of each part it answered. drop: the mean score lost on them, of the part that
-    decides (held out, if it got there). bound: below which the true drop is, with the promised confidence; None before
-    the test. cost: `Cost.record`; timing: of `bench.timing.compare`. kinds: drop of each kind of question, held out.
-    state: why it was left, or "chosen".
-    """
-
-    candidate: Candidate
-    state: str = ""
-    search: int = 0
-    held_out: int = 0
-    drop: float | None = None
-    bound: float | None = None
-    cost: dict[str, Any] = field(default_factory=dict)
-    timing: dict[str, Any] | None = None
-    kinds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def price(self) -> tuple[float, float]:
-        """What is to be small: measured TTFT, if that counts, or prefill FLOPs, both as a share of the unpatched
-        model's; among equals the tokens averaged over layers."""
-        ratio = self.timing["ttft_ratio"]["p50"] if self.timing else self.cost["prefill_flops_ratio"]
-        return ratio, self.cost.get("visual_tokens_average", 0.0)
-
-
-@dataclass
-class Tuning:
-    """What a tuner found. choice: the cheapest that keeps the promise; None if nothing was shown to. scores: mean score
-    on the held-out questions, of "unpatched" and of "tuned"."""
-
-    promise: Promise
-    trials: list[Trial]
-    choice: Trial | None
-    search: int
-    held_out: int
-    scores: dict[str, float]
-
-    @property
-    def collapsed(self) -> list[str]:
-        """The kinds of question in which the choice loses more than `COLLAPSE`."""
-        return [] if self.choice is None else [kind for kind, drop in self.choice.kinds.items() if drop > COLLAPSE]
-
-
-def split(groups: Sequence[Any], kinds: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of the questions to search with, about a third, and of those to hold out, in random order.
-
-    Questions about the same pictures (equal groups) stay together; pictures are divided evenly by the kinds asked.
-    """
-    members: dict[Any, list[int]] = {}
-    for number, group in enumerate(groups):
-        members.setdefault(group, []).append(number)
-    rng = np.random.default_rng(seed)
-    order = list(members.values())
-    order = [order[index] for index in rng.permutation(len(order))]
-    order.sort(key=lambda numbers: sorted(kinds[number] for number in numbers))
-    parts: tuple[list[int], list[int]] = ([], [])
-    for place, numbers in enumerate(order):
-        parts[place % _PART != 0].extend(numbers)
-    return tuple([part[index] for index in rng.permutation(len(part))] for part in parts)
+_TIMED = 2 * FINALISTS  # settings that are timed, at most, where nothing but the ranking needs it
+_MOST = 20  # times as many questions are the most that are advised
 
 
 class Tuner:
     """One search; `run()` does it.
 
-    panel: asks the questions. candidates: what is tried. seed: of the split. repeats: timed runs of each candidate,
-    with a target for TTFT. step: is told (label, answers, answers in all if nobody drops out). Raises OptionError if
-    the questions are too few for any candidate to pass.
+    panel: answers the questions. candidates: all that are tried. seed: of the split of the questions. repeats: timed
+    runs of a setting. objective: what is made small, of `objective.OBJECTIVES`. step: is told what is being done, how
+    many answers are there, and how many there may be. Raises OptionError for an objective that is not known, or for too
+    few questions.
     """
 
     def __init__(
@@ -111,9 +50,14 @@ class Tuner:
         *,
         seed: int = 0,
         repeats: int = 7,
+        objective: str = "ttft",
         step: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.panel, self.promise, self.repeats = panel, promise, repeats
+        self.objective = check_objective(objective)
+        # Until times are there, FLOPs stand for them.
+        self._by = "flops" if objective == "ttft" and promise.target_ttft is None else objective
+        self._notes: list[str] = []
         self.trials = [Trial(candidate) for candidate in dict.fromkeys(candidates)]
         self.search, self.held_out = split(panel.groups, panel.kinds, seed)
         check_enough(len(panel.kinds), promise, len(self.held_out))
@@ -121,41 +65,64 @@ class Tuner:
         sizes = [max(_FIRST, len(self.search) >> (rungs - rung)) for rung in range(rungs)]
         self.sizes = sorted({size for size in sizes if size < len(self.search)} | {len(self.search)})
         self._step, self._done = step or (lambda label, done, total: None), 0
-        alive, asked = len(self.trials), 0
+        alive, asked = sum(not trial.candidate.unfit(panel.films) for trial in self.trials), 0
         self.total = len(self.search) + len(self.held_out) * (1 + min(FINALISTS, alive))
         for size in self.sizes:
             self.total += alive * (size - asked)
-            alive, asked = max(FINALISTS, math.ceil(alive / 2)), size
+            alive, asked = min(alive, max(FINALISTS, math.ceil(alive / 2))), size
 
     def run(self) -> Tuning:
-        finalists = self._halved(self._able())
+        alive = self._halved(self._able())
+        if self.objective == "ttft":
+            finalists = self._finalists(self._timed(self._best(alive, _TIMED, "others promise more")))
+        else:
+            finalists = self._timed(self._finalists(alive))
         choice, scores = self._tested(finalists)
-        return Tuning(self.promise, self.trials, choice, len(self.search), len(self.held_out), scores)
+        searched, held_out = len(self.search), len(self.held_out)
+        return Tuning(
+            self.promise, self.trials, choice, searched, held_out, scores, self.objective, self._by,
+            more=None if choice else self._more(finalists), notes=self._notes,
+        )  # fmt: skip
+
+    def estimate(self) -> tuple[int, float | None]:
+        """Return how many answers `run` may take, and about how many seconds; None where a run that goes on can't tell.
+
+        By the time of the first ones, of the unpatched model, which `run` does not ask again.
+        """
+        chunk = self.search[: self.sizes[0]]
+        if self.panel.knows(None, chunk):
+            return self.total, None
+        start = time.perf_counter()
+        self._asked(None, chunk)
+        self._done = 0  # `run` counts these answers
+        return self.total, (time.perf_counter() - start) / len(chunk) * self.total
 
     def _able(self) -> list[Trial]:
         """Return the trials that can act, and that are fast enough if that counts."""
         for trial in self.trials:
             reason = trial.candidate.unfit(self.panel.films)
-            if reason is None and self.promise.target_ttft is not None:
-                reason = self._too_slow(trial)
+            target = reason is None and self.promise.target_ttft is not None
+            if target and self._time(trial) and not self.promise.reached(trial.timing):
+                reason = f"too slow: {trial.timing['ttft_ms']['p50']:.0f} ms to the first token"
             if reason is not None:
                 trial.state = reason
         return [trial for trial in self.trials if not trial.state]
 
-    def _too_slow(self, trial: Trial) -> str | None:
+    def _time(self, trial: Trial) -> bool:
+        """Time a trial once, and return whether that could be done; if not, it is left with the reason."""
+        if trial.timing is not None:
+            return True
         self._step(f"timing {trial.candidate}", self._done, self.total)
         try:
             trial.timing = self.panel.time(trial.candidate, self.search[0], self.repeats)
         except (DataError, RunError):
             raise
         except TokenPruneError as error:
-            return _skipped(error)
-        if self.promise.reached(trial.timing):
-            return None
-        return f"too slow: {trial.timing['ttft_ms']['p50']:.0f} ms to the first token"
+            trial.state = _skipped(error)
+        return not trial.state
 
     def _halved(self, alive: list[Trial]) -> list[Trial]:
-        """Return those that are worth a test, after all questions of the search."""
+        """Return those that have answered all questions of the search, and are not shown to lose too much."""
         places, asked = len(alive), 0
         for size in self.sizes:
             if not alive:
@@ -167,12 +134,26 @@ class Tuner:
             if size == self.sizes[-1]:
                 break
             places = max(FINALISTS, math.ceil(places / 2))
-            kept = halve([self._outlook(trial) for trial in alive], places)
-            for index, trial in enumerate(alive):
-                if index not in kept:
-                    trial.state = f"others promise more after {size} questions"
-            alive = [alive[index] for index in kept]
-        return self._finalists(alive)
+            alive = self._best(alive, places, f"others promise more after {size} questions")
+        return alive
+
+    def _best(self, alive: list[Trial], places: int, reason: str) -> list[Trial]:
+        alive = self._steadiest(alive)
+        kept = halve([self._outlook(trial) for trial in alive], places)
+        for index, trial in enumerate(alive):
+            if index not in kept:
+                trial.state = reason
+        return [trial for trial in alive if not trial.state]
+
+    def _steadiest(self, alive: list[Trial]) -> list[Trial]:
+        """Return trials in the order in which equals in the search count as safe: those first whose method lost least
+        at all its keeps, and of one method the largest keep (by FLOPs, which do not change from run to run)."""
+        lost: dict[str, list[float]] = {}
+        for trial in self.trials:
+            if trial.search:
+                lost.setdefault(trial.candidate.name, []).append(trial.drop)
+        means = {name: sum(drops) / len(drops) for name, drops in lost.items()}
+        return sorted(alive, key=lambda trial: (means[trial.candidate.name], -trial.price("flops")[0]))
 
     def _asked(self, candidate: Candidate | None, chunk: Sequence[int]) -> None:
         label = "unpatched" if candidate is None else str(candidate)
@@ -207,35 +188,61 @@ class Tuner:
         return False
 
     def _outlook(self, trial: Trial) -> Outlook:
-        return Outlook.of(
-            self._drops(trial, self.search[: trial.search]), 1 - trial.price[0], self.promise, len(self.held_out)
-        )
+        drops = self._drops(trial, self.search[: trial.search])
+        return Outlook.of(drops, trial.saving(self._by), self.promise, len(self.held_out))
+
+    def _timed(self, trials: list[Trial]) -> list[Trial]:
+        """Time settings that may be tested; where times are too unsteady to rank them, FLOPs do, which is noted."""
+        trials = [trial for trial in trials if self._time(trial)]
+        widest = max(trials, key=lambda trial: spread(trial.timing), default=None)
+        steady = widest is None or spread(widest.timing) <= MAX_SPREAD
+        if self.objective == "ttft":
+            self._by = "ttft" if steady else "flops"
+        if not steady:
+            low, high = (widest.timing["ttft_ratio"][name] for name in ("p20", "p80"))
+            instead = "" if self.objective != "ttft" else ": settings are ranked by prefill FLOPs instead"
+            self._notes.append(
+                f"Times are not reliable here, that of {widest.candidate} came out at {low:.2f} to {high:.2f} of the "
+                f"unpatched model's{instead}."
+            )
+        return trials
 
     def _finalists(self, alive: list[Trial]) -> list[Trial]:
-        """Return those to be tested, the most expensive first."""
-        alive = sorted(alive, key=lambda trial: trial.price, reverse=True)
+        """Return those to be tested, the safest first."""
+        alive = self._steadiest(alive)
         outlooks = [self._outlook(trial) for trial in alive]
-        chosen = sequence(outlooks)
-        for index, trial in enumerate(alive):
-            if outlooks[index].chance < CHANCE:
+        chosen = sequence(outlooks, FINALISTS)
+        for index, (trial, outlook) in enumerate(zip(alive, outlooks, strict=True)):
+            if index in chosen:
+                continue
+            trial.state = "others promise more"
+            if outlook.saving <= 0:
+                trial.state = f"saves nothing: {1 - outlook.saving:.2f}x {self._by}"
+            elif outlook.chance < CHANCE:
                 trial.state = "loses too much in the search"
-            elif index not in chosen:
-                trial.state = "others promise more"
         return [alive[index] for index in chosen]
 
     def _tested(self, finalists: list[Trial]) -> tuple[Trial | None, dict[str, float]]:
-        """Test in the given order up to the first that fails; the last that passed is the choice."""
+        """Test from the safest to the cheapest, up to the first that fails; the cheapest that passed is the choice.
+
+        Why nothing is corrected for the number of tests (a fixed-sequence test): the order is a function of the answers
+        of the search and of times, and is fixed before a held-out answer is looked at. A false promise needs a setting
+        that loses too much and passes. Take the first in the order that loses too much: whoever passes wrongly is this
+        one or comes behind it, so it must have passed itself, which its own test lets happen with a probability of at
+        most 1 - confidence. This holds for any order and any choice among those that passed; that the safest comes
+        first, by the search, only makes an answer more likely.
+        """
         if not finalists:
             return None, {}
         self._asked(None, self.held_out)
         base = self.panel.scores(None, self.held_out)
+        kinds = np.array([self.panel.kinds[number] for number in self.held_out])
         passed: list[Trial] = []
         for place, trial in enumerate(finalists):
             self._asked(trial.candidate, self.held_out)
             drops = self._drops(trial, self.held_out)
             trial.held_out, trial.drop, trial.cost = len(drops), float(drops.mean()), self.panel.cost(trial.candidate)
             trial.bound = upper_bound(drops, self.promise.level)
-            kinds = np.array([self.panel.kinds[number] for number in self.held_out])
             trial.kinds = {kind: float(drops[kinds == kind].mean()) for kind in sorted(set(kinds.tolist()))}
             if not is_below(drops, self.promise.max_drop, self.promise.level):
                 trial.state = "not shown to keep the promise"
@@ -252,26 +259,26 @@ class Tuner:
         scores = {"unpatched": float(base.mean())}
         if not passed:
             return None, scores
-        choice = min(passed, key=lambda trial: trial.price)
+        choice = min(passed, key=lambda trial: trial.price(self._by))
         choice.state = "chosen"
         return choice, scores | {"tuned": scores["unpatched"] - choice.drop}
 
-
-def check_enough(questions: int, promise: Promise, held_out: int | None = None) -> None:
-    """Raise OptionError if so few questions cannot show that any candidate keeps the promise."""
-    held_out = questions - math.ceil(questions / _PART) if held_out is None else held_out
-    needed = promise.questions_needed
-    if held_out < needed:
-        raise OptionError(
-            f"{questions} questions are too few for a drop below {points(promise.max_drop)} at a confidence of "
-            f"{100 * promise.confidence:g} %: {held_out} of them would be held out, and it takes {needed} if not a "
-            f"single answer changes. Ask at least {math.ceil(needed * _PART / (_PART - 1))}, better three times as "
-            "many, or allow a larger drop"
-        )
+    def _more(self, finalists: list[Trial]) -> int | None:
+        """Return about how many more questions would show that the first finalist keeps the promise, if it goes on to
+        lose what it lost in all its answers so far (`betting.questions_likely`); None if no number would."""
+        if not finalists or finalists[0].state != "not shown to keep the promise":
+            return None
+        seen, held = self._drops(finalists[0], [*self.search, *self.held_out]), len(self.held_out)
+        needed = questions_likely(seen, self.promise.max_drop, self.promise.level, held, _MOST * held)
+        if needed is None:
+            return None
+        more = (needed - held) * (len(self.search) + held) / held  # as large a part of them is held out
+        digit = 10 ** max(0, math.floor(math.log10(more)) - 1)
+        return math.ceil(more / digit) * digit  # two digits: it is an estimate
 
 
 def _skipped(error: TokenPruneError) -> str:
     return f"skipped: {str(error).splitlines()[0]}"
 
 
-__all__ = ["COLLAPSE", "Trial", "Tuner", "Tuning", "check_enough", "split"]
+__all__ = ["FINALISTS", "Tuner"]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 
 from tokenprune.bench.metrics import METRICS
@@ -27,7 +26,7 @@ def against_ttft(run: Run, looks: Looks) -> Plot | None:
 
     Shares, because the unpatched model was timed anew, in turn with each method, and the machine may change its pace.
     """
-    whole = whole_ttft(run.results)
+    whole = run.results.whole_ms()
     if whole is None:
         return None
 
@@ -36,7 +35,7 @@ def against_ttft(run: Run, looks: Looks) -> Plot | None:
             return 100.0, f"{whole:.4g} ms to the first token"
         if row.ttft_ratio is None:
             return None
-        share, took = 100 * row.ttft_ratio, row.timing["ttft_ms"]["p50"]
+        share, took = 100 * row.ttft_ratio, row.ttft_ratio * whole
         return share, f"{share:.0f} % of the time to the first token ({took:.4g} ms)"
 
     title = f"time to first token, % of the unpatched {whole:.4g} ms"
@@ -48,19 +47,13 @@ def against_ttft(run: Run, looks: Looks) -> Plot | None:
 def joint_plots(runs: Sequence[Run], looks: Looks) -> tuple[list[Plot], list[str]]:
     """Return the plots of runs that asked the same questions, and what cannot be drawn, in words."""
     plots = [_joint("Accuracy against visual tokens", TOKENS, runs, lambda run: _tokens, looks)]
-    untimed = [run.label for run in runs if whole_ttft(run.results) is None]
+    untimed = [run.label for run in runs if run.results.whole_ms() is None]
     if untimed:
         return plots, [f"No plot against time: {', '.join(untimed)} took no times."]
     if not same_machine(runs):
         return plots, ["No plot against time: the runs were timed on different machines, or with other threads."]
     title = "Accuracy against time to first token"
     return [*plots, _joint(title, "time to first token, ms", runs, _milliseconds, looks)], []
-
-
-def whole_ttft(results: Results) -> float | None:
-    """Return the unpatched model's median time to the first token in milliseconds, None where nothing was timed."""
-    times = [row.timing["ttft_ms"]["p50"] / row.ttft_ratio for row in results.rows if row.ttft_ratio]
-    return statistics.median(times) if times else None
 
 
 def scored(results: Results) -> str:
@@ -73,14 +66,14 @@ def _tokens(row: Row) -> Place:
 
 
 def _milliseconds(run: Run) -> Callable[[Row], Place | None]:
-    whole = whole_ttft(run.results)
+    whole = run.results.whole_ms()
 
     def place(row: Row) -> Place | None:
         if row.method == UNPATCHED:
             return whole, f"{whole:.4g} ms to the first token"
         if row.ttft_ratio is None:
             return None
-        took = row.timing["ttft_ms"]["p50"]
+        took = row.ttft_ratio * whole
         return took, f"{took:.4g} ms to the first token"
 
     return place

@@ -54,7 +54,7 @@ def find_warnings(results: Results) -> list[RunWarning]:
         *_unfinished(results),
         *_against_baselines(results, rows),
         *_collapsed(results.baseline, rows),
-        *_not_faster(rows),
+        *(() if busy_load(results) else _not_faster(rows)),  # nothing is concluded from times not to be relied on
         *_doubtful(results, rows),
         *_left_out(results),
     ]
