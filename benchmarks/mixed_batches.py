@@ -27,7 +27,7 @@ from tokenprune.bench.model import Subject, load
 from tokenprune.bench.timing import compare
 
 ROWS = 8
-METHODS = ("pool", "divprune", "fastv")
+METHODS = ["pool", "divprune", "fastv"]
 KEEP = 0.25
 
 
@@ -52,6 +52,7 @@ def measure(subject: Subject, method: str, texts: int, repeats: int) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/mixed_batches.jsonl")
@@ -59,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     subject = load()
     device = subject.model.device
-    records = [measure(subject, method, texts, args.repeats) for texts in (0, 1) for method in METHODS]
+    records = [measure(subject, method, texts, args.repeats) for texts in (0, 1) for method in args.methods]
 
     table = Table(title=f"{ROWS} prompts, {KEEP:.0%} of the visual tokens kept: patched / unpatched")
     for column in ("method", "without an image", "width of the last layer", "TTFT, unpatched / patched", "KV bytes"):

@@ -70,6 +70,30 @@ def _efficiency(header: dict[str, Any], records: list[dict[str, Any]], device: s
     return "\n\n".join([*parts, source("efficiency", device)])
 
 
+def mixed() -> str:
+    return _parts("mixed_batches", _mixed)
+
+
+def _mixed(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
+    lines = [
+        f"{where(header)}; the shipped model, {header['rows']} prompts, {records[0]['keep']:.0%} of the visual tokens "
+        "kept, medians (p20 to p80) of runs in turn.",
+        "",
+        "| method | prompts without an image | width of a row, before and in the last layer | padding "
+        "| prefill FLOPs | KV bytes | TTFT, unpatched / patched |",
+        "|---" * 7 + "|",
+    ]
+    for one in records:
+        ratio = one["ttft_ratio"]
+        lines.append(
+            f"| `{one['method']}` | {one['texts']} | {one['length']} -> {one['width_per_layer'][-1]} "
+            f"| {one['padding_share']:.0%} | {one['prefill_flops_ratio']:.0%} "
+            f"| {one['kv_bytes'] / one['kv_bytes_full']:.0%} "
+            f"| {1 / ratio['p50']:.2f} ({1 / ratio['p80']:.2f} to {1 / ratio['p20']:.2f}) |"
+        )
+    return "\n".join([*lines, "", source("mixed_batches", device)])
+
+
 def prefill() -> str:
     """The README's table: the first case that was measured on the CPU."""
     results = found("efficiency")

@@ -223,6 +223,7 @@ PAGES = {
     "docs/serving.md": {"serving": serving},
     "docs/performance.md": {
         "efficiency": performance.efficiency,
+        "mixed": performance.mixed,
         "scaling": performance.scaling,
         "ttft": performance.ttft,
     },

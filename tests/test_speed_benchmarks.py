@@ -57,6 +57,20 @@ def test_efficiency(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     script("plots").efficiency(header, records).savefig(tmp_path / "plot.png")
 
 
+def test_mixed_batches(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of text among images leaves the widths and bytes that the images alone have."""
+    module, path = script("mixed_batches"), tmp_path / "cpu/mixed_batches.jsonl"
+    given = ["--methods", "pool", "--repeats", "1", "--threads", "1", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", [module.__name__, *given])
+    module.main()
+    _, (images, mixed) = script("common").read(path)
+    assert (images["texts"], mixed["texts"]) == (0, 1) and images["length"] == mixed["length"]
+    assert images["width_per_layer"] == mixed["width_per_layer"] and mixed["width_per_layer"][-1] < mixed["length"] / 3
+    assert images["kv_bytes"] == mixed["kv_bytes"] and images["padding_share"] < mixed["padding_share"]
+    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
+    assert "| `pool` | 1 |" in script("performance").mixed()
+
+
 def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method can be measured; keys and values take the bytes of the closed form; too much memory is told."""
     module = script("scaling")
