@@ -11,23 +11,30 @@ torch takes it for the machine's accelerator.
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import tokenprune
 
 _setup_privateuseone_for_python_backend("far")
 DEVICE = torch.device("far", 0)
 # Asked for by whatever saves the state of autocast, gradient checkpointing for one.
 torch.get_device_module("far").get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
 aten = torch.ops.aten
+# By folder, not by a name in a path: the checkout, or the environment inside it, may lie in a folder of that name.
+_LIBRARY, _TRANSFORMERS = (os.path.join(os.path.dirname(module.__file__), "") for module in (tokenprune, transformers))
 # Their results, or the sizes of these, are values of the device.
 _READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.item}
 _SIZED = {
@@ -112,11 +119,9 @@ class Syncs(TorchDispatchMode):
         return tree_map(wrapped, result)
 
     def _note(self, what: str, times: int = 1) -> None:
-        frames = [
-            f for f in traceback.extract_stack() if "/tokenprune/" in f.filename or "/transformers/" in f.filename
-        ]
-        folder, _, file = frames[-1].filename.rpartition("/") if frames else ("", "", "")
-        place = f"{file}:{frames[-1].name}" if "/tokenprune" in folder else "the model"
+        frames = [f for f in traceback.extract_stack() if f.filename.startswith((_LIBRARY, _TRANSFORMERS))]
+        ours = frames and frames[-1].filename.startswith(_LIBRARY)
+        place = f"{Path(frames[-1].filename).name}:{frames[-1].name}" if ours else "the model"
         self.found += [(what, place)] * times
 
     @property

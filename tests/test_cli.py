@@ -57,6 +57,12 @@ def test_help_loads_nothing_heavy() -> None:
         assert any(command in line for line in help_text)
 
 
+def test_version_is_one_line() -> None:
+    assert call("--version").output == f"tokenprune {tokenprune.__version__}\n"
+    assert call("--version", "bench", "--nonsense").output == f"tokenprune {tokenprune.__version__}\n"
+    assert "--version" in call("--help").output
+
+
 def test_families_lists_sites_and_reasons() -> None:
     output = call("families").output
     lines = output.splitlines()

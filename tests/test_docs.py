@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,17 @@ def test_a_head_comes_below_the_title_and_is_written_once() -> None:
 def test_links_lead_somewhere(guide: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", guide.read_text()):
         assert (guide.parent / target).exists(), target
+
+
+def test_the_install_page_lists_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \|", (ROOT / "docs/guide/install.md").read_text(), re.MULTILINE)
+    assert dict(rows).keys() == project["optional-dependencies"].keys() and len(rows) == len(dict(rows))
+    for extra, adds in rows:
+        if extra != "dev":  # the test tools are many, the site's too
+            packages = {re.match(r"[\w-]+", one)[0] for one in project["optional-dependencies"][extra]}
+            for one in adds.lower().split(", "):
+                assert one in packages, f"{extra} adds no {one}"
 
 
 def test_the_quickstart_names_exist() -> None:

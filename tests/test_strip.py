@@ -183,3 +183,48 @@ def test_show_takes_frames(tmp_path: Path) -> None:
     assert Image.open(out).width == 2 * 16 * strip.CELL + strip._GAP
     (tmp_path / "none").mkdir()
     assert "no pictures" in refused("show", tmp_path / "none")
+
+
+@pytest.fixture
+def film(tmp_path: Path) -> Path:
+    """A GIF of 20 frames, the shipped model's context is full with eight."""
+    first, *rest = (photo(64, 64, number) for number in range(20))
+    first.save(tmp_path / "film.gif", save_all=True, append_images=rest)
+    return tmp_path / "film.gif"
+
+
+@pytest.mark.parametrize("method", ["dart", "downsample"])
+def test_show_takes_as_many_frames_as_the_context_holds(
+    film: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, generate = [], Subject.generate
+
+    def spy(self: Subject, inputs: dict[str, Any], **options: Any) -> list[str]:
+        lengths.append(inputs["input_ids"].shape[1] + self.max_new_tokens)
+        return generate(self, inputs, **options)
+
+    monkeypatch.setattr(Subject, "generate", spy)
+    out = tmp_path / "strip.png"
+    said = call("show", film, "--method", method, "--device", "cpu", "--out", out).output
+    assert "7 of the 8 frames are taken: with all of them the prompt is" in said and "context is 2048" in said
+    assert "1792 → 448" in said and max(lengths) <= 2048
+    assert Image.open(out).width == 7 * (16 if method == "dart" else 8) * strip.CELL + 6 * strip._GAP
+    said = call("show", film, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
+    assert "1792 → 448" in said and "are taken" not in said
+
+
+def test_frames_that_fit_are_chosen_evenly_from_the_whole_film(subject: Subject, film: Path) -> None:
+    """Not from those that were chosen before."""
+    frames, left_out = strip.fitting(subject, lambda most: read_frames([film], most), 20, "?", "dart")
+    assert "7 of the 20 frames" in left_out
+    for one, other in zip(frames, read_frames([film], 7), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    frames, left_out = strip.fitting(subject, lambda most: read_frames([film], most), 3, "?", "dart")
+    assert len(frames) == 3 and left_out is None
+
+
+def test_a_question_that_fills_the_context_is_refused(film: Path, tmp_path: Path) -> None:
+    flat(0).save(tmp_path / "one.png")
+    for what in (film, tmp_path / "one.png"):
+        said = refused("show", what, "--question", "a " * 2000, "--device", "cpu")
+        assert "context is 2048" in said and "shorter question" in said

@@ -9,11 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import tokenprune
 from conftest import METHODS, check_takes
@@ -204,6 +206,21 @@ def test_decoding(family_name: str, mode: str, decides: bool) -> None:
             left.append(tokenprune.stats(model).decode_kept[-1])
         assert sum(syncs.ours.values()) <= DECISION[mode] * decides, (token, syncs.ours)
     assert (left[0] != left[-1]) == decides
+
+
+@pytest.mark.parametrize("place", ["tokenprune/tests/a.py", "tokenprune/.venv/transformers/a.py", "transformers/a.py"])
+def test_the_library_is_told_by_where_it_was_imported_from(place: str, tmp_path: Path) -> None:
+    """Whatever the folders above this file and above the environment are called."""
+    values = Far(torch.ones(2))
+
+    def places(path: Path) -> set[str]:
+        with counting() as syncs:
+            exec(compile("values.tolist()", str(path), "exec"), {"values": values})
+        return {where for _, where in syncs.found}
+
+    assert places(tmp_path / place) == {"the model"}
+    assert places(Path(transformers.__file__).with_name("a.py")) == {"the model"}
+    assert places(Path(tokenprune.__file__).with_name("a.py")) == {"a.py:<module>"}
 
 
 def test_what_is_counted() -> None:

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from transformers.utils import logging
 
 import tokenprune
 from tokenprune.bench import draw
 from tokenprune.bench.model import Subject
 from tokenprune.bench.suite import patched
-from tokenprune.errors import UnsupportedSetupError
+from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.registry import method_class
 
 CELL, _GAP = 16, 6  # pixels of a patch in the drawing, and between frames
@@ -29,13 +31,53 @@ def show(subject: Subject, frames: Sequence[Image.Image], question: str, method:
     prompt. Raises UnsupportedSetupError where the tokens of a frame form no grid.
     """
     draw.check_drawable(method)
-    film = takes_video(subject) and method_class(method).site is not tokenprune.Site.PRE_ENCODER
-
+    film = _as_film(subject, method)
     full = _asked(subject, frames, question, film)
     (before,) = subject.generate(full)
     seen = _seen(subject, frames, question, method, keep, film)
     image = strip(seen.frames, seen.grids, seen.kept, seen.groups)
     return draw.Shown(image, before, seen.answer, subject.visual_tokens(full), int(seen.kept.sum()), seen.stats)
+
+
+def fitting(
+    subject: Subject, read: Callable[[int], list[Image.Image]], most: int, question: str, method: str
+) -> tuple[list[Image.Image], str | None]:
+    """Return as many frames as the model's context holds beside the question and the answer, and a sentence that says
+    how many were left out; None where none were.
+
+    read: returns frames of a video, or pictures, evenly chosen where there are more than it is told. most: how many are
+    wanted. Raises OptionError where not even one fits.
+    """
+    frames = read(most)
+    wanted, context = len(frames), getattr(subject.adapter.text_config, "max_position_embeddings", None)
+    said = None
+    while context is not None:
+        with _quiet():
+            inputs = _asked(subject, frames, question, len(frames) > 1 and _as_film(subject, method))
+        number, visual = len(frames), subject.visual_tokens(inputs)
+        text = inputs["input_ids"].shape[1] - visual + subject.max_new_tokens
+        if visual + text <= context:
+            break
+        fewer = min(number - 1, (context - text) * number // visual)
+        if fewer < 1:
+            raise OptionError(
+                f"a picture takes {visual // number} tokens and the rest of the prompt {text}, but this model's context"
+                f" is {context}: ask a shorter question, or take a smaller picture"
+            )
+        said = said or f"all of them and the question take {visual + text} tokens, and this model's context is {context}"
+        frames = read(fewer)
+    return frames, said and f"{len(frames)} of the {wanted} frames are taken: {said}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the tokenizer from warning of a prompt that is only measured."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def look(
@@ -98,6 +140,10 @@ def _seen(
         for place in (min(number * step, len(frames) - 1) for number in range(len(grids)))
     ]
     return _Seen(shown, grids, kept, groups, answer, stats)
+
+
+def _as_film(subject: Subject, method: str) -> bool:
+    return takes_video(subject) and method_class(method).site is not tokenprune.Site.PRE_ENCODER
 
 
 def takes_video(subject: Subject) -> bool:

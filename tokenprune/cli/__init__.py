@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from tokenprune import __version__
 from tokenprune.cli.common import get_console
 from tokenprune.cli.fitting import calibrate, fit_dyrate
 from tokenprune.cli.looking import demo, families, methods, show
@@ -37,6 +38,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Prune the visual tokens of vision-language models, and see what that costs.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tokenprune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass  # the version is answered by its callback
+
+
 for command in (methods, families, bench, report, tune, demo, show, calibrate, fit_dyrate):
     app.command()(command)
 

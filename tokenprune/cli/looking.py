@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -89,8 +90,9 @@ def show(
 
     method_class(method)
     (share,) = read_keeps(keep, one=True)
-    images = read_frames(pictures, frames)
+    read_frames(pictures, 1)  # a file that cannot be read is said before the model is loaded
     subject = load_subject(model, device, threads, suffix="")
+    images, left_out = strip.fitting(subject, partial(read_frames, pictures), frames, question, method)
     if len(images) == 1:
         shown = draw.show(subject, images[0], question, method, share)
     else:
@@ -100,6 +102,8 @@ def show(
     except (OSError, ValueError) as error:
         raise TokenPruneError(f"cannot write {out}: {error}") from error
     console = get_console()
+    if left_out:
+        console.print(left_out, markup=False)
     console.print(f"{question}  unpatched: {shown.before!r}  {method} {share:g}: {shown.after!r}", markup=False)
     average = shown.stats.visual_tokens_average
     counts = f"{shown.tokens_in} → {shown.tokens_out}"
