@@ -206,7 +206,7 @@ def test_show_takes_as_many_frames_as_the_context_holds(
     monkeypatch.setattr(Subject, "generate", spy)
     out = tmp_path / "strip.png"
     said = call("show", film, "--method", method, "--device", "cpu", "--out", out).output
-    assert "7 of the 8 frames are taken: with all of them the prompt is" in said and "context is 2048" in said
+    assert "7 of the 8 frames are taken: all of them and the question take" in said and "context is 2048" in said
     assert "1792 → 448" in said and max(lengths) <= 2048
     assert Image.open(out).width == 7 * (16 if method == "dart" else 8) * strip.CELL + 6 * strip._GAP
     said = call("show", film, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
