@@ -64,7 +64,8 @@ def fitting(
                 f"a picture takes {visual // number} tokens and the rest of the prompt {text}, but this model's context"
                 f" is {context}: ask a shorter question, or take a smaller picture"
             )
-        said = said or f"all of them and the question take {visual + text} tokens, and this model's context is {context}"
+        needed = f"all of them and the question take {visual + text} tokens, and this model's context is {context}"
+        said = said or needed
         frames = read(fewer)
     return frames, said and f"{len(frames)} of the {wanted} frames are taken: {said}"
 
