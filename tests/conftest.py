@@ -80,8 +80,6 @@ def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[in
     rows = []
     for counts, ids in zip(inputs.counts, inputs["input_ids"], strict=True):
         places = ((ids == IMAGE) | (ids == VIDEO)).nonzero().flatten()
-        if family.kind in ("idefics3", "smolvlm"):  # nothing that reaches these models says which tiles make a picture
-            counts = [16] * (len(places) // 16)
         if per == "prompt":
             counts = [len(places)] if len(places) else []
         rows.append([piece.tolist() for piece in places.split(counts)])

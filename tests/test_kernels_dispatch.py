@@ -7,6 +7,8 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,10 @@ class OnGPU(Tensor):
     is_cuda = True
 
 
+class OnSecondGPU(OnGPU):
+    device = torch.device("cuda", 1)
+
+
 @pytest.mark.parametrize(("capability", "old"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
 def test_gpu_tensors_take_the_kernel(
     op: Operation, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], old: bool
@@ -138,3 +144,52 @@ def test_gpu_tensors_take_the_kernel(
         assert op(x).tolist() == [2, 2]
     finally:
         dispatch._is_old.cache_clear()
+
+
+@pytest.mark.parametrize(("current", "entered"), [(0, [1]), (1, [])])
+def test_a_kernel_runs_on_the_device_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch, current: int, entered: list[int]
+) -> None:
+    """Triton launches on the current device, whatever device its tensors are on."""
+    inside, seen = [], []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        inside.append(index)
+        try:
+            yield
+        finally:
+            inside.pop()
+
+    def launch(x: Tensor) -> str:
+        seen.append(list(inside))
+        return "launched"
+
+    monkeypatch.delenv("TOKENPRUNE_KERNELS", raising=False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_is_old", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    op = Operation(double, f"{__name__}:kernel", None)
+    monkeypatch.setitem(vars(op), "triton", dispatch.on_device_of_tensors(launch))
+    x = torch.ones(2).as_subclass(OnSecondGPU)
+    assert op(x) == op.triton(x=x) == "launched"
+    assert seen == [entered] * 2 and not inside
+
+
+def test_every_kernel_is_guarded(op: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is asked for by name is, too; tensors on the CPU ask nothing of CUDA."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: asked.append(index) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert op.triton(torch.ones(2)) == "kernel" and asked == []
+    assert op.triton(torch.ones(2).as_subclass(OnSecondGPU)) == "kernel" and asked == [1]
+
+
+def test_tensors_on_two_gpus_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = Operation(double, f"{__name__}:kernel", None)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_is_old", lambda device: False)
+    first, second = torch.ones(2).as_subclass(OnGPU), torch.ones(2).as_subclass(OnSecondGPU)
+    assert "several devices" in op.obstacle(first, second)
+    assert op.obstacle(second, second) is None

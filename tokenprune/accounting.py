@@ -6,10 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.per_layer import alike, keyless_layers, per_layer
+from tokenprune.per_layer import alike, keyless_layers, mlp_matrices, per_layer
 
 # One number for all layers, or one for each.
 Size = int | tuple[int, ...]
+# How configs call the width of the MLP that do not say `intermediate_size`.
+_WIDTHS = ("ffn_dim", "n_inner", "ffn_hidden_size")
 
 
 def _at(size: Size, layer: int) -> int:
@@ -25,6 +27,7 @@ class DecoderShape:
     intermediate: the width of each layer's MLP.
     heads, kv_heads, head_dim: of attention; `kv_heads` is 0 in a layer that attends to the keys of another.
     kv_projections: matrices that make keys and values, 1 where values are made of the keys' projection.
+    mlp_matrices: matrices of an MLP, 3 where it is gated, 2 where it is not (OPT).
     """
 
     layers: int
@@ -34,6 +37,7 @@ class DecoderShape:
     kv_heads: Size
     head_dim: Size
     kv_projections: Size = 2
+    mlp_matrices: int = 3
 
     @classmethod
     def from_config(cls, config: Any) -> DecoderShape:
@@ -42,7 +46,9 @@ class DecoderShape:
         heads = per_layer(config, "num_attention_heads")
         kv_heads = per_layer(config, "num_key_value_heads")
         head_dim = per_layer(config, "head_dim")
-        intermediate = [width or 4 * hidden for width in per_layer(config, "intermediate_size")]
+        own_name = next((name for name in _WIDTHS if getattr(config, name, None)), None)  # of GPT's kin
+        default = getattr(config, own_name) if own_name else 4 * hidden
+        intermediate = [width or default for width in per_layer(config, "intermediate_size")]
         if getattr(config, "use_double_wide_mlp", False):  # Gemma 4, beside keys that are shared
             intermediate = [width * (2 if layer in keyless else 1) for layer, width in enumerate(intermediate)]
         kinds = per_layer(config, "layer_types")
@@ -55,16 +61,17 @@ class DecoderShape:
             kv_heads=alike([0 if layer in keyless else kv_heads[layer] or heads[layer] for layer in layers]),
             head_dim=alike([head_dim[layer] or hidden // heads[layer] for layer in layers]),
             kv_projections=alike([1 if joined and kind != "sliding_attention" else 2 for kind in kinds]),
+            mlp_matrices=mlp_matrices(config),
         )
 
     def layer_flops(self, tokens: float, attention: float = 1.0, layer: int = 0) -> float:
-        """Multiply-adds x 2 of one layer in prefill: projections, gated MLP, and attention over the full square (as
+        """Multiply-adds x 2 of one layer in prefill: projections, MLP, and attention over the full square (as
         papers count it, causal masking not deducted). Norms, rotary embedding and softmax are left out.
 
         attention: share of causal attention's pairs of query and key that are computed."""
         query = _at(self.heads, layer) * _at(self.head_dim, layer)
         kv = _at(self.kv_heads, layer) * _at(self.head_dim, layer) * _at(self.kv_projections, layer)
-        linear = 2 * tokens * self.hidden * (2 * query + kv + 3 * _at(self.intermediate, layer))
+        linear = 2 * tokens * self.hidden * (2 * query + kv + self.mlp_matrices * _at(self.intermediate, layer))
         return linear + 4 * tokens * tokens * query * attention
 
     def prefill_flops(self, tokens_per_layer: list[float], attention_per_layer: list[float] | None = None) -> float:

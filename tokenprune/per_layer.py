@@ -38,3 +38,22 @@ def keyless_layers(config: Any) -> set[int]:
     """Return the layers that attend to keys and values of earlier ones, and make none of their own."""
     layers = config.num_hidden_layers
     return set(range(layers - (getattr(config, "num_kv_shared_layers", None) or 0), layers))
+
+
+# Decoders whose MLPs are gated whatever their activation is.
+_GATED = ("llama", "gemma", "bitnet", "zamba2")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation")
+
+
+def mlp_matrices(config: Any) -> int:
+    """Return how many matrices an MLP of the decoder has: 3 if it is gated (a gate, up, down), 2 if not (up, down).
+
+    No config says it. The activation tells: SiLU stands in gated MLPs, others do not but in the families of `_GATED`.
+    Without an activation in the config, it is the name of the MLP's width: GPT's kin do not say `intermediate_size`.
+    """
+    name = next((value for key in _ACTIVATIONS if isinstance(value := getattr(config, key, None), str)), None)
+    if any(kind in (getattr(config, "model_type", None) or "") for kind in _GATED):
+        return 3
+    if name is None:
+        return 3 if hasattr(config, "intermediate_size") else 2
+    return 3 if any(part in name.lower() for part in ("silu", "swish", "glu", "gated")) else 2

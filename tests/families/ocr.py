@@ -96,8 +96,10 @@ def _families() -> list[Family]:
                        encoder_config=dict(hidden_size=VISION, intermediate_size=64, num_hidden_layers=2,
                                            num_attention_heads=2, num_key_value_heads=1))),
                ocr2_picture, (1, 0)),
-        Family("fuyu", dict(text_config={**TEXT, "model_type": "persimmon"}, hidden_size=HIDDEN, patch_size=4,
-                            vocab_size=TEXT["vocab_size"], num_hidden_layers=4, num_attention_heads=4),
+        # Persimmon has as many heads of keys as of queries, and no setting for them.
+        Family("fuyu", dict(text_config={**TEXT, "model_type": "persimmon", "num_key_value_heads": 4},
+                            hidden_size=HIDDEN, patch_size=4, vocab_size=TEXT["vocab_size"],
+                            num_hidden_layers=4, num_attention_heads=4),
                fuyu_picture, ((4, 6), (5, 4))),
         Family("video_llama_3", dict(text_config=QWEN2, video_token_id=VIDEO, vision_config=dict(
                    hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=4)),

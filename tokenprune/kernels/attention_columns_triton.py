@@ -175,13 +175,12 @@ def attention_column_means(
         num_stages=3 if query.element_size() == 2 else 2,
     )  # fmt: skip
     lengths = heads, queries, keys, width, scaling, cap, lowest, *query.stride()[:3], *key.stride()[:3]
-    with torch.cuda.device_of(query):
-        _row_sums_kernel[(triton.cdiv(queries, long) * heads * batch,)](
-            query, key, as_bytes(checked), mask, begins, ends, sums, *lengths, *checked.stride()[:2], *strides,
-            VALID=valid is not None, BLOCK_ROWS=long, BLOCK_KEYS=short, **common,
-        )  # fmt: skip
-        _column_means_kernel[(triton.cdiv(queries, long) * heads * batch,)](
-            query, key, mask, begins, ends, sums, out, *lengths, *strides,
-            BLOCK_ROWS=short, BLOCK_KEYS=long, **common,
-        )  # fmt: skip
+    _row_sums_kernel[(triton.cdiv(queries, long) * heads * batch,)](
+        query, key, as_bytes(checked), mask, begins, ends, sums, *lengths, *checked.stride()[:2], *strides,
+        VALID=valid is not None, BLOCK_ROWS=long, BLOCK_KEYS=short, **common,
+    )  # fmt: skip
+    _column_means_kernel[(triton.cdiv(queries, long) * heads * batch,)](
+        query, key, mask, begins, ends, sums, out, *lengths, *strides,
+        BLOCK_ROWS=short, BLOCK_KEYS=long, **common,
+    )  # fmt: skip
     return out

@@ -147,19 +147,18 @@ def attention_rows(
     mask, kind, strides, lowest = mask_arguments(mask, query, key)
     scaling, cap = scales(scaling, softcap)
     block_rows = min(64, max(16, triton.next_power_of_2(group * rows)))
-    with torch.cuda.device_of(query):
-        grid = (blocks * key.shape[1] * batch, triton.cdiv(group * rows, block_rows))
-        _row_logits_kernel[grid](
-            query, key, index, mask, logits, tops, sums, count, rows, queries, keys, width, blocks, scaling, cap,
-            lowest, *query.stride()[:3], *key.stride()[:3], *index.stride(), *strides,
-            GROUP=group, CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
-            PRECISION=precision(query), BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, BLOCK_WIDTH=block_width(width),
-            num_warps=4,
-        )  # fmt: skip
-        tile = 64
-        _row_weights_kernel[(triton.cdiv(keys, tile) * rows * batch,)](
-            logits, tops, sums, out, count, rows, keys, blocks, HEADS=_HEADS[heads],
-            BLOCK_HEADS=min(32, triton.next_power_of_2(count)), BLOCK_PARTS=min(64, triton.next_power_of_2(blocks)),
-            BLOCK_KEYS=tile, num_warps=4,
-        )  # fmt: skip
+    grid = (blocks * key.shape[1] * batch, triton.cdiv(group * rows, block_rows))
+    _row_logits_kernel[grid](
+        query, key, index, mask, logits, tops, sums, count, rows, queries, keys, width, blocks, scaling, cap,
+        lowest, *query.stride()[:3], *key.stride()[:3], *index.stride(), *strides,
+        GROUP=group, CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
+        PRECISION=precision(query), BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, BLOCK_WIDTH=block_width(width),
+        num_warps=4,
+    )  # fmt: skip
+    tile = 64
+    _row_weights_kernel[(triton.cdiv(keys, tile) * rows * batch,)](
+        logits, tops, sums, out, count, rows, keys, blocks, HEADS=_HEADS[heads],
+        BLOCK_HEADS=min(32, triton.next_power_of_2(count)), BLOCK_PARTS=min(64, triton.next_power_of_2(blocks)),
+        BLOCK_KEYS=tile, num_warps=4,
+    )  # fmt: skip
     return out

@@ -69,6 +69,22 @@ def _is_old(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) < (8, 0)
 
 
+def on_device_of_tensors(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `launch` such that it runs with the GPU of its first CUDA tensor as the current one: Triton launches on
+    the current GPU, whatever its tensors are on (those of a model that is spread over several)."""
+
+    @functools.wraps(launch)
+    def launch_there(*args: Any, **kwargs: Any) -> Any:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_cuda)
+        index = next((tensor.device.index for tensor in tensors), None)
+        if index is None or index == torch.cuda.current_device():
+            return launch(*args, **kwargs)
+        with torch.cuda.device(index):
+            return launch(*args, **kwargs)
+
+    return launch_there
+
+
 class Operation:
     """A function of tensors with two implementations; see the module's text. Made by `@operation`."""
 
@@ -80,9 +96,9 @@ class Operation:
 
     @functools.cached_property
     def triton(self) -> Callable:
-        """The function that launches the kernel; its module is imported here."""
+        """The function that launches the kernel, on the GPU of its tensors; its module is imported here."""
         module, _, name = self._kernel.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return on_device_of_tensors(getattr(importlib.import_module(module), name))
 
     def obstacle(self, *args: Any, **kwargs: Any) -> str | None:
         """Return why the kernel cannot run on this input, or None."""
@@ -93,6 +109,8 @@ class Operation:
             return "not all tensors are on a GPU (on CPU, kernels need a process started with TRITON_INTERPRET=1)"
         if any(tensor.is_cuda and _is_old(tensor.device) for tensor in tensors):
             return "this GPU is older than Triton supports (compute capability 8.0)"
+        if len({tensor.device for tensor in tensors if tensor.is_cuda}) > 1:
+            return "its tensors are on several devices"
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are wanted, which kernels do not have (use torch.no_grad)"
         return None if self._limits is None else self._limits(*args, **kwargs)

@@ -32,7 +32,7 @@ from tokenprune.integrations.hf.look_ahead import SeenError, look_ahead
 from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.report import Report
-from tokenprune.integrations.hf.segments import check_placeholders, find_segments
+from tokenprune.integrations.hf.segments import RunsPerImage, check_placeholders, find_segments
 from tokenprune.integrations.hf.setup_checks import READS_LAYER_BEFORE, check_call
 from tokenprune.statistics import Stats
 
@@ -53,7 +53,7 @@ class Engine(Attachable):
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.per = steps[0].budget.per if steps else "image"
         self.record, self._stats = record, Stats()
-        self._reads_text = any(part.reads_text for part in self.parts)
+        self._reads_text = adapter.reads_prompt or any(part.reads_text for part in self.parts)
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
 
     @property
@@ -185,11 +185,21 @@ class Engine(Attachable):
     def _find_segments(self, call: Call, embeds: Tensor) -> None:
         outputs = call.outputs if self.adapter.features_per_picture else {}
         step = self.adapter.step_within_picture
-        call.segments = find_segments(call.host.visual, outputs, self.per, embeds.device, step)
+        runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
+        call.segments = find_segments(call.host.visual, outputs, self.per, embeds.device, step, runs)
         if call.segments is not None:
             tokens = call.tokens_per_row(*embeds.shape[:2])
             call.report = Report(self.shape, call.segments, tokens, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
+
+    def _runs_per_image(self, call: Call) -> RunsPerImage | None:
+        if call.host.ids is None:
+            call.notes.append(
+                "the prompt came as embeddings, which do not tell which tiles make up an image: each tile counts as one"
+            )
+            return None
+        ids = call.host.ids.tolist()
+        return lambda row, runs: self.adapter.runs_per_image(ids[row], runs)
 
     def _activate(self, call: Call, kwargs: dict[str, Any], cutting: bool) -> None:
         """Prepare a call in which tokens are missing: in its cache, or (`cutting`) by cuts of its own. Those at the

@@ -25,6 +25,8 @@ _FIXED = ("PRE_ENCODER", *_INSIDE)
 _MERGING = ("PRE_ENCODER", "IN_ENCODER", *_INSIDE)
 _ALL = ("PRE_ENCODER", "IN_ENCODER", "PRE_LLM", "ATTENTION", "IN_LLM", "DECODE")
 
+_TILES = "tiles of an image share its budget; where the prompt comes as embeddings, each counts as an image"
+
 # The families on which every method is tested.
 _EVERY_METHOD = {
     "llava": Support(_MERGING),
@@ -34,8 +36,8 @@ _EVERY_METHOD = {
     "qwen2_5_vl": Support(_ALL),
     "qwen3_vl": Support(_ALL, "deepstack features are cut and merged with the tokens"),
     "internvl": Support(_FIXED),
-    "smolvlm": Support(_FIXED, "each tile counts as an image"),
-    "idefics3": Support(_FIXED, "each tile counts as an image"),
+    "smolvlm": Support(_FIXED, _TILES),
+    "idefics3": Support(_FIXED, _TILES),
     "gemma3": Support(_FIXED, "kept tokens of a picture go on seeing each other both ways"),
 }
 

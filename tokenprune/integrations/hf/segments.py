@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from collections.abc import Callable
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from tokenprune.integrations.hf.copies import of_each_piece
 from tokenprune.kernels.compact import partition
 from tokenprune.tokens import Segments, square_grid
 from tokenprune.transfer import sent
+
+RunsPerImage = Callable[[int, list[tuple[int, int]]], list[int]]
 
 
 def feature_counts(output: Any) -> list[int] | None:
@@ -49,15 +53,17 @@ def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
 
 
 def find_segments(
-    masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device, step: int = 1
-) -> Segments | None:
+    masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device, step: int = 1,
+    runs_per_image: RunsPerImage | None = None,
+) -> Segments | None:  # fmt: skip
     """Group placeholders into segments, with tensors on `device`; None if there are none.
 
     masks: bool `[B, L]` for each modality, on the host. outputs: the encoder's output for each modality, where known:
     it tells pictures apart that stand side by side, and carries their grids; without it every unbroken run of
     placeholders is a segment.
     per: "image"; "frame", where each frame of a video is a segment; or "prompt" for one segment a row. step: from one
-    placeholder to the next within a run; 2 where ids for the ends of rows stand between.
+    placeholder to the next within a run; 2 where ids for the ends of rows stand between. runs_per_image: tells of a
+    row's number and the (first, last + 1) of its runs how many each image consists of; None: one.
     Raises UnsupportedSetupError for a video whose frames cannot be told.
     """
     pieces = []  # (row, positions, grid, modality)
@@ -69,6 +75,8 @@ def find_segments(
     if not pieces:
         return None
     pieces.sort(key=lambda piece: (piece[0], int(piece[1][0])))
+    if runs_per_image is not None:
+        pieces = _whole_images(pieces, runs_per_image)
     if per == "prompt":
         pieces = _by_row(pieces)
 
@@ -120,6 +128,20 @@ def _by_frame(pieces: list[tuple], output: Any) -> list[tuple]:
         one = None if grid is None else (1, *grid[1:])
         split += [(row, part, one, modality) for part in columns.split(counts)]
     return split
+
+
+def _whole_images(pieces: list[tuple], runs_per_image: RunsPerImage) -> list[tuple]:
+    whole = []
+    for row, of_row in groupby(pieces, key=itemgetter(0)):
+        tiles = list(of_row)
+        runs = [(int(columns[0]), int(columns[-1]) + 1) for _, columns, _, _ in tiles]
+        ends = accumulate(numbers := runs_per_image(row, runs))
+        for number, end in zip(numbers, ends, strict=True):
+            first, *_ = image = tiles[end - number : end]
+            if number > 1:
+                first = (row, torch.cat([columns for _, columns, _, _ in image]), None, first[3])
+            whole.append(first)
+    return whole
 
 
 def _by_row(pieces: list[tuple]) -> list[tuple]:

@@ -51,6 +51,8 @@ class Adapter:
     features_per_picture = True
     # Where no such list tells pictures apart: from one placeholder of a picture to the next, at most.
     step_within_picture = 1
+    # Whether the ids of a prompt tell which runs of placeholders make up an image: see `runs_per_image`.
+    reads_prompt = False
 
     def __init__(self, model: nn.Module) -> None:
         self.config = model.config
@@ -170,6 +172,14 @@ class Adapter:
         vision = self.config.vision_config
         merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
         return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
+
+    def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
+        """Return how many runs of placeholders each image of a row consists of, in their order. Asked where
+        `reads_prompt`.
+
+        ids: of the row's prompt, padding among them. runs: (first, last + 1) of each unbroken run of placeholders.
+        """
+        return [1] * len(runs)
 
     def video_frames(self, arguments: dict[str, Any]) -> list[int] | None:
         """Return how many frames of each video reach the decoder, from the arguments of `get_video_features`; None

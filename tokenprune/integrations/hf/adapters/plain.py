@@ -49,13 +49,39 @@ class Idefics2Adapter(Adapter):
 
 @register_adapter
 class Idefics3Adapter(FixedSizeAdapter):
-    """Idefics3 and SmolVLM call their decoder `text_model`. Their tiles are separate runs of placeholders, and nothing
-    that reaches the model says which tiles make up a picture: each tile counts as an image."""
+    """Idefics3 and SmolVLM call their decoder `text_model`. The tiles of an image are separate runs of placeholders,
+    and its processor's prompt tells which belong together:
+
+        <fake> <row_1_col_1> image... <fake> <row_1_col_2> image... \\n
+        <fake> <row_2_col_1> image... <fake> <row_2_col_2> image... \\n \\n
+        <fake> <global-img> image... <fake>
+
+    The whole view comes last, and <fake> closes it. The model's config has the id of `image` alone; <fake> is known by
+    its place, two before each run.
+    """
 
     families = ("idefics3", "smolvlm")
     # One tensor for all tiles up to transformers 5.22, from 5.23 on a list with one entry per prompt.
     features_per_picture = False
+    reads_prompt = True
     decoder_names = ("text_model",)
+
+    def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
+        """Return the number of tiles, the whole view among them, of each image. Tiles whose image is not closed as
+        the processor closes it (a prompt written by hand, or cut) count as an image each."""
+        images: list[int] = []
+        tiles, fake = 0, None  # of the image that is open
+        for index, (first, last) in enumerate(runs):
+            opener = ids[first - 2] if first >= 2 else None
+            # Up to two newlines stand before what opens a tile.
+            if tiles and (opener != fake or first - runs[index - 1][1] > 4):
+                images, tiles = images + [1] * tiles, 0
+            fake, tiles = opener, tiles + 1
+            follows = ids[last] if last < len(ids) else None
+            opens_next = index + 1 < len(runs) and runs[index + 1][0] == last + 2
+            if fake is not None and follows == fake and not opens_next:
+                images, tiles = [*images, tiles], 0
+        return images + [1] * tiles
 
 
 @register_adapter
