@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.attachable import states
 from tokenprune.integrations.hf.adapters.base import Adapter, register_adapter
+from tokenprune.integrations.hf.encoder_record import start_record
 from tokenprune.integrations.hf.part import Part
 
 
@@ -79,7 +80,7 @@ class QFormerAdapter(Adapter):
         if number:
             # All pictures are alike in size, so that it does not matter which one is which.
             output = BaseModelOutputWithPooling(pooler_output=[features[0]] * number)
-            output["tokenprune_frames"] = (self.video_frames(prompt.arguments) or [])[:1] * number
+            start_record(output, None, (self.video_frames(prompt.arguments) or [])[:1] * number)
             call["mm_encoder_outputs"] = {modality: output}
         return call
 
