@@ -135,9 +135,8 @@ class EncoderPatch(TowerPatch):
         self.hook(self.tower.register_forward_pre_hook(self._enter_tower))
         self.hook(self.encoder.register_forward_hook(self._leave_encoder))
         self.hook(self.tower.register_forward_hook(self._leave_tower))
-        pack = getattr(self.adapter.base, "pack_image_features", None)
-        if pack is not None:
-            self.replace(self.adapter.base, "pack_image_features", PackRecorder(pack))
+        if hasattr(self.adapter.base, "pack_image_features"):
+            self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
     def _observe(self, index: int, observation: Observation) -> None:
         self.note_keys(index, observation.key)

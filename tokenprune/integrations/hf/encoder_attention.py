@@ -85,9 +85,8 @@ class EncoderAttention(Part):
             self.attach_part(Observer(self.attentions[index], partial(self._record, index)))
         self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
         self.hook(self.tower.register_forward_hook(self._leave_tower))
-        pack = getattr(self.adapter.base, "pack_image_features", None)
-        if pack is not None:
-            self.replace(self.adapter.base, "pack_image_features", PackRecorder(pack))
+        if hasattr(self.adapter.base, "pack_image_features"):
+            self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         take_packed()  # what a call that failed may have left

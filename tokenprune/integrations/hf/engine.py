@@ -92,11 +92,10 @@ class Engine(Attachable):
         """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
         forward."""
         base, name = self.adapter.base, f"get_{modality}_features"
-        original = getattr(base, name, None)
-        if original is None or modality not in self.adapter.placeholders:
+        if getattr(base, name, None) is None or modality not in self.adapter.placeholders:
             return
         ahead = partial(self._before_features, modality)
-        self.replace(base, name, FeatureRecorder(original, ahead, self._note_features))
+        self.wrap(base, name, partial(FeatureRecorder, ahead=ahead, note=self._note_features))
 
     # -- the stack of calls of this thread
 

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class PromptsAhead(Part):
         self.hook(self.outer.register_forward_hook(self._leave, always_call=True))
         self.hook(self.outer.language_projection.register_forward_hook(self._project))
         if hasattr(self.outer, "generate"):
-            self.replace(self.outer, "generate", WatchedGenerate(self.outer.generate, self.during))
+            self.wrap(self.outer, "generate", partial(WatchedGenerate, during=self.during))
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         states()[self] = Prompt(dict(zip(self._parameters, args, strict=False)) | kwargs)
