@@ -35,6 +35,7 @@ from torch import Tensor
 import tokenprune
 from tokenprune.bench.model import Subject, load
 from tokenprune.bench.suite import Bench, Plan
+from tokenprune.integrations.hf.encoder_record import record_of
 
 SIDE = 16  # of the shipped model's grid of patches
 KEEPS = (0.5, 0.25, 0.11)
@@ -45,7 +46,7 @@ def groups_of(subject: Subject, inputs: Any, method: str, keep: float) -> Tensor
     model = subject.model
     with torch.no_grad(), tokenprune.patched(model, method, keep=keep, guard="off"):
         output = model.model.get_image_features(inputs["pixel_values"])
-    return torch.stack(output.tokenprune_groups)
+    return torch.stack(record_of(output).groups)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from tokenprune import (
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
 from tokenprune.calibration.merge import merges_per_block
+from tokenprune.integrations.hf.encoder_record import record_of
 from zoo import FAMILIES, Family
 
 
@@ -94,7 +95,7 @@ def test_as_many_pairs_are_above_the_thresholds_as_were_asked_for(family: Family
         found = found_by(model, pixels, keep=0.5, batch_size=8, schedule=schedule)
         with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found):
             output = tower_of(model)(pixels)
-        counts = [*output.tokenprune_counts, sum(len(owner.unique()) for owner in output.tokenprune_owners)]
+        counts = [*record_of(output).block_tokens, sum(len(owner.unique()) for owner in record_of(output).owners)]
         gone = [before - after for before, after in itertools.pairwise(counts)]
         assert gone == [8 * r for r in plan_of(model, 0.5, schedule)]
         assert counts[-1] == 8 * (tower.protected + tower.patches // 2)

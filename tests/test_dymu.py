@@ -31,6 +31,7 @@ from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
 from tokenprune.files import File
 from tokenprune.fingerprint import Fingerprint
+from tokenprune.integrations.hf.encoder_record import record_of
 from tokenprune.merging import best_partners, bipartite_match, most, ragged_merge, threshold_match
 from zoo import FAMILIES, Family
 
@@ -227,7 +228,7 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
             keys = picture.attend(block, proportional)
             picture.finish(block, naive_match(keys, tau, picture.protected))
             close(got.hidden_states[stage][row], picture.grid())
-        owner = got.tokenprune_owners[row]
+        owner = record_of(got).owners[row]
         assert sorted(owner.unique().tolist()) == list(range(len(picture.groups)))
         assert all((owner[group] == place).all() for place, group in enumerate(picture.groups))
         left.append(len(picture.groups))
@@ -244,15 +245,15 @@ def test_a_batch_equals_its_single_pictures(family: Family, model) -> None:
         left = []
         for row in range(len(pixels)):
             alone = tower_of(model)(pixels[row : row + 1], output_hidden_states=True)
-            assert torch.equal(batch.tokenprune_owners[row], alone.tokenprune_owners[0])
+            assert torch.equal(record_of(batch).owners[row], record_of(alone).owners[0])
             for got, want in zip(batch.hidden_states, alone.hidden_states, strict=True):
                 close(got[row], want[0], 1e-6)
-            left.append(alone.tokenprune_counts)
-    assert batch.tokenprune_counts == [sum(counts) for counts in zip(*left, strict=True)]
-    kept_all = batch.tokenprune_owners.shape[1]
-    kept = [len(owner.unique()) for owner in batch.tokenprune_owners]
+            left.append(record_of(alone).block_tokens)
+    assert record_of(batch).block_tokens == [sum(counts) for counts in zip(*left, strict=True)]
+    kept_all = record_of(batch).owners.shape[1]
+    kept = [len(owner.unique()) for owner in record_of(batch).owners]
     with tokenprune.patched(model, "dymu", max_r=1, **options):
-        assert tower_of(model)(pixels[1:2]).tokenprune_counts == [kept_all - i for i in range(3)]
+        assert record_of(tower_of(model)(pixels[1:2])).block_tokens == [kept_all - i for i in range(3)]
     assert len(set(kept)) > 1
     assert kept.index(min(kept)) == 1, "the constant picture keeps the fewest"
 
@@ -280,7 +281,7 @@ def test_gradients_and_half_precision(family: Family) -> None:
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found), torch.no_grad():
         output = tower_of(model)(pixels.bfloat16())
     assert output.last_hidden_state.isfinite().all()
-    assert len({len(owner.unique()) for owner in output.tokenprune_owners}) > 1
+    assert len({len(owner.unique()) for owner in record_of(output).owners}) > 1
 
 
 # -- exactly as many as asked for
@@ -324,9 +325,9 @@ def test_exact_keeps_as_many_as_asked_for(family: Family, model, taus: list[floa
                 joined = naive_groups(keys, r, picture.protected) if r else joined
             picture.finish(block, joined)
             close(got.hidden_states[stage][row], picture.grid())
-        assert len(got.tokenprune_owners[row].unique()) == len(picture.groups) == want
+        assert len(record_of(got).owners[row].unique()) == len(picture.groups) == want
         entered.append(counts)
-    assert got.tokenprune_counts == [sum(counts) for counts in zip(*entered, strict=True)]
+    assert record_of(got).block_tokens == [sum(counts) for counts in zip(*entered, strict=True)]
 
 
 @torch.no_grad()
@@ -338,7 +339,7 @@ def test_exact_is_the_same_where_the_thresholds_hit_the_number(build) -> None:
     owners = []
     for exact in (False, True):
         with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=exact):
-            owners.append(tower_of(model)(pixels).tokenprune_owners)
+            owners.append(record_of(tower_of(model)(pixels)).owners)
     assert len(owners[0].unique()) == tower_shape(model).left(tokenprune.Budget(keep=0.5)) + 1
     assert torch.equal(*owners)
 
@@ -383,7 +384,7 @@ def test_the_decoder_sees_one_token_of_each_group(family: Family, model, batch: 
         output = model.model.get_image_features(**image_arguments(inputs))
     assert stats.cuts[0].sources == expected_sources(family, model, inputs, output.pooler_output)
     assert stats.visual_tokens_out < stats.visual_tokens_in
-    assert stats.encoder_tokens_per_layer == output.tokenprune_counts
+    assert stats.encoder_tokens_per_layer == record_of(output).block_tokens
     length = inputs["input_ids"].shape[1]
     alive = survivors(stats.cuts[-1], length)
     with with_features(model, output), reduced(family, model, stats.cuts, length):

@@ -22,6 +22,7 @@ from processors import photo
 from test_encoder import PACKED, with_features
 from test_tome import naive
 from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
+from tokenprune.integrations.hf.encoder_record import record_of
 from zoo import FAMILIES, Family
 
 UNIT = 4
@@ -152,7 +153,7 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
         for mine, theirs in zip(getattr(got, "deepstack_features", None) or [], deepstack, strict=True):
             close(mine[picture], theirs)
         first = {unit: group[0] for group in groups for unit in group}
-        assert got.tokenprune_groups[picture].tolist() == [first[unit] for unit in range(len(want))]
+        assert record_of(got).groups[picture].tolist() == [first[unit] for unit in range(len(want))]
         assert len(groups) == len(want) - sum(plan)
         start += patches
 
@@ -181,7 +182,7 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
         rules = [partial(above, threshold=value) for value in values]
         (want, _), groups = naive_tower(model, made["pixel_values"][start : start + patches], grid, rules, True)
         close(got.pooler_output[picture], want)
-        assert len(got.tokenprune_groups[picture].unique()) == len(groups)
+        assert len(record_of(got).groups[picture].unique()) == len(groups)
         left.append(len(groups) / len(want))
         start, total = start + patches, total + patches // UNIT
     assert len(set(left)) > 2  # each picture a share of its own
@@ -199,7 +200,7 @@ def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds):
         got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
     units = int(made["image_grid_thw"][0].prod()) // UNIT
-    assert sum(len(groups.unique()) for groups in got.tokenprune_groups) == 5 * round(0.5 * units)
+    assert sum(len(groups.unique()) for groups in record_of(got).groups) == 5 * round(0.5 * units)
 
 
 @torch.no_grad()
@@ -210,7 +211,7 @@ def test_exact_dymu_leaves_the_asked_number_of_every_picture(family: Family, bui
     made = processor(images=images, return_tensors="pt")
     with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds, exact=True):
         got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
-    for groups in got.tokenprune_groups:
+    for groups in record_of(got).groups:
         assert len(groups.unique()) == round(0.4 * len(groups))
 
 
@@ -235,7 +236,7 @@ def test_a_batch_equals_its_single_pictures(family: Family, model) -> None:
             patches = int(grid.prod())
             pixels = inputs["pixel_values"][start : start + patches]
             alone = encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"]
-            assert torch.equal(batch.tokenprune_groups[picture], alone.tokenprune_groups[0])
+            assert torch.equal(record_of(batch).groups[picture], record_of(alone).groups[0])
             close(batch.pooler_output[picture], alone.pooler_output[0], 1e-6)
             start += patches
 
@@ -248,7 +249,7 @@ def test_frames_of_a_video_merge_each_for_itself(family: Family, model) -> None:
     assert frames > 1
     for keep, per_frame in ((0.5, [round(0.5 * units)] * frames), (frames * 2 + 1, [3] + [2] * (frames - 1))):
         with tokenprune.patched(model, "tome", keep=keep):
-            groups = encode(model, inputs)["video"].tokenprune_groups[0].view(frames, units)
+            groups = record_of(encode(model, inputs)["video"]).groups[0].view(frames, units)
         assert [len(set(frame.tolist())) for frame in groups] == per_frame
         assert all(
             int(frame.min()) >= i * units and int(frame.max()) < (i + 1) * units for i, frame in enumerate(groups)

@@ -65,6 +65,8 @@ def test_errors_leave_the_model_alone(method: str, demo: Any, build: Any) -> Non
     assert state(processor) == before
     with tokenprune.patched(demo, "divprune", processor=processor, guard="off"):  # nothing to do for it
         assert state(processor) == before
+    with pytest.raises(OptionError, match="does not act on pixels"):
+        tokenprune.patch(demo, "divprune", processor=processor.image_processor)  # the guard has nothing to read with
 
 
 def test_one_patch_on_a_processor(demo: Any, build: Any) -> None:

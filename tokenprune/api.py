@@ -20,6 +20,7 @@ from tokenprune.errors import (
     UnsupportedSetupError,
 )
 from tokenprune.guard.settings import Guard
+from tokenprune.integrations.attachable import Attachable
 from tokenprune.registry import build
 from tokenprune.statistics import Stats
 
@@ -139,27 +140,17 @@ def _parts(
     return hf_parts(model, methods, budgets, record, processor, guard)
 
 
-class Attachment:
+class Attachment(Attachable):
     """What `patch` leaves on a model: the parts that were attached to it; the last one, the engine, has the
     statistics."""
 
     def __init__(self, methods: list[Method], budgets: list[Budget], parts: list[Any]) -> None:
+        super().__init__()
         self.methods, self.budgets, self.parts, self.engine = methods, budgets, parts, parts[-1]
 
-    def attach(self) -> None:
-        done = []
-        try:
-            for part in self.parts:
-                part.attach()
-                done.append(part)
-        except BaseException:
-            for part in reversed(done):
-                part.detach()
-            raise
-
-    def detach(self) -> None:
-        for part in reversed(self.parts):
-            part.detach()
+    def _attach(self) -> None:
+        for part in self.parts:
+            self.attach_part(part)
 
     def describe(self) -> str:
         return " + ".join(

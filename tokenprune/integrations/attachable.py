@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Attachable:
@@ -27,7 +29,7 @@ class Attachable:
             raise
 
     def detach(self) -> None:
-        """Remove everything that `attach` installed, in reverse."""
+        """Remove everything that `attach` installed, in reverse; nothing where that was done already."""
         while self._undo:
             self._undo.pop()()
 
@@ -43,12 +45,80 @@ class Attachable:
         part.attach()
         self._undo.append(part.detach)
 
-    def replace(self, module: nn.Module, name: str, value: Any) -> None:
-        """Put `value` on the instance `module`, over its class's attribute or somebody else's wrapper."""
-        # Partials, not closures: a deep copy of the model gets its own.
-        before = module.__dict__.get(name)
-        self._undo.append(partial(delattr, module, name) if before is None else partial(setattr, module, name, before))
-        setattr(module, name, value)
+    def wrap(self, module: nn.Module, name: str, make: Callable[[Any], Any]) -> None:
+        """Put `make(method)` in place of the method `name` of the instance `module`. Several parts may wrap the same
+        method, and go in any order: the others then stand on what is left."""
+        # Partials, not closures, here and as `make`: a deep copy of the model gets its own.
+        wrapped = module.__dict__.setdefault(_WRAPPED, {})
+        if name not in wrapped:
+            wrapped[name] = _Wrapped(module, name)
+        self._undo.append(partial(wrapped[name].remove, make))
+        wrapped[name].add(make)
+
+    def swap_class(self, instance: Any, cls: type) -> None:
+        """Make `instance` one of `cls`, a subclass of its own; it gets back the class that it has now."""
+        self._undo.append(partial(_give_back_class, instance, type(instance), cls))
+        instance.__class__ = cls
+
+
+# Where a module keeps what is wrapped of it.
+_WRAPPED = "_tokenprune_wrapped"
+
+
+@dataclass(eq=False)
+class _Wrapper:
+    """What one part put before a method. found: what was there before; own: whether that was the instance's own."""
+
+    make: Callable[[Any], Any]
+    found: Any
+    own: bool
+    value: Any
+
+
+class _Wrapped:
+    """One wrapped method of a module, and its wrappers, each over the one before it."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self.wrappers: list[_Wrapper] = []
+
+    def add(self, make: Callable[[Any], Any]) -> None:
+        found = getattr(self.module, self.name)
+        value = make(found)
+        self.wrappers.append(_Wrapper(make, found, self.name in self.module.__dict__, value))
+        setattr(self.module, self.name, value)
+
+    def remove(self, make: Callable[[Any], Any]) -> None:
+        at = next(index for index, one in enumerate(self.wrappers) if one.make == make)
+        gone = self.wrappers.pop(at)
+        self._join(self.wrappers[at:], gone)
+        if not self.wrappers:
+            wrapped = self.module.__dict__[_WRAPPED]
+            del wrapped[self.name]
+            if not wrapped:
+                delattr(self.module, _WRAPPED)
+
+    def _join(self, above: list[_Wrapper], gone: _Wrapper) -> None:
+        """Let the wrappers above one that goes stand on what was below it."""
+        was, now, own = gone.value, gone.found, gone.own
+        for one in above:
+            if one.found is not was:
+                return  # on a wrapper of somebody else, which holds on to what it stands on
+            one.found, one.own = now, own
+            was, one.value = one.value, one.make(now)
+            now, own = one.value, True
+        if self.name not in self.module.__dict__:
+            return  # somebody took away what he had once put there himself, and ours with it
+        if own:
+            setattr(self.module, self.name, now)
+        else:
+            delattr(self.module, self.name)
+
+
+def _give_back_class(instance: Any, found: type, put: type) -> None:
+    # Whoever changed the class since, to one that is not made of ours, has the say.
+    if isinstance(instance, put):
+        instance.__class__ = found
 
 
 def hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:

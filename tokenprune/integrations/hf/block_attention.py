@@ -24,6 +24,7 @@ from tokenprune.frames import Visual
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.copies import of_each_piece
+from tokenprune.integrations.hf.encoder_record import record_of
 from tokenprune.integrations.hf.masks import sliding_layers
 from tokenprune.integrations.hf.observe import Tap
 from tokenprune.integrations.hf.part import Part
@@ -107,11 +108,7 @@ class BlockAttention(Part):
         for tap in self.taps:
             self.attach_part(tap)
 
-    # -- once a forward, behind the tower and at the decoder's entry
-
-    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        if modality == "video" and hasattr(output, "pooler_output"):
-            output["tokenprune_frames"] = self.adapter.video_frames(arguments)
+    # -- once a forward, at the decoder's entry
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
         """Plan the blocks of a call that brings a video, and note why where there are none."""
@@ -165,7 +162,7 @@ class BlockAttention(Part):
         """Return the videos and pictures of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.features_per_picture else {}
         segments = find_segments(call.host.visual, outputs, "image", torch.device("cpu"))
-        encoded = getattr(call.outputs.get("video"), "tokenprune_frames", None)
+        encoded = record_of(call.outputs.get("video")).frames
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
         frames = iter(of_each_piece(encoded or [], videos))
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]

@@ -47,10 +47,9 @@ class Drafts(Part):
         for module in self.model.modules():
             if not isinstance(module, GenerationMixin):
                 continue
-            original = getattr(module, _MAKES_DRAFTS, None)
-            self.unknown = original is None
+            self.unknown = getattr(module, _MAKES_DRAFTS, None) is None
             if not self.unknown:
-                self.replace(module, _MAKES_DRAFTS, partial(self._generator, original))
+                self.wrap(module, _MAKES_DRAFTS, partial(partial, self._generator))
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
         drafts = states().pop(self, None)

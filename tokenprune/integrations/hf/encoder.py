@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tokenprune.base import Selection
 from tokenprune.budget import Budget
@@ -22,6 +22,7 @@ from tokenprune.integrations.blocks import Block, Merger
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.cutting import Merged, Step
+from tokenprune.integrations.hf.encoder_record import open_record, record_of
 from tokenprune.integrations.hf.groups import PackRecorder, feature_groups, one_of_each, take_packed
 from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
@@ -34,9 +35,8 @@ _CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
 class TowerPatch(Merger, Part):
     """What all merging inside a tower has in common: its tokens' provenance reaches the decoder's entry.
 
-    When pictures were encoded, a subclass leaves on the output which of its features are one, as `tokenprune_groups`:
-    for each picture, for each feature, the first feature of its group (long `[features]`); and as `tokenprune_counts`
-    the tokens that entered each block.
+    As the tower ends, a subclass says by `leave_tokens` what became of its tokens; behind it, `groups_of` says which
+    features are one. Both are kept in the `EncoderRecord` of the output.
     """
 
     pads = True  # whether rows that merge more than others are padded
@@ -61,6 +61,21 @@ class TowerPatch(Merger, Part):
             f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
         )
 
+    def leave_tokens(self, output: Any, owners: Tensor | list[Tensor], block_tokens: list[int]) -> None:
+        """Write to the tower's output what became of its tokens; see `EncoderRecord`."""
+        record = open_record(output)
+        record.owners, record.block_tokens = owners, block_tokens
+
+    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        groups = self.groups_of(modality, arguments, output)
+        if groups is not None:
+            open_record(output).groups = groups
+
+    def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
+        """Return the groups of an `EncoderRecord`, of what `note` gets; None where the tower did not leave its
+        tokens."""
+        raise NotImplementedError
+
     def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
         if call.segments is None:
             return
@@ -72,16 +87,17 @@ class TowerPatch(Merger, Part):
     def select(self, call: Call, segments: Segments) -> Selection | None:
         """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""
         for modality, output in call.outputs.items():
-            if getattr(output, "tokenprune_groups", None) is None:
+            if record_of(output).groups is None:
                 raise UnsupportedSetupError(
                     f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
                 )
-        groups = {modality: output.tokenprune_groups for modality, output in call.outputs.items()}
+        groups = {modality: record_of(output).groups for modality, output in call.outputs.items()}
         return one_of_each(segments, call.host.visual, groups)
 
     def counts(self, call: Call) -> list[int]:
         """Tokens that entered each of the tower's blocks, for all pictures of a call."""
-        return [sum(counts) for counts in zip(*(o.tokenprune_counts for o in call.outputs.values()), strict=True)]
+        counts = [record_of(output).block_tokens for output in call.outputs.values()]
+        return [sum(of_block) for of_block in zip(*counts, strict=True)]
 
 
 class EncoderPatch(TowerPatch):
@@ -119,9 +135,8 @@ class EncoderPatch(TowerPatch):
         self.hook(self.tower.register_forward_pre_hook(self._enter_tower))
         self.hook(self.encoder.register_forward_hook(self._leave_encoder))
         self.hook(self.tower.register_forward_hook(self._leave_tower))
-        pack = getattr(self.adapter.base, "pack_image_features", None)
-        if pack is not None:
-            self.replace(self.adapter.base, "pack_image_features", PackRecorder(pack))
+        if hasattr(self.adapter.base, "pack_image_features"):
+            self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
     def _observe(self, index: int, observation: Observation) -> None:
         self.note_keys(index, observation.key)
@@ -147,20 +162,18 @@ class EncoderPatch(TowerPatch):
         if output.hidden_states is not None:
             restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
             output.hidden_states = tuple(restored)
-        output.tokenprune_owners = state.owners[self.shape.read]
-        output["tokenprune_counts"] = [sum(rows) for rows in state.counts]
+        self.leave_tokens(output, state.owners[self.shape.read], [sum(rows) for rows in state.counts])
         return output
 
     # -- behind the tower
 
-    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+    def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor]:
         asked = arguments.get("vision_feature_layer")
         if asked is not None and asked != self.layer:
             raise UnsupportedSetupError(
                 f"{self.method.name} was set up for the config's vision_feature_layer={self.layer}, not for {asked}"
             )
-        owners = getattr(output, "tokenprune_owners", None)
-        groups = None
+        owners, groups = record_of(output).owners, None
         if modality == "image" and owners is not None:
             groups = feature_groups(owners, output.pooler_output, self.shape.protected)
         if groups is None:
@@ -168,7 +181,7 @@ class EncoderPatch(TowerPatch):
                 f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
                 "patches they were made of; leave them out of the prompt, or use a method that acts behind the tower"
             )
-        output["tokenprune_groups"] = groups
+        return groups
 
 
 def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> TowerPatch:

@@ -23,6 +23,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.attachable import states
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.copies import number_features
+from tokenprune.integrations.hf.encoder_record import open_record, record_of
 from tokenprune.integrations.hf.groups import PackRecorder, take_packed
 from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
@@ -84,9 +85,8 @@ class EncoderAttention(Part):
             self.attach_part(Observer(self.attentions[index], partial(self._record, index)))
         self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
         self.hook(self.tower.register_forward_hook(self._leave_tower))
-        pack = getattr(self.adapter.base, "pack_image_features", None)
-        if pack is not None:
-            self.replace(self.adapter.base, "pack_image_features", PackRecorder(pack))
+        if hasattr(self.adapter.base, "pack_image_features"):
+            self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         take_packed()  # what a call that failed may have left
@@ -111,17 +111,16 @@ class EncoderAttention(Part):
         if isinstance(output, tuple):
             raise UnsupportedSetupError(f"{self.name}: the tower must return an output object; use return_dict")
         if state is not None:
-            output.tokenprune_attention = state.scores
+            open_record(output).attention = state.scores
 
     # -- behind the tower
 
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """Pictures were encoded: leave the scores of their visual tokens on `output`, as `tokenprune_encoded`."""
-        state = getattr(output, "tokenprune_attention", None)
+        """Pictures were encoded: leave the scores of their visual tokens in the record on `output`."""
+        state = record_of(output).take_attention()
         packed = take_packed()
         if state is None:
             return
-        del output.tokenprune_attention
         # [rows of the tower, patches, H] of each block; rows of different length (packed runs) are laid end to end.
         if not all(state.values()):
             raise UnsupportedSetupError(f"{self.name}: not all blocks of the vision tower showed their attention")
@@ -131,7 +130,8 @@ class EncoderAttention(Part):
         ]
         placed = place(self.adapter, modality, arguments, feature_total(output), torch.cat(layers, dim=-1), packed)
         scores = dict(zip(state, placed.scores.split([x.shape[-1] for x in layers], dim=-1), strict=True))
-        output["tokenprune_encoded"] = Encoded({layer: scores[index] for layer, index in self.places.items()}, placed)
+        encoded = Encoded({layer: scores[index] for layer, index in self.places.items()}, placed)
+        open_record(output).encoded = encoded
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class EncodedTokens:
         self.device, self.parts, start = device, [], 0
         self.index = None
         for modality, output in call.outputs.items():
-            encoded, mask = getattr(output, "tokenprune_encoded", None), call.host.visual[modality]
+            encoded, mask = record_of(output).encoded, call.host.visual[modality]
             if encoded is None:
                 raise UnsupportedSetupError(
                     f"these {modality} features were not encoded by the patched model, so the attention in its vision "

@@ -25,6 +25,7 @@ from tokenprune.integrations.hf import decoding
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.cutting import Step, cut, resolve_budgets
+from tokenprune.integrations.hf.encoder_record import start_record
 from tokenprune.integrations.hf.entry import cut_entry
 from tokenprune.integrations.hf.features import FeatureRecorder
 from tokenprune.integrations.hf.layout import Layout
@@ -91,11 +92,10 @@ class Engine(Attachable):
         """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
         forward."""
         base, name = self.adapter.base, f"get_{modality}_features"
-        original = getattr(base, name, None)
-        if original is None or modality not in self.adapter.placeholders:
+        if getattr(base, name, None) is None or modality not in self.adapter.placeholders:
             return
         ahead = partial(self._before_features, modality)
-        self.replace(base, name, FeatureRecorder(original, ahead, self._note_features))
+        self.wrap(base, name, partial(FeatureRecorder, ahead=ahead, note=self._note_features))
 
     # -- the stack of calls of this thread
 
@@ -136,12 +136,9 @@ class Engine(Attachable):
     def _note_features(self, encoded: tuple[str, dict[str, Any]], output: Any) -> None:
         """Pictures were encoded. Their grids travel with the output, which generate() hands to a later forward."""
         modality, arguments = encoded
-        grids = self.adapter.grids(modality, arguments)
-        if grids is not None and hasattr(output, "pooler_output"):
-            # As an item, here and in the parts: an attribute is lost when accelerate moves the output between devices.
-            output["tokenprune_grids"] = grids
-        if self.per == "frame" and modality == "video":
-            output["tokenprune_frames"] = self.adapter.video_frames(arguments)
+        if hasattr(output, "pooler_output"):
+            grids = self.adapter.grids(modality, arguments)
+            start_record(output, grids, self.adapter.video_frames(arguments) if modality == "video" else None)
         for part in self.parts:
             part.note(modality, arguments, output)
         if (call := self._call()) is not None:

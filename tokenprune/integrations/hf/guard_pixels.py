@@ -13,6 +13,7 @@ from torch import Tensor
 from tokenprune.guard.pictures import SIDE, Late, blocks_of, text_shares
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.copies import of_each_piece
+from tokenprune.integrations.hf.encoder_record import record_of
 from tokenprune.integrations.hf.segments import feature_total, pieces_of
 from tokenprune.transfer import sent
 
@@ -96,7 +97,7 @@ def looks_of_segments(call: Call, adapter: Adapter) -> SegmentLooks:
     """Match what was seen of a call's pictures with its segments."""
     pieces = []  # (row, first position, its looks)
     for modality, output in call.outputs.items():
-        mask, looks = call.host.visual[modality], getattr(output, "tokenprune_looks", None)
+        mask, looks = call.host.visual[modality], record_of(output).looks
         known = output if adapter.features_per_picture else None
         for row, columns, which in _matched(modality, mask, output, known, looks, adapter.step_within_picture):
             pieces.append((row, int(columns[0]), [] if which is None else [(looks, which)]))

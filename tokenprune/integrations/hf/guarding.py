@@ -25,6 +25,7 @@ from tokenprune.guard.prompts import Reader
 from tokenprune.guard.settings import KINDS, Guard
 from tokenprune.integrations.attachable import states
 from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.encoder_record import open_record
 from tokenprune.integrations.hf.guard_pixels import look, looks_of_segments
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.verdict import Verdict, Watched, share_of
@@ -124,7 +125,7 @@ class GuardPart(Part):
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         looks = self._here().pop("looks", None)
         if looks is not None and hasattr(output, "pooler_output"):
-            output["tokenprune_looks"] = looks
+            open_record(output).looks = looks
 
     # -- in a call
 

@@ -25,6 +25,7 @@ from tokenprune.integrations.attachable import states
 from tokenprune.integrations.blocks import Block, check_checkpointing
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.encoder import TowerPatch
+from tokenprune.integrations.hf.encoder_record import record_of
 from tokenprune.integrations.hf.groups import first_of_group
 from tokenprune.integrations.hf.observe import Observer
 from tokenprune.kernels.compact import partition
@@ -149,12 +150,20 @@ class PackedTowerPatch(TowerPatch):
         if hasattr(self.tower, "window_size"):  # its units stand in the order of windows, its output in that of rows
             owner = owner[sent(_window_order(self.tower, args, kwargs), owner.device).argsort()]
         sizes = [t * h * w // self.unit for t, h, w in state.grids]
-        output["tokenprune_groups"] = [first_of_group(one[None], len(owner))[0] for one in owner.split(sizes)]
-        output["tokenprune_counts"] = [count * self.unit for count in state.counts]
+        self.leave_tokens(output, list(owner.split(sizes)), [count * self.unit for count in state.counts])
         features = getattr(output, "deepstack_features", None)
         if features:  # of blocks at which not all members of a group were one yet
             output.deepstack_features = [_mean_of_groups(x, owner) for x in features]
         return output
+
+    # -- behind the tower
+
+    def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
+        owners = record_of(output).owners
+        if owners is None:
+            return None
+        units = sum(map(len, owners))  # more than there are groups
+        return [first_of_group(of_image[None], units)[0] for of_image in owners]
 
     # -- hooks of the blocks
 

@@ -17,10 +17,11 @@ from torch import nn
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError, UnsupportedSetupError
+from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.pictures import Picture, collect
 from tokenprune.integrations.hf.pixel_counts import PixelCounts
-from tokenprune.integrations.hf.prompts import PromptReader, intercept
+from tokenprune.integrations.hf.prompts import PromptReader, intercepted
 from tokenprune.token_counts import Reader, countable_processors, image_processor_of, rule_for
 
 MARK = "_tokenprune_patch"
@@ -28,7 +29,7 @@ MARK = "_tokenprune_patch"
 _QUESTIONS: ContextVar[list[str] | None] = ContextVar("tokenprune_questions", default=None)
 
 
-class PixelPatch:
+class PixelPatch(Attachable):
     """Makes a processor hand out smaller pictures, and the vision tower take them.
 
     How depends on the processor (`Rule.resizing`, or `Adapter.resizing` for one whose tokens cannot be counted):
@@ -40,11 +41,11 @@ class PixelPatch:
     """
 
     def __init__(self, method: Method, budget: Budget, processor: Any, adapter: Adapter | None = None) -> None:
+        super().__init__()
         self.method, self.budget, self.adapter, self.processor = method, budget, adapter, processor
         self.image_processor = image_processor_of(processor)
         self.identity = budget.is_identity()
         self.counts = PixelCounts()
-        self._hook: Any = None
         if self.identity:
             return
         self.rule = rule_for(processor)
@@ -106,7 +107,7 @@ class PixelPatch:
 
     # -- attaching
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         if self.image_processor is None:  # keep=1.0 needs none
             return
         before = type(self.image_processor)
@@ -124,23 +125,14 @@ class PixelPatch:
 
         # A subclass of the same name, not an attribute of the instance: that would end up in what it prints and saves.
         names = {"preprocess": preprocess, MARK: self, "__module__": before.__module__}
-        self.image_processor.__class__ = type(before.__name__, (before,), names)
+        self.swap_class(self.image_processor, type(before.__name__, (before,), names))
         if self.identity:
             return
         if self.prompts is not None:
-            intercept(self.processor, self._around, {})
+            self.swap_class(self.processor, intercepted(self.processor, self._around, {}))
         if self.resizing == "target":
             tower = self.adapter.base.vision_tower
-            self._hook = tower.register_forward_pre_hook(self._interpolate, with_kwargs=True)
-
-    def detach(self) -> None:
-        if self.image_processor is None:
-            return
-        self.image_processor.__class__ = type(self.image_processor).__mro__[1]
-        if not self.identity and self.prompts is not None:
-            self.processor.__class__ = type(self.processor).__mro__[1]
-        if self._hook is not None:
-            self._hook.remove()
+            self.hook(tower.register_forward_pre_hook(self._interpolate, with_kwargs=True))
 
     def describe(self) -> str:
         return f"{self.method.name} ({self.budget})"

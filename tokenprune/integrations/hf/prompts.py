@@ -106,11 +106,11 @@ def is_nested(images: Any) -> bool:
     return isinstance(images, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in images)
 
 
-def intercept(
+def intercepted(
     processor: Any, around: Callable[[Any, Any], AbstractContextManager[tuple[Any, Any]]], names: dict[str, Any]
-) -> None:
-    """Put `around` around the calls of a processor that have both pictures and text; it takes them, and yields what the
-    processor is to take instead. names: more attributes of the class that the processor gets; its base is the old one.
+) -> type:
+    """Return a subclass of a processor's class that puts `around` around the calls that have both pictures and text;
+    it takes them, and yields what the processor is to take instead. names: more attributes of the class.
     """
     before = type(processor)
     signature = inspect.signature(before.__call__)
@@ -126,4 +126,4 @@ def intercept(
 
     # As in pixels.py: a subclass of the same name shows in nothing that the processor prints or saves.
     own = {"__call__": call, "__module__": before.__module__, "__doc__": before.__doc__}
-    processor.__class__ = type(before.__name__, (before,), own | names)
+    return type(before.__name__, (before,), own | names)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
 from tokenprune.frames import frame_counts
 from tokenprune.integrations.hf.copies import of_each_piece
+from tokenprune.integrations.hf.encoder_record import record_of
 from tokenprune.kernels.compact import partition
 from tokenprune.tokens import Segments, square_grid
 from tokenprune.transfer import sent
@@ -100,7 +101,7 @@ def find_segments(
 
 def pieces_of(modality: str, rows: Tensor, columns: Tensor, output: Any, step: int) -> list[tuple]:
     counts = feature_counts(output)
-    grids = getattr(output, "tokenprune_grids", None) or []
+    grids = record_of(output).grids or []
     if counts is None or sum(counts) != len(rows):
         breaks = (rows.diff() != 0) | (columns.diff() > step)
         ends = (breaks.nonzero().flatten() + 1).tolist()
@@ -116,7 +117,7 @@ def pieces_of(modality: str, rows: Tensor, columns: Tensor, output: Any, step: i
 
 
 def _by_frame(pieces: list[tuple], output: Any) -> list[tuple]:
-    frames = of_each_piece(getattr(output, "tokenprune_frames", None) or [], [piece[0] for piece in pieces])
+    frames = of_each_piece(record_of(output).frames or [], [piece[0] for piece in pieces])
     split = []
     for (row, columns, grid, modality), number in zip(pieces, frames, strict=True):
         counts = frame_counts(len(columns), number or 0)

@@ -13,14 +13,15 @@ from typing import Any
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError
+from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.pictures import Picture
 from tokenprune.integrations.hf.pixel_counts import PixelCounts
 from tokenprune.integrations.hf.pixels import MARK, patch_on
-from tokenprune.integrations.hf.prompts import PromptReader, intercept, is_nested
+from tokenprune.integrations.hf.prompts import PromptReader, intercepted, is_nested
 from tokenprune.token_counts import Reader, rule_for
 
 
-class ViewPatch:
+class ViewPatch(Attachable):
     """Makes a processor leave out pictures of a prompt before anything is made of them: no pixels, no placeholders, and
     positions as if they had never been there.
 
@@ -28,26 +29,24 @@ class ViewPatch:
     """
 
     def __init__(self, method: Method, budget: Budget, processor: Any, adapter: Any = None) -> None:
+        super().__init__()
         self.method, self.budget, self.processor, self.adapter = method, budget, processor, adapter
         if budget.keep is None or budget.per != "image":
             raise BudgetError(f"{method.name} takes keep as a share (a float) or a number of pictures, not {budget}")
         self.reader = PromptReader(processor, method.name)
         self.rule, self.counts = rule_for(processor), PixelCounts()
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         if present := patch_on(self.processor):
             raise AlreadyPatchedError(
                 f"the processor is patched already with {present.describe()}: undo that first "
                 "(tokenprune.unpatch, tokenprune.unpatch_processor), or use a processor of its own for each model"
             )
-        intercept(self.processor, self._around, {MARK: self})
+        self.swap_class(self.processor, intercepted(self.processor, self._around, {MARK: self}))
 
     @contextmanager
     def _around(self, images: Any, text: Any) -> Iterator[tuple[Any, Any]]:
         yield self.change(images, text)
-
-    def detach(self) -> None:
-        self.processor.__class__ = type(self.processor).__mro__[1]
 
     def describe(self) -> str:
         return f"{self.method.name} ({self.budget})"

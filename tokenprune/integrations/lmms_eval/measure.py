@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 import tokenprune
 from tokenprune.accounting import DecoderShape
 from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.adapters import Adapter, adapter_for
 from tokenprune.integrations.hf.report import count_bytes
 from tokenprune.statistics import Stats
@@ -83,16 +84,25 @@ class Tally:
         return told | {"measured_requests": self.requests, "generate_calls": self.calls, "failed_calls": self.failed}
 
 
-class _Watch:
+class _Watch(Attachable):
     """Stands in for a model's `generate`, and notes in a `Tally` what each call cost."""
 
     def __init__(self, model: nn.Module, tally: Tally) -> None:
+        super().__init__()
         self.tally, self.generate = tally, model.generate
         self.model, self.adapter = model, adapter_for(model)
         self.shape = DecoderShape.from_config(self.adapter.text_config)
         self.error: TokenPruneError | None = None
         self._begin = 0.0
         self._first: tuple[float, Any] | None = None  # when the first forward was done, and its cache's bytes
+
+    def _attach(self) -> None:
+        self.hook(self.model.register_forward_hook(self.first_forward))
+        self.wrap(self.model, "generate", self._before)
+
+    def _before(self, generate: Callable[..., Any]) -> _Watch:
+        self.generate = generate
+        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.error is not None:  # the models of lmms-eval catch it, and would ask the next question in vain
@@ -154,12 +164,10 @@ def watched(model: nn.Module) -> Iterator[Tally]:
     """
     tally = Tally()
     watch = _Watch(model, tally)
-    handle = model.register_forward_hook(watch.first_forward)
-    model.generate = watch
+    watch.attach()
     try:
         yield tally
     finally:
-        del model.generate
-        handle.remove()
+        watch.detach()
     if watch.error is not None:
         raise watch.error

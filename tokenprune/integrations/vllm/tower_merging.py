@@ -146,7 +146,7 @@ class TowerMerger(Merger):
     def _attach(self) -> None:
         super()._attach()
         for index, attention in enumerate(self.attentions):
-            self.replace(attention, "forward", partial(self._attend, index, attention, attention.forward))
+            self.wrap(attention, "forward", partial(partial, self._attend, index, attention))
         self.hook(self.encoder.register_forward_hook(self._leave_encoder))
 
     def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

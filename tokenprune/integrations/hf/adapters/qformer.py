@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.attachable import states
 from tokenprune.integrations.hf.adapters.base import Adapter, register_adapter
+from tokenprune.integrations.hf.encoder_record import start_record
 from tokenprune.integrations.hf.part import Part
 
 
@@ -79,7 +81,7 @@ class QFormerAdapter(Adapter):
         if number:
             # All pictures are alike in size, so that it does not matter which one is which.
             output = BaseModelOutputWithPooling(pooler_output=[features[0]] * number)
-            output["tokenprune_frames"] = (self.video_frames(prompt.arguments) or [])[:1] * number
+            start_record(output, None, (self.video_frames(prompt.arguments) or [])[:1] * number)
             call["mm_encoder_outputs"] = {modality: output}
         return call
 
@@ -130,7 +132,7 @@ class PromptsAhead(Part):
         self.hook(self.outer.register_forward_hook(self._leave, always_call=True))
         self.hook(self.outer.language_projection.register_forward_hook(self._project))
         if hasattr(self.outer, "generate"):
-            self.replace(self.outer, "generate", WatchedGenerate(self.outer.generate, self.during))
+            self.wrap(self.outer, "generate", partial(WatchedGenerate, during=self.during))
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         states()[self] = Prompt(dict(zip(self._parameters, args, strict=False)) | kwargs)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a patch leaves on an encoder's output: one record, that lives through what happens to outputs."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import pickle
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+import tokenprune
+from families import FAMILIES
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.encoder_record import KEY, EncoderRecord, open_record, record_of
+
+# A method each that leaves something of its own, and the fields that a Qwen image then has.
+LEFT = {
+    "tome": {"grids", "owners", "block_tokens", "groups"},
+    "vscan": {"grids", "encoded"},
+    "divprune": {"grids"},
+}
+
+
+def encoded(method: str, family: str = "qwen2_5_vl", **options: Any) -> Any:
+    family = FAMILIES[family]
+    model, inputs = family.build(), family.make_inputs(images=(2, 1))
+    with torch.no_grad(), tokenprune.patched(model, method, keep=0.5, **options):
+        return model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+
+
+def written(record: EncoderRecord) -> set[str]:
+    return {field.name for field in fields(record) if getattr(record, field.name) is not None}
+
+
+@pytest.mark.parametrize("method", LEFT)
+def test_all_that_a_patch_leaves_is_one_item(method: str) -> None:
+    output = encoded(method)
+    assert [name for name in output if name.startswith("tokenprune")] == [KEY]
+    assert not [name for name in vars(output) if name.startswith("tokenprune") and name != KEY]
+    assert written(record_of(output)) - {"looks"} == LEFT[method]
+
+
+def test_reading_leaves_an_output_alone() -> None:
+    output = BaseModelOutputWithPooling(pooler_output=torch.zeros(1))
+    assert record_of(output) == EncoderRecord() and record_of(None) == EncoderRecord()
+    assert KEY not in output and not hasattr(output, KEY)
+    record = open_record(output)
+    assert output[KEY] is record is record_of(output) is open_record(output)
+    with pytest.raises(UnsupportedSetupError, match="return_dict"):
+        open_record((torch.zeros(1),))
+
+
+def test_tensors_that_index_features_follow_an_output_to_another_device() -> None:
+    output = encoded("tome")
+    moved = send_to_device({"mm_encoder_outputs": {"image": output}}, torch.device("meta"))
+    there, here = record_of(moved["mm_encoder_outputs"]["image"]), record_of(output)
+    assert {one.device.type for one in [*there.groups, *there.owners]} == {"meta"}
+    assert {one.device.type for one in [*here.groups, *here.owners]} == {"cpu"}
+    assert (there.grids, there.block_tokens) == (here.grids, here.block_tokens)
+
+
+def test_scores_stay_where_they_are_until_they_are_read() -> None:
+    output = encoded("vscan")
+    there = record_of(send_to_device(output, torch.device("meta")))
+    assert there.encoded is record_of(output).encoded and record_of(output).attention is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda output: pickle.loads(pickle.dumps(output))])
+@pytest.mark.parametrize("method", ["tome", "vscan"])
+def test_copies_of_an_output_have_a_record_of_their_own(method: str, copied: Any) -> None:
+    output = encoded(method)
+    mine, theirs = record_of(output), record_of(copied(output))
+    assert theirs is not mine and written(theirs) == written(mine)
+    assert theirs.grids == mine.grids and theirs.block_tokens == mine.block_tokens
+    for name in ("groups", "owners"):
+        assert all(map(torch.equal, getattr(theirs, name) or [], getattr(mine, name) or []))
+    for layer, scores in (mine.encoded.scores if mine.encoded else {}).items():
+        assert torch.equal(theirs.encoded.scores[layer], scores)
+
+
+def test_each_field_has_one_writer() -> None:
+    """And nothing else is left on an output: no item or attribute with our name but the record."""
+    names, writers = {field.name for field in fields(EncoderRecord)}, Counter()
+    for path in (Path(tokenprune.__file__).parent / "integrations" / "hf").rglob("*.py"):
+        text = path.read_text()
+        assert 'output["tokenprune' not in text and "output.tokenprune" not in text, path
+        if "open_record" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            for target in node.targets if isinstance(node, ast.Assign) else []:
+                for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    of = ast.unparse(one.value) if isinstance(one, ast.Attribute) else ""
+                    if of == "record" or of.startswith("open_record("):
+                        writers[one.attr] += 1
+    assert writers == dict.fromkeys(names, 1)
