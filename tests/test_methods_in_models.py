@@ -11,8 +11,9 @@ from torch import Tensor
 
 import tokenprune
 from conftest import MODEL_METHODS, pieces
+from families import FAMILIES as EVERY_FAMILY
 from test_methods import naive_dart, naive_divprune
-from zoo import FAMILIES, Family
+from zoo import ANYRES, FAMILIES, Family
 
 
 @torch.no_grad()
@@ -110,6 +111,43 @@ def test_a_video_is_no_square(name: str, grid: Any, build) -> None:
     with tokenprune.patched(build(family), Look(), keep=0.5):
         build(family)(**family.make_inputs(video=frames, images=(0,)))
     assert seen == [(9 if grid is None else 16, grid)]
+
+
+SHAPES = {
+    "llava": ("llava", {}, [(36, (1, 6, 6))] * 2),
+    "gemma3": ("gemma3", {}, [(16, (1, 4, 4))] * 2),
+    "a tile": ("internvl", dict(sizes=(1,)), [(16, (1, 4, 4))] * 2),
+    "four tiles": ("internvl", dict(sizes=(4,)), [(64, None)] * 2),
+    "the whole view alone": ("idefics3", dict(sizes=((0, 0),)), [(16, (1, 4, 4))] * 2),
+    "three tiles and the whole view": ("smolvlm", dict(sizes=((1, 3),)), [(64, None)] * 2),
+    "rows of a known number": ("qwen2_vl", dict(sizes=((4, 16),)), [(16, (1, 2, 8))] * 2),
+    # A base view of 4 x 4, and 4 x 4 again with a newline behind each row.
+    "newlines": ("llava_next", dict(sizes=((16, 16),)), [(36, None)] * 2),
+    "newlines, too": ("llava_onevision", dict(sizes=((16, 16),)), [(36, None)] * 2),
+    "queries": ("blip-2", {}, [(16, None)] * 2),
+    "a tower for any shape": ("llava_pixtral", dict(sizes=((16, 64),)), [(64, None)] * 2),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SHAPES)
+def test_only_a_square_is_taken_for_a_square(name: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the number of tokens says of an image's shape depends on the family."""
+    monkeypatch.setitem(ANYRES, (16, 16), 36)
+    seen = []
+
+    class Look(tokenprune.Method):
+        name = "look"
+
+        def select(self, tokens: tokenprune.VisualTokens) -> tokenprune.Selection:
+            seen.extend(zip(tokens.counts, tokens.grids, strict=True))
+            return tokenprune.Selection.top(tokens.mask.float(), tokens)
+
+    kind, given, want = SHAPES[name]
+    family = EVERY_FAMILY[kind]
+    with tokenprune.patched(build(family), Look(), keep=0.5):
+        build(family)(**family.make_inputs(**given))
+    assert seen == want
 
 
 CONFIGURED = [

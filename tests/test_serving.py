@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import tokenprune
 from tokenprune import Method, registry
 from tokenprune.base import Selection
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
+from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.integrations.vllm.plan import Plan, _decoded, field_name
 from tokenprune.integrations.vllm.runner import chunks, in_small_batches
 from tokenprune.integrations.vllm.select import choose, segments_of
@@ -24,6 +26,7 @@ from tokenprune.methods.dynres import DynRes
 from tokenprune.methods.pool import Pool
 from tokenprune.methods.random import Random
 from tokenprune.methods.uniform import Uniform
+from tokenprune.tokens import square_grid
 
 SERVER = {"method": "divprune", "keep": 0.25}
 TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
@@ -288,7 +291,25 @@ def test_a_known_grid_is_used() -> None:
     assert segments_of([12, 12], (2, 3, 4), "video", cpu).grids == [(1, 3, 4)] * 2
     assert segments_of([24], (2, 3, 4), "video", cpu).grids == [(2, 3, 4)]
     assert segments_of([12, 13], (2, 3, 4), "video", cpu).grids == [(1, 3, 4), None]
-    assert segments_of([9, 12], None, "image", cpu).grids == [(1, 3, 3), None]
+    assert segments_of([9, 12], None, "image", cpu).grids == [None, None]
+    assert segments_of([9, 12], None, "image", cpu, square_grid).grids == [(1, 3, 3), None]
+    assert segments_of([9], None, "video", cpu, square_grid).grids == [None]
+
+
+def _image_grid(architecture: str, count: int, tower: str = "clip_vision_model") -> tuple[int, int, int] | None:
+    config = SimpleNamespace(image_seq_length=16, vision_config=SimpleNamespace(model_type=tower))
+    return FAMILIES[architecture].image_grid(count, config)
+
+
+def test_only_a_square_is_taken_for_a_square() -> None:
+    """Newlines and several tiles add up to square numbers, too."""
+    assert _image_grid("LlavaForConditionalGeneration", 36) == (1, 6, 6)
+    assert _image_grid("LlavaForConditionalGeneration", 36, "pixtral") is None
+    assert _image_grid("LlavaForConditionalGeneration", 37) is None
+    assert _image_grid("InternVLForConditionalGeneration", 16) == (1, 4, 4)
+    assert _image_grid("InternVLForConditionalGeneration", 64) is None
+    for name in ("LlavaNext", "LlavaOnevision", "Mistral3", "Qwen2VL"):
+        assert _image_grid(f"{name}ForConditionalGeneration", 36) is None
 
 
 # -- batches of the encoder

@@ -100,7 +100,8 @@ class Stats:
     encoder_tokens_per_layer: tokens that entered each block of the vision tower, class tokens included, if a method
                               acts there; else empty.
     attention_blocks:        context blocks that prefill attention went in, over all rows; 0 for full attention.
-    notes:                   what a method did not do for this prompt, and why.
+    notes:                   what a method did not do for this prompt, and why; and rows whose last token is gone, so
+                             that their last output is zero.
     guard:                   one `Guarded` for each row with visual tokens; None where the guard is off, or has nothing
                              to look for because `keep` is enough for any question.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.

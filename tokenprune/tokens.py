@@ -54,7 +54,7 @@ class Segments:
 
 
 def square_grid(count: int) -> tuple[int, int, int] | None:
-    """The grid of a square picture, the shape of every family that does not tell: None if `count` is no square."""
+    """Return the grid of a square image of `count` tokens; None if `count` is no square."""
     side = math.isqrt(count)
     return (1, side, side) if side * side == count else None
 

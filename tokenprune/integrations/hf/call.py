@@ -116,6 +116,13 @@ class Call:
             padding = padding & ~torch.stack(list(self.host.visual.values())).any(0)
         return padding if padding is not None and bool(padding.any()) else None
 
+    def visual_ends(self) -> list[tuple[int, int]]:
+        """Return (row, position) of the last token of each row where that is a visual one, padding left out."""
+        visual, padding = torch.stack(list(self.host.visual.values())).any(0), self.host.padding
+        real = torch.ones_like(visual) if padding is None else ~padding
+        last = (real * torch.arange(1, visual.shape[1] + 1)).argmax(1).tolist()
+        return [(row, position) for row, position in enumerate(last) if visual[row, position]]
+
     def tokens_per_row(self, batch: int, length: int) -> list[int]:
         """Return how many of a row's `length` tokens are no padding."""
         padding = self.padding_to_drop

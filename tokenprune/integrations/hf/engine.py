@@ -183,7 +183,8 @@ class Engine(Attachable):
         outputs = call.outputs if self.adapter.features_per_picture else {}
         step = self.adapter.step_within_picture
         runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
-        call.segments = find_segments(call.host.visual, outputs, self.per, embeds.device, step, runs)
+        grid_of = self.adapter.image_grid
+        call.segments = find_segments(call.host.visual, outputs, self.per, embeds.device, step, runs, grid_of)
         if call.segments is not None:
             tokens = call.tokens_per_row(*embeds.shape[:2])
             call.report = Report(self.shape, call.segments, tokens, embeds.shape[1], self.record)

@@ -161,3 +161,12 @@ PATCH_LAYOUTS = {
     }.items()
     for family in families.split()
 } | {("llava", "pixtral"): "sized"}
+
+# Families whose every image (a tile, where each counts as one) is a square of tokens without newlines between; and
+# those that put several such squares into one run of placeholders, where `image_seq_length` tokens are one square. Of
+# others, a number of tokens that happens to be a square says nothing.
+SQUARE = set(
+    "llava vipllava video_llava gemma3 shieldgemma2 paligemma deepseek_vl deepseek_vl_hybrid janus fast_vlm chameleon "
+    "idefics3 smolvlm llama4 ovis2".split()
+)
+SQUARE_TILES = {"internvl", "got_ocr2", "pp_chart2table", "qianfan_ocr"}

@@ -77,6 +77,8 @@ class Report:
         """Return the `Stats`; `cache` holds what the decoder cached, None if it cached nothing."""
         note_bytes(self.stats, call, cache, self.length)
         self.stats.later(self._closed_forms)
+        if call.active and call.unmerged is None and (ends := call.visual_ends()):
+            self.stats.later(partial(_note_lost_ends, call.layout, ends))
         return self.stats
 
     def cached_tokens(self, call: Call, layer: int, slots: int) -> int:
@@ -121,6 +123,16 @@ class Report:
             return [(whole / max(1, width)) ** 2 for width in widths]
         full = [max(1, width * (width + 1) // 2) for width in widths]
         return [self.pairs[layer][row] / all_ if layer in self.pairs else 1.0 for layer, all_ in enumerate(full)]
+
+
+def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -> None:
+    """Say it where a row's last token is gone: what a caller reads there, or `generate` starts from, is zero."""
+    slots = layout.inverse.cpu()
+    if lost := [str(row) for row, position in ends if slots[row, position] < 0]:
+        stats.notes.append(
+            f"the last token of the prompt is a visual token that was removed (row {', '.join(lost)}): the output "
+            "there is zero, and so is what generate() takes the first new token from; end the prompt with text"
+        )
 
 
 def note_bytes(stats: Stats, call: Call, cache: Any, length: int) -> None:

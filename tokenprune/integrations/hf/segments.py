@@ -17,10 +17,11 @@ from tokenprune.frames import frame_counts
 from tokenprune.integrations.hf.copies import of_each_piece
 from tokenprune.integrations.hf.encoder_record import record_of
 from tokenprune.kernels.compact import partition
-from tokenprune.tokens import Segments, square_grid
+from tokenprune.tokens import Segments
 from tokenprune.transfer import sent
 
 RunsPerImage = Callable[[int, list[tuple[int, int]]], list[int]]
+GridOf = Callable[[int], tuple[int, int, int] | None]
 
 
 def feature_counts(output: Any) -> list[int] | None:
@@ -55,7 +56,7 @@ def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
 
 def find_segments(
     masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device, step: int = 1,
-    runs_per_image: RunsPerImage | None = None,
+    runs_per_image: RunsPerImage | None = None, grid_of: GridOf | None = None,
 ) -> Segments | None:  # fmt: skip
     """Group placeholders into segments, with tensors on `device`; None if there are none.
 
@@ -65,13 +66,14 @@ def find_segments(
     per: "image"; "frame", where each frame of a video is a segment; or "prompt" for one segment a row. step: from one
     placeholder to the next within a run; 2 where ids for the ends of rows stand between. runs_per_image: tells of a
     row's number and the (first, last + 1) of its runs how many each image consists of; None: one.
+    grid_of: tells of an image's number of tokens its grid, where nothing else does.
     Raises UnsupportedSetupError for a video whose frames cannot be told.
     """
     pieces = []  # (row, positions, grid, modality)
     for modality, mask in masks.items():
         rows, columns = mask.nonzero(as_tuple=True)
         if len(rows):
-            found = pieces_of(modality, rows, columns, outputs.get(modality), step)
+            found = pieces_of(modality, rows, columns, outputs.get(modality), step, grid_of)
             pieces += _by_frame(found, outputs.get(modality)) if per == "frame" and modality == "video" else found
     if not pieces:
         return None
@@ -99,7 +101,13 @@ def find_segments(
     )
 
 
-def pieces_of(modality: str, rows: Tensor, columns: Tensor, output: Any, step: int) -> list[tuple]:
+def pieces_of(
+    modality: str, rows: Tensor, columns: Tensor, output: Any, step: int, grid_of: GridOf | None = None
+) -> list[tuple]:
+    """Return (row, columns, grid, modality) of each piece, one with features or an unbroken run; see `find_segments`.
+
+    rows, columns: long `[n]`, of the modality's placeholders, on the host.
+    """
     counts = feature_counts(output)
     grids = record_of(output).grids or []
     if counts is None or sum(counts) != len(rows):
@@ -111,7 +119,7 @@ def pieces_of(modality: str, rows: Tensor, columns: Tensor, output: Any, step: i
     pieces = []
     for row, (start, end), grid in zip(of_rows, spans, of_each_piece(grids, of_rows), strict=True):
         if grid is None or math.prod(grid) != end - start:
-            grid = square_grid(end - start) if modality == "image" else None
+            grid = grid_of(end - start) if grid_of is not None and modality == "image" else None
         pieces.append((row, columns[start:end], grid, modality))
     return pieces
 

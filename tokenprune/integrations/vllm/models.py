@@ -104,7 +104,7 @@ class ReducingModel:
         if plan.reduces:
             kept = told
             if not isinstance(told, Tensor):
-                segments = segments_of(plan.counts, self._grid(item, modality), modality, rows.device)
+                segments = segments_of(plan.counts, self._grid(item, modality), modality, rows.device, self._image_grid)
                 norm = getattr(getattr(self.get_language_model(), "model", None), "norm", None)
                 kept, rows = choose(plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm, told)
             first, end = plan.span
@@ -138,6 +138,9 @@ class ReducingModel:
         merge = self.config.vision_config.spatial_merge_size
         frames, height, width = shape.data.tolist()
         return frames, height // merge, width // merge
+
+    def _image_grid(self, count: int) -> tuple[int, int, int] | None:
+        return self.tokenprune_family.image_grid(count, self.config)
 
     def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
         """Tell the rows where they stand; one axis of positions is counted by vLLM itself."""

@@ -15,9 +15,10 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.cutting import checked_keep, merge_tokens
 from tokenprune.integrations.hf.encoder_attention import Encoded, as_patches
 from tokenprune.integrations.hf.patches import Placed
-from tokenprune.tokens import Patches, Segments, VisualTokens, square_grid
+from tokenprune.tokens import Patches, Segments, VisualTokens
 
 Grid = tuple[int, int, int]
+GridOf = Callable[[int], Grid | None]
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -59,16 +60,18 @@ class _Features:
         raise TokenPruneError("it reads the text, but a picture's features are shared by all prompts that hold it")
 
 
-def segments_of(counts: list[int], grid: Grid | None, modality: str, device: torch.device) -> Segments:
+def segments_of(
+    counts: list[int], grid: Grid | None, modality: str, device: torch.device, guess: GridOf = lambda count: None
+) -> Segments:
     """Return one segment for each entry of `counts`, in the order of the rows.
 
-    grid: (frames, height, width) of an item that is one segment, or whose frames are one each.
+    grid: (frames, height, width) of an item that is one segment, or whose frames are one each. guess: tells of
+    an image's number of tokens its grid, where `grid` does not.
     """
     limit = torch.tensor(counts, device=device)[:, None]
     place = torch.arange(max(counts), device=device)
     start = limit.cumsum(0) - limit
     mask = place < limit
-    guess = square_grid if modality == "image" else lambda count: None
     if grid is not None and len(counts) == grid[0]:
         grid = (1, *grid[1:])
     return Segments(
@@ -77,9 +80,13 @@ def segments_of(counts: list[int], grid: Grid | None, modality: str, device: tor
         counts=counts,
         position=torch.where(mask, start + place, start),
         mask=mask,
-        grids=[grid if grid is not None and math.prod(grid) == count else guess(count) for count in counts],
+        grids=[_fitting(grid, count) or (guess(count) if modality == "image" else None) for count in counts],
         modality=[modality] * len(counts),
     )
+
+
+def _fitting(grid: Grid | None, count: int) -> Grid | None:
+    return grid if grid is not None and math.prod(grid) == count else None
 
 
 def choose(

@@ -16,9 +16,18 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_masks_for_generate
 
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.integrations.hf.families import PATCH_LAYOUTS, PATCH_TOKENS, REFUSED, SUPPORTED, UNMERGEABLE
+from tokenprune.integrations.hf.families import (
+    PATCH_LAYOUTS,
+    PATCH_TOKENS,
+    REFUSED,
+    SQUARE,
+    SQUARE_TILES,
+    SUPPORTED,
+    UNMERGEABLE,
+)
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.part import Part
+from tokenprune.tokens import square_grid
 from tokenprune.transfer import sent
 
 # Layers that keep a key and a value for each token.
@@ -172,6 +181,14 @@ class Adapter:
         vision = self.config.vision_config
         merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
         return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
+
+    def image_grid(self, count: int) -> tuple[int, int, int] | None:
+        """Return (1, height, width) of an image of `count` tokens whose shape nothing else tells; None where it is not
+        known. Only an image of one square without separators is known by its number of tokens: see `SQUARE`."""
+        family = self.config.model_type
+        of_a_tile = getattr(self.config, "image_seq_length", None)
+        one_tile = family in SQUARE_TILES and count == of_a_tile
+        return square_grid(count) if one_tile or (family in SQUARE and self.patch_layout != "sized") else None
 
     def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
         """Return how many runs of placeholders each image of a row consists of, in their order. Asked where

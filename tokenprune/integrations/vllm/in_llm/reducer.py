@@ -147,9 +147,16 @@ def decoder_of(model: Any) -> nn.Module:
 
 
 def grids_of(model: Any, pieces: list[Piece], items: list[Any]) -> list[Grid | None]:
-    """The grid of each piece, where its item tells of one that fits. items: vLLM's data of a prompt's items."""
+    """Return the grid of each piece, where its item tells of one that fits, or an image's number of tokens does.
+
+    items: vLLM's data of a prompt's items.
+    """
     grids = [model._grid(items[piece.item], piece.modality) for piece in pieces]
-    return [
+    fitting = [
         grid if grid is not None and grid[0] * grid[1] * grid[2] == len(piece.places) else None
         for grid, piece in zip(grids, pieces, strict=True)
+    ]
+    return [
+        model._image_grid(len(piece.places)) if grid is None and piece.modality == "image" else grid
+        for grid, piece in zip(fitting, pieces, strict=True)
     ]

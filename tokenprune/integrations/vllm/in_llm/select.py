@@ -13,7 +13,7 @@ from tokenprune.base import Method
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.vllm.select import Grid, Norm, exact_keep
-from tokenprune.tokens import Segments, VisualTokens, require, square_grid
+from tokenprune.tokens import Segments, VisualTokens, require
 
 # What a decoder's layers can be asked for; the rest of a method's `needs` is not to be had here.
 READABLE = frozenset({"keys", "last_row_attention", "received_attention"})
@@ -80,17 +80,12 @@ def segments_of(
     grids: Sequence[Grid | None],
     device: torch.device,
 ) -> Segments:
-    """Return the segments of one request. places: of the tokens of each, in this step. grids: None where not known; a
-    picture is then taken for a square, if it can be one."""
+    """Return the segments of one request. places: of the tokens of each, in this step. grids: None where not known."""
     counts = [len(of) for of in places]
     longest = max(counts)
     position = torch.tensor([[*of, *[of[0]] * (longest - len(of))] for of in places])
     mask = torch.arange(longest) < torch.tensor(counts)[:, None]
-    known = [
-        grid or (square_grid(count) if modality == "image" else None)
-        for grid, count, modality in zip(grids, counts, modalities, strict=True)
-    ]
-    made = Segments([0] * len(counts), list(ordinals), counts, position, mask, known, list(modalities))
+    made = Segments([0] * len(counts), list(ordinals), counts, position, mask, list(grids), list(modalities))
     return made.to(device)
 
 
