@@ -21,7 +21,7 @@ from families import FAMILIES, REFUSED, STATEFUL
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import TokenPruneError, UnsupportedModelError
-from tokenprune.integrations.hf import families
+from tokenprune.integrations.hf import families, patches
 from zoo import Family
 
 # A score method, a merge method, one inside the decoder, one that goes on while decoding, and the baseline.
@@ -107,7 +107,7 @@ def check_survivors(cuts: list[Any], inputs: Any, family: Family, model: Any) ->
 def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> None:
     """Methods inside the tower refuse what the table does not name; those that read it, where patches are not known."""
     refused = [] if "IN_ENCODER" in families.SUPPORTED[family.kind].sites else ["tome", "dymu"]
-    refused += [] if family.kind in families.PATCH_LAYOUTS else ["vscan"]
+    refused += [] if family.kind in patches.PATCH_LAYOUTS else ["vscan"]
     for method in refused:
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, method, keep=0.3)

@@ -23,7 +23,7 @@ from tokenprune import (
     patch_processor,
     unpatch_processor,
 )
-from tokenprune.integrations.hf.pixel_counts import PixelCounts
+from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from zoo import FAMILIES
 
 INFOS = [tokenprune.method_info(name) for name in METHODS]

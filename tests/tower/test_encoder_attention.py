@@ -21,7 +21,7 @@ import tokenprune
 from basics import MODEL_METHODS, snapshot
 from oracle import close, reduced
 from tokenprune import Method, OptionError, Selection, Site, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.hf import families
+from tokenprune.integrations.hf import patches
 from zoo import FAMILIES, IMAGE, TEXT, Family
 
 # Which blocks of the zoo's towers are meant by a quarter of the depth, and by the last one that is read. CLIP's last
@@ -367,7 +367,7 @@ def test_towers_that_are_not_known(build, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UnsupportedSetupError, match=r"knows the towers CLIP.*not Dinov2Model"):
         tokenprune.patch(model, "vscan", keep=0.3)
     assert snapshot(model) == was and not tokenprune.is_patched(model)
-    monkeypatch.delitem(families.PATCH_LAYOUTS, "internvl")
+    monkeypatch.delitem(patches.PATCH_LAYOUTS, "internvl")
     with pytest.raises(UnsupportedSetupError, match=r"'internvl'.*patch_layout"):
         tokenprune.patch(build(FAMILIES["internvl"]), "vscan", keep=0.3)
 
