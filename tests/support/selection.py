@@ -55,12 +55,25 @@ def covering(variants: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def leave_out_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Remove from `items` those variants of tests marked `pairwise` that hold no new pair of values; return them."""
-    groups: dict[str, list[pytest.Function]] = defaultdict(list)
+    """Remove from `items` those variants of tests marked `pairwise` that hold no new pair of values; return them.
+
+    The marker may be given `runs=`, a function of the test's parameters that says whether a variant runs or skips: one
+    that skips holds no pair.
+    """
+    groups: dict[str, list[Any]] = defaultdict(list)
+    left_out: list[pytest.Item] = []
     for item in items:
-        if item.get_closest_marker("pairwise"):
+        marker = item.get_closest_marker("pairwise")
+        if marker is None:
+            continue
+        runs = marker.kwargs.get("runs")
+        if runs is None or runs(**item.callspec.params):
             groups[item.nodeid.partition("[")[0]].append(item)
-    kept = {one for group in groups.values() for one in (group[i] for i in covering([x.callspec.params for x in group]))}
-    out = [item for group in groups.values() for item in group if item not in kept]
-    items[:] = [item for item in items if item not in set(out)]
-    return out
+        else:
+            left_out.append(item)
+    for group in groups.values():
+        held = set(covering([item.callspec.params for item in group]))
+        left_out += [item for index, item in enumerate(group) if index not in held]
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+    return left_out
