@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+import tokenprune
 from families import FAMILIES, REFUSED
 
-# `-m fast` runs one family of each kind; a test without a family is fast too.
+# `-m fast` runs one family of each kind, and on families one method of each kind.
 FAST_FAMILIES = {
     "llava": "one square of patches for each image, a class token, positions on one axis",
     "llava_onevision": "tiles of an image, videos",
@@ -21,22 +22,58 @@ FAST_FAMILIES = {
     "instructblip": "a Q-Former",
     "qwen3_5": "layers that carry a state",
 }
-# Tests that take more than about a second whatever the family: they start processes, run whole benchmarks, or simulate.
-SLOW: set[str] = set()
+FAST_METHODS = {
+    "divprune": "chooses before the decoder",
+    "dart": "chooses inside the decoder",
+    "dyrate": "goes on while the answer is written",
+    "tome": "merges in the vision tower",
+    "dynres": "acts on pixels",
+    "pevlm": "acts on attention",
+}
+# What takes long whatever the family: it starts processes, runs a whole benchmark, simulates, or interprets kernels.
+SLOW = {
+    "api/test_cli.py",
+    "api/test_setting.py::test_wild_settings_are_answered",
+    "api/test_two_pass.py",
+    "api/test_ways.py",
+    "bench/test_bench.py",
+    "bench/test_bench_folder.py",
+    "bench/test_bench_runs.py",
+    "bench/test_report_samples.py",
+    "bench/test_speed_benchmarks.py",
+    "bench/test_strip.py",
+    "docs/test_docs.py::test_generated_parts_are_current",
+    "engine/test_drafts.py",
+    "engine/test_syncs.py",
+    "engine/test_tensor_parallel.py",
+    "guard/test_guard.py",
+    "kernels/test_kernels_attention.py",
+    "kernels/test_kernels_dispatch.py::test_triton_is_not_imported_before_a_kernel_runs",
+    "kernels/test_kernels_similarity.py",
+    "methods/test_calibration.py::test_command_line",
+    "methods/test_dymu.py::test_thresholds_ship_for_the_demo_model",
+    "processor/test_view_select.py::test_generate_equals_a_prompt_with_the_kept_views",
+    "processor/test_view_select.py::test_the_benchmark_leaves_it_out",
+    "tuning/test_tune.py",
+    "tuning/test_tuner_promise.py",
+    "vllm/test_serving.py::test_nothing_else_imports_vllm",
+}
 
 
-def families_of(item: pytest.Item) -> set[str]:
-    """Return the names of the families that a test is run on."""
+def names_in(item: pytest.Item) -> set[str]:
+    """Return the names among a test's parameters: strings, and what has a name, such as a family or a method."""
     given = getattr(item, "callspec", None)
     values = [] if given is None else [getattr(value, "name", value) for value in given.params.values()]
-    return {value for value in values if isinstance(value, str) and (value in FAMILIES or value in REFUSED)}
+    return {value for value in values if isinstance(value, str)}
 
 
 def is_fast(item: pytest.Item) -> bool:
     """Return whether a test is one of `-m fast`."""
-    path, _, name = item.nodeid.partition("::")
-    name = name.partition("[")[0]
-    return not {path, f"{path}::{name}"} & SLOW and families_of(item) <= FAST_FAMILIES.keys()
+    place, names = item.nodeid.partition("[")[0].removeprefix("tests/"), names_in(item)
+    families = names & (FAMILIES.keys() | REFUSED.keys())
+    methods = names & set(tokenprune.available_methods()) if families else set()
+    slow = {place, place.partition("::")[0]} & SLOW
+    return not slow and families <= FAST_FAMILIES.keys() and methods <= FAST_METHODS.keys()
 
 
 def covering(variants: Sequence[dict[str, Any]]) -> list[int]:
