@@ -14,7 +14,6 @@ from tokenprune.errors import OptionError
 from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.adapters import adapter_for
 from tokenprune.integrations.hf.block_attention import BlockAttention
-from tokenprune.integrations.hf.cutting import Step
 from tokenprune.integrations.hf.drafts import Drafts
 from tokenprune.integrations.hf.encoder import TowerPatch, tower_patch
 from tokenprune.integrations.hf.encoder_attention import EncoderAttention
@@ -24,6 +23,7 @@ from tokenprune.integrations.hf.lost_pictures import LostPictures
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.pixel_counts import FullCounts
 from tokenprune.integrations.hf.pixels import patch_for
+from tokenprune.integrations.hf.plan import Step
 from tokenprune.integrations.hf.setup_checks import check_steps
 from tokenprune.integrations.hf.unmerging import VirtualUnmerging, check_composition, form_of
 from tokenprune.integrations.places import check_places, place_of
