@@ -179,10 +179,14 @@ class Call:
 
     # -- which tokens a layer holds
 
+    def cuts_at(self, layer: int) -> bool:
+        """Whether tokens leave at the input of `layer` (0: at the decoder's entry)."""
+        return self.plan is not None and layer in self.plan.cuts
+
     def starts_group(self, layer: int) -> bool:
         """Whether the layers from `layer` on hold other tokens than those before it."""
         in_cache = self.reduction is not None and any(first == layer for first, _ in self.reduction.slots)
-        return in_cache or (self.plan is not None and layer in self.plan.cuts)
+        return in_cache or self.cuts_at(layer)
 
     def group(self, layer: int) -> LayerInputs:
         """Return what the layers from `layer` on are handed if they hold the tokens of the current layout."""

@@ -204,10 +204,8 @@ class Engine(Attachable):
         """Plan the cuts of a call, and return whether tokens leave."""
         merged = call.state.get(Merged)
         counts = call.segments.counts if merged is None else merged.selection.counts
-        at_least = partial(self._at_least, call)
-        call.plan = plan_cuts(
-            self.steps.values(), self.shape, call.segments, counts, call.host.tokens_per_row, at_least
-        )
+        tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
+        call.plan = plan_cuts(self.steps.values(), self.shape, call.segments, counts, tokens, at_least)
         for part in self.parts:
             part.planned(call)
         return bool(call.plan.cuts) or merged is not None
@@ -231,7 +229,7 @@ class Engine(Attachable):
                 kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
         if call.segments is not None:
             call.extras = self.adapter.take_extras(kwargs, call.layout)
-        if cutting and (0 in call.plan.cuts or call.state.get(Merged) is not None):
+        if call.cuts_at(0) or call.state.get(Merged) is not None:
             cut_entry(call, kwargs, self.steps.get(0), self.adapter)
         call.groups.append(call.group(0))
 
@@ -267,7 +265,7 @@ class Engine(Attachable):
         if index and index == decoding.decides_at(call):
             decoding.decide(call)
         if index and call.starts_group(index):
-            if call.plan is not None and index in call.plan.cuts:
+            if call.cuts_at(index):
                 args, kwargs = self._cut_layer(call, index, args, kwargs)
             call.groups.append(call.group(index))
         keys = call.key_count(index, self.adapter, kwargs)
@@ -280,7 +278,8 @@ class Engine(Attachable):
         arrived, step = hidden_states(args, kwargs), self.steps[index]
         hidden = self.adapter.flatten(arrived)
         if "next_row_attention" in step.method.needs:
-            call.state.put(call.state.get(Seen) or Seen()).behind = look_ahead(call, self.adapter, index, args, kwargs)
+            seen = call.state.get(Seen) or call.state.put(Seen())
+            seen.behind = look_ahead(call, self.adapter, index, args, kwargs)
         if step.method.site is Site.DECODE:
             hidden = decoding.cut(call, step, hidden, self.adapter, self.record)
         else:
@@ -300,7 +299,6 @@ class Engine(Attachable):
             return
         if call.state.get(Probe) is not None:
             raise SeenError(observation)
-        cuts = call.plan is not None and layer + 1 in call.plan.cuts
-        reads = cuts and self.steps[layer + 1].method.needs & READS_LAYER_BEFORE
+        reads = call.cuts_at(layer + 1) and self.steps[layer + 1].method.needs & READS_LAYER_BEFORE
         if reads or layer + 1 == decoding.decides_at(call):
             call.state.put(Seen(before=observation))

@@ -30,7 +30,7 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
 
     if (merged := call.state.get(Merged)) is not None:
         embeds = apply(call, merged.step, merged.selection, embeds, adapter)
-    if 0 in call.plan.cuts:
+    if call.cuts_at(0):
         embeds = cut(call, step, embeds, adapter)
     kwargs["inputs_embeds"] = embeds
     layout = call.layout

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Method, Selection
@@ -61,9 +62,9 @@ class Plan:
     text: list[int]
     arrived: list[int]
     at_least: AtLeast
-    stages: list[Stage] = field(default_factory=list)
+    stages: tuple[Stage, ...] = ()
 
-    @property
+    @cached_property
     def cuts(self) -> frozenset[int]:
         """The layers at whose input tokens leave."""
         return frozenset(stage.step.layer for stage in self.stages if stage.kept != stage.arrived)
@@ -100,5 +101,5 @@ def plan_cuts(
     plan = Plan(shape, segments.row, text, arrived, at_least)
     for step in steps:
         if not step.budget.is_identity():
-            plan.stages.append(plan.stage(step, plan.kept))
+            plan = replace(plan, stages=(*plan.stages, plan.stage(step, plan.kept)))
     return plan
