@@ -79,6 +79,7 @@ class Call:
     merged: Merged | None = None  # what is left of the visual tokens after a merge in the encoder
     unmerged: Unmerged | None = None  # such tokens that stay one for the decoder's weights alone
     text: list[int] = field(default_factory=list)
+    original: dict[Any, list[int]] = field(default_factory=dict)  # by cuts of a method: counts at the first of them
     verdict: Verdict | None = None  # of the guard, which may have a cut leave more tokens than its budget says
     blocks: BlockPlan | None = None  # if this call's attention goes in blocks
     notes: list[str] = field(default_factory=list)

@@ -66,16 +66,26 @@ def _resolve(call: Call, step: Step, counts: list[int], shape: DecoderShape) -> 
     give alone."""
     if step.budget.is_identity():
         return list(counts)
-    keep = list(counts)
+    keep, original = list(counts), _original(call, step, counts)
     for row in dict.fromkeys(call.segments.row):
         places = [place for place, other in enumerate(call.segments.row) if other == row]
         of_row = [counts[place] for place in places]
-        wanted = step.budget.resolve(of_row, layer=step.layer, shape=shape, text_tokens=call.text[row])
+        about = dict(layer=step.layer, shape=shape, text_tokens=call.text[row])
+        wanted = step.budget.resolve(of_row, original=[original[place] for place in places], **about)
         for place, count, number in zip(places, of_row, wanted, strict=True):
             keep[place] = min(count, max(1, step.method.budget(count, number)))
     if call.verdict is not None:
         keep = call.verdict.at_least(step, counts, keep)
     return keep
+
+
+def _original(call: Call, step: Step, counts: list[int]) -> list[int]:
+    """Return how many tokens of each segment arrived at the first cut of a step's method; `counts` arrive at this."""
+    if step.budget.relative_to == "arriving":
+        return counts
+    if step.budget.index == 0:
+        call.original[step.budget.cuts] = list(counts)
+    return call.original.get(step.budget.cuts, counts)
 
 
 def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
