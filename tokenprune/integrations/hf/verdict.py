@@ -46,9 +46,11 @@ class Watched:
     def enough(self, kind: str, layer: int, count: int, shape: DecoderShape) -> int:
         """Return how many of a picture's `count` tokens are left behind `layer` when the method is patched with its
         floor."""
+        original = [count]
         for method, share in self.stages[kind]:
             if method.cut_layer <= layer:
-                number = share.resolve([count], layer=method.cut_layer, shape=shape, text_tokens=0)[0]
+                about = dict(layer=method.cut_layer, shape=shape, text_tokens=0, original=original)
+                number = share.resolve([count], **about)[0]
                 count = min(count, max(1, method.budget(count, number)))
         return count
 
