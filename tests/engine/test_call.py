@@ -158,7 +158,7 @@ def test_a_plan_is_a_value():
     plan = plan_of(step(1, 0.5), step(2, 1.0), step(3, 0.5))
     assert plan.cuts == {1, 3} and plan.kept == [2, 1, 2] and plan.text == [8, 1]
     assert [stage.arrived for stage in plan.stages] == [[8, 4, 8], [4, 2, 4]]
-    again = plan.stage(step(3, 0.5), [8, 4, 8])
+    again = plan.stage(step(3, 0.5), [8, 4, 8], [8, 4, 8])
     assert again.kept == [4, 2, 4] and plan.kept == [2, 1, 2]
     with pytest.raises(AttributeError):
         plan.text = []

@@ -172,7 +172,9 @@ class Call:
 
     def leave_cache(self, decode: DecodeState | None) -> None:
         """Note on the cache what it holds now. decode: see `Reduction`."""
-        if self.active and self.cache is not None:
+        if not self.active or self.cache is None:
+            return
+        if self.reduction is not None or decode is not None or not self.layout.whole:
             slots = [(group.first, group.columns) for group in self.groups]
             length, ragged = self.past + self.layout.length, self.groups[-1].ragged
             attach(self.cache, Reduction(length, slots, ragged, decode))
@@ -180,13 +182,13 @@ class Call:
     # -- which tokens a layer holds
 
     def cuts_at(self, layer: int) -> bool:
-        """Whether tokens leave at the input of `layer` (0: at the decoder's entry)."""
-        return self.plan is not None and layer in self.plan.cuts
+        """Whether a method is asked which tokens leave at the input of `layer` (0: at the decoder's entry)."""
+        return self.plan is not None and layer in self.plan.cuts and len(self.segments) > 0
 
     def starts_group(self, layer: int) -> bool:
-        """Whether the layers from `layer` on hold other tokens than those before it."""
+        """Whether the layers from `layer` on hold other tokens than those before it, where a cut at it is made."""
         in_cache = self.reduction is not None and any(first == layer for first, _ in self.reduction.slots)
-        return in_cache or self.cuts_at(layer)
+        return in_cache or self.layout is not self.groups[-1].layout
 
     def group(self, layer: int) -> LayerInputs:
         """Return what the layers from `layer` on are handed if they hold the tokens of the current layout."""

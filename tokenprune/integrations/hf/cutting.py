@@ -12,10 +12,11 @@ from tokenprune.base import Method, Selection
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.carry import Carries, carry_of
 from tokenprune.integrations.hf.layout import gather_tokens
 from tokenprune.integrations.hf.observe import Seen
 from tokenprune.integrations.hf.plan import Step
-from tokenprune.integrations.hf.segments import keep_segments
+from tokenprune.integrations.hf.segments import Kept, keep_segments
 from tokenprune.integrations.hf.sources import Sources
 from tokenprune.kernels.join import join
 from tokenprune.tokens import Segments, VisualTokens
@@ -27,8 +28,11 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     # A model may be spread over devices.
     segments, call.layout = call.segments.to(hidden.device), call.layout.to(hidden.device)
     # Anew: a method before this one may have kept another number than it was asked for.
-    keep = call.plan.stage(step, segments.counts).kept
-    tokens = VisualTokens(segments, keep, Sources(call, adapter.seen(call.extras, step.layer, hidden), adapter))
+    arrived = call.plan.counts_of(segments)
+    carry = carry_of(call, step, arrived)
+    kept = call.plan.stage(step, arrived, carry.original).kept
+    keep = [number for number, count in zip(kept, arrived, strict=True) if count]
+    tokens = VisualTokens(segments, keep, Sources(call, adapter.seen(call.extras, step.layer, hidden), adapter, carry))
     with torch.no_grad():
         selection = step.method.select(tokens)
     call.state.pop(Seen)
@@ -40,6 +44,8 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     batch = hidden.shape[0]
     segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
     keep, counts = counted_keep(selection, segments, step.method)
+    if counts == segments.counts:
+        return hidden  # nothing leaves, nor does padding
 
     # Places of the visual tokens in the flattened [B * W].
     places = before.inverse[segments.row_index, segments.position] + segments.row_index * before.width
@@ -58,7 +64,10 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
         hidden = merge(hidden)
     call.layout, slots = before.cut(stays, kept_per_row)
     call.extras = adapter.cut_extras(call.extras, slots, call.layout, merge)
-    call.segments = keep_segments(segments, keep, counts)
+    kept = Kept.of(keep, counts)
+    call.segments = keep_segments(segments, kept, counts)
+    if (carries := call.state.get(Carries)) is not None:
+        carries.follow(kept)
     call.report.cut(call, step, selection, segments)
     return gather_tokens(hidden, slots, 1)
 
@@ -76,8 +85,11 @@ def counted_keep(selection: Selection, segments: Segments, method: Method) -> tu
     *counts, fine = torch.cat([keep.sum(1), valid.view(1)]).tolist()  # one question for both
     if not fine:
         raise TokenPruneError(_BAD_ASSIGN.format(method.name))
-    if not all(counts):
-        raise TokenPruneError(f"{method.name}.select() keeps nothing of a picture: keep at least one token of each")
+    if method.least and not all(counts):
+        raise TokenPruneError(
+            f"{method.name}.select() keeps nothing of an image: keep at least one token "
+            "of each, or declare least = 0 in the method"
+        )
     if told is not None and list(told) != counts:
         raise TokenPruneError(f"{method.name}.select(): counts says {told}, but keep holds {counts}: leave out counts")
     return keep, counts

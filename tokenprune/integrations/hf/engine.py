@@ -264,9 +264,9 @@ class Engine(Attachable):
             args, kwargs = with_hidden_states(hidden, args, kwargs)
         if index and index == decoding.decides_at(call):
             decoding.decide(call)
+        if index and call.cuts_at(index):
+            args, kwargs = self._cut_layer(call, index, args, kwargs)
         if index and call.starts_group(index):
-            if call.cuts_at(index):
-                args, kwargs = self._cut_layer(call, index, args, kwargs)
             call.groups.append(call.group(index))
         keys = call.key_count(index, self.adapter, kwargs)
         decoding.show_keys(call, keys)

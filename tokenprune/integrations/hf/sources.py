@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
 from tokenprune.integrations.hf.observe import Observation, Seen
 from tokenprune.kernels.compact import partition
@@ -24,6 +25,7 @@ class Sources:
     call: Call
     hidden: Tensor
     adapter: Adapter
+    carry: Carry
 
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
         """long `[S, N]`: the slots of the current layout where the tokens at `position` are."""

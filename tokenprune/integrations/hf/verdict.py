@@ -13,11 +13,11 @@ from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.guard.settings import KINDS
 from tokenprune.integrations.hf.guard_pixels import SegmentLooks
+from tokenprune.integrations.hf.plan import Plan, Stage, Step, allowed
 from tokenprune.statistics import Guarded
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.guarding import GuardPart
-    from tokenprune.integrations.hf.plan import Plan, Stage, Step
 
 
 def share_of(budget: Budget, count: int | None = None) -> float | None:
@@ -48,10 +48,10 @@ class Watched:
         floor."""
         original = [count]
         for method, share in self.stages[kind]:
-            if method.cut_layer <= layer:
+            if count and method.cut_layer <= layer:
                 about = dict(layer=method.cut_layer, shape=shape, text_tokens=0, original=original)
                 number = share.resolve([count], **about)[0]
-                count = min(count, max(1, method.budget(count, number)))
+                count = allowed(method, count, number)
         return count
 
 
