@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 from transformers.generation.streamers import BaseStreamer
 
 from tokenprune.bench.model import Subject
@@ -47,15 +48,8 @@ def run_once(subject: Subject, inputs: dict[str, Any], new_tokens: int = NEW_TOK
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Return p20, p50 and p80, interpolated between the values."""
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return {name: round(at(share), 4) for name, share in (("p20", 0.2), ("p50", 0.5), ("p80", 0.8))}
+    found = np.quantile(values, (0.2, 0.5, 0.8)).round(4).tolist()
+    return dict(zip(("p20", "p50", "p80"), found, strict=True))
 
 
 def compare(
