@@ -42,7 +42,8 @@ def ask(
     changed: from a batch's inputs to a context in which the model answers it; look: called in it, with the rows.
     """
     right = ""
-    for batch in bench.batches:
+    for numbers in bench.batches(None):
+        batch = [bench.examples[number] for number in numbers]
         inputs = subject.inputs([example.image for example in batch], [one.question for one in batch])
         with changed(inputs):
             answers = subject.generate(inputs)

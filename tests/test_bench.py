@@ -13,7 +13,9 @@ from PIL import Image
 
 import tokenprune
 from tokenprune.bench import draw, paired, results, significance, suite, tables, timing
+from tokenprune.bench.backend import patched_by
 from tokenprune.bench.model import Subject, load
+from tokenprune.bench.plan import passes_of
 from tokenprune.bench.plot import plot_png
 from tokenprune.bench.scenes import KINDS
 from tokenprune.errors import (
@@ -275,12 +277,12 @@ def test_the_model_is_left_unpatched(subject: Subject, run: list[dict[str, Any]]
 
 def test_seeds_draw_differently(subject: Subject) -> None:
     image, kept = Image.new("RGB", (224, 224)), []
-    for options in suite.seeds_of("random", (0, 1)):
-        with suite.patched(subject, "random", 0.25, record=True, **options):
+    for one in passes_of("random", 0.25, (0, 1)):
+        with patched_by(subject, one.setting, record=True):
             subject.generate(subject.inputs([image], ["what color is the circle?"]))
             kept.append(tokenprune.stats(subject.model).cuts[0].kept)
     assert kept[0] != kept[1]
-    assert suite.seeds_of("dart", (0, 1)) == [{}]
+    assert passes_of("dart", 0.25, (0, 1)) == [("dart", 0.25, None)]
 
 
 def test_what_a_model_does_not_support_is_skipped_with_the_reason(subject: Subject) -> None:

@@ -40,7 +40,9 @@ class ServerEngine:
             import openai
             import prometheus_client  # noqa: F401 - said before the work, not in its midst
         except ImportError as error:
-            raise TokenPruneError("--server needs the packages openai and prometheus_client (pip install 'tokenprune-vlm[server]')") from error
+            raise TokenPruneError(
+                "--server needs the packages openai and prometheus_client (pip install 'tokenprune-vlm[server]')"
+            ) from error
         self.address = address.rstrip("/").removesuffix("/v1")
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self._client = openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, timeout=_PATIENCE)

@@ -40,6 +40,16 @@ SuffixOption = Annotated[
         "--suffix", help="Added to every question; default: a request for a short answer, unless the model is ours."
     ),
 ]
+BackendOption = Annotated[
+    str, typer.Option("--backend", help="hf: transformers, in this process; vllm: vLLM with our plugin.")
+]
+ServerOption = Annotated[
+    str | None,
+    typer.Option("--server", help="With --backend vllm: a server, http://host:8000/v1; default: vLLM in this process."),
+]
+EngineArgsOption = Annotated[
+    str | None, typer.Option("--engine-args", help="With --backend vllm: arguments of vllm.LLM, as a JSON object.")
+]
 MaxNewTokensOption = Annotated[
     int | None,
     typer.Option("--max-new-tokens", min=1, help="Length of an answer; default: 16, and 4 for our model."),

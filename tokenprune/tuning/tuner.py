@@ -129,7 +129,7 @@ class Tuner:
                 return []
             chunk, asked = self.search[asked:size], size
             self._asked(None, chunk)
-            alive = [trial for trial in alive if self._heard(trial, chunk, self.search[:size])]
+            alive = [trial for trial in alive if self._results(trial, chunk, self.search[:size])]
             alive = [trial for trial in alive if not self._hopeless(trial)]
             if size == self.sizes[-1]:
                 break
@@ -158,13 +158,13 @@ class Tuner:
     def _asked(self, candidate: Candidate | None, chunk: Sequence[int]) -> None:
         label = "unpatched" if candidate is None else str(candidate)
 
-        def told(answers: int) -> None:
+        def on_batch(answers: int) -> None:
             self._done = min(self.total, self._done + answers)
             self._step(label, self._done, self.total)
 
-        self.panel.ask(candidate, chunk, told)
+        self.panel.ask(candidate, chunk, on_batch)
 
-    def _heard(self, trial: Trial, chunk: Sequence[int], so_far: Sequence[int]) -> bool:
+    def _results(self, trial: Trial, chunk: Sequence[int], so_far: Sequence[int]) -> bool:
         try:
             self._asked(trial.candidate, chunk)
         except (DataError, RunError):
