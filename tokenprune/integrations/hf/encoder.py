@@ -23,9 +23,10 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.cutting import Merged, Step
 from tokenprune.integrations.hf.encoder_record import open_record, record_of
-from tokenprune.integrations.hf.groups import PackRecorder, feature_groups, one_of_each, take_packed
+from tokenprune.integrations.hf.groups import feature_groups, one_of_each
 from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.tokens import Segments
 
 # The blocks that are known, and how many class tokens stand before the patches.

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each method against a naive loop written from its description, on made-up tokens."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from basics import METHODS, MODEL_METHODS
+from tokenprune import Selection, Site, VisualTokens, registry
+from tokenprune.tokens import Patches, Segments
+
+
+def made_up(
+    counts: list[int], keep: list[int], *, width: int = 8, text: int = 6, seed: int = 0, grids: list | None = None,
+    **given: Any,
+) -> VisualTokens:  # fmt: skip
+    """Tokens of one picture a row with text behind it; `hidden`, `keys` and `attention` can be given for the rows."""
+    g = torch.Generator().manual_seed(seed)
+    rows, longest = len(counts), max(counts)
+    position = torch.arange(longest).expand(rows, -1)
+    mask = position < torch.tensor(counts)[:, None]
+    values = {what: torch.randn(rows, longest + text, width, generator=g) for what in ("hidden", "keys")} | given
+    texts = torch.arange(longest, longest + text).expand(rows, -1)
+    sources = SimpleNamespace(
+        gather=lambda what, where, segments: values[what][segments.row_index, where],
+        final_norm=lambda hidden: hidden / hidden.pow(2).mean(-1, keepdim=True).sqrt(),
+        attention=lambda kind: given["attention"],
+        slots=lambda where, segments: where,
+        text_after=lambda segments: (texts, given.get("text_mask", torch.ones(rows, text, dtype=torch.bool))),
+        encoder_attention=lambda layer, segments: given.get("encoder", {}).get(layer, values["keys"][:, :longest, 0])[
+            :, None
+        ],
+        patches=lambda segments: given.get("patches") or raster(counts, grids or [None] * rows),
+    )
+    segments = Segments(
+        row=list(range(rows)), ordinal=[0] * rows, counts=counts, position=position.where(mask, torch.tensor(0)),
+        mask=mask, grids=grids or [None] * rows, modality=["image"] * rows,
+    )  # fmt: skip
+    return VisualTokens(segments, keep, sources)
+
+
+def raster(counts: list[int], grids: list[tuple[int, int, int] | None]) -> Patches:
+    """Patches in raster order; of an unknown grid they are one row. Padding is in no tile."""
+    cells = torch.zeros(6, len(counts), max(counts), dtype=torch.long)
+    cells[0] = -1
+    for row, count in enumerate(counts):
+        _, height, width = grids[row] or (1, 1, count)
+        for i in range(count):
+            place = (i // (height * width), i // width % height, i % width)
+            cells[:, row, i] = torch.tensor([*place, height, width, 1])
+    return Patches(*cells, tiles=int(cells[0].max()) + 1)
+
+
+def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
+    keep = tokenprune.method(name, **options).select(tokens).keep
+    assert keep.dtype == torch.bool and not (keep & ~tokens.mask).any()
+    return [row.nonzero().flatten().tolist() for row in keep]
+
+
+def unit(x: Tensor) -> Tensor:
+    return x.float() / x.float().norm(dim=-1, keepdim=True)
+
+
+def naive_divprune(features: Tensor, keep: int) -> list[int]:
+    distance = 1 - unit(features) @ unit(features).T
+    count = len(features)
+    picks: list[int] = []
+    for _ in range(keep):
+        best, best_distance = -1, -torch.inf
+        for i in range(count):
+            others = picks or [j for j in range(count) if j != i]
+            nearest = min((float(distance[j, i]) for j in others), default=torch.inf)
+            if i not in picks and nearest > best_distance:
+                best, best_distance = i, nearest
+        picks.append(best)
+    return picks
+
+
+def naive_dart(
+    states: Tensor, keys: Tensor, text: Tensor, text_keys: Tensor, keep: int, images=4, texts=4
+) -> list[int]:
+    """states, text: after the final norm. Image pivots first, then text pivots, each by falling norm of its key."""
+
+    def largest(rows: Tensor, number: int) -> list[int]:
+        norms = [float(row.abs().sum()) for row in rows.float()]
+        return sorted(range(len(norms)), key=lambda i: (-norms[i], i))[:number]
+
+    kept = largest(keys, min(images, keep))
+    pivots = [states[i] for i in kept] + [text[i] for i in largest(text_keys, texts)]
+    left = keep - len(kept)
+    for number, pivot in enumerate(pivots):
+        share = left // len(pivots) + (number < left % len(pivots))
+        pool = [i for i in range(len(states)) if i not in kept]
+        likeness = {i: float(unit(states[i]) @ unit(pivot)) for i in pool}
+        kept += sorted(pool, key=lambda i: (likeness[i], i))[:share]
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("name", MODEL_METHODS)
+@pytest.mark.parametrize(("counts", "keep"), [([9], [4]), ([12, 5, 1], [12, 2, 1]), ([30, 31], [1, 29])])
+def test_exact_counts(name: str, counts: list[int], keep: list[int]) -> None:
+    attention = torch.rand(len(counts), 2, max(counts) + 6)
+    assert [len(row) for row in chosen(name, made_up(counts, keep, attention=attention))] == keep
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_divprune(seed: int) -> None:
+    features = torch.randn(2, 17, 8, generator=torch.Generator().manual_seed(seed))
+    picks = [naive_divprune(features[0], 17), naive_divprune(features[1, :11], 11)]
+    for keep in range(1, 12):
+        got = chosen("divprune", made_up([17, 11], [keep + 6, keep], text=0, hidden=features))
+        assert got == [sorted(picks[0][: keep + 6]), sorted(picks[1][:keep])]  # the prefix property is in this
+    scale = 2.0 ** torch.randint(-3, 4, (2, 17, 1))
+    turn = torch.linalg.qr(torch.randn(8, 8))[0]
+    want = chosen("divprune", made_up([17, 11], [6, 5], text=0, hidden=features))
+    assert chosen("divprune", made_up([17, 11], [6, 5], text=0, hidden=features * scale)) == want
+    assert chosen("divprune", made_up([17, 11], [6, 5], text=0, hidden=features @ turn)) == want
+    # Each pick is farthest from those before it, and the distances fall.
+    distance, last = 1 - unit(features[0]) @ unit(features[0]).T, torch.inf
+    for number in range(1, 17):
+        nearest = distance[picks[0][:number]].amin(0)
+        rest = [i for i in range(17) if i not in picks[0][:number]]
+        assert nearest[picks[0][number]] == nearest[rest].max() <= last
+        last = float(nearest[picks[0][number]])
+
+
+def test_divprune_with_duplicates() -> None:
+    distinct = torch.eye(5, 8).repeat_interleave(4, 0)[None]
+    for keep in range(1, 21):
+        (got,) = chosen("divprune", made_up([20], [keep], text=0, hidden=distinct))
+        assert len(got) == keep
+        assert len({i // 4 for i in got}) == min(keep, 5)  # a duplicate never takes the place of something new
+    for hidden in (torch.ones(1, 9, 8), torch.zeros(1, 9, 8)):
+        assert [len(chosen("divprune", made_up([9], [k], text=0, hidden=hidden))[0]) for k in (1, 5, 9)] == [1, 5, 9]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("images", "texts"), [(4, 4), (1, 0), (2, 9), (6, 3)])
+@pytest.mark.parametrize("keep", [1, 3, 8, 13, 19])
+def test_dart(seed: int, images: int, texts: int, keep: int) -> None:
+    tokens = made_up([20, 20], [keep, 20], seed=seed)
+    text, text_keys = tokens.final_norm(tokens.text.hidden), tokens.text.keys
+    want = naive_dart(tokens.normed[0], tokens.keys[0], text[0], text_keys[0], keep, images, texts)
+    options = dict(pivot_image=images, pivot_text=texts)
+    assert chosen("dart", tokens, **options)[0] == want
+    everywhere = torch.arange(26).expand(2, -1)
+    values = {what: tokens._sources.gather(what, everywhere, tokens.segments) for what in ("hidden", "keys")}
+    for change in (
+        {"keys": values["keys"] * 4},  # one factor for all keys leaves their order
+        {"hidden": values["hidden"] * 2.0 ** torch.randint(-2, 3, (2, 26, 1))},  # cosines know no length
+        {"keys": values["keys"].repeat(1, 1, 3)},  # keys repeated for grouped queries
+    ):
+        assert chosen("dart", made_up([20, 20], [keep, 20], **{**values, **change}), **options)[0] == want
+    # The authors' count: whole shares for every pivot, the image pivots on top.
+    pivots = images + texts
+    assert tokenprune.method("dart", **options, exact=False).budget(500, 131) == images + pivots * (131 // pivots)
+
+
+def test_dart_takes_duplicates_of_a_pivot_last() -> None:
+    hidden, keys = torch.randn(1, 12, 8), torch.ones(1, 12, 8)
+    keys[0, 2] = 9
+    hidden[0, [5, 7]] = hidden[0, 2].clone()
+    for keep in range(1, 11):
+        tokens = made_up([12], [keep], text=0, hidden=hidden, keys=keys)
+        (got,) = chosen("dart", tokens, pivot_image=1, pivot_text=0)
+        assert 2 in got and not {5, 7} & set(got)
+
+
+@pytest.mark.parametrize("grid", [(1, 4, 4), (1, 3, 7), (1, 7, 3), (1, 1, 9), (1, 6, 5), (3, 4, 2), None])
+def test_pool(grid: tuple[int, int, int] | None) -> None:
+    frames, height, width = grid or (1, 1, 10)
+    count = frames * height * width
+    for keep in range(1, count + 1):
+        tokens = made_up([count], [keep], text=0, grids=[grid])
+        selection = tokenprune.method("pool").select(tokens)
+        kept, assign = selection.keep[0].nonzero().flatten().tolist(), selection.assign[0].tolist()
+        assert len(kept) == keep
+        assert set(assign) == set(kept) and all(assign[i] == i for i in kept)  # a partition; each absorbs itself
+        heights: list[int] = []
+        for target in kept:
+            members = [i for i in range(count) if assign[i] == target]
+            rows, columns = {i // width for i in members}, {i % width for i in members}
+            assert len(members) == len(rows) * len(columns)  # a full rectangle
+            assert max(rows) - min(rows) < len(rows) and max(columns) - min(columns) < len(columns)
+            heights.append(len(rows))
+            # The one that stays is in the middle.
+            assert abs(target // width - sum(rows) / len(rows)) <= 0.5
+            assert abs(target % width - sum(columns) / len(columns)) <= 0.5
+        assert max(heights) - min(heights) <= 1
+
+
+def test_random() -> None:
+    one = chosen("random", made_up([30, 20], [9, 7]), seed=3)
+    assert one == chosen("random", made_up([30, 20], [9, 7], seed=1), seed=3)
+    assert one != chosen("random", made_up([30, 20], [9, 7]), seed=4)
+    assert [one[1]] == chosen("random", made_up([20], [7]), seed=3)  # whatever else is in the batch
+    often = torch.zeros(30)
+    for seed in range(300):
+        often[chosen("random", made_up([30], [10]), seed=seed)[0]] += 1
+    assert often.min() > 60 and often.max() < 140
+
+
+@pytest.mark.parametrize("count", [1, 7, 16, 36])
+def test_uniform(count: int) -> None:
+    for keep in range(1, count + 1):
+        (got,) = chosen("uniform", made_up([count], [keep], text=0))
+        assert len(got) == keep
+        gaps = [b - a for a, b in pairwise(got)]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+        assert abs(got[0] - (count - 1 - got[-1])) <= 1  # as far from the start as from the end
+
+
+def test_top() -> None:
+    inf, nan = torch.inf, torch.nan
+    score = torch.tensor([[1.0, 3.0, 3.0, 2.0, nan], [-inf, nan, -inf, 9.0, 9.0]])
+    for keep, want in (([1, 1], [[1], [0]]), ([2, 2], [[1, 2], [0, 1]]), ([4, 3], [[0, 1, 2, 3], [0, 1, 2]])):
+        got = Selection.top(score, made_up([5, 3], keep)).keep
+        assert [row.nonzero().flatten().tolist() for row in got] == want
+
+
+def test_methods_are_frozen_and_described() -> None:
+    for name in METHODS:
+        info = tokenprune.method_info(name)
+        assert info.summary.endswith((".", "!")) and len(info.summary) < 300
+        assert info.paper and info.site in Site and info.needs <= registry.NEEDS
+        method = tokenprune.method(name)
+        assert method.name == name and method == tokenprune.method(name, **info.options)
+        assert not (method.query_aware and method.prefix_cache_safe)
+        for option in info.options:
+            with pytest.raises(FrozenInstanceError):
+                setattr(method, option, 1)
