@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A setting `{"method": ..., "keep": ..., option: ...}`, read into one form, whichever way it was written.
 
-`tokenprune.json`, `patch(config=...)` and the vLLM plugin read it here. What a setting may hold is checked before
+`tokenprune.json`, `patch(config=...)`, the command line, lmms-eval's arguments and the vLLM plugin read it here. What a setting may hold is checked before
 anything is built of it or opened: only what JSON can hold, of bounded size and depth, and finite numbers.
 """
 
@@ -207,6 +207,16 @@ def _entry(given: Any, where: str) -> Entry:
     return Entry(method_class(given["method"]).name, options)
 
 
+def number(text: str) -> Any:
+    """Return the number that a text of a command line means, whole numbers as int, or the text where it is none."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
 def file_options(cls: type[Method]) -> set[str]:
     """Return the options of a method that name a file: those with `field(metadata={"file": True})`, and those that
     are typed as a path."""
@@ -276,4 +286,4 @@ def _ambiguous(where: str, options: Mapping[str, Any]) -> str:
     )
 
 
-__all__ = ["IN_LLM", "Entry", "Layer", "file_options", "parse", "plain", "short"]
+__all__ = ["IN_LLM", "Entry", "Layer", "file_options", "number", "parse", "plain", "short"]

@@ -87,11 +87,10 @@ def print_skipped(data: Data) -> None:
 
 
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
-    try:
-        keeps = tuple(int(part) if part.strip().isdigit() else float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        keeps = ()
-    if not keeps or (one and len(keeps) > 1):
+    from tokenprune.setting import number
+
+    keeps = tuple(number(part) for part in text.split(",") if part.strip())
+    if not keeps or any(isinstance(keep, str) for keep in keeps) or (one and len(keeps) > 1):
         wanted = "one number" if one else "numbers with commas between them"
         hint = "a share such as 0.25, or a whole number of tokens per image"
         raise TokenPruneError(f"--keep {text!r} is not {wanted}: use {hint}")
