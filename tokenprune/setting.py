@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A setting `{"method": ..., "keep": ..., option: ...}`, read into one form, whichever way it was written.
 
-`tokenprune.json`, `patch(config=...)`, the command line, lmms-eval's arguments and the vLLM plugin read it here. What a setting may hold is checked before
-anything is built of it or opened: only what JSON can hold, of bounded size and depth, and finite numbers.
+`tokenprune.json`, `patch(config=...)`, the command line, lmms-eval's arguments and the vLLM plugin read it here. What a
+setting may hold is checked before anything is built of it or opened: only what JSON can hold, of bounded size and
+depth, and finite numbers.
 """
 
 from __future__ import annotations
