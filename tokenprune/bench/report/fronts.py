@@ -18,7 +18,12 @@ Place = tuple[float, str]  # where a row stands on the x axis, and that in words
 
 def against_tokens(run: Run, looks: Looks) -> Plot | None:
     """Accuracy against visual tokens of a question."""
-    return pareto("Accuracy against visual tokens", TOKENS, scored(run.results), _series(run.results, _tokens, looks))
+    return pareto("Accuracy against visual tokens", TOKENS, scored(run.results), against_tokens_series(run, looks))
+
+
+def against_tokens_series(run: Run, looks: Looks) -> list[Series]:
+    """Return the points of `against_tokens`, a series for each method."""
+    return _series(run.results, _tokens, looks)
 
 
 def against_ttft(run: Run, looks: Looks) -> Plot | None:
