@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import tokenprune
-from tokenprune.bench import draw, paired, results, significance, suite, tables, timing
+from tokenprune.bench import contact_sheet, draw, paired, results, significance, suite, tables, timing
 from tokenprune.bench.backend import patched_by
 from tokenprune.bench.model import Subject, load
 from tokenprune.bench.plan import passes_of
@@ -332,7 +332,7 @@ def noise() -> Image.Image:
 
 @pytest.mark.parametrize("method", ["random", "fastv", "pool", "downsample"])
 def test_show_counts_and_draws_what_is_kept(subject: Subject, method: str) -> None:
-    shown = draw.show(subject, noise(), "is there a star?", method, 0.25)
+    shown = contact_sheet.show(subject, [noise()], "is there a star?", method, 0.25)
     assert (shown.tokens_in, shown.tokens_out) == (256, 64)
     side = 8 if method == "downsample" else 16
     assert shown.image.height == side * draw.CELL
@@ -392,11 +392,11 @@ def test_the_picture_shown_is_the_crop_that_the_model_sees(subject: Subject) -> 
 
 def test_pictures_that_are_no_single_grid_are_refused(subject: Subject) -> None:
     inputs = subject.inputs([noise()], ["is there a star?"])
-    assert draw.grid_of(subject, inputs) == (16, 16)
+    assert contact_sheet.grids_of(subject, inputs, 1, False) == [(16, 16)]
     tiles = inputs["pixel_values"].expand(2, -1, -1, -1)
     for pixels in (tiles, tiles[None]):
         with pytest.raises(UnsupportedSetupError, match="tiles"):
-            draw.grid_of(subject, inputs | {"pixel_values": pixels})
+            contact_sheet.grids_of(subject, inputs | {"pixel_values": pixels}, 1, False)
     first = int((inputs["input_ids"][0] == subject.model.config.image_token_id).nonzero()[0])
     with pytest.raises(UnsupportedSetupError, match="255 visual tokens"):
-        draw.grid_of(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]})
+        contact_sheet.grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]}, 1, False)

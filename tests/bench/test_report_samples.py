@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from tests.api.test_cli import call, refused
+from tests.bench.test_contact_sheet import Film, flat
 from tests.bench.test_report import result, write_run
-from tests.bench.test_strip import Film, flat
 from tokenprune.bench import draw
 from tokenprune.bench.report import drawing
 from tokenprune.bench.report.drawing import Wanted, choose, draw_samples

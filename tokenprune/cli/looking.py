@@ -84,7 +84,7 @@ def show(
     threads: ThreadsOption = None,
 ) -> None:
     """Draw which patches of a picture, or of frames, a method keeps (clear), drops (dark) and merges (one colour)."""
-    from tokenprune.bench import draw, strip
+    from tokenprune.bench import contact_sheet
     from tokenprune.bench.media import read_frames
     from tokenprune.registry import method_class
 
@@ -92,11 +92,8 @@ def show(
     (share,) = read_keeps(keep, one=True)
     read_frames(pictures, 1)  # a file that cannot be read is said before the model is loaded
     subject = load_subject(model, device, threads, suffix="")
-    images, left_out = strip.fitting(subject, partial(read_frames, pictures), frames, question, method)
-    if len(images) == 1:
-        shown = draw.show(subject, images[0], question, method, share)
-    else:
-        shown = strip.show(subject, images, question, method, share)
+    images, left_out = contact_sheet.fitting(subject, partial(read_frames, pictures), frames, question, method)
+    shown = contact_sheet.show(subject, images, question, method, share)
     try:
         shown.image.save(out)
     except (OSError, ValueError) as error:

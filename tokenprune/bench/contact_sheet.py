@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw which patches of a video's frames, or of several pictures of one prompt, a method keeps, drops and merges."""
+"""Draw which patches of the pictures of a prompt, or of a video's frames, a method keeps, drops and merges."""
 
 from __future__ import annotations
 
@@ -24,19 +24,40 @@ CELL, _GAP = 16, 6  # pixels of a patch in the drawing, and between frames
 Grid = tuple[int, int]
 
 
-def show(subject: Subject, frames: Sequence[Image.Image], question: str, method: str, keep: float | int) -> draw.Shown:
-    """Ask once without and once with `method`, and draw what it kept of each frame, below the frames.
+@dataclass(frozen=True)
+class Shown:
+    """What `tokenprune show` tells of a prompt.
 
-    A model that takes videos gets one, unless the method acts on pixels; others get the frames as pictures of one
-    prompt. Raises UnsupportedSetupError where the tokens of a frame form no grid.
+    image: the drawing. before, after: the answers. tokens_in, tokens_out: visual tokens before and after.
+    """
+
+    image: Image.Image
+    before: str
+    after: str
+    tokens_in: int
+    tokens_out: int
+    stats: tokenprune.Stats
+
+
+def show(subject: Subject, images: Sequence[Image.Image], question: str, method: str, keep: float | int) -> Shown:
+    """Ask once without and once with `method`, and draw what it kept: of one picture beside it, as the model sees it;
+    of several below each.
+
+    A model that takes videos gets several as a video, unless the method acts on pixels; others get pictures of one
+    prompt. Raises UnsupportedSetupError where the tokens of a picture form no grid, OptionError for a method that
+    chooses between pictures.
     """
     draw.check_drawable(method)
-    film = _as_film(subject, method)
-    full = _asked(subject, frames, question, film)
+    film = len(images) > 1 and _as_film(subject, method)
+    full = _asked(subject, images, question, film)
     (before,) = subject.generate(full)
-    seen = _seen(subject, frames, question, method, keep, film)
-    image = strip(seen.frames, seen.grids, seen.kept, seen.groups)
-    return draw.Shown(image, before, seen.answer, subject.visual_tokens(full), int(seen.kept.sum()), seen.stats)
+    seen = _seen(subject, images, question, method, keep, film)
+    if len(images) == 1:
+        original = draw.seen_picture(subject, full, images[0])
+        drawing = row(_drawn(seen, draw.CELL, original), gap=draw.CELL // 2)
+    else:
+        drawing = sheet(seen)
+    return Shown(drawing, before, seen.answer, subject.visual_tokens(full), int(seen.kept.sum()), seen.stats)
 
 
 def fitting(
@@ -81,38 +102,38 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a method did with one prompt: its frames, as the model sees them, the grid of each, and for all their tokens
+    `kept` and `groups` as of `draw.patches`."""
+
+    frames: list[Image.Image]
+    grids: list[Grid]
+    kept: np.ndarray
+    groups: np.ndarray
+    answer: str = ""
+    stats: tokenprune.Stats | None = None
+
+
 def look(
     subject: Subject,
-    frames: Sequence[Image.Image],
+    images: Sequence[Image.Image],
     question: str,
     method: str,
     keep: float | int,
     film: bool,
     side: int,
     **options: Any,
-) -> draw.Look:
-    """Ask with `method` and draw what it kept of each frame, side by side; raises like `show`.
+) -> tuple[Image.Image, int]:
+    """Ask with `method`, and return the drawing of what it kept of each picture, side by side, and how many tokens that
+    is; raises like `show`.
 
-    film: whether the frames are a video, not pictures of one prompt. side: pixels of a frame's longer side, about.
-    options: of the method.
+    film: whether the pictures are a video. side: pixels of a drawing's longer side, about. options: of the method.
     """
     draw.check_drawable(method)
-    seen = _seen(subject, frames, question, method, keep, film, **options)
+    seen = _seen(subject, images, question, method, keep, film, **options)
     cell = max(2, side // max(max(grid) for grid in seen.grids))
-    drawings = drawn(seen.frames, seen.grids, seen.kept, seen.groups, cell)
-    return draw.Look(row(drawings), seen.answer, int(seen.kept.sum()), seen.stats)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What a method did: frames: as the model sees them. grids: of each. kept, groups: see `draw.patches`."""
-
-    frames: list[Image.Image]
-    grids: list[Grid]
-    kept: np.ndarray
-    groups: np.ndarray
-    answer: str
-    stats: tokenprune.Stats
+    return row(_drawn(seen, cell)), int(seen.kept.sum())
 
 
 def _asked(subject: Subject, frames: Sequence[Image.Image], question: str, film: bool) -> dict[str, Any]:
@@ -127,7 +148,7 @@ def _seen(
     keep: float | int,
     film: bool,
     **options: Any,
-) -> _Seen:
+) -> Seen:
     with patched(subject, method, keep, film, record=True, **options):
         inputs = _asked(subject, frames, question, film)
         grids = grids_of(subject, inputs, len(frames), film)
@@ -140,7 +161,7 @@ def _seen(
         frames[place] if film else draw.seen_picture(subject, inputs, frames[place], place)
         for place in (min(number * step, len(frames) - 1) for number in range(len(grids)))
     ]
-    return _Seen(shown, grids, kept, groups, answer, stats)
+    return Seen(shown, grids, kept, groups, answer, stats)
 
 
 def _as_film(subject: Subject, method: str) -> bool:
@@ -153,32 +174,30 @@ def takes_video(subject: Subject) -> bool:
     return able and "video" in subject.adapter.placeholders
 
 
-def grids_of(subject: Subject, inputs: dict[str, Any], frames: int, film: bool) -> list[Grid]:
-    """Return (height, width) in tokens of each frame of the one prompt, in the order of its tokens."""
+def grids_of(subject: Subject, inputs: dict[str, Any], images: int, film: bool) -> list[Grid]:
+    """Return (height, width) in tokens of each picture or frame of the one prompt, in the order of its tokens."""
     family, count = subject.model.config.model_type, subject.visual_tokens(inputs)
-    told = subject.adapter.grids("video" if film else "image", inputs)
-    if told is None and not film:
-        pixels = inputs.get("pixel_values")
-        if pixels is None or len(pixels) != frames or pixels.ndim != 4:
-            raise UnsupportedSetupError(f"{family!r} cuts pictures into tiles; `show` draws pictures that are one grid")
-        side = math.isqrt(count // frames)
-        told = [(1, side, side)] * frames
+    told, pixels = subject.adapter.grids("video" if film else "image", inputs), inputs.get("pixel_values")
+    if not film:
+        if pixels is None:
+            raise UnsupportedSetupError(f"{family!r} takes pictures in a form that `show` does not know")
+        # [1, tiles, 3, H, W] or [tiles, 3, H, W]: its tokens are those of several crops, and overlap in the picture.
+        if (told is None or images == 1) and (pixels.ndim > 4 or (pixels.ndim == 4 and len(pixels) != images)):
+            raise UnsupportedSetupError(
+                f"{family!r} cuts a picture into tiles; `show` draws pictures that are one grid"
+            )
+        side = math.isqrt(count // images)
+        told = told or [(1, side, side)] * images
     grids = [(height, width) for times, height, width in told or [] for _ in range(times)]
     if not grids or sum(height * width for height, width in grids) != count:
         raise UnsupportedSetupError(f"the {count} visual tokens of {family!r} form no grids that `show` knows of")
     return grids
 
 
-def strip(frames: Sequence[Image.Image], grids: Sequence[Grid], kept: np.ndarray, groups: np.ndarray) -> Image.Image:
-    """Return the frames side by side, and below each what is kept of it.
-
-    kept, groups: `[tokens]` of all frames, see `draw.patches`; a group has one colour in all frames.
-    """
-    drawings = drawn(frames, grids, kept, groups, CELL)
-    originals = [
-        frame.convert("RGB").resize(drawing.size, Image.Resampling.BICUBIC)
-        for frame, drawing in zip(frames, drawings, strict=True)
-    ]
+def sheet(seen: Seen) -> Image.Image:
+    """Return the frames side by side, and below each what is kept of it; a group has one colour in all frames."""
+    drawings = _drawn(seen, CELL)
+    originals = [_resized(frame, drawing) for frame, drawing in zip(seen.frames, drawings, strict=True)]
     upper, lower = row(originals), row(drawings)
     image = Image.new("RGB", (lower.width, 2 * lower.height + _GAP), "white")
     image.paste(upper, (0, 0))
@@ -186,24 +205,27 @@ def strip(frames: Sequence[Image.Image], grids: Sequence[Grid], kept: np.ndarray
     return image
 
 
-def drawn(
-    frames: Sequence[Image.Image], grids: Sequence[Grid], kept: np.ndarray, groups: np.ndarray, cell: int
-) -> list[Image.Image]:
-    """Return the drawing of each frame; the arguments are those of `strip` and of `draw.draw`."""
-    merged, ends = draw.shared(groups), np.cumsum([height * width for height, width in grids])
-    parts = [array[: ends[-1]] for array in (kept, groups, merged)]
-    own = [slice(end - height * width, end) for (height, width), end in zip(grids, ends, strict=True)]
-    return [
+def _drawn(seen: Seen, cell: int, *before: Image.Image) -> list[Image.Image]:
+    """Return the drawing of each frame, behind `before`, in the size of the first drawing."""
+    merged, ends = draw.shared(seen.groups), np.cumsum([height * width for height, width in seen.grids])
+    parts = [array[: ends[-1]] for array in (seen.kept, seen.groups, merged)]
+    own = [slice(end - height * width, end) for (height, width), end in zip(seen.grids, ends, strict=True)]
+    drawings = [
         draw.draw(frame, *(part[place].reshape(grid) for part in parts), cell=cell)
-        for frame, grid, place in zip(frames, grids, own, strict=True)
+        for frame, grid, place in zip(seen.frames, seen.grids, own, strict=True)
     ]
+    return [*(_resized(one, drawings[0]) for one in before), *drawings]
 
 
-def row(pictures: Sequence[Image.Image]) -> Image.Image:
+def _resized(image: Image.Image, like: Image.Image) -> Image.Image:
+    return image.convert("RGB").resize(like.size, Image.Resampling.BICUBIC)
+
+
+def row(pictures: Sequence[Image.Image], gap: int = _GAP) -> Image.Image:
     """Return pictures side by side."""
-    width = sum(picture.width + _GAP for picture in pictures) - _GAP
+    width = sum(picture.width + gap for picture in pictures) - gap
     image, left = Image.new("RGB", (width, max(picture.height for picture in pictures)), "white"), 0
     for picture in pictures:
         image.paste(picture, (left, 0))
-        left += picture.width + _GAP
+        left += picture.width + gap
     return image
