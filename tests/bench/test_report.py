@@ -23,9 +23,9 @@ from tokenprune import TokenPruneError
 from tokenprune.bench import results
 from tokenprune.bench.report import compare, plots, warnings
 from tokenprune.bench.report.layers import layer_plots
-from tokenprune.bench.report.looks import Looks
 from tokenprune.bench.report.page import make_page
 from tokenprune.bench.report.runs import Run, read_runs
+from tokenprune.bench.report.styles import Looks
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7 * 7 }}`"
 QUESTIONS = 200  # half of each kind

@@ -27,8 +27,8 @@ from tokenprune.bench.run_folder import RunFolder, config_of
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, RunError, TokenPruneError, UnsupportedSetupError
 from tokenprune.tuning import Candidate, Panel, Promise, Search, Tuner, betting, grid
+from tokenprune.tuning.estimate import Outlook, halve, safest, sequence
 from tokenprune.tuning.objective import OBJECTIVES
-from tokenprune.tuning.outlook import Outlook, halve, safest, sequence
 from tokenprune.tuning.parts import check_enough, split
 from tokenprune.tuning.promise import points, read_share
 from tokenprune.tuning.report import outcome, tuned_config, tuning_table

@@ -12,8 +12,8 @@ import numpy as np
 
 from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.report.fronts import TOKENS, against_tokens_series
-from tokenprune.bench.report.looks import Looks
 from tokenprune.bench.report.runs import Run
+from tokenprune.bench.report.styles import Looks
 from tokenprune.bench.results import UNPATCHED, Results
 from tokenprune.errors import TokenPruneError
 

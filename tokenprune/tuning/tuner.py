@@ -20,8 +20,8 @@ import numpy as np
 from tokenprune.errors import DataError, RunError, TokenPruneError
 from tokenprune.tuning.betting import is_below, questions_likely, upper_bound
 from tokenprune.tuning.candidates import Candidate
+from tokenprune.tuning.estimate import CHANCE, Outlook, halve, sequence
 from tokenprune.tuning.objective import MAX_SPREAD, check_objective, spread
-from tokenprune.tuning.outlook import CHANCE, Outlook, halve, sequence
 from tokenprune.tuning.panel import Panel
 from tokenprune.tuning.parts import check_enough, split
 from tokenprune.tuning.promise import Promise, points

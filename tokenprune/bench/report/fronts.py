@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.report.compare import same_machine
-from tokenprune.bench.report.looks import Looks
 from tokenprune.bench.report.plots import Plot, Point, Series, Style, pareto
 from tokenprune.bench.report.runs import Run
+from tokenprune.bench.report.styles import Looks
 from tokenprune.bench.results import UNPATCHED, Results, Row
 
 TOKENS = "visual tokens, averaged over the decoder's layers"

@@ -20,9 +20,9 @@ from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.report import fronts
 from tokenprune.bench.report.compare import comparisons, same_questions
 from tokenprune.bench.report.layers import Layers, layer_plots
-from tokenprune.bench.report.looks import Looks
 from tokenprune.bench.report.plots import Plot, Style
 from tokenprune.bench.report.runs import Run
+from tokenprune.bench.report.styles import Looks
 from tokenprune.bench.report.warnings import RunWarning, find_warnings
 from tokenprune.bench.results import UNPATCHED, Results
 from tokenprune.bench.tables import Table, tables

@@ -28,7 +28,7 @@ from tokenprune.cli.common import (
     read_keeps,
     show_progress,
 )
-from tokenprune.cli.reporting import show_runs
+from tokenprune.cli.report import show_runs
 
 if TYPE_CHECKING:
     from tokenprune.bench.backend import Backend
