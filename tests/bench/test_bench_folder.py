@@ -172,7 +172,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from tokenprune.bench.group import joined
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
 from tokenprune.bench.run_folder import RunFolder
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.errors import RunError
@@ -184,8 +184,8 @@ with joined() as group:
             print("in")
     except RunError as error:
         print(error)
-    calls, generate = [], Subject.generate
-    Subject.generate = lambda self, inputs: calls.append(1) or generate(self, inputs)
+    calls, generate = [], Model.generate
+    Model.generate = lambda self, inputs: calls.append(1) or generate(self, inputs)
     records = Bench(load(device="cpu"), Plan(pictures=1, batch_size=2), group=group).records()
     _, unpatched = next(records), next(records)
     print(len(calls), unpatched["right"])

@@ -23,7 +23,7 @@ from tokenprune.bench import cost, paired, results
 from tokenprune.bench.group import Group
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.lines import Lines, read_lines
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
 from tokenprune.bench.run_folder import RunFolder
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.cli import app
@@ -81,15 +81,15 @@ class Killed(BaseException):
 
 def kill_after(monkeypatch: pytest.MonkeyPatch, calls: int | None) -> list[int]:
     """Let the model answer so many batches and no more; returns a list with one item a call."""
-    generate, made = Subject.generate, []
+    generate, made = Model.generate, []
 
-    def limited(self: Subject, inputs: dict[str, Any], **options: Any) -> list[str]:
+    def limited(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
         if calls is not None and len(made) == calls:
             raise Killed
         made.append(1)
         return generate(self, inputs, **options)
 
-    monkeypatch.setattr(Subject, "generate", limited)
+    monkeypatch.setattr(Model, "generate", limited)
     return made
 
 
@@ -235,14 +235,14 @@ def test_a_picture_that_goes_away_ends_the_run_and_keeps_what_is_done(
     copy.write_bytes(Path(rows[0]["image"]).read_bytes())
     mine = tmp_path / "mine.jsonl"
     mine.write_text("".join(json.dumps({**row, "image": "copy.jpg"}) + "\n" for row in rows))
-    generate = Subject.generate
+    generate = Model.generate
 
-    def vanishing(self: Subject, inputs: dict[str, Any], **options: Any) -> list[str]:
+    def vanishing(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
         if tokenprune.is_patched(self.model):
             copy.unlink(missing_ok=True)
         return generate(self, inputs, **options)
 
-    monkeypatch.setattr(Subject, "generate", vanishing)
+    monkeypatch.setattr(Model, "generate", vanishing)
     result = bench(mine, "--run", tmp_path / "run")
     assert result.exit_code == 2
     assert "line 1: cannot read copy.jpg as a picture" in result.stderr

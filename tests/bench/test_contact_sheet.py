@@ -22,15 +22,15 @@ from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.bench import contact_sheet, draw
 from tokenprune.bench.contact_sheet import _GAP, CELL
 from tokenprune.bench.media import read_frames
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from zoo import FAMILIES
 
 COLORS = [(200, 100, 0), (0, 120, 200), (40, 160, 80), (120, 0, 140), (90, 90, 90), (10, 90, 60)]
 
 
 @pytest.fixture
-def subject() -> Subject:
-    return Subject(demo_model(), llava(), "shipped")
+def subject() -> Model:
+    return Model(demo_model(), llava(), "shipped")
 
 
 def flat(number: int, size: int = 64) -> Image.Image:
@@ -79,7 +79,7 @@ def cells(image: Image.Image, grids: list[tuple[int, int]]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("method, kept", [("divprune", 0.25), ("fastv", 16), ("pool", 0.25), ("downsample", 0.25)])
-def test_a_strip_of_pictures(subject: Subject, method: str, kept: float) -> None:
+def test_a_strip_of_pictures(subject: Model, method: str, kept: float) -> None:
     frames = [photo(90, 120, seed).point(lambda value: 80 + 6 * value // 10) for seed in range(3)]
     shown = contact_sheet.show(subject, frames, "is there a star?", method, kept)
     each = kept if isinstance(kept, int) else round(256 * kept)
@@ -112,7 +112,7 @@ def test_each_frame_gets_its_own_tokens() -> None:
     assert len({draw.color_of(group) for group in range(20)}) == 20
 
 
-def test_what_cannot_be_drawn(subject: Subject) -> None:
+def test_what_cannot_be_drawn(subject: Model) -> None:
     frames = [photo(90, 120, seed) for seed in range(2)]
     with pytest.raises(OptionError, match="nothing to draw"):
         contact_sheet.show(subject, frames, "image 2?", "view_select", 1.0)
@@ -131,7 +131,7 @@ def test_what_cannot_be_drawn(subject: Subject) -> None:
 # -- a model that takes videos
 
 
-class Film(Subject):
+class Film(Model):
     """Answers with the tiny model's own inputs: its vocabulary is too small for a tokenizer."""
 
     def film_inputs(self, frames: Any, question: str) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def test_frames_become_a_video_of_a_real_processor() -> None:
     processor = Qwen2VLProcessor(
         Qwen2VLImageProcessor(**LIMITS), special, Qwen2VLVideoProcessor(**limits), chat_template=template
     )
-    subject = Subject(SimpleNamespace(dtype=torch.float32, device="cpu"), processor, "half")
+    subject = Model(SimpleNamespace(dtype=torch.float32, device="cpu"), processor, "half")
     inputs = subject.film_inputs([photo(16, 32, seed) for seed in range(4)], "what color?")
     assert inputs["video_grid_thw"].tolist() == [[2, 4, 8]]
     assert int((inputs["input_ids"] == processor.video_token_id).sum()) == 2 * 4 * 8 // 4
@@ -199,13 +199,13 @@ def film(tmp_path: Path) -> Path:
 def test_show_takes_as_many_frames_as_the_context_holds(
     film: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths, generate = [], Subject.generate
+    lengths, generate = [], Model.generate
 
-    def spy(self: Subject, inputs: dict[str, Any], **options: Any) -> list[str]:
+    def spy(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
         lengths.append(inputs["input_ids"].shape[1] + self.max_new_tokens)
         return generate(self, inputs, **options)
 
-    monkeypatch.setattr(Subject, "generate", spy)
+    monkeypatch.setattr(Model, "generate", spy)
     out = tmp_path / "strip.png"
     said = call("show", film, "--method", method, "--device", "cpu", "--out", out).output
     assert "7 of the 8 frames are taken: all of them and the question take" in said and "context is 2048" in said
@@ -215,7 +215,7 @@ def test_show_takes_as_many_frames_as_the_context_holds(
     assert "1792 → 448" in said and "are taken" not in said
 
 
-def test_frames_that_fit_are_chosen_evenly_from_the_whole_film(subject: Subject, film: Path) -> None:
+def test_frames_that_fit_are_chosen_evenly_from_the_whole_film(subject: Model, film: Path) -> None:
     """Not from those that were chosen before."""
     frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([film], most), 20, "?", "dart")
     assert "7 of the 20 frames" in left_out

@@ -11,7 +11,7 @@ import tokenprune
 from tokenprune.base import Method, Site
 from tokenprune.bench.cost import Prefill, spent
 from tokenprune.bench.data import check_questions, misfits
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.bench.results import UNPATCHED
 from tokenprune.bench.timing import NEW_TOKENS, compare
 from tokenprune.config import read_config
@@ -60,7 +60,7 @@ class Backend(Protocol):
 class HfBackend:
     """The model in this process, in transformers."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Model) -> None:
         self.subject = subject
         self._films = False
         self._reused: dict[int, dict[str, Any]] = {}
@@ -127,13 +127,13 @@ class HfBackend:
         return self.subject.inputs([example.images for example in batch], [example.question for example in batch])
 
 
-def backend_of(subject: Subject | Backend) -> Backend:
+def backend_of(subject: Model | Backend) -> Backend:
     """Return a backend as it is, and for a model the one that runs it in this process."""
-    return HfBackend(subject) if isinstance(subject, Subject) else subject
+    return HfBackend(subject) if isinstance(subject, Model) else subject
 
 
 def patched(
-    subject: Subject, name: str, keep: float | int, films: bool = False, record: bool = False, **options: Any
+    subject: Model, name: str, keep: float | int, films: bool = False, record: bool = False, **options: Any
 ) -> AbstractContextManager[Any]:
     """Return `patched_by` for a method by its name, with its options; `UNPATCHED` leaves the model as it is."""
     setting = None if name == UNPATCHED else {"method": name, "keep": keep} | options
@@ -141,7 +141,7 @@ def patched(
 
 
 def patched_by(
-    subject: Subject, setting: Setting, films: bool = False, record: bool = False
+    subject: Model, setting: Setting, films: bool = False, record: bool = False
 ) -> AbstractContextManager[Any]:
     """Return a context in which the subject's model is patched; methods that act on pixels get its processor.
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 import tokenprune
 from tokenprune.bench import draw
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.bench.suite import patched
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.registry import method_class
@@ -39,7 +39,7 @@ class Shown:
     stats: tokenprune.Stats
 
 
-def show(subject: Subject, images: Sequence[Image.Image], question: str, method: str, keep: float | int) -> Shown:
+def show(subject: Model, images: Sequence[Image.Image], question: str, method: str, keep: float | int) -> Shown:
     """Ask once without and once with `method`, and draw what it kept: of one picture beside it, as the model sees it;
     of several below each.
 
@@ -61,7 +61,7 @@ def show(subject: Subject, images: Sequence[Image.Image], question: str, method:
 
 
 def fitting(
-    subject: Subject, read: Callable[[int], list[Image.Image]], most: int, question: str, method: str
+    subject: Model, read: Callable[[int], list[Image.Image]], most: int, question: str, method: str
 ) -> tuple[list[Image.Image], str | None]:
     """Return as many frames as the model's context holds beside the question and the answer, and a sentence that says
     how many were left out; None where none were.
@@ -116,7 +116,7 @@ class Seen:
 
 
 def look(
-    subject: Subject,
+    subject: Model,
     images: Sequence[Image.Image],
     question: str,
     method: str,
@@ -136,12 +136,12 @@ def look(
     return row(_drawn(seen, cell)), int(seen.kept.sum())
 
 
-def _asked(subject: Subject, frames: Sequence[Image.Image], question: str, film: bool) -> dict[str, Any]:
+def _asked(subject: Model, frames: Sequence[Image.Image], question: str, film: bool) -> dict[str, Any]:
     return subject.film_inputs(frames, question) if film else subject.inputs([list(frames)], [question])
 
 
 def _seen(
-    subject: Subject,
+    subject: Model,
     frames: Sequence[Image.Image],
     question: str,
     method: str,
@@ -164,17 +164,17 @@ def _seen(
     return Seen(shown, grids, kept, groups, answer, stats)
 
 
-def _as_film(subject: Subject, method: str) -> bool:
+def _as_film(subject: Model, method: str) -> bool:
     return takes_video(subject) and method_class(method).site is not tokenprune.Site.PRE_ENCODER
 
 
-def takes_video(subject: Subject) -> bool:
+def takes_video(subject: Model) -> bool:
     """Whether both the model and its processor take videos."""
     able = getattr(subject.processor, "video_processor", None) is not None
     return able and "video" in subject.adapter.placeholders
 
 
-def grids_of(subject: Subject, inputs: dict[str, Any], images: int, film: bool) -> list[Grid]:
+def grids_of(subject: Model, inputs: dict[str, Any], images: int, film: bool) -> list[Grid]:
     """Return (height, width) in tokens of each picture or frame of the one prompt, in the order of its tokens."""
     family, count = subject.model.config.model_type, subject.visual_tokens(inputs)
     told, pixels = subject.adapter.grids("video" if film else "image", inputs), inputs.get("pixel_values")

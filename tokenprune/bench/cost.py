@@ -7,11 +7,11 @@ from typing import Any
 
 import tokenprune
 from tokenprune.accounting import DecoderShape
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.statistics import Stats
 
 
-def spent(subject: Subject, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:
+def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:
     """Return what the batch that just ran spent. kv_bytes: what its cache held after prefill, if the model was not
     patched."""
     if kv_bytes is None:
@@ -48,7 +48,7 @@ def record(cost: Stats, whole: Stats) -> dict[str, Any]:
 class Prefill:
     """Reads from the cache itself how many bytes the last prefill left in it."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Model) -> None:
         self.decoder, self.kv_bytes = subject.adapter.decoder, 0
 
     def __enter__(self) -> Prefill:

@@ -8,7 +8,7 @@ import time
 
 from tokenprune.bench.cost import record, spent
 from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.bench.suite import UNPATCHED, patched
 from tokenprune.bench.tables import Cell, Table
 from tokenprune.statistics import Stats
@@ -19,7 +19,7 @@ KINDS = ("colour", "count", "word", "grounding")
 REPEATS = 3
 
 
-def run(subject: Subject) -> list[Table]:
+def run(subject: Model) -> list[Table]:
     """Return a table of answers and one of what they cost; nothing is chosen by its outcome."""
     asked = load_heldout(kinds=KINDS, limit=len(KINDS))
     examples = [next(e for e in asked if e.picture == number and e.kind == kind) for number, kind in enumerate(KINDS)]

@@ -12,7 +12,7 @@ from einops import rearrange, repeat
 from PIL import Image, ImageDraw
 
 import tokenprune
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.errors import OptionError
 from tokenprune.registry import method_class
 
@@ -26,7 +26,7 @@ def check_drawable(method: str) -> None:
         raise OptionError(f"{method} chooses between pictures, not within them: there is nothing to draw")
 
 
-def patches(subject: Subject, inputs: dict[str, Any], stats: tokenprune.Stats) -> tuple[np.ndarray, np.ndarray]:
+def patches(subject: Model, inputs: dict[str, Any], stats: tokenprune.Stats) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each visual token of the one prompt, whether it is kept (bool) and its group (int).
 
     A kept token and what was merged into it share a number; a token that was dropped has -1.
@@ -46,7 +46,7 @@ def patches(subject: Subject, inputs: dict[str, Any], stats: tokenprune.Stats) -
     return kept, np.where(kept[groups], groups, -1)  # a later cut may drop what earlier ones merged into
 
 
-def seen_picture(subject: Subject, inputs: dict[str, Any], image: Image.Image, number: int = 0) -> Image.Image:
+def seen_picture(subject: Model, inputs: dict[str, Any], image: Image.Image, number: int = 0) -> Image.Image:
     """Return what the model sees of picture `number`: a processor that crops or pads shows only a part of it."""
     pixels, processor = inputs["pixel_values"], subject.processor.image_processor
     mean, std = (getattr(processor, name, None) for name in ("image_mean", "image_std"))

@@ -13,7 +13,7 @@ import numpy as np
 from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.report.fronts import TOKENS, against_tokens_series
 from tokenprune.bench.report.runs import Run
-from tokenprune.bench.report.styles import Looks
+from tokenprune.bench.report.styles import Styles
 from tokenprune.bench.results import UNPATCHED, Results
 from tokenprune.errors import TokenPruneError
 
@@ -68,9 +68,9 @@ def plot_png(results: Results) -> bytes:
     whole, metric = results.baseline, METRICS[results.header.get("metric", "exact")]
     figure, (axes,) = panels([f"{results.header['environment']['model']}, {whole.questions} questions"], 8, 5)
     run = Run("", results)
-    looks = Looks.of([run])
-    for one in against_tokens_series(run, looks):
-        (method,) = (name for name, look in looks.methods.items() if look == one.style)
+    styles = Styles.of([run])
+    for one in against_tokens_series(run, styles):
+        (method,) = (name for name, look in styles.methods.items() if look == one.style)
         if method == UNPATCHED:
             continue
         points = sorted((point.x, point.y, point.low, point.high) for point in one.points)

@@ -28,7 +28,7 @@ from tokenprune.errors import RunError
 
 if TYPE_CHECKING:
     from tokenprune.bench.backend import Backend
-    from tokenprune.bench.model import Subject
+    from tokenprune.bench.model import Model
 
 CONFIG, PREDICTIONS, LOCK = "config.json", "predictions.jsonl", ".lock"
 SCHEMA = 2  # of the predictions
@@ -160,7 +160,7 @@ class RunFolder:
         return whole
 
 
-def config_of(subject: Subject | Backend, plan: Any, metric: str, about: dict[str, Any]) -> dict[str, Any]:
+def config_of(subject: Model | Backend, plan: Any, metric: str, about: dict[str, Any]) -> dict[str, Any]:
     """Return what the answers of a run depend on, as plain values. plan: a dataclass of what is run."""
     from tokenprune.bench.backend import backend_of
 

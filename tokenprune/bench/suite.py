@@ -19,7 +19,7 @@ from tokenprune.bench.cost import record as record_of
 from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.metrics import metric_named
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.bench.plan import BASELINES, DEFAULT_KEEPS, DEFAULT_PICTURES, Pass, Plan, passes_of
 from tokenprune.bench.results import SCHEMA, UNPATCHED
 from tokenprune.bench.scenes import KINDS
@@ -45,7 +45,7 @@ class Bench:
 
     def __init__(
         self,
-        subject: Subject | Backend,
+        subject: Model | Backend,
         plan: Plan,
         step: Step | None = None,
         *,

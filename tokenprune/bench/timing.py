@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from transformers.generation.streamers import BaseStreamer
 
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 
 NEW_TOKENS = 9  # the first one, and eight of which the median is taken
 
@@ -35,7 +35,7 @@ class _Clock(BaseStreamer):
         pass
 
 
-def run_once(subject: Subject, inputs: dict[str, Any], new_tokens: int = NEW_TOKENS) -> tuple[float, float]:
+def run_once(subject: Model, inputs: dict[str, Any], new_tokens: int = NEW_TOKENS) -> tuple[float, float]:
     """Return the time to the first token and the median time of a further one, both in milliseconds."""
     clock = _Clock()
     begin = time.perf_counter()
@@ -53,7 +53,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def compare(
-    subject: Subject,
+    subject: Model,
     patched: Callable[[], AbstractContextManager[Any]],
     ask: Callable[[], dict[str, Any]],
     repeats: int,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tokenprune.bench.backend import Backend
     from tokenprune.bench.data import Data
     from tokenprune.bench.group import Group
-    from tokenprune.bench.model import Subject
+    from tokenprune.bench.model import Model
     from tokenprune.bench.report.drawing import Wanted
     from tokenprune.bench.suite import Plan
 
@@ -144,7 +144,7 @@ def bench(
 
 
 def _measure(
-    subject: Subject | Backend,
+    subject: Model | Backend,
     plan: Plan,
     asked: Data | None,
     metric: str,

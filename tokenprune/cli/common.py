@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tokenprune.bench.data import Data
-    from tokenprune.bench.model import Subject
+    from tokenprune.bench.model import Model
 
 _PIPED_WIDTH = 160
 
@@ -65,9 +65,9 @@ def get_console(error: bool = False) -> Console:
     return console
 
 
-def load_subject(
+def load_model(
     model: str | None, device: str | None, threads: int | None, dtype: str = "auto", suffix: str | None = None
-) -> Subject:
+) -> Model:
     import torch
     from transformers.utils import logging
 

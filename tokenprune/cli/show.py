@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tokenprune.cli.common import DeviceOption, ModelOption, ThreadsOption, get_console, load_subject, read_keeps
+from tokenprune.cli.common import DeviceOption, ModelOption, ThreadsOption, get_console, load_model, read_keeps
 from tokenprune.errors import TokenPruneError
 
 
@@ -20,7 +20,7 @@ def demo(model: ModelOption = None, device: DeviceOption = None, threads: Thread
     from tokenprune.bench.demo import KEEP, run
     from tokenprune.bench.tables import to_rich
 
-    subject = load_subject(model, device, threads)
+    subject = load_model(model, device, threads)
     console = get_console()
     for table in run(subject):
         console.print(to_rich(table))
@@ -51,7 +51,7 @@ def show(
     method_class(method)
     (share,) = read_keeps(keep, one=True)
     read_frames(pictures, 1)  # a file that cannot be read is said before the model is loaded
-    subject = load_subject(model, device, threads, suffix="")
+    subject = load_model(model, device, threads, suffix="")
     images, left_out = contact_sheet.fitting(subject, partial(read_frames, pictures), frames, question, method)
     shown = contact_sheet.show(subject, images, question, method, share)
     try:

@@ -14,7 +14,7 @@ from tokenprune.bench.backend import Backend, backend_of
 from tokenprune.bench.cost import record
 from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.metrics import Metric, metric_named
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.bench.run_folder import RunFolder
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError, UnsupportedSetupError
 from tokenprune.statistics import Stats
@@ -44,7 +44,7 @@ class Panel:
 
     def __init__(
         self,
-        subject: Subject | Backend,
+        subject: Model | Backend,
         questions: Sequence[Any],
         metric: str = "exact",
         *,

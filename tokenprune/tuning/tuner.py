@@ -20,7 +20,7 @@ import numpy as np
 from tokenprune.errors import DataError, RunError, TokenPruneError
 from tokenprune.tuning.betting import is_below, questions_likely, upper_bound
 from tokenprune.tuning.candidates import Candidate
-from tokenprune.tuning.estimate import CHANCE, Outlook, halve, sequence
+from tokenprune.tuning.estimate import CHANCE, Estimate, promote, sequence
 from tokenprune.tuning.objective import MAX_SPREAD, check_objective, spread
 from tokenprune.tuning.panel import Panel
 from tokenprune.tuning.parts import check_enough, split
@@ -139,7 +139,7 @@ class Tuner:
 
     def _best(self, alive: list[Trial], places: int, reason: str) -> list[Trial]:
         alive = self._steadiest(alive)
-        kept = halve([self._outlook(trial) for trial in alive], places)
+        kept = promote([self._estimate_of(trial) for trial in alive], places)
         for index, trial in enumerate(alive):
             if index not in kept:
                 trial.state = reason
@@ -187,9 +187,9 @@ class Tuner:
             return True
         return False
 
-    def _outlook(self, trial: Trial) -> Outlook:
+    def _estimate_of(self, trial: Trial) -> Estimate:
         drops = self._drops(trial, self.search[: trial.search])
-        return Outlook.of(drops, trial.saving(self._by), self.promise, len(self.held_out))
+        return Estimate.of(drops, trial.saving(self._by), self.promise, len(self.held_out))
 
     def _timed(self, trials: list[Trial]) -> list[Trial]:
         """Time settings that may be tested; where times are too unsteady to rank them, FLOPs do, which is noted."""
@@ -210,15 +210,15 @@ class Tuner:
     def _finalists(self, alive: list[Trial]) -> list[Trial]:
         """Return those to be tested, the safest first."""
         alive = self._steadiest(alive)
-        outlooks = [self._outlook(trial) for trial in alive]
-        chosen = sequence(outlooks, FINALISTS)
-        for index, (trial, outlook) in enumerate(zip(alive, outlooks, strict=True)):
+        estimates = [self._estimate_of(trial) for trial in alive]
+        chosen = sequence(estimates, FINALISTS)
+        for index, (trial, estimate) in enumerate(zip(alive, estimates, strict=True)):
             if index in chosen:
                 continue
             trial.state = "others promise more"
-            if outlook.saving <= 0:
-                trial.state = f"saves nothing: {1 - outlook.saving:.2f}x {self._by}"
-            elif outlook.chance < CHANCE:
+            if estimate.saving <= 0:
+                trial.state = f"saves nothing: {1 - estimate.saving:.2f}x {self._by}"
+            elif estimate.chance < CHANCE:
                 trial.state = "loses too much in the search"
         return [alive[index] for index in chosen]
 

@@ -22,7 +22,7 @@ from tokenprune.errors import OptionError, RunError, TokenPruneError
 from tokenprune.registry import method_class
 
 if TYPE_CHECKING:
-    from tokenprune.bench.model import Subject
+    from tokenprune.bench.model import Model
 
 COUNT = 4
 SIDE, FRAME_SIDE = 320, 160  # pixels of the longer side of a picture, and of a frame of a video
@@ -67,7 +67,7 @@ class Wanted:
 
 def draw_samples(
     run: Path,
-    subject: Subject,
+    subject: Model,
     questions: Sequence[Any],
     records: Sequence[dict[str, Any]],
     wanted: Wanted,
@@ -169,7 +169,7 @@ def _drawable(
 
 def _draw(
     folder: Path,
-    subject: Subject,
+    subject: Model,
     question: Any,
     entry: dict[str, Any],
     method: str,
@@ -195,7 +195,7 @@ def _draw(
     entry["picture"] = name
 
 
-def _whole(subject: Subject, question: Any) -> tuple[Image.Image, int]:
+def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
     """Return the pictures as the unpatched model sees them, and the number of their tokens."""
     if question.is_film:
         frames = question.video
@@ -211,7 +211,7 @@ def _whole(subject: Subject, question: Any) -> tuple[Image.Image, int]:
 
 
 def _look(
-    subject: Subject, question: Any, method: str, keep: float | int, options: dict[str, Any]
+    subject: Model, question: Any, method: str, keep: float | int, options: dict[str, Any]
 ) -> tuple[Image.Image, int]:
     draw.check_drawable(method)
     film, text = question.is_film, question.question
