@@ -72,6 +72,10 @@ class Method:
 
     A subclass implements `score` (higher is kept), or overrides `select` when its choice is not a plain top-k. It sees
     a read-only `VisualTokens` and never a model, a cache, a mask or position ids.
+
+    by_content_count: whether what it sees decides how many tokens stay, up to all: it is then asked even where its
+                      budget is all tokens, as a stage that only looks and remembers. `keep=1.0` asks no stage.
+    least:            the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
     """
 
     name: ClassVar[str] = ""
@@ -81,6 +85,8 @@ class Method:
     merges: ClassVar[bool] = False
     default_keep: ClassVar[float] = 0.25
     chooses_pictures: ClassVar[bool] = False
+    by_content_count: ClassVar[bool] = False
+    least: ClassVar[int] = 1
 
     @property
     def query_aware(self) -> bool:

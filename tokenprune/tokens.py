@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -231,6 +231,20 @@ class VisualTokens:
         """The text tokens after each segment, later pictures and padding left out."""
         position, mask = self._sources.text_after(self.segments)
         return TextTokens(mask, position, lambda what, where: self._sources.gather(what, where, self.segments))
+
+    @property
+    def carry(self) -> Mapping[str, Any]:
+        """What earlier stages of the method remember, by name; to be read only (see `remember`)."""
+        return self._sources.carry
+
+    def remember(self, name: str, value: Any, per_token: bool | None = None) -> None:
+        """Keep `value` for later stages of the method, which find it in `carry`.
+
+        A tensor `[S, N, ...]` follows the visual tokens: later stages find the entries of those that reach them, in
+        their order, and 0 at padding. Tensors and lists of S entries lose those of images that are withdrawn. All else
+        is kept as it is. per_token: False for a tensor that has S and N for its first two sizes by chance alone.
+        """
+        self._sources.carry.remember(name, value, per_token)
 
     def generator(self, segment: int, seed: int) -> torch.Generator:
         """A CPU generator that depends on `seed` and the segment's place in its row only: a batch equals its single

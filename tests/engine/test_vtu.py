@@ -199,7 +199,7 @@ def test_merge_and_expand() -> None:
         [3, 5],
     )
     slot[0] += 2
-    state = Unmerged(Selection(torch.ones(2, 5, dtype=torch.bool)), layout, slot)
+    state = Unmerged(layout, slot)
     x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
     merged = state.merge(x)
     torch.testing.assert_close(merged[0, 2:], torch.stack([(x[0, 0] + x[0, 2]) / 2, (x[0, 1] + x[0, 4]) / 2, x[0, 3]]))

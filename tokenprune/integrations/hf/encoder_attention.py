@@ -159,7 +159,7 @@ class EncodedTokens:
         self.device, self.parts, start = device, [], 0
         self.index = None
         for modality, output in call.outputs.items():
-            encoded, mask = record_of(output).encoded, call.host.visual[modality]
+            encoded, mask = record_of(output).encoded, call.host.masks[modality]
             if encoded is None:
                 raise UnsupportedSetupError(
                     f"these {modality} features were not encoded by the patched model, so the attention in its vision "

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.parallel import Join, heads_of_all_ranks
 from tokenprune.kernels.attention import attention_column_means, attention_rows, visible_keys
 
@@ -78,6 +79,17 @@ class Observation:
         return dict(scaling=self.scaling, causal=self.causal, softcap=self.softcap)
 
 
+@dataclass
+class Seen:
+    """What a call has seen of attention for the next cut.
+
+    before: in the layer before it. behind: in the layer behind it, as it would be if nothing was cut.
+    """
+
+    before: Observation | None = None
+    behind: Observation | None = None
+
+
 class _ModuleView:
     """The module as the original attention function must see it: everything its own, with the original config."""
 
@@ -106,10 +118,11 @@ class _Taps(list["Tap"]):
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
 
 
-class Tap:
+class Tap(Attachable):
     """Stands at one attention module from `attach` to `detach`, in any order with others."""
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__()
         self.module = module
         if not hasattr(self.config, "_attn_implementation"):
             raise UnsupportedModelError(
@@ -123,7 +136,7 @@ class Tap:
         taps = self.module.__dict__.get("_tokenprune_taps")
         return getattr(self.module, "config", None) if taps is None else taps.config
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         for name in _NAMES:
             ALL_ATTENTION_FUNCTIONS.register(name, observed_attention)
         if "_tokenprune_taps" not in self.module.__dict__:
@@ -132,8 +145,9 @@ class Tap:
             observed._attn_implementation_internal = _NAMES["flash" in (self.config._attn_implementation or "")]
             self.module.config = observed
         self.module._tokenprune_taps.append(self)
+        self.on_detach(self._leave)
 
-    def detach(self) -> None:
+    def _leave(self) -> None:
         taps = self.module._tokenprune_taps
         taps.remove(self)
         if not taps:

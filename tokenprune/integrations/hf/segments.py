@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -188,22 +189,64 @@ def _by_row(pieces: list[Piece]) -> list[Piece]:
     return list(merged.values())
 
 
-def keep_segments(segments: Segments, keep: Tensor, counts: list[int]) -> Segments:
-    """Return the segments after a cut. keep: bool `[S, N]`; counts: its row sums."""
-    order = partition(keep)[:, : max(counts)]
-    limit = sent(counts, keep.device)[:, None]
-    mask = torch.arange(order.shape[1], device=keep.device) < limit
-    position = segments.position.gather(1, order)
+@dataclass(frozen=True)
+class Kept:
+    """Which visual tokens a cut leaves; a segment of which nothing is left is a segment no more.
+
+    before: S and N. alive: which segments are left, S' of them. order: long `[S', N']`, which of their tokens are left,
+    in order. mask: bool `[S', N']`, False for padding.
+    """
+
+    before: tuple[int, int]
+    alive: list[int]
+    order: Tensor
+    mask: Tensor
+
+    @staticmethod
+    def of(keep: Tensor, counts: list[int]) -> Kept:
+        """keep: bool `[S, N]`; counts: its row sums."""
+        alive = [index for index, count in enumerate(counts) if count]
+        rows = keep if len(alive) == len(counts) else keep[sent(alive, keep.device)] if alive else keep[:0]
+        width = max(counts)
+        order = partition(rows)[:, :width] if alive else torch.zeros(0, 0, dtype=torch.long, device=keep.device)
+        limit = sent([counts[index] for index in alive], keep.device)[:, None]
+        return Kept(tuple(keep.shape), alive, order, torch.arange(width, device=keep.device) < limit)
+
+    @property
+    def withdraws(self) -> bool:
+        """Whether nothing is left of some segment."""
+        return len(self.alive) < self.before[0]
+
+    def segments_of(self, values: Any) -> Any:
+        """Return those of S `values` (a list, or a tensor `[S, ...]`) whose segments are left."""
+        if not self.withdraws:
+            return values
+        if isinstance(values, Tensor):
+            return values[sent(self.alive, values.device)] if self.alive else values[:0]
+        return [values[index] for index in self.alive]
+
+    def follow(self, values: Tensor) -> Tensor:
+        """`[S, N, ...]` -> `[S', N', ...]`, zero for padding."""
+        values = self.segments_of(values)
+        order, mask = self.order.to(values.device), self.mask.to(values.device)
+        rows = torch.arange(len(order), device=values.device)[:, None]
+        return values[rows, order].masked_fill(~mask.view(*mask.shape, *[1] * (values.ndim - 2)), 0)
+
+
+def keep_segments(segments: Segments, kept: Kept, counts: list[int]) -> Segments:
+    """Return the segments after a cut. counts: how many tokens are left of each of those before it."""
+    position = kept.follow(segments.position)
+    grids = [g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)]
     return Segments(
-        row=segments.row,
-        ordinal=segments.ordinal,
-        counts=counts,
+        row=kept.segments_of(segments.row),
+        ordinal=kept.segments_of(segments.ordinal),
+        counts=kept.segments_of(counts),
         # Padding must point at a token that is still there.
-        position=torch.where(mask, position, position[:, :1]),
-        mask=mask,
-        grids=[g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)],
-        modality=segments.modality,
-        frames=frames_left(segments, counts),
+        position=torch.where(kept.mask, position, position[:, :1]),
+        mask=kept.mask,
+        grids=kept.segments_of(grids),
+        modality=kept.segments_of(segments.modality),
+        frames=kept.segments_of(frames_left(segments, counts)),
     )
 
 

@@ -14,7 +14,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import cache as caches
 from tokenprune.integrations.hf import decoding
 from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.cutting import Step
+from tokenprune.integrations.hf.plan import Step
 
 # What methods see of the decoder layer before the cut.
 READS_LAYER_BEFORE = {"keys", "last_row_attention", "received_attention"}

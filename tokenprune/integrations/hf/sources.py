@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.hf.observe import Observation, Seen
 from tokenprune.kernels.compact import partition
 from tokenprune.tokens import Patches, Segments, require
 
@@ -24,6 +25,7 @@ class Sources:
     call: Call
     hidden: Tensor
     adapter: Adapter
+    carry: Carry
 
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
         """long `[S, N]`: the slots of the current layout where the tokens at `position` are."""
@@ -35,14 +37,18 @@ class Sources:
         return values[segments.row_index, self.slots(position, segments)]
 
     def observation(self, what: str) -> Observation:
-        return require(self.call.observation, what)
+        return require(self._seen.before, what)
+
+    @property
+    def _seen(self) -> Seen:
+        return self.call.state.get(Seen) or Seen()
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self.adapter.norm(hidden)
 
     def attention(self, kind: str) -> Tensor:
         """float32 `[B, H, W]`: attention over the slots of the current layout."""
-        seen = require(self.call.ahead if kind == "next_row" else self.call.observation, f"{kind}_attention")
+        seen = require(self._seen.behind if kind == "next_row" else self._seen.before, f"{kind}_attention")
         width = self.call.layout.width
         if kind in ("last_row", "next_row"):
             return seen.rows(self.last_slot())[:, :, 0, -width:]
@@ -64,7 +70,7 @@ class Sources:
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         """Positions (long `[S, M]`) and mask of the text tokens behind each segment."""
-        text = ~torch.stack(list(self.call.visual.values())).any(0).to(self.hidden.device)
+        text = ~self.call.visual(self.hidden.device)
         padding = self._padding()
         if padding is not None:
             text = text & ~padding
@@ -72,7 +78,7 @@ class Sources:
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         behind = text & (torch.arange(text.shape[1], device=text.device) > last)
         # As many as the host can tell: all text behind the first placeholder of a row.
-        visual = torch.stack(list(self.call.host.visual.values())).any(0)
+        visual = self.call.host.visual
         width = max(1, int(((visual.cumsum(1) > 0) & ~visual).sum(1).max()))
         order = partition(behind)[:, :width]
         mask = behind.gather(1, order)
