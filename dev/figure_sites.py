@@ -2,7 +2,7 @@
 """Draw docs/images/sites.svg: the six sites where a method may act, with the methods that the registry has for each.
 
 python dev/figure_sites.py            # draw it
-python dev/figure_sites.py --check    # exit with 1 if the file is not what this would draw (the test suite checks the same)
+python dev/figure_sites.py --check    # exit with 1 if the file is not what this would draw
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def token(x: float, y: float, kind: str, size: float = 14) -> str:
     """A token: v(isual), m(erged), t(ext), or a removed one."""
     fill = {"v": VISUAL, "m": MERGED, "t": TEXT}.get(kind)
     if fill is None:
-        return rectangle(x + 0.75, y + 0.75, size - 1.5, size - 1.5, "none", 'rx="2" stroke="#9ca3af" stroke-dasharray="3 2"')
+        return rectangle(
+            x + 0.75, y + 0.75, size - 1.5, size - 1.5, "none", 'rx="2" stroke="#9ca3af" stroke-dasharray="3 2"'
+        )
     return rectangle(x, y, size, size, fill)
 
 
@@ -120,7 +122,9 @@ def draw_attention(x: float, y: float) -> str:
 
 def draw_in_llm(x: float, y: float) -> str:
     parts = []
-    for line, (name, kinds) in enumerate((("layer 0", "tvvvvvvtt"), ("layer K-1", "tvvvvvvtt"), ("layer K", "tv..v..tt"))):
+    for line, (name, kinds) in enumerate(
+        (("layer 0", "tvvvvvvtt"), ("layer K-1", "tvvvvvvtt"), ("layer K", "tv..v..tt"))
+    ):
         top = y + 2 + 44 * line
         parts.append(row(x + 12, top, kinds, 17.5))
         parts.append(rectangle(x + 8, top + 17, COLUMN - 16, 20, "#dbe3ef", 'rx="4"'))
@@ -182,7 +186,8 @@ def figure() -> str:
     parts.append(words(WIDTH - MARGIN, legend, "data flows from left to right", 15, SOFT, 'text-anchor="end"'))
     height = legend + 22
     head = (
-        '<defs><marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="4.5" markerHeight="4.5" orient="auto">'
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="4.5" markerHeight="4.5" '
+        'orient="auto">'
         f'<path d="M0 0L8 4L0 8z" fill="{SOFT}"/></marker></defs>'
     )
     return (
