@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tokenprune
-from tokenprune import Method, registry
+from tokenprune import Method, Site, registry
 from tokenprune.base import Selection
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations.vllm.families import FAMILIES
@@ -26,6 +26,7 @@ from tokenprune.methods.dynres import DynRes
 from tokenprune.methods.pool import Pool
 from tokenprune.methods.random import Random
 from tokenprune.methods.uniform import Uniform
+from tokenprune.setting import IN_LLM
 from tokenprune.tokens import square_grid
 
 SERVER = {"method": "divprune", "keep": 0.25}
@@ -184,6 +185,30 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
     finally:
         for name in ("moody", "reader", "twofold"):
             registry._METHODS.pop(name)
+
+
+@pytest.mark.parametrize("declared", [{"by_content_count": True}, {"least": 0}])
+@pytest.mark.parametrize("site", [Site.PRE_LLM, Site.IN_LLM])
+def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> None:
+    """Whatever the method does with features that are made up."""
+    name = "by_sight"
+    needs = ("keys",) if site is Site.IN_LLM else ()
+
+    @registry.register(name, site=site, needs=needs)
+    @dataclass(frozen=True)
+    class BySight(DivPrune):
+        """Keep what looks well."""
+
+        layer: int = 2
+
+    for attribute, value in declared.items():
+        setattr(BySight, attribute, value)
+    try:
+        with pytest.raises(OptionError, match="what it sees decides how many tokens stay"):
+            Setting.of({"method": name, "keep": 0.5} | ({IN_LLM: True} if site is Site.IN_LLM else {}))
+        assert name not in servable() and name not in servable(in_llm=True)
+    finally:
+        registry._METHODS.pop(name)
 
 
 # -- plans
