@@ -84,7 +84,8 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     segments, call.layout = call.segments.to(hidden.device), call.layout.to(hidden.device)
     # Anew: a method before this one may have kept another number than it was asked for.
     budget = _resolve(call, step, segments.counts, call.report.shape)
-    tokens = VisualTokens(segments, budget, Sources(call, adapter.seen(call.extras, step.layer, hidden), adapter))
+    sources = Sources(call, adapter.seen(call.extras, step.layer, hidden), adapter, step.method.needs)
+    tokens = VisualTokens(segments, budget, sources)
     with torch.no_grad():
         selection = step.method.select(tokens)
     call.observation = call.ahead = None

@@ -34,7 +34,7 @@ from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.segments import RunsPerImage, check_placeholders, find_segments
-from tokenprune.integrations.hf.setup_checks import READS_LAYER_BEFORE, check_call
+from tokenprune.integrations.hf.setup_checks import check_call, reads_layer_before, reads_next_layer
 from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")
@@ -85,8 +85,8 @@ class Engine(Attachable):
 
     def _observed(self) -> set[int]:
         """The decoder layers whose attention is read."""
-        before = {step.layer - 1 for step in self.steps.values() if step.method.needs & READS_LAYER_BEFORE}
-        return before | {step.layer for step in self.steps.values() if "next_row_attention" in step.method.needs}
+        before = {step.layer - 1 for step in self.steps.values() if reads_layer_before(step.method)}
+        return before | {step.layer for step in self.steps.values() if reads_next_layer(step.method)}
 
     def _record_features(self, modality: str) -> None:
         """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
@@ -267,7 +267,7 @@ class Engine(Attachable):
         start = time.perf_counter()
         arrived, step = hidden_states(args, kwargs), self.steps[index]
         hidden = self.adapter.flatten(arrived)
-        if "next_row_attention" in step.method.needs:
+        if reads_next_layer(step.method):
             call.ahead = look_ahead(call, self.adapter, index, args, kwargs)
         if step.method.site is Site.DECODE:
             hidden = decoding.cut(call, step, hidden, self.adapter, self.record)
@@ -290,6 +290,6 @@ class Engine(Attachable):
             return
         if call.looking:
             raise SeenError(observation)
-        cuts = layer + 1 in call.cuts and self.steps[layer + 1].method.needs & READS_LAYER_BEFORE
+        cuts = layer + 1 in call.cuts and reads_layer_before(self.steps[layer + 1].method)
         if cuts or layer + 1 == call.decides_at:
             call.observation = observation

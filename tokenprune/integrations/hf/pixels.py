@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenprune.base import Method
+from tokenprune.base import ImageChooser, ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.attachable import Attachable
@@ -40,7 +40,7 @@ class PixelPatch(Attachable):
     Raises OptionError without a processor, BudgetError for a budget that is no share, UnsupportedSetupError for None.
     """
 
-    def __init__(self, method: Method, budget: Budget, processor: Any, adapter: Adapter | None = None) -> None:
+    def __init__(self, method: ResizeMethod, budget: Budget, processor: Any, adapter: Adapter | None = None) -> None:
         super().__init__()
         self.method, self.budget, self.adapter, self.processor = method, budget, adapter, processor
         self.image_processor = image_processor_of(processor)
@@ -235,12 +235,12 @@ class PixelPatch(Attachable):
         return args, kwargs
 
 
-def patch_for(method: Method, budget: Budget, processor: Any, adapter: Adapter | None = None) -> Any:
+def patch_for(method: ResizeMethod | ImageChooser, budget: Budget, processor: Any, adapter: Adapter | None = None) -> Any:
     """Return the part of a patch that makes `processor` do what `method` says; raises as `PixelPatch` and `ViewPatch`
     do."""
     from tokenprune.integrations.hf.views import ViewPatch
 
-    return (ViewPatch if method.chooses_pictures else PixelPatch)(method, budget, processor, adapter)
+    return (ViewPatch if isinstance(method, ImageChooser) else PixelPatch)(method, budget, processor, adapter)
 
 
 def patch_on(processor: Any) -> Any:
