@@ -21,7 +21,7 @@ BATCHES = {
 
 
 # With 1.0 view_select still leaves out what the question does not name: see test_view_select.py.
-@pytest.fixture(params=[name for name in METHODS if not tokenprune.method_info(name).cls.chooses_pictures])
+@pytest.fixture(params=[name for name in METHODS if not issubclass(tokenprune.method_info(name).cls, tokenprune.ImageChooser)])
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
 

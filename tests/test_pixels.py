@@ -27,7 +27,7 @@ from tokenprune.integrations.hf.pixel_counts import PixelCounts
 from zoo import FAMILIES
 
 INFOS = [tokenprune.method_info(name) for name in METHODS]
-PIXEL_METHODS = [info.name for info in INFOS if info.site is Site.PRE_ENCODER and not info.cls.chooses_pictures]
+PIXEL_METHODS = [info.name for info in INFOS if info.site is Site.PRE_ENCODER and not issubclass(info.cls, tokenprune.ImageChooser)]
 KEEPS = [0.75, 0.5, 0.25, 1 / 9, 0.04]
 
 

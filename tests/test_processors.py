@@ -31,7 +31,7 @@ from tokenprune import (
 from zoo import FAMILIES
 
 INFOS = [tokenprune.method_info(name) for name in METHODS]
-PIXEL_METHODS = [info.name for info in INFOS if info.site is Site.PRE_ENCODER and not info.cls.chooses_pictures]
+PIXEL_METHODS = [info.name for info in INFOS if info.site is Site.PRE_ENCODER and not issubclass(info.cls, tokenprune.ImageChooser)]
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ _HOMES = {
         "NotPatchedError",
         "PlaceholderMismatchError",
         "ConfigError",
+        "ConformanceError",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -48,25 +48,35 @@ class Backend(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of made-up tokens: S segments, N tokens in the longest, M text tokens, width D, H heads."""
+    """Sizes of made-up tokens. counts: tokens of each of S segments, of which the longest has N. text: M text tokens
+    behind each. width: D. heads: H."""
 
-    segments: int
-    tokens: int
-    text: int
+    counts: tuple[int, ...]
+    text: int = 0
     width: int = 16
     heads: int = 2
+
+    @property
+    def segments(self) -> int:
+        return len(self.counts)
+
+    @property
+    def tokens(self) -> int:
+        return max(self.counts)
 
 
 class Observable:
     """Base of all observables. A subclass says where it is observed and by whom, and computes itself from a source.
 
     name:     the attribute of `VisualTokens`, and what a method writes in its `needs`; set by `register_observable`.
+    text_name: the attribute of `VisualTokens.text`, if it is another; set by `register_observable` if it is not.
     where:    see `Where`. backends: see `Backend`.
     by_layer: whether it is read of one block at a time, `tokens.<name>(layer)`, out of the method's `encoder_layers`.
     whole:    whether it takes the whole prompt, with the text behind an image.
     """
 
     name: ClassVar[str] = ""
+    text_name: ClassVar[str] = ""
     where: ClassVar[Where]
     backends: ClassVar[frozenset[Backend]] = frozenset({Backend.HF})
     by_layer: ClassVar[bool] = False
@@ -86,8 +96,12 @@ class Observable:
         raise AttributeError(f"the text behind an image has no {self.name!r}")
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Any:
-        """Return a made-up value of the right shape, on which methods are tried (`tokenprune.testing`)."""
+        """Return a made-up value for visual tokens, on which methods are tried (`tokenprune.testing`)."""
         return torch.randn(sizes.segments, sizes.tokens, sizes.width, generator=generator)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Any:
+        """Return a made-up value for the text behind each segment; None if it has none."""
+        return None
 
 
 class PerToken(Observable):
@@ -102,6 +116,9 @@ class PerToken(Observable):
 
     def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
         return source.at(self.values(source), text.position, text.segments)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.randn(sizes.segments, sizes.text, sizes.width, generator=generator)
 
 
 class AttentionToTokens(Observable):
@@ -168,7 +185,7 @@ def register_observable(name: str) -> Callable[[O], O]:
     def decorate(cls: O) -> O:
         if problem := _problem(name, cls):
             raise RegistrationError(f"cannot register the observable {name!r}: {problem}")
-        cls.name = name
+        cls.name, cls.text_name = name, cls.__dict__.get("text_name") or name
         _OBSERVABLES[name] = cls()
         return cls
 
@@ -218,6 +235,12 @@ def find_observable(name: str) -> Observable | None:
     """Return the observable registered under `name`, None if there is none."""
     _load()
     return _OBSERVABLES.get(name)
+
+
+def find_observable_of_text(name: str) -> Observable | None:
+    """Return the observable that the text behind an image has under `name`, None if there is none."""
+    _load()
+    return next((one for one in _OBSERVABLES.values() if one.text_name == name), None)
 
 
 def observables_of(needs: Iterable[str], *where: Where) -> list[Observable]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.observable import Observable, close_names, find_observable
+from tokenprune.observable import Observable, close_names, find_observable, find_observable_of_text
 from tokenprune.transfer import sent
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ class TextTokens:
         keys: Tensor
 
     def __getattr__(self, name: str) -> Any:
-        value = self._source.read_text(_declared(name, self._source, "the text behind an image"), self)
+        seen = _declared(name, find_observable_of_text, self._source, "the text behind an image")
+        value = self._source.read_text(seen, self)
         self.__dict__[name] = value
         return value
 
@@ -218,7 +220,7 @@ class VisualTokens:
         patches: Patches
 
     def __getattr__(self, name: str) -> Any:
-        seen = _declared(name, self._source, "visual tokens")
+        seen = _declared(name, find_observable, self._source, "visual tokens")
         read = partial(self._source.read, seen, self)
         value = _ByLayer(read) if seen.by_layer else read()
         self.__dict__[name] = value
@@ -281,14 +283,16 @@ class _ByLayer(dict[int | float, Tensor]):
         return self[layer]
 
 
-def _declared(name: str, source: TokenSource, of: str) -> Observable:
+def _declared(name: str, find: Callable[[str], Observable | None], source: TokenSource, of: str) -> Observable:
     """Return the observable `name`; raise AttributeError if there is none, TokenPruneError if it was not declared."""
-    seen = None if name.startswith("_") else find_observable(name)
+    seen = None if name.startswith("_") else find(name)
     if seen is None:
         hint = "" if name.startswith("_") else close_names(name)
         raise AttributeError(f"{of}: there is no observable {name!r}{f': {hint}' if hint else ''}".rstrip())
     if not seen.declared(source.needs):
-        raise TokenPruneError(f"{name!r} was read but not declared: add it to the method's needs in @register(...)")
+        raise TokenPruneError(
+            f"{seen.name!r} was read but not declared: add it to the method's needs in @register(...)"
+        )
     return seen
 
 

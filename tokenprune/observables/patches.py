@@ -32,6 +32,7 @@ class PatchPlaces(Observable):
         return source.patches(segments)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Patches:
+        counts = torch.tensor(sizes.counts)[:, None]
         column = torch.arange(sizes.tokens).expand(sizes.segments, -1)
         row, one = torch.zeros_like(column), torch.ones_like(column)
-        return Patches(row, row, column, one, one * sizes.tokens, one, tiles=1)
+        return Patches(torch.where(column < counts, 0, -1), row, column, one, counts * one, one, tiles=1)

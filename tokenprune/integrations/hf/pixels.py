@@ -235,7 +235,9 @@ class PixelPatch(Attachable):
         return args, kwargs
 
 
-def patch_for(method: ResizeMethod | ImageChooser, budget: Budget, processor: Any, adapter: Adapter | None = None) -> Any:
+def patch_for(
+    method: ResizeMethod | ImageChooser, budget: Budget, processor: Any, adapter: Adapter | None = None
+) -> Any:
     """Return the part of a patch that makes `processor` do what `method` says; raises as `PixelPatch` and `ViewPatch`
     do."""
     from tokenprune.integrations.hf.views import ViewPatch

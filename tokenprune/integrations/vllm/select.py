@@ -138,7 +138,7 @@ def _made_up(method: Pruner, counts: list[int]) -> Encoded:
     """What a tower might have said: each segment is a tile of one row."""
     cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
     generator = torch.Generator().manual_seed(1)
-    sizes = Sizes(1, len(cells), 0)
+    sizes = Sizes((len(cells),))
     values = {}
     for one in observables_of(method.needs, Where.TOWER_BLOCK):
         for layer in method.encoder_layers:
