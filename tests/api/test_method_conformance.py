@@ -93,7 +93,7 @@ def scribbling(self: Any, tokens: Any) -> Selection:
 
 
 BROKEN = {
-    "too few": (lambda self, tokens: Selection(tokens.mask & (torch.arange(tokens.mask.shape[1]) < 1)), "its budget is"),
+    "too few": (lambda self, tokens: Selection(first(tokens) & (tokens.mask.cumsum(1) < 2)), "its budget is"),
     "by content": (lambda self, tokens: Selection(tokens.mask & (tokens.hidden[..., 0] > 0)), "its budget is"),
     "padding": (lambda self, tokens: Selection(first(tokens) | ~tokens.mask), "keeps padding"),
     "by shape": (lambda self, tokens: Selection(tokens.mask[:, :1]), r"must be bool \[S, N\]"),
@@ -111,7 +111,7 @@ BROKEN = {
         lambda self, tokens: Selection(first(tokens) & ~tokens.hidden.isnan().any(-1)),
         "with NaN at a token",
     ),
-    "merges in secret": (merging(lambda tokens: torch.where(first(tokens), torch.arange(len(tokens.mask[0])), -1)), "say merges"),
+    "merges in secret": (merging(lambda tokens: first(tokens).cumsum(1).sub(1) * first(tokens)), "say merges"),
     "undeclared": (top(lambda tokens: tokens.keys.sum(-1)), "'keys' was read but not declared"),
     "text": (top(lambda tokens: tokens.text.hidden.sum((1, 2))[:, None] * tokens.hidden[..., 0]), "text behind"),
     "scribbles": (scribbling, "changes hidden"),
@@ -167,7 +167,7 @@ def test_a_class_that_is_no_method_is_refused() -> None:
 
 def test_broken_rules_of_other_sites_are_found() -> None:
     cases = [
-        ("PRE_ENCODER", tokenprune.ResizeMethod, {"shares": lambda self, images, keep, per: [2.0] * len(images)}, "0, 1"),
+        ("PRE_ENCODER", tokenprune.ResizeMethod, {"shares": lambda self, images, keep, per: [2.0] * 3}, "0, 1"),
         ("PRE_ENCODER", tokenprune.ResizeMethod,
          {"shares": lambda self, images, keep, per: [keep * one.tokens / 64 for one in images]}, "by_content|keep=1.0"),
         ("PRE_ENCODER", tokenprune.ImageChooser, {"choose": lambda self, question, count, most: [0, 0]}, "sorted"),

@@ -86,7 +86,8 @@ def _unservable(method: Method) -> str | None:
 
 def _options(method: Method) -> str:
     """Return the options that switch the others off, as a request writes them; empty if there are none."""
-    return f" ({json.dumps(dict(method.query_free))[1:-1]})" if method.query_free else ""
+    options = ", ".join(f"{name}={json.dumps(value)}" for name, value in method.query_free.items())
+    return f" ({method.name}: {options})" if options else ""
 
 
 def _stages(method: Method) -> list[Method]:
