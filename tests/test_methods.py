@@ -28,7 +28,7 @@ def made_up(
     values = {what: torch.randn(rows, longest + text, width, generator=g) for what in ("hidden", "keys")} | given
     hidden, keys = values["hidden"], values["keys"]
     seen = dict.fromkeys(ATTENTION, given["attention"][..., :longest]) if "attention" in given else {}
-    seen["encoder_attention"] = given.get("encoder", keys[:, None, :longest, 0])
+    seen["encoder_attention"] = given.get("encoder", keys[:, :longest, :1].transpose(1, 2))
     seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
     behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}
     if "text_mask" in given:

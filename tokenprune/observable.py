@@ -71,16 +71,21 @@ class Observable:
     name:     the attribute of `VisualTokens`, and what a method writes in its `needs`; set by `register_observable`.
     text_name: the attribute of `VisualTokens.text`, if it is another; set by `register_observable` if it is not.
     where:    see `Where`. backends: see `Backend`.
+    axes:     of the tensor that it is for visual tokens: S segments, N tokens, H heads, M text tokens, D features;
+              empty if it is no tensor.
     by_layer: whether it is read of one block at a time, `tokens.<name>(layer)`, out of the method's `encoder_layers`.
     whole:    whether it takes the whole prompt, with the text behind an image.
+    all_rows: whether it takes what all tokens attend to.
     """
 
     name: ClassVar[str] = ""
     text_name: ClassVar[str] = ""
     where: ClassVar[Where]
     backends: ClassVar[frozenset[Backend]] = frozenset({Backend.HF})
+    axes: ClassVar[str] = "SND"
     by_layer: ClassVar[bool] = False
     whole: ClassVar[bool] = False
+    all_rows: ClassVar[bool] = False
 
     def declared(self, needs: frozenset[str]) -> bool:
         """Return whether a method of these `needs` may read it."""
@@ -124,6 +129,7 @@ class PerToken(Observable):
 class AttentionToTokens(Observable):
     """Base of what the attention of a decoder layer pays to each token, by head."""
 
+    axes = "SHN"
     whole = True
 
     def columns(self, source: TokenSource) -> Tensor:
@@ -161,6 +167,8 @@ class TowerBlock(Observable):
 
 class TowerScores(TowerBlock):
     """Base of scores of patches by head: `[S, H, N]`."""
+
+    axes = "SHN"
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         return super().of_visual(source, segments, *layer).transpose(1, 2)

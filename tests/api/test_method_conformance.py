@@ -226,7 +226,7 @@ def test_wrong_tensors_are_refused() -> None:
     hidden = torch.randn(2, 9, 4)
     for more, says in (
         ({"counts": [9]}, "do not fit"), ({"counts": [9, 0]}, "do not fit"), ({"keep": [9, 10]}, "keep="),
-        ({"keyss": hidden}, "did you mean 'keys'"), ({"keys": hidden[:1]}, "of 1 segments"),
+        ({"keyss": hidden}, "did you mean 'keys'"), ({"keys": hidden[:1]}, "must be"),
         ({"keys": {1: hidden}}, "not read by layer"), ({"rows": [1, 0]}, "in order"),
         ({"keep": tokenprune.Budget(average_tokens=4)}, "whole decoder"),
     ):  # fmt: skip

@@ -19,6 +19,7 @@ class PatchPlaces(Observable):
     tower may read it too."""
 
     where = Where.TOWER
+    axes = ""
     backends = frozenset({Backend.HF, Backend.VLLM})
 
     def declared(self, needs: frozenset[str]) -> bool:

@@ -13,6 +13,7 @@ class ReceivedAttention(AttentionToTokens):
     before the cut."""
 
     where = Where.LAYER_BEFORE
+    all_rows = True
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
     def columns(self, source: TokenSource) -> Tensor:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,24 +47,28 @@ class _Case:
                 return replace(value, **fields)
             if isinstance(value, tuple):
                 return tuple(cut(name, one) for one in value)
-            axis = next(axis for axis in (*range(1, value.ndim),) if value.shape[axis] == max(self.counts))
-            return value[segment : segment + 1].narrow(axis, 0, count)
+            return value[segment : segment + 1].narrow(_axis(name), 0, count)
 
         given = {name: cut(name, value) for name, value in self.given.items()}
         text = {name: value[segment : segment + 1] for name, value in self.text.items()}
         return _Case([count], [self.keep[segment]], given, text)
 
-    def mapped(self, change: Any) -> _Case:
-        """Return the case with each tensor of numbers of visual tokens changed by `change(tensor)`."""
+    def mapped(self, change: Callable[[Tensor, int], Tensor]) -> _Case:
+        """Return the case with each float tensor of visual tokens changed. change: of it, and its axis of tokens."""
 
-        def of(value: Any) -> Any:
+        def of(value: Any, axis: int) -> Any:
             if isinstance(value, Mapping):
-                return {layer: of(one) for layer, one in value.items()}
+                return {layer: of(one, axis) for layer, one in value.items()}
             if isinstance(value, tuple):
-                return tuple(map(of, value))
-            return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+                return tuple(of(one, axis) for one in value)
+            return change(value, axis) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-        return replace(self, given={name: of(value) for name, value in self.given.items()})
+        return replace(self, given={name: of(value, _axis(name)) for name, value in self.given.items()})
+
+
+def _axis(name: str) -> int:
+    """Return which axis of an observable is that of the visual tokens."""
+    return find_observable(name).axes.find("N")
 
 
 def check_choices(method: Pruner) -> None:
@@ -79,7 +83,7 @@ def check_choices(method: Pruner) -> None:
             _check_padding(method, case, keep)
     case = _case(method, [24, 17, 9, 1], 0.25, seed=7)
     for dtype in (torch.float16, torch.bfloat16):
-        _kept(method, case.mapped(lambda x, dtype=dtype: x.to(dtype)), f"in {str(dtype).removeprefix('torch.')}")
+        _kept(method, case.mapped(lambda x, axis, dtype=dtype: x.to(dtype)), f"in {str(dtype).removeprefix('torch.')}")
     _check_nan(method, case)
     _check_untouched(method, case)
     if not method.query_aware:
@@ -88,7 +92,6 @@ def check_choices(method: Pruner) -> None:
 
 def _case(method: Pruner, counts: list[int], share: float, seed: int) -> _Case:
     generator = torch.Generator().manual_seed(seed)
-    # As wide as no other axis is long: an axis tells by its length what it is of.
     sizes = Sizes(tuple(counts), _TEXT, width=40, heads=2)
     given, text = {}, {}
     for name in available_observables():
@@ -156,10 +159,7 @@ def _check_rows(method: Pruner, case: _Case, keep: Tensor) -> None:
 def _check_padding(method: Pruner, case: _Case, keep: Tensor) -> None:
     mask = case.view().mask
 
-    def filled(value: Tensor) -> Tensor:
-        axis = next((a for a in range(1, value.ndim) if value.shape[a] == mask.shape[1]), None)
-        if axis is None:
-            return value
+    def filled(value: Tensor, axis: int) -> Tensor:
         shape = [len(mask), *(mask.shape[1] if a == axis else 1 for a in range(1, value.ndim))]
         return value.masked_fill(~mask.view(shape), 1e4)
 
@@ -168,15 +168,14 @@ def _check_padding(method: Pruner, case: _Case, keep: Tensor) -> None:
 
 
 def _check_nan(method: Pruner, case: _Case) -> None:
-    def broken(value: Tensor) -> Tensor:
-        axis = next((a for a in range(1, value.ndim) if value.shape[a] == max(case.counts)), None)
-        return value if axis is None else value.index_fill(axis, torch.tensor([3]), torch.nan)
+    def broken(value: Tensor, axis: int) -> Tensor:
+        return value.index_fill(axis, torch.tensor([3]), torch.nan)
 
     _kept(method, case.mapped(broken), "with NaN at a token")
 
 
 def _check_untouched(method: Pruner, case: _Case) -> None:
-    copy = case.mapped(torch.clone)
+    copy = case.mapped(lambda x, axis: x.clone())
     _kept(method, copy, "")
     for name, value in case.given.items():
         if isinstance(value, Tensor):

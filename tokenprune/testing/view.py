@@ -80,8 +80,12 @@ def _check(name: str, value: Any, hidden: Tensor) -> None:
     if isinstance(value, Mapping) and not seen.by_layer:
         raise OptionError(f"{name} is not read by layer: give a tensor, not a dict")
     for one in value.values() if isinstance(value, Mapping) else [value]:
-        if isinstance(one, Tensor) and len(one) != len(hidden):
-            raise OptionError(f"{name} is of {len(one)} segments, and hidden of {len(hidden)}")
+        if not isinstance(one, Tensor) or not seen.axes:
+            continue
+        sizes = dict(zip(seen.axes, one.shape, strict=False))
+        if one.ndim != len(seen.axes) or (sizes["S"], sizes["N"]) != tuple(hidden.shape[:2]):
+            wanted = f"[{', '.join(seen.axes)}] with S, N = {list(hidden.shape[:2])}"
+            raise OptionError(f"{name} must be {wanted}, not {list(one.shape)}")
 
 
 def _kept(keep: Any, counts: list[int]) -> list[int]:

@@ -30,6 +30,7 @@ from tokenprune.integrations.hf.observe import Tap
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.segments import find_segments
 from tokenprune.integrations.hf.setup_checks import reruns_layers
+from tokenprune.observable import observables_of
 from tokenprune.transfer import sent
 
 # What some families' attention functions take that the block attention does not compute.
@@ -86,7 +87,7 @@ class BlockAttention(Part):
                 "video token; use a method that acts on pictures too, such as divprune"
             )
         for other in others:
-            if "received_attention" in other.needs:
+            if any(one.all_rows for one in observables_of(other.needs)):
                 raise OptionError(
                     f"{other.name} ranks tokens by the attention they receive from all others, but with {name} the "
                     "tokens of a block never see another block, nor the question; use a method that reads the last "
