@@ -28,7 +28,8 @@ def made_up(
     values = {what: torch.randn(rows, longest + text, width, generator=g) for what in ("hidden", "keys")} | given
     hidden, keys = values["hidden"], values["keys"]
     seen = dict.fromkeys(ATTENTION, given["attention"][..., :longest]) if "attention" in given else {}
-    seen["encoder_attention"] = given.get("encoder", keys[:, :longest, :1].transpose(1, 2))
+    scores = given.get("encoder", {layer: keys[:, :longest, 0] for layer in (0.25, -1)})
+    seen["encoder_attention"] = {layer: one[:, None] for layer, one in scores.items()}
     seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
     behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}
     if "text_mask" in given:

@@ -73,7 +73,7 @@ def cells_of(patches: Patches, row: int, count: int) -> list[list[int]]:
 def scan(count: Any, keep: Any, grids: list, seed: int = 0, **more: Any) -> tuple[Any, Selection]:
     options = {k: more.pop(k) for k in ("local", "window", "merge") if k in more}
     g = torch.Generator().manual_seed(seed)
-    scores = {layer: torch.rand(len(count), 1, max(count), generator=g) for layer in (0.25, -1)}
+    scores = {layer: torch.rand(len(count), max(count), generator=g) for layer in (0.25, -1)}
     tokens = made_up(count, keep, text=0, seed=seed, grids=grids, **{"encoder": scores, **more})
     return tokens, tokenprune.method("vscan", **options).select(tokens)
 
