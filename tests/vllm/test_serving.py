@@ -271,7 +271,7 @@ def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
         alone = segments_of([count], None, "image", rows.device)
         if name == "random":  # draws by the segment's place
             alone.ordinal[0] = index
-        selection = method.select(tokenprune.tokens.VisualTokens(alone, [number], _Hidden(own[:, :6])))
+        selection = method.select(tokenprune.tokens.VisualTokens(alone, [number], _Hidden(own[None, :, :6])))
         assert stays[start : start + count].tolist() == selection.keep[0].tolist()
         for place in selection.keep[0].nonzero().flatten().tolist():
             members = [place] if selection.assign is None else (selection.assign[0] == place).nonzero().flatten()
@@ -301,12 +301,11 @@ def test_every_frame_has_its_budget() -> None:
             made(frames, pieces, number)
 
 
-class _Hidden:
+class _Hidden(tokenprune.TokenSource):
+    needs = frozenset()
+
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
-
-    def gather(self, what, position, segments) -> torch.Tensor:
-        return self.hidden[position]
 
 
 def test_a_known_grid_is_used() -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenprune
+from tokenprune.base import ResizeMethod
 from tokenprune.bench.cost import Cost, Prefill
 from tokenprune.bench.data import check_questions, misfits
 from tokenprune.bench.model import Subject
@@ -84,7 +85,10 @@ class HfBackend:
     def alone(self, method: str) -> bool:
         """A method that looks at a picture to size it goes picture by picture: in a batch, LLaVA's processor would make
         all of them one size."""
-        return method != UNPATCHED and tokenprune.method(method).by_content
+        if method == UNPATCHED:
+            return False
+        made = tokenprune.method(method)
+        return isinstance(made, ResizeMethod) and made.by_content
 
     @contextmanager
     def answering(self, place: Pass) -> Iterator[Answer]:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageDraw
 
 import tokenprune
+from tokenprune.base import ImageChooser
 from tokenprune.bench.model import Subject
 from tokenprune.bench.suite import patched
 from tokenprune.errors import OptionError, UnsupportedSetupError
@@ -93,7 +94,7 @@ def look(
 
 def check_drawable(method: str) -> None:
     """Raise OptionError for a method of which nothing can be drawn."""
-    if method_class(method).chooses_pictures:
+    if issubclass(method_class(method), ImageChooser):
         raise OptionError(f"{method} chooses between pictures, not within them: there is nothing to draw")
 
 

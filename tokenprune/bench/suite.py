@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import tokenprune
+from tokenprune.base import ImageChooser
 from tokenprune.bench.backend import Backend, backend_of, patched
 from tokenprune.bench.cost import Cost
 from tokenprune.bench.group import ALONE, Group
@@ -135,7 +136,7 @@ class Bench:
             passes = {place: self._pass(place) for place in self._places(name, keep)}
             return self._result(name, keep, passes, None), passes
         try:
-            if method_class(name).chooses_pictures:
+            if issubclass(method_class(name), ImageChooser):
                 raise OptionError(f"{name} chooses between the pictures of a prompt; these questions have one each")
             passes = {place: self._pass(place) for place in self._places(name, keep)}
             record = self._result(name, keep, passes, whole)

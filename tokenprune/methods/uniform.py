@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Method, Selection, Site
+from tokenprune.base import Pruner, Selection, Site
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 
 
 @register("uniform", site=Site.PRE_LLM, paper="none (baseline)")
 @dataclass(frozen=True)
-class Uniform(Method):
+class Uniform(Pruner):
     """Keep visual tokens at even distances in raster order: a baseline that covers the whole picture."""
 
     def select(self, tokens: VisualTokens) -> Selection:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import tokenprune
-from tokenprune.base import Site
+from tokenprune.base import ResizeMethod, Site
 from tokenprune.bench.cost import Cost, Prefill
 from tokenprune.bench.lines import Lines, read_lines
 from tokenprune.bench.metrics import Metric, metric_named
@@ -129,7 +129,9 @@ class Panel:
     def _batches(self, candidate: Candidate | None, chunk: tuple[int, ...]) -> Iterator[list[int]]:
         """A video goes alone, and so does every picture if a method sizes it by what it shows: in a batch, LLaVA's
         processor would make all of them one size."""
-        alone = candidate is not None and any(method.by_content for method in candidate.methods)
+        alone = candidate is not None and any(
+            isinstance(method, ResizeMethod) and method.by_content for method in candidate.methods
+        )
         batch: list[int] = []
         for number in chunk:
             film = self.questions[number].is_film
