@@ -10,7 +10,7 @@ import tokenprune
 from basics import METHODS, MODEL_METHODS, check_takes
 from oracle import generate_logits
 from tokenprune.registry import method_class
-from zoo import Family
+from zoo import FAMILIES, Family
 
 BATCHES = {
     "left": {},
@@ -27,6 +27,13 @@ def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def takes(method: str, family: str, batch: str) -> bool:
+    """Return whether the test runs; where it does not, it skips and says why."""
+    on_videos = tokenprune.method_info(method).site is tokenprune.Site.ATTENTION
+    return bool(FAMILIES[family].video) or not (on_videos or batch == "video")
+
+
+@pytest.mark.pairwise(runs=takes)
 @torch.no_grad()
 @pytest.mark.parametrize("batch", BATCHES)
 def test_forward_is_bit_equal(method: str, family: Family, model, batch: str) -> None:

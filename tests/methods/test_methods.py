@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import FrozenInstanceError
 from itertools import pairwise
 from typing import Any
@@ -214,6 +215,48 @@ def test_uniform(count: int) -> None:
         gaps = [b - a for a, b in pairwise(got)]
         assert not gaps or max(gaps) - min(gaps) <= 1
         assert abs(got[0] - (count - 1 - got[-1])) <= 1  # as far from the start as from the end
+
+
+def naive_uniform(keep: int, grid: tuple[int, int, int]) -> list[int]:
+    """Points spread over frames, those of a frame over its rows, those of a row over its columns."""
+    frames, height, width = grid
+    kept = []
+    for frame in range(frames):
+        here = sum(math.floor((j + 0.5) * frames / keep) == frame for j in range(keep))
+        if not here:
+            continue
+        rows = next(r for r in range(1, height + 1) if here <= r * width)  # as few as must be
+        while rows < min(height, here) and (rows + 0.5) ** 2 < here * height / width:  # nearer to squares with one more
+            rows += 1
+        for i in range(rows):
+            row = math.floor((i + 0.5) * height / rows)
+            number = sum(math.floor((j + 0.5) * rows / here) == i for j in range(here))
+            columns = [math.floor((j + 0.5) * width / number) for j in range(number)]
+            kept += [frame * height * width + row * width + column for column in columns]
+    return kept
+
+
+@pytest.mark.parametrize(
+    "grid", [(1, 4, 4), (1, 6, 5), (1, 3, 11), (1, 11, 3), (1, 1, 7), (1, 7, 1), (5, 3, 4)], ids=str
+)
+def test_uniform_over_a_grid(grid: tuple[int, int, int]) -> None:
+    frames, height, width = grid
+    count = frames * height * width
+    for keep in range(1, count + 1):
+        tokens = made_up([count, 9], [keep, 2], text=0, grids=[grid, None])  # beside one whose grid nobody knows
+        got, other = chosen("uniform", tokens)
+        assert got == naive_uniform(keep, grid) and len(got) == keep
+        assert other == chosen("uniform", made_up([9], [2], text=0))[0]
+        per_frame = [sum(i // (height * width) == frame for i in got) for frame in range(frames)]
+        assert max(per_frame) - min(per_frame) <= 1
+
+
+def test_uniform_leaves_no_column_out() -> None:
+    """At a quarter of 16 x 16, every second row and every second column; not four columns of every row."""
+    (got,) = chosen("uniform", made_up([256], [64], text=0, grids=[(1, 16, 16)]))
+    assert got == [16 * row + column for row in range(1, 16, 2) for column in range(1, 16, 2)]
+    (one,) = chosen("uniform", made_up([256], [1], text=0, grids=[(1, 16, 16)]))
+    assert one == [8 * 16 + 8]
 
 
 def test_top() -> None:

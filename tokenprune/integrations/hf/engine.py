@@ -186,7 +186,8 @@ class Engine(Attachable):
         step = self.adapter.step_within_picture
         runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
         grid_of = self.adapter.image_grid
-        call.segments = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of)
+        behind = self.adapter.behind_video
+        call.segments = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind)
         if call.segments is not None:
             call.report = Report(self.shape, call.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
