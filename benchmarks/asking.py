@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tokenprune.base import Method, Selection, Site
-from tokenprune.bench.model import Subject
+from tokenprune.base import Pruner, Selection, Site
+from tokenprune.bench.model import Model
 from tokenprune.bench.significance import wilson
 from tokenprune.bench.suite import Bench
 from tokenprune.registry import register
@@ -19,7 +19,7 @@ from tokenprune.registry import register
 
 @register("replay", site=Site.PRE_LLM, paper="none (a measurement)")
 @dataclasses.dataclass(frozen=True)
-class Replay(Method):
+class Replay(Pruner):
     """Keep the visual tokens that are set from outside."""
 
     kept: ClassVar[Tensor]
@@ -33,7 +33,7 @@ class Replay(Method):
 
 def ask(
     bench: Bench,
-    subject: Subject,
+    subject: Model,
     changed: Callable[[Any], AbstractContextManager],
     look: Callable[[int], None] = lambda rows: None,
 ) -> str:
@@ -42,7 +42,8 @@ def ask(
     changed: from a batch's inputs to a context in which the model answers it; look: called in it, with the rows.
     """
     right = ""
-    for batch in bench.batches:
+    for numbers in bench.batches(None):
+        batch = [bench.examples[number] for number in numbers]
         inputs = subject.inputs([example.image for example in batch], [one.question for one in batch])
         with changed(inputs):
             answers = subject.generate(inputs)

@@ -217,3 +217,10 @@ def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_the_plugin_reads_a_setting_the_same_way(setting: dict[str, Any]) -> None:
     """What the vLLM plugin makes of a setting, with nothing left implicit, is the same methods and budgets here."""
     assert Config(Setting.of(setting).as_dict()).steps() == Config(setting).steps()
+
+
+def test_none_means_the_default_of_patch_and_of_the_method(build: Callable) -> None:
+    for named, name, keep in ((None, "dart", 0.25), ("dyrate", "dyrate", 0.5)):
+        with tokenprune.patched(build(LLAVA), named, keep=None) as model:
+            (method,), (budget,) = model._tokenprune_patch.methods, model._tokenprune_patch.budgets
+            assert (method.name, budget) == (name, tokenprune.Budget(keep))

@@ -12,8 +12,10 @@ import pytest
 from PIL import Image
 
 import tokenprune
-from tokenprune.bench import draw, paired, results, significance, suite, tables, timing
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench import contact_sheet, draw, paired, results, significance, suite, tables, timing
+from tokenprune.bench.backend import patched_by
+from tokenprune.bench.model import Model, load
+from tokenprune.bench.plan import passes_of
 from tokenprune.bench.plot import plot_png
 from tokenprune.bench.scenes import KINDS
 from tokenprune.errors import (
@@ -211,12 +213,12 @@ def test_records_are_read_back_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
+def subject() -> Model:
     return load(device="cpu")
 
 
 @pytest.fixture(scope="module")
-def run(subject: Subject) -> list[dict[str, Any]]:
+def run(subject: Model) -> list[dict[str, Any]]:
     plan = suite.Plan(methods=("pool", "fastv"), keeps=(0.25,), pictures=1, repeats=1)
     steps: list[tuple] = []
     records = list(suite.Bench(subject, plan, lambda *step: steps.append(step)).records())
@@ -267,23 +269,23 @@ def test_times_are_there_and_positive(run: list[dict[str, Any]]) -> None:
             assert 0 < values["p20"] <= values["p50"] <= values["p80"]
 
 
-def test_the_model_is_left_unpatched(subject: Subject, run: list[dict[str, Any]]) -> None:
+def test_the_model_is_left_unpatched(subject: Model, run: list[dict[str, Any]]) -> None:
     assert not tokenprune.is_patched(subject.model)
     assert "preprocess" not in vars(subject.processor.image_processor)
     assert not subject.adapter.decoder._forward_hooks
 
 
-def test_seeds_draw_differently(subject: Subject) -> None:
+def test_seeds_draw_differently(subject: Model) -> None:
     image, kept = Image.new("RGB", (224, 224)), []
-    for options in suite.seeds_of("random", (0, 1)):
-        with suite.patched(subject, "random", 0.25, record=True, **options):
+    for one in passes_of("random", 0.25, (0, 1)):
+        with patched_by(subject, one.setting, record=True):
             subject.generate(subject.inputs([image], ["what color is the circle?"]))
             kept.append(tokenprune.stats(subject.model).cuts[0].kept)
     assert kept[0] != kept[1]
-    assert suite.seeds_of("dart", (0, 1)) == [{}]
+    assert passes_of("dart", 0.25, (0, 1)) == [("dart", 0.25, None)]
 
 
-def test_what_a_model_does_not_support_is_skipped_with_the_reason(subject: Subject) -> None:
+def test_what_a_model_does_not_support_is_skipped_with_the_reason(subject: Model) -> None:
     # `downsample` takes a share, not a number of tokens.
     plan = suite.Plan(methods=("random",), keeps=(64,), pictures=1, repeats=0)
     records = list(suite.Bench(subject, plan).records())
@@ -329,8 +331,8 @@ def noise() -> Image.Image:
 
 
 @pytest.mark.parametrize("method", ["random", "fastv", "pool", "downsample"])
-def test_show_counts_and_draws_what_is_kept(subject: Subject, method: str) -> None:
-    shown = draw.show(subject, noise(), "is there a star?", method, 0.25)
+def test_show_counts_and_draws_what_is_kept(subject: Model, method: str) -> None:
+    shown = contact_sheet.show(subject, [noise()], "is there a star?", method, 0.25)
     assert (shown.tokens_in, shown.tokens_out) == (256, 64)
     side = 8 if method == "downsample" else 16
     assert shown.image.height == side * draw.CELL
@@ -340,7 +342,7 @@ def test_show_counts_and_draws_what_is_kept(subject: Subject, method: str) -> No
     assert light.sum() == (64 if method in ("random", "fastv") else side * side)
 
 
-def test_drawn_patches_are_the_kept_ones(subject: Subject) -> None:
+def test_drawn_patches_are_the_kept_ones(subject: Model) -> None:
     with suite.patched(subject, "random", 0.25, record=True):
         inputs = subject.inputs([noise()], ["is there a star?"])
         subject.generate(inputs)
@@ -355,7 +357,7 @@ def test_drawn_patches_are_the_kept_ones(subject: Subject) -> None:
     np.testing.assert_array_equal((middles == (200, 100, 0)).all(-1), kept.reshape(16, 16))
 
 
-def test_merged_patches_share_a_group(subject: Subject) -> None:
+def test_merged_patches_share_a_group(subject: Model) -> None:
     with suite.patched(subject, "pool", 0.25, record=True):
         inputs = subject.inputs([noise()], ["is there a star?"])
         subject.generate(inputs)
@@ -365,7 +367,7 @@ def test_merged_patches_share_a_group(subject: Subject) -> None:
     assert set(np.unique(groups, return_counts=True)[1]) == {4}  # squares of 2 x 2
 
 
-def test_groups_whose_token_is_dropped_later_are_dropped(subject: Subject) -> None:
+def test_groups_whose_token_is_dropped_later_are_dropped(subject: Model) -> None:
     with suite.patched(subject, "vscan", 0.25, record=True):
         inputs = subject.inputs([noise()], ["is there a star?"])
         subject.generate(inputs)
@@ -380,7 +382,7 @@ def test_groups_whose_token_is_dropped_later_are_dropped(subject: Subject) -> No
     np.testing.assert_array_equal(groups, want)
 
 
-def test_the_picture_shown_is_the_crop_that_the_model_sees(subject: Subject) -> None:
+def test_the_picture_shown_is_the_crop_that_the_model_sees(subject: Model) -> None:
     wide = Image.new("RGB", (448, 224), (255, 0, 0))
     wide.paste((0, 0, 255), (112, 0, 336, 224))  # the middle square is all that the processor leaves
     seen = draw.seen_picture(subject, subject.inputs([wide], ["is there a star?"]), wide)
@@ -388,13 +390,13 @@ def test_the_picture_shown_is_the_crop_that_the_model_sees(subject: Subject) -> 
     assert np.asarray(seen)[10:-10, 10:-10].reshape(-1, 3).mean(0) == pytest.approx((0, 0, 255), abs=2)
 
 
-def test_pictures_that_are_no_single_grid_are_refused(subject: Subject) -> None:
+def test_pictures_that_are_no_single_grid_are_refused(subject: Model) -> None:
     inputs = subject.inputs([noise()], ["is there a star?"])
-    assert draw.grid_of(subject, inputs) == (16, 16)
+    assert contact_sheet.grids_of(subject, inputs, 1, False) == [(16, 16)]
     tiles = inputs["pixel_values"].expand(2, -1, -1, -1)
     for pixels in (tiles, tiles[None]):
         with pytest.raises(UnsupportedSetupError, match="tiles"):
-            draw.grid_of(subject, inputs | {"pixel_values": pixels})
+            contact_sheet.grids_of(subject, inputs | {"pixel_values": pixels}, 1, False)
     first = int((inputs["input_ids"][0] == subject.model.config.image_token_id).nonzero()[0])
     with pytest.raises(UnsupportedSetupError, match="255 visual tokens"):
-        draw.grid_of(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]})
+        contact_sheet.grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]}, 1, False)

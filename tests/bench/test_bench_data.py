@@ -225,16 +225,19 @@ def test_metrics_by_hand(name: str, prediction: str, answers: list[str], score: 
     assert metrics.metric_named(name).score([prediction], [answers]) == [pytest.approx(score)]
 
 
-def test_edit_distance_is_the_naive_one() -> None:
+def test_anls_is_that_of_a_naive_edit_distance() -> None:
     def naive(a: str, b: str) -> int:
         if not a or not b:
             return len(a) + len(b)
         return min(naive(a[1:], b) + 1, naive(a, b[1:]) + 1, naive(a[1:], b[1:]) + (a[0] != b[0]))
 
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        one, two = ("".join(rng.choice(list("ab"), rng.integers(5))) for _ in range(2))
-        assert metrics.edit_distance(one, two) == naive(one, two)
+    rng, scores = np.random.default_rng(0), set()
+    for _ in range(60):
+        one, two = ("".join(rng.choice(list("ab"), rng.integers(1, 6))) for _ in range(2))
+        share = naive(one, two) / max(len(one), len(two))
+        assert metrics.anls(one, two) == pytest.approx(1 - share if share < 0.5 else 0)
+        scores.add(metrics.anls(one, two))
+    assert len(scores) > 3
 
 
 def test_f1_is_that_of_transformers() -> None:
@@ -252,6 +255,9 @@ def test_unknown_metrics_and_missing_packages_are_named(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", None)
     with pytest.raises(TokenPruneError, match="pip install pycocoevalcap"):
         metrics.metric_named("cider")
+    monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
+    with pytest.raises(TokenPruneError, match=r"anls needs rapidfuzz: pip install 'tokenprune-vlm\[bench\]'"):
+        metrics.metric_named("anls")
 
 
 def test_cider_is_that_of_pycocoevalcap() -> None:

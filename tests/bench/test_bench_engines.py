@@ -20,11 +20,12 @@ from pretender import VISUAL, Pretender, Talk, pretending
 from tokenprune.accounting import DecoderShape
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.lines import read_lines
+from tokenprune.bench.plan import Pass
 from tokenprune.bench.results import summarise
 from tokenprune.bench.run_folder import RunFolder, config_of
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.bench.tables import tables
-from tokenprune.bench.vllm_backend import Chat, Reply, VllmBackend, adds_special, setting_of
+from tokenprune.bench.vllm_backend import Chat, Reply, VllmBackend, adds_special, request_of
 from tokenprune.bench.vllm_offline import OfflineEngine
 from tokenprune.cli import app
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
@@ -169,11 +170,12 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
     backend = VllmBackend(engine, "", 4)
     backend.begin([])
     bench = Bench(backend, PLAN)
-    with backend.answering(("unpatched", 1.0, None)) as answer:
-        answer(0, bench.batches[0])
+    with backend.answering(None) as answer:
+        answer(0, bench.examples[:3])
     engine.foreign = 7
-    with backend.answering(("uniform", 0.25, None)) as answer, pytest.raises(RunError, match="nobody else uses"):
-        answer(0, bench.batches[0])
+    uniform = {"method": "uniform", "keep": 0.25}
+    with backend.answering(uniform) as answer, pytest.raises(RunError, match="nobody else uses"):
+        answer(0, bench.examples[:3])
     engine.foreign, engine.kept = 0, 0
     plain = MadeUp.ask
 
@@ -183,8 +185,8 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
         return made
 
     engine.ask = pruned.__get__(engine)
-    with backend.answering(("unpatched", 1.0, None)) as answer, pytest.raises(RunError, match="nobody else uses"):
-        answer(1, bench.batches[1])
+    with backend.answering(None) as answer, pytest.raises(RunError, match="nobody else uses"):
+        answer(3, bench.examples[3:6])
 
 
 def test_videos_are_refused() -> None:
@@ -193,11 +195,14 @@ def test_videos_are_refused() -> None:
         VllmBackend(MadeUp(), "", 4).begin([film])
 
 
-def test_a_pass_is_a_setting_with_all_its_options() -> None:
-    assert setting_of(("unpatched", 1.0, None)) == {"off": True}
-    assert setting_of(("random", 0.5, 2)) == {"method": "random", "keep": 0.5, "seed": 2}
-    assert setting_of(("vscan", 64, None))["stage2"] is True
-    assert "thresholds" not in setting_of(("dymu", 0.5, None))  # a file, which requests cannot name
+def test_a_request_names_all_options_of_a_setting() -> None:
+    assert request_of(None) == {"off": True}
+    assert request_of(Pass("unpatched", 1.0).setting) == {"off": True}
+    assert request_of(Pass("random", 0.5, 2).setting) == {"method": "random", "keep": 0.5, "seed": 2}
+    assert request_of({"method": "vscan", "keep": 64})["stage2"] is True
+    assert "thresholds" not in request_of({"method": "dymu", "keep": 0.5})  # a file, which requests cannot name
+    two = {"method": [{"method": "random", "seed": 2}, "pool"], "keep": [0.5, 0.25], "per": "frame"}
+    assert request_of(two) == {**two, "method": [{"method": "random", "seed": 2}, request_of({"method": "pool"})]}
 
 
 @pytest.mark.parametrize(

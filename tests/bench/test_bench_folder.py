@@ -22,7 +22,7 @@ from tokenprune.bench.lines import Lines, read_lines, write_whole
 from tokenprune.bench.run_folder import RunFolder
 from tokenprune.errors import RunError
 
-PLACE = ("uniform", 0.5, None)
+PLACE = {"method": "uniform", "keep": 0.5, "seed": None}
 BUSY = "another run is writing to .*: wait for it"
 
 
@@ -36,13 +36,13 @@ def files(folder: Path) -> list[str]:
 def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with RunFolder(folder, {"a": 1}) as run:
-        run.add_batch(PLACE, 0, ["x"], {})
+        run.add_batch(PLACE, [0], ["x"], {})
         before = {name: (folder / name).read_bytes() for name in files(folder)}
         for config in ({"a": 1}, {"a": 2}):
             with pytest.raises(RunError, match=BUSY if config == {"a": 1} else "holds a run with a 1"):
                 RunFolder(folder, config).__enter__()
         assert {name: (folder / name).read_bytes() for name in files(folder)} == before
-        run.add_batch(PLACE, 1, ["y"], {})
+        run.add_batch(PLACE, [1], ["y"], {})
     with RunFolder(folder, {"a": 1}) as run:  # the lock went with the first run
         assert run.batches(PLACE) == {0: (["x"], {}), 1: (["y"], {})}
     with pytest.raises(ZeroDivisionError), RunFolder(folder, {"a": 1}):
@@ -131,7 +131,7 @@ def in_threads(work: Callable[[Group], Any], size: int = 2) -> list[Any]:
 def test_only_the_leader_locks_and_its_failure_reaches_all(tmp_path: Path) -> None:
     def work(group: Group) -> list[str]:
         with RunFolder(tmp_path, {}, group) as run:
-            run.add_batch(PLACE, group.rank, ["x"], {})
+            run.add_batch(PLACE, [group.rank], ["x"], {})
             group.gather(None)
             return files(tmp_path)
 
@@ -145,8 +145,8 @@ def test_only_the_leader_locks_and_its_failure_reaches_all(tmp_path: Path) -> No
 def test_what_one_process_cannot_read_or_write_ends_all(tmp_path: Path) -> None:
     def work(group: Group, config: dict[str, Any]) -> None:
         with RunFolder(tmp_path / "run", config, group) as run:
-            run.add_batch(PLACE, group.rank, ["x"], {})
-            run.finish({PLACE: {0: (["x"], {}), 1: (["x"], {})}}, {PLACE: [1.0, 1.0]})
+            run.add_batch(PLACE, [group.rank], ["x"], {})
+            run.finish([(PLACE, {0: (["x"], {}), 1: (["x"], {})}, [1.0, 1.0])])
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text("{}")
@@ -172,7 +172,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from tokenprune.bench.group import joined
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
 from tokenprune.bench.run_folder import RunFolder
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.errors import RunError
@@ -184,8 +184,8 @@ with joined() as group:
             print("in")
     except RunError as error:
         print(error)
-    calls, generate = [], Subject.generate
-    Subject.generate = lambda self, inputs: calls.append(1) or generate(self, inputs)
+    calls, generate = [], Model.generate
+    Model.generate = lambda self, inputs: calls.append(1) or generate(self, inputs)
     records = Bench(load(device="cpu"), Plan(pictures=1, batch_size=2), group=group).records()
     _, unpatched = next(records), next(records)
     print(len(calls), unpatched["right"])
@@ -252,11 +252,11 @@ def test_what_a_crash_left_is_no_obstacle(tmp_path: Path) -> None:
     for name in ("config.json.new", ".lock"):  # a crash before the first config
         (tmp_path / name).touch()
     with RunFolder(tmp_path, {"a": 1}) as run:
-        run.add_batch(PLACE, 0, ["x"], {"n": 1})
+        run.add_batch(PLACE, [0], ["x"], {"n": 1})
     (tmp_path / "predictions.jsonl.new").write_text('{"method": "uni')  # a crash in the midst of the end
     with RunFolder(tmp_path, {"a": 1}) as run:
         assert run.batches(PLACE) == {0: (["x"], {"n": 1})}
-        run.finish({PLACE: {0: (["x"], {"n": 1})}}, {PLACE: [0.25]})
+        run.finish([(PLACE, {0: (["x"], {"n": 1})}, [0.25])])
     assert files(tmp_path) == [".lock", "config.json", "predictions.jsonl", "results.jsonl"]
     line = {"method": "uniform", "keep": 0.5, "seed": None, "question": 0, "prediction": "x"}
     assert read_lines(tmp_path / "predictions.jsonl")[0][0] == {**line, "cost": {"n": 1}, "score": 0.25}
@@ -264,13 +264,13 @@ def test_what_a_crash_left_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_only_the_last_line_of_a_batch_has_its_cost(tmp_path: Path) -> None:
     with RunFolder(tmp_path, {}) as run:
-        run.add_batch(PLACE, 0, ["x", "y", "z"], {"n": 1})
+        run.add_batch(PLACE, [0, 1, 2], ["x", "y", "z"], {"n": 1})
     lines = (tmp_path / "predictions.jsonl").read_text().splitlines(keepends=True)
     assert ["cost" in json.loads(line) for line in lines] == [False, False, True]
     (tmp_path / "predictions.jsonl").write_text("".join(lines[:2]))
     with RunFolder(tmp_path, {}) as run:
         assert run.batches(PLACE) == {}
-        run.add_batch(PLACE, 0, ["x"], {})
+        run.add_batch(PLACE, [0], ["x"], {})
     assert len(read_lines(tmp_path / "predictions.jsonl")) == 1  # what was torn is gone
     (tmp_path / "predictions.jsonl").write_text('{"prediction": "x"}\n')
     with pytest.raises(RunError, match=r"predictions\.jsonl is damaged: a line of it has no 'question'"):

@@ -13,7 +13,7 @@ from PIL import Image
 
 from processors import llava, special_tokenizer
 from tokenprune.bench.data import Data, check_questions, left_out, load_data, misfits
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.errors import DataError, OptionError
 
 GOOD = {"image": "a.png", "question": "what?", "answer": "cat"}
@@ -241,7 +241,7 @@ def test_a_picture_that_the_processor_refuses_is_named() -> None:
                 raise self.error("aspect ratio must be smaller than 200")
             return {}
 
-    subject = Subject(SimpleNamespace(dtype=None), Picky(ValueError), "picky")
+    subject = Model(SimpleNamespace(dtype=None), Picky(ValueError), "picky")
     assert subject.inputs(["a"], ["good?"]) == {}
     with pytest.raises(DataError, match=r"picky takes no picture of 'wide\?': aspect ratio must be"):
         subject.inputs(["a", "wide", "b"], ["good?", "wide?", "also?"])

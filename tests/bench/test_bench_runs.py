@@ -9,7 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,16 +19,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import tokenprune
-from tokenprune.bench import paired, results
-from tokenprune.bench.cost import Cost
+from tokenprune.bench import cost, paired, results
 from tokenprune.bench.group import Group
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.lines import Lines, read_lines
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
 from tokenprune.bench.run_folder import RunFolder
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, RunError
+from tokenprune.statistics import Stats
 
 KINDS = ("colour", "count", "word")
 CALLS = 12  # unpatched, three seeds of random, downsample and uniform, each on two batches
@@ -81,15 +81,15 @@ class Killed(BaseException):
 
 def kill_after(monkeypatch: pytest.MonkeyPatch, calls: int | None) -> list[int]:
     """Let the model answer so many batches and no more; returns a list with one item a call."""
-    generate, made = Subject.generate, []
+    generate, made = Model.generate, []
 
-    def limited(self: Subject, inputs: dict[str, Any], **options: Any) -> list[str]:
+    def limited(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
         if calls is not None and len(made) == calls:
             raise Killed
         made.append(1)
         return generate(self, inputs, **options)
 
-    monkeypatch.setattr(Subject, "generate", limited)
+    monkeypatch.setattr(Model, "generate", limited)
     return made
 
 
@@ -235,14 +235,14 @@ def test_a_picture_that_goes_away_ends_the_run_and_keeps_what_is_done(
     copy.write_bytes(Path(rows[0]["image"]).read_bytes())
     mine = tmp_path / "mine.jsonl"
     mine.write_text("".join(json.dumps({**row, "image": "copy.jpg"}) + "\n" for row in rows))
-    generate = Subject.generate
+    generate = Model.generate
 
-    def vanishing(self: Subject, inputs: dict[str, Any], **options: Any) -> list[str]:
+    def vanishing(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
         if tokenprune.is_patched(self.model):
             copy.unlink(missing_ok=True)
         return generate(self, inputs, **options)
 
-    monkeypatch.setattr(Subject, "generate", vanishing)
+    monkeypatch.setattr(Model, "generate", vanishing)
     result = bench(mine, "--run", tmp_path / "run")
     assert result.exit_code == 2
     assert "line 1: cannot read copy.jpg as a picture" in result.stderr
@@ -340,10 +340,25 @@ def test_more_than_ten_kinds_are_told_apart() -> None:
 
 
 def test_costs_of_batches_are_summed() -> None:
-    one = Cost(3, 2, [3, 2], 1.5, 10, 20, 0.5)
-    two = Cost(30, 20, [30, 20], 15.0, 100, 200, 5.0)
-    assert Cost.total([asdict(one), asdict(two)]) == Cost(33, 22, [33, 22], 16.5, 110, 220, 5.5)
-    assert Cost.total([]) == Cost()
+    def stats(times: int) -> Stats:
+        counts = {"kv_bytes": 10 * times, "kv_bytes_full": 20 * times, "overhead_ms": 0.5 * times}
+        flops = {"prefill_flops": 1.5 * times, "prefill_flops_full": 3.0 * times}
+        return Stats(4 * times, 1 * times, [4 * times, times], **counts, **flops)
+
+    total = stats(1) + stats(10)
+    assert total == replace(stats(11), keep_ratio=0.25, prefill_flops_ratio=0.5)
+    assert Stats(**json.loads(json.dumps(stats(11).sums()))) == stats(11)
+    assert (Stats() + stats(1)).sums() == stats(1).sums() and Stats() + Stats() == Stats()
+    # What one engine does not tell is not known of all; nor are shares of a model whose sizes are not at hand.
+    unknown = Stats(4, 1, [1], overhead_ms=None)
+    assert (unknown + stats(1)).overhead_ms is None and "overhead unknown" in repr(unknown)
+    assert cost.record(unknown, unknown)["prefill_flops_ratio"] is None
+    told = cost.record(stats(1), stats(10))
+    assert told == {
+        "visual_tokens_in": 40, "visual_tokens_out": 1, "visual_tokens_per_layer": [4, 1], "kv_bytes": 10,
+        "kv_bytes_full": 100, "overhead_ms": 0.5, "visual_tokens_average": 2.5, "keep_ratio": 1 / 40,
+        "prefill_flops_ratio": 0.1,
+    }  # fmt: skip
 
 
 # -- statistics ------------------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from tokenprune import TokenPruneError
 from tokenprune.bench import results
 from tokenprune.bench.report import compare, plots, warnings
 from tokenprune.bench.report.layers import layer_plots
-from tokenprune.bench.report.looks import Looks
 from tokenprune.bench.report.page import make_page
 from tokenprune.bench.report.runs import Run, read_runs
+from tokenprune.bench.report.styles import Styles
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7 * 7 }}`"
 QUESTIONS = 200  # half of each kind
@@ -337,11 +337,11 @@ def test_labels_cover_neither_marks_nor_each_other() -> None:
 
 def test_looks_are_the_same_everywhere_and_differ() -> None:
     runs = [made("A"), made("B", *RIVALS, result("new", 0.25, 9, 9), GOOD)]
-    looks = Looks.of(runs)
-    assert [name for name, _ in looks.legend(runs[0])] == ["unpatched", "random", "downsample", "good"]
-    assert [name for name, _ in looks.legend(runs[1])] == ["unpatched", "random", "downsample", "good", "new"]
-    assert looks.of_run("new", "B").path == looks.methods["new"].path
-    assert looks.of_run("new", "B").tags.split() == ["m1", "r1"] and looks.of_run("random", "A").dashed
+    styles = Styles.of(runs)
+    assert [name for name, _ in styles.legend(runs[0])] == ["unpatched", "random", "downsample", "good"]
+    assert [name for name, _ in styles.legend(runs[1])] == ["unpatched", "random", "downsample", "good", "new"]
+    assert styles.of_run("new", "B").path == styles.methods["new"].path
+    assert styles.of_run("new", "B").tags.split() == ["m1", "r1"] and styles.of_run("random", "A").dashed
     many = [plots.method_style(number, "") for number in range(64)]
     assert len({(look.css, look.path) for look in many}) == 64
 
@@ -351,8 +351,8 @@ def test_layers_are_told_once_for_methods_that_share_them(monkeypatch: pytest.Mo
     late["stats"]["visual_tokens_per_layer"] = [100 * QUESTIONS] * 3 + [25.4 * QUESTIONS]
     same = result("same", 0.25, 9, 9)
     run = made("", *RIVALS, same, late, result("half", 0.5, 9, 9), result("sixteen", 16, 9, 9, tokens=16))
-    looks = Looks.of([run])
-    quarter, half, fixed = layer_plots(run.results, looks.methods.__getitem__)
+    styles = Styles.of([run])
+    quarter, half, fixed = layer_plots(run.results, styles.methods.__getitem__)
     assert [(names, text) for names, text, _ in quarter.told] == [
         ("random, downsample, same", "25 in every layer"),
         ("late", "100 in layers 1–3, 25 in layer 4"),
@@ -361,7 +361,7 @@ def test_layers_are_told_once_for_methods_that_share_them(monkeypatch: pytest.Mo
     assert (half.plot.title, fixed.plot.title) == ("keep 0.5", "keep 16 tokens")
     assert [len(plot.plot.series) for plot in (quarter, half, fixed)] == [3, 2, 2]  # the unpatched model is in each
     monkeypatch.setitem(run.results.baseline.stats, "visual_tokens_per_layer", [])
-    assert layer_plots(run.results, looks.methods.__getitem__) == []
+    assert layer_plots(run.results, styles.methods.__getitem__) == []
 
 
 # -- the page --------------------------------------------------------------------------------------------------------

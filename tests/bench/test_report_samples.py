@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from tests.api.test_cli import call, refused
+from tests.bench.test_contact_sheet import Film, flat
 from tests.bench.test_report import result, write_run
-from tests.bench.test_strip import Film, flat
 from tokenprune.bench import draw
 from tokenprune.bench.report import drawing
 from tokenprune.bench.report.drawing import Wanted, choose, draw_samples
@@ -217,11 +217,11 @@ def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, buil
 
 def test_several_pictures_are_drawn_side_by_side(tmp_path: Path) -> None:
     from processors import demo_model, llava, photo
-    from tokenprune.bench.model import Subject
+    from tokenprune.bench.model import Model
 
     pictures = (photo(90, 120, 0), photo(90, 120, 1))
     question = asked(images=pictures, question="is there a star?")
-    whole, pool = sampled(tmp_path, Subject(demo_model(), llava(), "shipped"), question, "pool")
+    whole, pool = sampled(tmp_path, Model(demo_model(), llava(), "shipped"), question, "pool")
     assert (whole["tokens"], pool["kept"]) == (512, 256)
     with Image.open(tmp_path / FOLDER / pool["picture"]) as image:
         assert image.size == (2 * drawing.FRAME_SIDE + 6, drawing.FRAME_SIDE)
@@ -230,14 +230,14 @@ def test_several_pictures_are_drawn_side_by_side(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from processors import demo_model, llava, photo
-    from tokenprune.bench.model import Subject
+    from tokenprune.bench.model import Model
 
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
     with pytest.raises(RunError, match="No space left on device; what was written before is kept"):
-        sampled(tmp_path, Subject(demo_model(), llava(), "shipped"), asked(images=(photo(64, 64, 0),)), "pool")
+        sampled(tmp_path, Model(demo_model(), llava(), "shipped"), asked(images=(photo(64, 64, 0),)), "pool")
 
 
 # -- folders that are damaged, or not ours

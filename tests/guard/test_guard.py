@@ -22,7 +22,7 @@ from tests.docs.test_site import tool
 from tokenprune import Budget, Guard, OptionError, UnsupportedSetupError
 from tokenprune.base import Method
 from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
 from tokenprune.guard.floors import shipped
 from tokenprune.guard.pictures import SIDE, Late, blocks_of, text_shares
 from tokenprune.guard.prompts import Reader
@@ -296,7 +296,7 @@ def test_tiles_frames_and_what_is_not_looked_at() -> None:
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
+def subject() -> Model:
     return load()
 
 
@@ -311,13 +311,13 @@ QUESTIONS = ("what color is the circle?", "how many circles?", "where is the rin
 RISKS = ((), ("counting",), ("grounding",), ("text",))
 
 
-def asked(subject: Subject, images: list[Any] | None = None, questions: tuple[str, ...] = QUESTIONS) -> dict[str, Any]:
+def asked(subject: Model, images: list[Any] | None = None, questions: tuple[str, ...] = QUESTIONS) -> dict[str, Any]:
     picture = load_heldout(limit=1)[0].image
     return subject.inputs(images or [picture] * len(questions), questions)
 
 
 @torch.no_grad()
-def run(subject: Subject, inputs: dict[str, Any], **options: Any) -> tuple[torch.Tensor, Any]:
+def run(subject: Model, inputs: dict[str, Any], **options: Any) -> tuple[torch.Tensor, Any]:
     # A forward would count padding as positions.
     places = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     with tokenprune.patched(subject.model, **options):
@@ -329,7 +329,7 @@ AUTO = [("dart", 0.11), ("pool", 0.11), ("vscan", 0.11), ("vscan", 30), ("divpru
 
 
 @pytest.mark.parametrize(("method", "keep"), AUTO, ids=[f"{name} {keep}" for name, keep in AUTO])
-def test_auto_is_a_patch_with_the_raised_budget(subject: Subject, method: str, keep: Any) -> None:
+def test_auto_is_a_patch_with_the_raised_budget(subject: Model, method: str, keep: Any) -> None:
     """Row by row, exactly; and in a batch, where rows then keep different numbers, to rounding."""
     auto = dict(method=method, keep=keep, guard="auto", processor=subject.processor)
     inputs, per = asked(subject), getattr(keep, "per", "image")
@@ -355,7 +355,7 @@ def test_auto_is_a_patch_with_the_raised_budget(subject: Subject, method: str, k
     assert any(row.raised for row in stats.guard) and not stats.guard[0].raised
 
 
-def test_a_picture_of_text_is_raised_alone(subject: Subject) -> None:
+def test_a_picture_of_text_is_raised_alone(subject: Model) -> None:
     """Of two pictures in a prompt, in a batch, in forward and in generate, beams included."""
     photo, text = load_heldout(limit=1)[0].image, page(224)
     options = dict(method="random", keep=0.1, guard=Guard("auto", floors={"text": 0.5}), processor=subject.processor)
@@ -377,7 +377,7 @@ def test_a_picture_of_text_is_raised_alone(subject: Subject) -> None:
         check(tokenprune.stats(subject.model), 2)
 
 
-def test_without_a_tokenizer_pictures_alone_are_looked_at(subject: Subject) -> None:
+def test_without_a_tokenizer_pictures_alone_are_looked_at(subject: Model) -> None:
     inputs = asked(subject, [page(224), scene("hills", 224)], ("how many circles?",) * 2)
     _, stats = run(subject, inputs, method="random", keep=0.2, guard="auto")
     assert [row.prompt for row in stats.guard] == [None, None]
@@ -386,7 +386,7 @@ def test_without_a_tokenizer_pictures_alone_are_looked_at(subject: Subject) -> N
     assert [row.prompt for row in stats.guard] == [("counting",)] * 2
 
 
-def test_composed_methods_leave_each_other_enough(subject: Subject) -> None:
+def test_composed_methods_leave_each_other_enough(subject: Model) -> None:
     """Each cut leaves what its method needs of the whole picture, not of what arrives."""
     options = dict(method=["divprune", "fastv"], keep=0.2, processor=subject.processor)
     inputs = asked(subject, questions=QUESTIONS[3:])  # text: divprune needs 0.25, fastv 0.11
@@ -398,7 +398,7 @@ def test_composed_methods_leave_each_other_enough(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("method", ["random", "dart", "tome", "dyrate"])
-def test_warn_changes_nothing(subject: Subject, method: str) -> None:
+def test_warn_changes_nothing(subject: Model, method: str) -> None:
     inputs = asked(subject)
     off, plain = run(subject, inputs, method=method, keep=0.2, guard="off")
     warn, stats = run(subject, inputs, method=method, keep=0.2, processor=subject.processor)
@@ -412,7 +412,7 @@ def test_warn_changes_nothing(subject: Subject, method: str) -> None:
     assert stats.as_dict()["guard"][1]["risks"] == ("counting",)
 
 
-def test_each_reason_is_said_once(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_reason_is_said_once(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
     inputs = asked(subject, [page(224), *[load_heldout(limit=1)[0].image] * 3])
     for _ in range(2):  # a new patch says it again
         caplog.clear()
@@ -428,7 +428,7 @@ def test_each_reason_is_said_once(subject: Subject, caplog: pytest.LogCaptureFix
         assert 'guard="auto"' in text and 'guard="off"' in text and "keep=0.5;" in text and "fastv" in text
 
 
-def test_nothing_is_said_in_vain(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_in_vain(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
     inputs = asked(subject)
     run(subject, asked(subject, questions=QUESTIONS[:1]), method="random", keep=0.2, processor=subject.processor)
     run(subject, inputs, method="random", keep=0.2, guard="off")
@@ -446,7 +446,7 @@ class Waiting(Late):
         return Waiting.arrived
 
 
-def test_a_verdict_that_comes_later(subject: Subject, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+def test_a_verdict_that_comes_later(subject: Model, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     """It is said with the first call that finds it there; whoever asks for the statistics waits for it."""
     monkeypatch.setattr(guard_pixels, "Late", Waiting)
     inputs = asked(subject, [page(224)], QUESTIONS[:1])
@@ -468,7 +468,7 @@ def parts(model: Any) -> list[GuardPart]:
     return [part for part in model._tokenprune_patch.engine.parts if isinstance(part, GuardPart)]
 
 
-def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Subject) -> None:
+def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> None:
     model = subject.model
     was = snapshot(model)
     for options, number in (
@@ -498,7 +498,7 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Subject) -
         (dict(method=["tome", "dart"], guard="auto"), UnsupportedSetupError, "tome acts at IN_ENCODER"),
     ],
 )
-def test_refusals_leave_no_trace(subject: Subject, options: dict, error: type, message: str) -> None:
+def test_refusals_leave_no_trace(subject: Model, options: dict, error: type, message: str) -> None:
     if options.get("processor") == "demo":
         options = options | {"processor": subject.processor}
     was = snapshot(subject.model)
@@ -509,7 +509,7 @@ def test_refusals_leave_no_trace(subject: Subject, options: dict, error: type, m
 
 @pytest.mark.parametrize("processor", ["demo", "image processor", None])
 @torch.no_grad()
-def test_a_processor_that_nobody_needs_is_taken(subject: Subject, processor: str | None) -> None:
+def test_a_processor_that_nobody_needs_is_taken(subject: Model, processor: str | None) -> None:
     """With the guard off, scripts that always pass one need no case of their own; nothing reads or changes it."""
     whole = subject.processor
     given = {"demo": whole, "image processor": whole.image_processor, None: None}[processor]
@@ -522,7 +522,7 @@ def test_a_processor_that_nobody_needs_is_taken(subject: Subject, processor: str
         assert type(whole.image_processor) is kind
 
 
-def test_methods_on_pixels_are_judged_by_their_keep(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+def test_methods_on_pixels_are_judged_by_their_keep(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
     with tokenprune.patched(subject.model, "downsample", keep=0.5, processor=subject.processor):
         inputs = asked(subject)
         subject.model.generate(**inputs, max_new_tokens=1)
@@ -530,7 +530,7 @@ def test_methods_on_pixels_are_judged_by_their_keep(subject: Subject, caplog: py
     assert "downsample keeps 50%" in caplog.text and 'guard="auto"' not in caplog.text
 
 
-def test_a_method_of_somebody_else(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_method_of_somebody_else(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
     class Theirs(Method):
         name = "theirs"
 
@@ -542,7 +542,7 @@ def test_a_method_of_somebody_else(subject: Subject, caplog: pytest.LogCaptureFi
     assert "it was not measured on such questions" in caplog.text
 
 
-def test_later_turns_are_not_looked_at(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_turns_are_not_looked_at(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, reads = asked(subject, questions=QUESTIONS[1:2]), []
     read = GuardPart._read
     monkeypatch.setattr(GuardPart, "_read", lambda part, call: reads.append(call) or read(part, call))
@@ -554,7 +554,7 @@ def test_later_turns_are_not_looked_at(subject: Subject, monkeypatch: pytest.Mon
     assert len(reads) == 1
 
 
-def test_copies(subject: Subject) -> None:
+def test_copies(subject: Model) -> None:
     """Of a patched model that has a verdict waiting, and of verdicts."""
     inputs = asked(subject)
     with tokenprune.patched(subject.model, "random", keep=0.2, guard="auto", processor=subject.processor):
@@ -571,7 +571,7 @@ def test_copies(subject: Subject) -> None:
         assert made.ready() and made.read() == [0.25, 0.5] and made.count == 2
 
 
-def test_replacing_a_patch(subject: Subject) -> None:
+def test_replacing_a_patch(subject: Model) -> None:
     was = snapshot(subject.model)
     tokenprune.patch(subject.model, "random", keep=0.2)
     tokenprune.patch(subject.model, "random", keep=0.2, guard="off", replace=True)

@@ -47,7 +47,8 @@ class Talk(BaseHTTPRequestHandler):
             "/version": {"version": "9.9"},
         }  # fmt: skip
         if self.path == "/metrics":
-            lines = ["# HELP"] + [
+            name = "tokenprune:visual_tokens_total"
+            lines = [f"# HELP {name} Visual tokens.", f"# TYPE {name} counter", 'vllm:other_total{stage="in"} 7.0'] + [
                 f'tokenprune:visual_tokens_total{{model_name="one",stage="{stage}"}} {count}.0'
                 for stage, count in zip(("in", "out"), self.server.counts, strict=True)
             ]

@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import tokenprune
+from tokenprune.bench.backend import HfBackend
+from tokenprune.bench.group import Group
 from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
+from tokenprune.bench.run_folder import RunFolder, config_of
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, RunError, TokenPruneError, UnsupportedSetupError
-from tokenprune.tuning import Candidate, Panel, Promise, Tuner, betting, grid
+from tokenprune.tuning import Candidate, Panel, Promise, Search, Tuner, betting, grid
+from tokenprune.tuning.estimate import Estimate, promote, safest, sequence
 from tokenprune.tuning.objective import OBJECTIVES
-from tokenprune.tuning.outlook import Outlook, halve, safest, sequence
 from tokenprune.tuning.parts import check_enough, split
 from tokenprune.tuning.promise import points, read_share
 from tokenprune.tuning.report import outcome, tuned_config, tuning_table
@@ -430,79 +436,145 @@ def test_halves_are_stratified_and_keep_pictures_together() -> None:
 
 
 def test_half_of_the_places_go_to_the_safest() -> None:
-    outlooks = [Outlook(0.9, 0.4), Outlook(0.8, 0.5), Outlook(0.7, 0.5), Outlook(0.2, 0.9), Outlook(0.1, 0.9)]
-    assert halve(outlooks, 2) == [1, 3]
-    assert halve(outlooks, 4) == [1, 3, 0, 4]
-    few, many = (Outlook.of(np.zeros(count), 0.5, Promise(0.02), 800) for count in (40, 400))
+    estimates = [Estimate(0.9, 0.4), Estimate(0.8, 0.5), Estimate(0.7, 0.5), Estimate(0.2, 0.9), Estimate(0.1, 0.9)]
+    assert promote(estimates, 2) == [1, 3]
+    assert promote(estimates, 4) == [1, 3, 0, 4]
+    few, many = (Estimate.of(np.zeros(count), 0.5, Promise(0.02), 800) for count in (40, 400))
     assert 0.5 < few.chance < many.chance < 1 and many.worth == 0.5 * many.chance
-    assert Outlook.of(np.ones(40), 0.5, Promise(0.02), 800).chance < 1e-6
+    assert Estimate.of(np.ones(40), 0.5, Promise(0.02), 800).chance < 1e-6
     # Who changes nothing is safer than who wins three answers and loses one.
     lucky = np.array([-1.0] * 3 + [1.0] + [0.0] * 156)
-    assert Outlook.of(lucky, 0.5, Promise(0.03), 320).chance < Outlook.of(np.zeros(160), 0.5, Promise(0.03), 320).chance
+    safe = Estimate.of(np.zeros(160), 0.5, Promise(0.03), 320)
+    assert Estimate.of(lucky, 0.5, Promise(0.03), 320).chance < safe.chance
 
 
 def test_the_sequence_goes_from_the_safest_to_the_cheapest() -> None:
-    safe, even, cheap, poor = Outlook(0.2, 0.99), Outlook(0.25, 0.5), Outlook(0.8, 0.9), Outlook(0.9, 0.01)
+    safe, even, cheap, poor = Estimate(0.2, 0.99), Estimate(0.25, 0.5), Estimate(0.8, 0.9), Estimate(0.9, 0.01)
     assert sequence([cheap, even, safe], 4) == [2, 0]  # the even one saves less than what is safer
     assert sequence([safe, poor], 4) == [0]
     assert sequence([poor], 4) == [0]  # whatever its chance: there is nothing safer
     assert sequence([], 4) == []
-    assert sequence([Outlook(-0.1, 0.9), safe], 4) == [1]  # slower than the unpatched model
+    assert sequence([Estimate(-0.1, 0.9), safe], 4) == [1]  # slower than the unpatched model
     # A test that more likely ends the row than leads on is left out, and so is what does not fit.
-    steps = [Outlook(0.1 + 0.2 * place, 0.9 - 0.2 * place) for place in range(4)]
+    steps = [Estimate(0.1 + 0.2 * place, 0.9 - 0.2 * place) for place in range(4)]
     assert sequence(steps, 1) == [0] and len(sequence(steps, 3)) == 3
-    assert sequence([Outlook(0.2, 0.9), Outlook(0.21, 0.3), Outlook(0.9, 0.29)], 3) == [0, 2]
-    assert safest([Outlook(0.5, 0.7), Outlook(0.1, 0.7), Outlook(0.9, 0.8)]) == [2, 0, 1]
+    assert sequence([Estimate(0.2, 0.9), Estimate(0.21, 0.3), Estimate(0.9, 0.29)], 3) == [0, 2]
+    assert safest([Estimate(0.5, 0.7), Estimate(0.1, 0.7), Estimate(0.9, 0.8)]) == [2, 0, 1]
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
+def subject() -> Model:
     return load(device="cpu")
 
 
-def test_candidates_are_asked_without_the_guard(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+def test_candidates_are_asked_without_the_guard(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
     """With the processor, which methods on pixels get, it would read prompts, warn, and be timed with the method."""
     count = [one for one in load_heldout(limit=2) if one.kind == "count"]
     candidate = Candidate.of({"method": "downsample", "keep": 0.25})
-    with Panel(subject, count) as panel, caplog.at_level("WARNING", logger="tokenprune"):
-        panel.ask(candidate, [0, 1])
+    with caplog.at_level("WARNING", logger="tokenprune"):
+        Panel(subject, count).ask(candidate, [0, 1])
     assert caplog.records == []
 
 
-def test_the_panel_remembers_and_goes_on(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    questions, path = load_heldout(limit=1), tmp_path / "answers.jsonl"
+def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = load_heldout(limit=1)
     (pool,) = grid(["pool"], [0.25])
     asked: list[int] = []
-    generate = Subject.generate
+    generate = Model.generate
 
-    def counted(self: Subject, inputs: dict[str, Any], **options: Any) -> list[str]:
+    def counted(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
         asked.append(len(inputs["input_ids"]))
         return generate(self, inputs, **options)
 
-    monkeypatch.setattr(Subject, "generate", counted)
-    with Panel(subject, questions, batch_size=3, journal=path) as panel:
+    def opened(metric: str = "exact") -> RunFolder:
+        return RunFolder(tmp_path / "run", config_of(subject, Search([pool.setting], 0, 3), metric, {}))
+
+    monkeypatch.setattr(Model, "generate", counted)
+    chunk = [5, 1, 3, 0]
+    with opened() as folder:
+        panel = Panel(subject, questions, batch_size=3, folder=folder)
         for one in (None, pool, pool):
-            panel.ask(one, [0, 1, 2, 3])
+            panel.ask(one, chunk)
         assert asked == [3, 1, 3, 1]
         with tokenprune.patched(subject.model, "pool", keep=0.25):
-            right = generate(
-                subject, subject.inputs([q.images for q in questions[:4]], [q.question for q in questions[:4]])
-            )
-        scores = [float(q.is_right(one)) for q, one in zip(questions, right, strict=False)]
-        assert panel.scores(pool, range(4)).tolist() == scores
+            chosen = [questions[number] for number in chunk]
+            right = generate(subject, subject.inputs([q.images for q in chosen], [q.question for q in chosen]))
+        scores = [float(q.is_right(one)) for q, one in zip(chosen, right, strict=True)]
+        assert panel.scores(pool, chunk).tolist() == scores
         cost = panel.cost(pool)
         assert cost["keep_ratio"] == 0.25 and 0.2 < cost["prefill_flops_ratio"] < 0.3
-    with Panel(subject, questions, batch_size=3, journal=path) as again:
-        again.ask(pool, [0, 1, 2, 3])
-        assert len(asked) == 4 + 0
-        assert again.scores(pool, range(4)).tolist() == scores and again.cost(pool) == cost
-    with pytest.raises(RunError, match="belongs to another run"):
-        Panel(subject, questions, "anls", batch_size=3, journal=path)
+    sizes: list[int] = []
+    with opened() as folder:
+        again = Panel(subject, questions, batch_size=3, folder=folder)
+        assert again.knows(pool, chunk) and not again.knows(pool, [2])
+        for one in (None, pool):
+            again.ask(one, chunk, sizes.append)
+        assert len(asked) == 4 and sizes == [4, 4]  # what was known is told, and not asked
+        assert again.scores(pool, chunk).tolist() == scores and again.cost(pool) == cost
+        again.ask(pool, [2, 4])
+        assert asked[4:] == [2] and again.cost(pool)["visual_tokens_out"] == 6 * 64
+    with pytest.raises(RunError, match='holds a run with metric "exact", and this one has "anls"'):
+        opened("anls").__enter__()
     with pytest.raises(OptionError, match="cider cannot be tuned for"):
         Panel(subject, questions, "cider")
+
+
+def test_processes_share_the_work_and_agree(subject: Model, tmp_path: Path) -> None:
+    """Each asks its part of the batches; times are those of the first process."""
+    questions, candidates = load_heldout(limit=5), grid(["pool", "uniform"], [0.5])
+    alone = Tuner(Panel(subject, questions, batch_size=4), candidates, Promise(0.4), objective="kv", repeats=1).run()
+    size = 2
+    meeting, given, lock = threading.Barrier(size), [None] * size, threading.Lock()
+
+    class Threads(Group):
+        def gather(self, mine: Any) -> list[Any]:
+            given[self.rank] = mine
+            meeting.wait(60)
+            everything = list(given)
+            meeting.wait(60)
+            return everything
+
+    @dataclass
+    class Locked(HfBackend):
+        """Two processes would have a model each."""
+
+        subject: Model
+
+        def __post_init__(self) -> None:
+            super().__init__(self.subject)
+            self.answers = 0
+
+        @contextmanager
+        def answering(self, setting: Any) -> Iterator[Any]:
+            def answer(number: int, batch: list[Any]) -> Any:
+                with lock, HfBackend.answering(self, setting) as ask:
+                    self.answers += len(batch)
+                    return ask(number, batch)
+
+            yield answer
+
+    backends, found = [Locked(subject) for _ in range(size)], [None] * size
+
+    def work(rank: int) -> None:
+        with RunFolder(tmp_path / "run", {}, Threads(rank, size)) as folder:
+            panel = Panel(backends[rank], questions, batch_size=4, folder=folder, group=folder.group)
+            found[rank] = Tuner(panel, candidates, Promise(0.4), objective="kv", repeats=1).run()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for one in found:
+        assert [(trial.state, trial.drop, trial.search, trial.held_out) for trial in one.trials] == [
+            (trial.state, trial.drop, trial.search, trial.held_out) for trial in alone.trials
+        ]
+    assert found[0].choice.timing == found[1].choice.timing is not None
+    asked = 40 + sum(trial.search + trial.held_out for trial in alone.trials)
+    assert sum(one.answers for one in backends) == asked and min(one.answers for one in backends) > asked / 4
 
 
 def tune(*arguments: object, code: int = 0) -> Result:
@@ -514,7 +586,7 @@ def tune(*arguments: object, code: int = 0) -> Result:
     return result
 
 
-def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Subject) -> None:
+def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> None:
     out, run = tmp_path / "tokenprune.json", tmp_path / "run"
     result = tune("--max-drop", "40%", "--out", out, "--run", run)
     verdict, numbers, *_ = result.stdout.splitlines()
@@ -574,7 +646,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_configuration_says_what_was_promised(subject: Subject) -> None:
+def test_the_configuration_says_what_was_promised(subject: Model) -> None:
     fake = Fake(900, candidates({"dart 0.9": (0.0, 0.9)}))
     found = Tuner(fake, list(fake.costs), Promise(0.02)).run()
     config = tuned_config(found, Panel(subject, load_heldout(limit=1)), {"name": "mine"})

@@ -27,7 +27,7 @@ def is_timm(model: Any) -> bool:
 
 def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Budget]) -> TimmPatch:
     """Return the patch of a timm model; raises UnsupportedModelError for anything but merging in a plain one."""
-    if unmerging := [method.name for method in methods if getattr(method, "vtu", "off") != "off"]:
+    if unmerging := [method.name for method in methods if isinstance(method, EncoderMethod) and method.vtu != "off"]:
         raise OptionError(f"{unmerging[0]}: a model of timm has no language model to unmerge tokens in: no vtu=")
     check_places(methods)
     others = [method.name for method in methods if method.site is not Site.IN_ENCODER]
@@ -84,13 +84,15 @@ class TimmPatch(Merger):
         state = self.end()
         counts, protected = [*state.counts, state.left], self.shape.protected
         patches = [sum(n - protected for n in rows) for rows in counts]
-        full = [counts[0]] * len(counts)
+        flops, full = self._flops(counts), self._flops([counts[0]] * len(counts))
         self.stats = Stats(
             visual_tokens_in=patches[0],
             visual_tokens_out=patches[-1],
             visual_tokens_per_layer=patches[:-1],
             keep_ratio=patches[-1] / patches[0],
-            prefill_flops_ratio=self._flops(counts) / self._flops(full),
+            prefill_flops=flops,
+            prefill_flops_full=full,
+            prefill_flops_ratio=flops / full,
             encoder_tokens_per_layer=[sum(rows) for rows in counts[:-1]],
         )
         return state.restore(output)

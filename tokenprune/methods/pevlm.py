@@ -4,9 +4,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
-from tokenprune.base import Method, Site
+from tokenprune.base import AttentionPattern, Site
 from tokenprune.frames import Visual
 from tokenprune.registry import register
 
@@ -15,7 +14,7 @@ _LONG_TEXT = 32  # text between two visuals that is longer than this is a block 
 
 @register("pevlm", site=Site.ATTENTION, paper="arXiv 2506.19651")
 @dataclass(frozen=True)
-class PEVLM(Method):
+class PEVLM(AttentionPattern):
     """Prefill a video in blocks of frames that see the prompt's start and themselves; removes no tokens.
 
     The sink is everything before the first frame and the first frames of the (first) video; the other frames form
@@ -41,8 +40,6 @@ class PEVLM(Method):
     the block that text between frames joins (that of the frame it precedes) and prompts with several videos or pictures
     could not be established and are our decision.
     """
-
-    default_keep: ClassVar[float] = 1.0
 
     sink_frames: int = 8
     block_frames: int = 16

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenprune.base import Method, Site
+from tokenprune.base import Pruner, Site
+from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import sent
@@ -14,7 +15,7 @@ from tokenprune.transfer import sent
 
 @register("random", site=Site.PRE_LLM, paper="none (baseline)")
 @dataclass(frozen=True)
-class Random(Method):
+class Random(Pruner):
     """Keep visual tokens drawn at random: the baseline that every method must beat.
 
     seed: int. The draw depends on the seed, the number of tokens and the image's place in its prompt, so that a batch
@@ -24,7 +25,7 @@ class Random(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_int("seed")
+        check_options(self)
 
     def score(self, tokens: VisualTokens) -> Tensor:
         scores = torch.zeros(tokens.mask.shape)

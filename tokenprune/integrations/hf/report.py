@@ -104,8 +104,9 @@ class Report:
         stats.width_per_layer = [group.width for group in per_layer]
         slots = len(rows) * sum(stats.width_per_layer)
         stats.padding_share = 1 - sum(map(sum, rows)) / slots
-        computed = self._flops([stats.width_per_layer] * len(rows), [self.length] * len(rows))
-        stats.prefill_flops_ratio = computed / (len(rows) * self.shape.prefill_flops([self.length] * layers))
+        stats.prefill_flops = self._flops([stats.width_per_layer] * len(rows), [self.length] * len(rows))
+        stats.prefill_flops_full = len(rows) * self.shape.prefill_flops([self.length] * layers)
+        stats.prefill_flops_ratio = stats.prefill_flops / stats.prefill_flops_full
         whole = sum(self.shape.prefill_flops([tokens] * layers) for tokens in self.tokens)
         stats.prefill_flops_ratio_tokens = self._flops(rows, self.tokens) / whole
 

@@ -18,14 +18,14 @@ _IMAGINED = 2  # answers: one that is lost and one that is won
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Estimate:
     """saving: of cost, as a share. chance: to pass the test on the held-out questions, as the search tells it."""
 
     saving: float
     chance: float
 
     @classmethod
-    def of(cls, drops: np.ndarray, saving: float, promise: Promise, held_out: int) -> Outlook:
+    def of(cls, drops: np.ndarray, saving: float, promise: Promise, held_out: int) -> Estimate:
         """Normal approximation; as many imagined answers that are lost and won keep few real ones from certainty.
 
         More answers won than lost count as luck, not as a reserve: else a setting that changes many answers would seem
@@ -44,20 +44,20 @@ class Outlook:
         return self.saving * self.chance
 
 
-def halve(outlooks: Sequence[Outlook], places: int) -> list[int]:
+def promote(estimates: Sequence[Estimate], places: int) -> list[int]:
     """Return the indices of the best, by turns the one with the largest expected saving and the safest (among equals:
     the first)."""
-    good = sorted(range(len(outlooks)), key=lambda index: -outlooks[index].worth)
-    both = [index for pair in zip(good, safest(outlooks), strict=True) for index in pair]
+    good = sorted(range(len(estimates)), key=lambda index: -estimates[index].worth)
+    both = [index for pair in zip(good, safest(estimates), strict=True) for index in pair]
     return list(dict.fromkeys(both))[:places]
 
 
-def safest(outlooks: Sequence[Outlook]) -> list[int]:
+def safest(estimates: Sequence[Estimate]) -> list[int]:
     """Return all indices, those with the largest chance to pass first; equals stay in the given order."""
-    return sorted(range(len(outlooks)), key=lambda index: -round(outlooks[index].chance, 9))
+    return sorted(range(len(estimates)), key=lambda index: -round(estimates[index].chance, 9))
 
 
-def sequence(outlooks: Sequence[Outlook], most: int) -> list[int]:
+def sequence(estimates: Sequence[Estimate], most: int) -> list[int]:
     """Return the indices to be tested, at most `most`, in order: first the safest that saves anything, whatever its
     chance; then those that save more than all before them, each less safe than the one before.
 
@@ -70,19 +70,19 @@ def sequence(outlooks: Sequence[Outlook], most: int) -> list[int]:
     def expected(chosen: Sequence[int]) -> float:
         value, saved, product, least = 0.0, 0.0, 1.0, 1.0
         for index in chosen:
-            product, least = product * outlooks[index].chance, min(least, outlooks[index].chance)
-            value += (product + least) / 2 * (outlooks[index].saving - saved)
-            saved = outlooks[index].saving
+            product, least = product * estimates[index].chance, min(least, estimates[index].chance)
+            value += (product + least) / 2 * (estimates[index].saving - saved)
+            saved = estimates[index].saving
         return value
 
     chain: list[int] = []
-    for index in safest(outlooks):
-        saving, chance = outlooks[index].saving, outlooks[index].chance
-        if saving > (outlooks[chain[-1]].saving if chain else 0) and (chance >= CHANCE or not chain):
+    for index in safest(estimates):
+        saving, chance = estimates[index].saving, estimates[index].chance
+        if saving > (estimates[chain[-1]].saving if chain else 0) and (chance >= CHANCE or not chain):
             chain.append(index)
     first, rest = chain[:1], chain[1:]
     subsets = (first + list(one) for size in range(min(most, len(chain))) for one in itertools.combinations(rest, size))
     return max(subsets, key=expected, default=[])
 
 
-__all__ = ["CHANCE", "Outlook", "halve", "safest", "sequence"]
+__all__ = ["CHANCE", "Estimate", "promote", "safest", "sequence"]

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenprune.cli.common import (
+    BackendOption,
     BatchSizeOption,
     ColumnsOption,
     DeviceOption,
     DtypeOption,
+    EngineArgsOption,
     FramesOption,
     MaxNewTokensOption,
     ModelOption,
+    ServerOption,
     SkipBadOption,
     SplitOption,
     SuffixOption,
@@ -25,13 +28,13 @@ from tokenprune.cli.common import (
     read_keeps,
     show_progress,
 )
-from tokenprune.cli.reporting import show_runs
+from tokenprune.cli.report import show_runs
 
 if TYPE_CHECKING:
     from tokenprune.bench.backend import Backend
     from tokenprune.bench.data import Data
     from tokenprune.bench.group import Group
-    from tokenprune.bench.model import Subject
+    from tokenprune.bench.model import Model
     from tokenprune.bench.report.drawing import Wanted
     from tokenprune.bench.suite import Plan
 
@@ -81,14 +84,9 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
     repeats: Annotated[int, typer.Option(min=0, help="Timed runs of each method and keep; 0: no timing.")] = 7,
     batch_size: BatchSizeOption = 32,
-    backend: Annotated[str, typer.Option(help="hf: transformers, in this process; vllm: vLLM with our plugin.")] = "hf",
-    server: Annotated[
-        str | None,
-        typer.Option(help="With --backend vllm: a server, http://host:8000/v1; default: vLLM in this process."),
-    ] = None,
-    engine_args: Annotated[
-        str | None, typer.Option(help="With --backend vllm: arguments of vllm.LLM, as a JSON object.")
-    ] = None,
+    backend: BackendOption = "hf",
+    server: ServerOption = None,
+    engine_args: EngineArgsOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
@@ -146,7 +144,7 @@ def bench(
 
 
 def _measure(
-    subject: Subject | Backend,
+    subject: Model | Backend,
     plan: Plan,
     asked: Data | None,
     metric: str,

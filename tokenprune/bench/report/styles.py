@@ -12,21 +12,21 @@ from tokenprune.bench.results import MARKS, UNPATCHED
 
 
 @dataclass(frozen=True)
-class Looks:
+class Styles:
     """methods: the look of each method. runs: of each run (by its label), for plots of several."""
 
     methods: dict[str, Style]
     runs: dict[str, Style]
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> Looks:
+    def of(cls, runs: Sequence[Run]) -> Styles:
         """Give each method of these runs a look, baselines first, then in the order in which they were run."""
         names = dict.fromkeys(row.method for run in runs for row in run.results.rows)
-        looks = {UNPATCHED: whole_style("m-whole")}
-        looks |= {name: baseline_style(index, f"m-base{index}") for index, name in enumerate(MARKS) if name in names}
-        others = [name for name in names if name not in looks]
-        looks |= {name: method_style(index, f"m{index}") for index, name in enumerate(others)}
-        return cls(looks, {run.label: run_style(index, f"r{index}") for index, run in enumerate(runs)})
+        styles = {UNPATCHED: whole_style("m-whole")}
+        styles |= {name: baseline_style(index, f"m-base{index}") for index, name in enumerate(MARKS) if name in names}
+        others = [name for name in names if name not in styles]
+        styles |= {name: method_style(index, f"m{index}") for index, name in enumerate(others)}
+        return cls(styles, {run.label: run_style(index, f"r{index}") for index, run in enumerate(runs)})
 
     def of_run(self, method: str, label: str) -> Style:
         """Return the look of a method in a plot of several runs: the colour tells the run, the marker the method."""
@@ -34,12 +34,12 @@ class Looks:
         return replace(ours, css=run.css, tags=f"{ours.tags} {run.tags}")
 
     def legend(self, run: Run) -> list[tuple[str, Style]]:
-        """Return the methods of a run with their looks."""
+        """Return the methods of a run with their styles."""
         names = {row.method for row in run.results.rows}
         return [(name, look) for name, look in self.methods.items() if name in names]
 
     def joint_legend(self, runs: Sequence[Run]) -> list[tuple[str, Style]]:
         """Return the runs with their colours, and their methods with their markers."""
         names = {row.method for run in runs for row in run.results.rows}
-        looks = [(name, replace(look, css="whole")) for name, look in self.methods.items() if name in names]
-        return [*((f"{run.label}: {run.name}", self.runs[run.label]) for run in runs), *looks]
+        styles = [(name, replace(look, css="whole")) for name, look in self.methods.items() if name in names]
+        return [*((f"{run.label}: {run.name}", self.runs[run.label]) for run in runs), *styles]

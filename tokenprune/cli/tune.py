@@ -4,35 +4,38 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenprune.cli.common import (
+    BackendOption,
     BatchSizeOption,
     ColumnsOption,
     DeviceOption,
     DtypeOption,
+    EngineArgsOption,
     FramesOption,
     MaxNewTokensOption,
     ModelOption,
+    ServerOption,
     SkipBadOption,
     SplitOption,
     SuffixOption,
     ThreadsOption,
     get_console,
-    load_subject,
     print_skipped,
     read_keeps,
     show_progress,
 )
-from tokenprune.errors import ConfigError, RunError
+from tokenprune.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tokenprune.bench.group import Group
     from tokenprune.tuning import Tuner, Tuning
 
-ANSWERS = "answers.jsonl"
 NOTHING = 1  # exit code: the search went well and found nothing
 
 
@@ -79,6 +82,9 @@ def tune(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of a setting.")] = 7,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the settings that were not tested, too.")] = False,
     batch_size: BatchSizeOption = 32,
+    backend: BackendOption = "hf",
+    server: ServerOption = None,
+    engine_args: EngineArgsOption = None,
     model: ModelOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
@@ -89,23 +95,32 @@ def tune(
     """Find the cheapest method and keep that lose less than --max-drop on your questions, and write tokenprune.json.
 
     Exit code 1: the search found nothing that keeps the promise, and no file is written.
+
+    To share the work: accelerate launch --num_processes N -m tokenprune tune ...
     """
-    from tokenprune.bench.data import check_questions, left_out, load_data, misfits, read_columns
+    from tokenprune.bench.backend import backend_of
+    from tokenprune.bench.data import left_out, load_data, read_columns
+    from tokenprune.bench.group import joined
     from tokenprune.bench.heldout import FOLDER, load_heldout
+    from tokenprune.bench.run_folder import RunFolder, config_of
+    from tokenprune.cli.engines import Engines
     from tokenprune.config import write_config
-    from tokenprune.tuning import Panel, Promise, Tuner, grid
+    from tokenprune.tuning import Panel, Promise, Search, Tuner, grid
     from tokenprune.tuning.objective import check_objective
     from tokenprune.tuning.panel import tunable_metric
     from tokenprune.tuning.parts import check_enough
     from tokenprune.tuning.promise import read_share
     from tokenprune.tuning.report import tuned_config
 
+    engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
+    engines.check()
     tunable_metric(metric)
     check_objective(objective)
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
     candidates = grid([name.strip() for name in methods.split(",") if name.strip()], read_keeps(keep))
-    _check_folders(out, run)
+    if not out.parent.is_dir():  # said before the work, not after it
+        raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
     if data is None:
         questions = load_heldout(limit=limit or None)
         digest = hashlib.sha256((FOLDER / "questions.jsonl").read_bytes()).hexdigest()[:16]
@@ -116,46 +131,41 @@ def tune(
         )
         questions, about = read.questions, read.about()
     check_enough(len(questions), promise)
-    subject = load_subject(model, device, threads, dtype, suffix)
-    subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
-    if data is not None:
-        if skip_bad:
-            read = left_out(read, misfits(questions, subject.processor))
+    with ExitStack() as stack:
+        subject = engines.open(stack, 1 if data is None else max(len(one.pictures) for one in questions))
+        subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
+        asked = backend_of(subject)
+        group = stack.enter_context(joined())
+        if data is not None and skip_bad:
+            read = left_out(read, asked.misfits(questions))
             questions, about = read.questions, read.about()
-            print_skipped(read)
+            if group.leads:
+                print_skipped(read)
             check_enough(len(questions), promise)
-        check_questions(questions, subject.processor)
-    journal = None if run is None else run / ANSWERS
-    # Other candidates or another seed would cut the questions into other chunks.
-    told = about | {"candidates": [candidate.setting for candidate in candidates], "seed": seed}
-    with (
-        Panel(subject, questions, metric, batch_size=batch_size, journal=journal, about=told) as panel,
-        show_progress(lines=False) as step,
-    ):
+        asked.begin(questions)  # before a folder is made for what cannot be asked
+        folder = None
+        if run is not None:
+            search = Search([candidate.setting for candidate in candidates], seed, batch_size)
+            folder = stack.enter_context(RunFolder(run, config_of(asked, search, metric, {"data": about}), group))
+        panel = Panel(asked, questions, metric, batch_size=batch_size, folder=folder, group=group)
+        step = stack.enter_context(show_progress(lines=False)) if group.leads else None
         tuner = Tuner(panel, candidates, promise, seed=seed, repeats=repeats, objective=objective, step=step)
-        _announce(tuner, len(candidates))
+        _announce(tuner, len(candidates), group)
         tuning = tuner.run()
-    _report(tuning, panel.metric.title, verbose)
+    if group.leads:
+        _report(tuning, panel.metric.title, verbose)
     if tuning.choice is None:
         raise typer.Exit(NOTHING)
-    write_config(out, tuned_config(tuning, panel, about))
-    get_console().print(f'written: {out}; tokenprune.patch(model, config="{out}")', markup=False, soft_wrap=True)
+    if group.leads:
+        write_config(out, tuned_config(tuning, panel, about))
+        get_console().print(f'written: {out}; tokenprune.patch(model, config="{out}")', markup=False, soft_wrap=True)
 
 
-def _check_folders(out: Path, run: Path | None) -> None:
-    """Said before the work, not after it."""
-    if not out.parent.is_dir():
-        raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
-    if run is not None:
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot write {run}: {error.strerror or error}") from error
-
-
-def _announce(tuner: Tuner, settings: int) -> None:
+def _announce(tuner: Tuner, settings: int, group: Group) -> None:
     """Say how long it may take, once the first answers are there."""
     answers, seconds = tuner.estimate()
+    if not group.leads:
+        return
     took = "goes on where it stopped"
     if seconds is not None:
         took = f"about {seconds / 60:.0f} minutes" if seconds >= 90 else f"about {max(1, seconds):.0f} seconds"

@@ -14,7 +14,7 @@ from tokenprune.cli.common import (
     ModelOption,
     ThreadsOption,
     get_console,
-    load_subject,
+    load_model,
     read_keeps,
     show_progress,
 )
@@ -38,7 +38,7 @@ def calibrate(
     import tokenprune
 
     keeps = list(read_keeps(keep))
-    subject = load_subject(model, device, threads, dtype, suffix="")
+    subject = load_model(model, device, threads, dtype, suffix="")
     with show_progress() as step:
         found = tokenprune.calibrate(
             subject.model,
@@ -74,7 +74,7 @@ def fit_dyrate(
     """Fit the predictor of `dyrate` to a model: how many visual tokens each step of an answer can do without."""
     from tokenprune.bench.fitting import fit
 
-    subject = load_subject(model, device, threads, suffix="")
+    subject = load_model(model, device, threads, suffix="")
     options = dict(keep=keep, layer=layer, grid=grid, max_new_tokens=max_new_tokens)
     with show_progress() as step:
         seen = fit(subject, out, images, question, limit, step, options)

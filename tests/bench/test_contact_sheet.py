@@ -19,17 +19,18 @@ import tokenprune
 from processors import LIMITS, demo_model, llava, photo, special_tokenizer
 from tests.api.test_cli import call, refused
 from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.bench import draw, strip
+from tokenprune.bench import contact_sheet, draw
+from tokenprune.bench.contact_sheet import _GAP, CELL
 from tokenprune.bench.media import read_frames
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from zoo import FAMILIES
 
 COLORS = [(200, 100, 0), (0, 120, 200), (40, 160, 80), (120, 0, 140), (90, 90, 90), (10, 90, 60)]
 
 
 @pytest.fixture
-def subject() -> Subject:
-    return Subject(demo_model(), llava(), "shipped")
+def subject() -> Model:
+    return Model(demo_model(), llava(), "shipped")
 
 
 def flat(number: int, size: int = 64) -> Image.Image:
@@ -68,23 +69,23 @@ def test_frames_come_from_files_folders_and_animations(tmp_path: Path) -> None:
 
 def cells(image: Image.Image, grids: list[tuple[int, int]]) -> list[np.ndarray]:
     """The middle of each patch of the lower row, `[height, width, 3]` for each frame."""
-    pixels, cell, left, found = np.asarray(image, int), strip.CELL, 0, []
-    top = (image.height - strip._GAP) // 2 + strip._GAP
+    pixels, cell, left, found = np.asarray(image, int), CELL, 0, []
+    top = (image.height - _GAP) // 2 + _GAP
     for height, width in grids:
         part = pixels[top : top + height * cell, left : left + width * cell]
         found.append(part[cell // 2 :: cell, cell // 2 :: cell])
-        left += width * cell + strip._GAP
+        left += width * cell + _GAP
     return found
 
 
 @pytest.mark.parametrize("method, kept", [("divprune", 0.25), ("fastv", 16), ("pool", 0.25), ("downsample", 0.25)])
-def test_a_strip_of_pictures(subject: Subject, method: str, kept: float) -> None:
+def test_a_strip_of_pictures(subject: Model, method: str, kept: float) -> None:
     frames = [photo(90, 120, seed).point(lambda value: 80 + 6 * value // 10) for seed in range(3)]
-    shown = strip.show(subject, frames, "is there a star?", method, kept)
+    shown = contact_sheet.show(subject, frames, "is there a star?", method, kept)
     each = kept if isinstance(kept, int) else round(256 * kept)
     assert (shown.tokens_in, shown.tokens_out) == (3 * 256, 3 * each)
     side = 8 if method == "downsample" else 16
-    assert shown.image.size == (3 * side * strip.CELL + 2 * strip._GAP, 2 * side * strip.CELL + strip._GAP)
+    assert shown.image.size == (3 * side * CELL + 2 * _GAP, 2 * side * CELL + _GAP)
     for found in cells(shown.image, [(side, side)] * 3):
         light = int((found.max(-1) > 255 * draw._DARK + 2).sum())
         assert light == (each if method in ("divprune", "fastv") else side * side)
@@ -96,8 +97,9 @@ def test_each_frame_gets_its_own_tokens() -> None:
     kept = rng.random(27) < 0.5
     groups = np.where(kept, np.arange(27), -1)
     kept[[1, 8]], groups[[1, 8]] = [True, False], 1
-    image = strip.strip([flat(number, 16 * number + 16) for number in range(3)], grids, kept, groups)
-    assert image.size == ((3 + 4 + 5) * strip.CELL + 2 * strip._GAP, 2 * 4 * strip.CELL + strip._GAP)
+    frames = [flat(number, 16 * number + 16) for number in range(3)]
+    image = contact_sheet.sheet(contact_sheet.Seen(frames, grids, kept, groups))
+    assert image.size == ((3 + 4 + 5) * CELL + 2 * _GAP, 2 * 4 * CELL + _GAP)
     start = 0
     for number, ((height, width), found) in enumerate(zip(grids, cells(image, grids), strict=True)):
         own = slice(start, start := start + height * width)
@@ -110,26 +112,26 @@ def test_each_frame_gets_its_own_tokens() -> None:
     assert len({draw.color_of(group) for group in range(20)}) == 20
 
 
-def test_what_cannot_be_drawn(subject: Subject) -> None:
+def test_what_cannot_be_drawn(subject: Model) -> None:
     frames = [photo(90, 120, seed) for seed in range(2)]
     with pytest.raises(OptionError, match="nothing to draw"):
-        strip.show(subject, frames, "image 2?", "view_select", 1.0)
+        contact_sheet.show(subject, frames, "image 2?", "view_select", 1.0)
     with pytest.raises(OptionError, match="nothing to draw"):
-        draw.show(subject, frames[0], "image 2?", "view_select", 1.0)
+        contact_sheet.show(subject, frames[:1], "image 2?", "view_select", 1.0)
     inputs = subject.inputs([frames], ["is there a star?"])
-    assert strip.grids_of(subject, inputs, 2, False) == [(16, 16)] * 2
+    assert contact_sheet.grids_of(subject, inputs, 2, False) == [(16, 16)] * 2
     with pytest.raises(UnsupportedSetupError, match="tiles"):
-        strip.grids_of(subject, inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}, 2, False)
+        contact_sheet.grids_of(subject, inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}, 2, False)
     with pytest.raises(UnsupportedSetupError, match="no grids"):
-        strip.grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, 9:]}, 2, False)
+        contact_sheet.grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, 9:]}, 2, False)
     with pytest.raises(UnsupportedSetupError, match="no grids"):
-        strip.grids_of(subject, inputs, 2, True)
+        contact_sheet.grids_of(subject, inputs, 2, True)
 
 
 # -- a model that takes videos
 
 
-class Film(Subject):
+class Film(Model):
     """Answers with the tiny model's own inputs: its vocabulary is too small for a tokenizer."""
 
     def film_inputs(self, frames: Any, question: str) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def test_a_video_is_drawn_by_its_own_grid(method: str, build: Any) -> None:
     subject = Film(model, processor, "tiny")
     times, height, width = subject.film_inputs([], "")["video_grid_thw"][0].tolist()
     grids = [(height // 2, width // 2)] * times
-    shown = strip.show(subject, [flat(number) for number in range(2 * times)], "?", method, 0.5)
+    shown = contact_sheet.show(subject, [flat(number) for number in range(2 * times)], "?", method, 0.5)
     assert subject.seen == 2 * times
     total = times * height * width // 4
     assert (shown.tokens_in, shown.tokens_out) == (total, round(total / 2))
@@ -165,7 +167,7 @@ def test_frames_become_a_video_of_a_real_processor() -> None:
     processor = Qwen2VLProcessor(
         Qwen2VLImageProcessor(**LIMITS), special, Qwen2VLVideoProcessor(**limits), chat_template=template
     )
-    subject = Subject(SimpleNamespace(dtype=torch.float32, device="cpu"), processor, "half")
+    subject = Model(SimpleNamespace(dtype=torch.float32, device="cpu"), processor, "half")
     inputs = subject.film_inputs([photo(16, 32, seed) for seed in range(4)], "what color?")
     assert inputs["video_grid_thw"].tolist() == [[2, 4, 8]]
     assert int((inputs["input_ids"] == processor.video_token_id).sum()) == 2 * 4 * 8 // 4
@@ -180,7 +182,7 @@ def test_show_takes_frames(tmp_path: Path) -> None:
     out = tmp_path / "strip.png"
     result = call("show", tmp_path, "--method", "uniform", "--frames", 2, "--device", "cpu", "--out", out)
     assert "512 → 128" in result.output
-    assert Image.open(out).width == 2 * 16 * strip.CELL + strip._GAP
+    assert Image.open(out).width == 2 * 16 * CELL + _GAP
     (tmp_path / "none").mkdir()
     assert "no pictures" in refused("show", tmp_path / "none")
 
@@ -197,29 +199,29 @@ def film(tmp_path: Path) -> Path:
 def test_show_takes_as_many_frames_as_the_context_holds(
     film: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths, generate = [], Subject.generate
+    lengths, generate = [], Model.generate
 
-    def spy(self: Subject, inputs: dict[str, Any], **options: Any) -> list[str]:
+    def spy(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
         lengths.append(inputs["input_ids"].shape[1] + self.max_new_tokens)
         return generate(self, inputs, **options)
 
-    monkeypatch.setattr(Subject, "generate", spy)
+    monkeypatch.setattr(Model, "generate", spy)
     out = tmp_path / "strip.png"
     said = call("show", film, "--method", method, "--device", "cpu", "--out", out).output
     assert "7 of the 8 frames are taken: all of them and the question take" in said and "context is 2048" in said
     assert "1792 → 448" in said and max(lengths) <= 2048
-    assert Image.open(out).width == 7 * (16 if method == "dart" else 8) * strip.CELL + 6 * strip._GAP
+    assert Image.open(out).width == 7 * (16 if method == "dart" else 8) * CELL + 6 * _GAP
     said = call("show", film, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
     assert "1792 → 448" in said and "are taken" not in said
 
 
-def test_frames_that_fit_are_chosen_evenly_from_the_whole_film(subject: Subject, film: Path) -> None:
+def test_frames_that_fit_are_chosen_evenly_from_the_whole_film(subject: Model, film: Path) -> None:
     """Not from those that were chosen before."""
-    frames, left_out = strip.fitting(subject, lambda most: read_frames([film], most), 20, "?", "dart")
+    frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([film], most), 20, "?", "dart")
     assert "7 of the 20 frames" in left_out
     for one, other in zip(frames, read_frames([film], 7), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    frames, left_out = strip.fitting(subject, lambda most: read_frames([film], most), 3, "?", "dart")
+    frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([film], most), 3, "?", "dart")
     assert len(frames) == 3 and left_out is None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune methods`, `families`, `demo` and `show`: see what there is and what it does."""
+"""`tokenprune show` and `demo`: see what a method does."""
 
 from __future__ import annotations
 
@@ -9,48 +9,8 @@ from typing import Annotated
 
 import typer
 
-from tokenprune.cli.common import DeviceOption, ModelOption, ThreadsOption, get_console, load_subject, read_keeps
+from tokenprune.cli.common import DeviceOption, ModelOption, ThreadsOption, get_console, load_model, read_keeps
 from tokenprune.errors import TokenPruneError
-
-
-def methods() -> None:
-    """List the methods that are registered."""
-    import tokenprune
-    from tokenprune.bench.tables import Cell, Table, to_rich
-
-    def yes(value: bool) -> Cell:
-        return Cell("yes" if value else "no")
-
-    rows = []
-    for name in tokenprune.available_methods():
-        info = tokenprune.method_info(name)
-        flags = [yes(info.query_aware), yes(info.prefix_cache_safe), yes(info.merges)]
-        rows.append([Cell(name), Cell(info.site.name), *flags, Cell(info.paper), Cell(info.summary)])
-    columns = ("method", "site", "query-aware", "prefix-cache-safe", "merges", "paper", "what it does")
-    table = to_rich(Table("Methods", columns, rows))
-    for column in table.columns[1:]:
-        column.justify = "left"
-    get_console().print(table)
-
-
-def families() -> None:
-    """List the model families: where methods may act in each, and which are refused, with the reason."""
-    from tokenprune.bench.tables import Cell, Table, to_rich
-    from tokenprune.integrations.hf.families import REFUSED, SUPPORTED
-
-    known = [
-        [Cell(name), Cell(", ".join(one.sites)), Cell(one.tested), Cell(one.note)]
-        for name, one in sorted(SUPPORTED.items())
-    ]
-    refused = [[Cell(name), Cell(reason)] for name, reason in sorted(REFUSED.items())]
-    for table in (
-        Table("Families", ("model type", "sites", "tested with transformers", "notes"), known),
-        Table("Refused", ("model type", "because"), refused),
-    ):
-        shown = to_rich(table)
-        for column in shown.columns[1:]:
-            column.justify = "left"
-        get_console().print(shown)
 
 
 def demo(model: ModelOption = None, device: DeviceOption = None, threads: ThreadsOption = None) -> None:
@@ -60,7 +20,7 @@ def demo(model: ModelOption = None, device: DeviceOption = None, threads: Thread
     from tokenprune.bench.demo import KEEP, run
     from tokenprune.bench.tables import to_rich
 
-    subject = load_subject(model, device, threads)
+    subject = load_model(model, device, threads)
     console = get_console()
     for table in run(subject):
         console.print(to_rich(table))
@@ -84,19 +44,16 @@ def show(
     threads: ThreadsOption = None,
 ) -> None:
     """Draw which patches of a picture, or of frames, a method keeps (clear), drops (dark) and merges (one colour)."""
-    from tokenprune.bench import draw, strip
+    from tokenprune.bench import contact_sheet
     from tokenprune.bench.media import read_frames
     from tokenprune.registry import method_class
 
     method_class(method)
     (share,) = read_keeps(keep, one=True)
     read_frames(pictures, 1)  # a file that cannot be read is said before the model is loaded
-    subject = load_subject(model, device, threads, suffix="")
-    images, left_out = strip.fitting(subject, partial(read_frames, pictures), frames, question, method)
-    if len(images) == 1:
-        shown = draw.show(subject, images[0], question, method, share)
-    else:
-        shown = strip.show(subject, images, question, method, share)
+    subject = load_model(model, device, threads, suffix="")
+    images, left_out = contact_sheet.fitting(subject, partial(read_frames, pictures), frames, question, method)
+    shown = contact_sheet.show(subject, images, question, method, share)
     try:
         shown.image.save(out)
     except (OSError, ValueError) as error:
