@@ -28,7 +28,7 @@ def made_up(
     values = {what: torch.randn(rows, longest + text, width, generator=g) for what in ("hidden", "keys")} | given
     hidden, keys = values["hidden"], values["keys"]
     seen = dict.fromkeys(ATTENTION, given["attention"][..., :longest]) if "attention" in given else {}
-    scores = given.get("encoder", {layer: keys[:, :longest, 0] for layer in (0.25, -1)})
+    scores = given.get("encoder", dict.fromkeys((0.25, -1), keys[:, :longest, 0]))
     seen["encoder_attention"] = {layer: one[:, None] for layer, one in scores.items()}
     seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
     behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}

@@ -16,7 +16,7 @@ from tokenprune.integrations.hf import masks
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cache import Reduction, attach, cached_tokens, new_positions, reduction_of
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.hf.observe import Inputs, Observation
 from tokenprune.integrations.hf.report import Report
 from tokenprune.tokens import Segments
 
@@ -70,6 +70,7 @@ class Call:
     extras: Any = None
     observation: Observation | None = None
     ahead: Observation | None = None  # of the layer behind the cut, made for the cut
+    inputs: Inputs = field(default_factory=Inputs)  # what methods read of the entry, and of the layer before a cut
     looking: bool = False  # whether a layer is run only to see its queries and keys
     report: Report | None = None
     cuts: set[int] = field(default_factory=set)

@@ -89,6 +89,7 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     with torch.no_grad():
         selection = step.method.select(tokens)
     call.observation = call.ahead = None
+    call.inputs.release()
     return apply(call, step, selection, hidden, adapter)
 
 

@@ -28,6 +28,7 @@ from tokenprune.integrations.hf.cutting import Step, cut, resolve_budgets
 from tokenprune.integrations.hf.encoder_record import start_record
 from tokenprune.integrations.hf.entry import cut_entry
 from tokenprune.integrations.hf.features import FeatureRecorder
+from tokenprune.integrations.hf.layer_input import keep_entry, keep_input
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.look_ahead import SeenError, look_ahead
 from tokenprune.integrations.hf.observe import Observation, Observer
@@ -216,6 +217,7 @@ class Engine(Attachable):
         if 0 in call.cuts or call.merged is not None:
             cut_entry(call, kwargs, self.steps.get(0), self.adapter)
         call.arrival = call.layout
+        keep_entry(call, [self.steps[layer].method for layer in call.cuts if layer], kwargs["inputs_embeds"])
         call.open_group(0)
 
     def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
@@ -260,7 +262,10 @@ class Engine(Attachable):
             if index in call.cuts:
                 args, kwargs = self._cut_layer(call, index, args, kwargs)
             call.open_group(index)
-        return call.layer_arguments(index, args, kwargs, self.adapter)
+        args, kwargs = call.layer_arguments(index, args, kwargs, self.adapter)
+        if index + 1 in call.cuts:
+            keep_input(call, self.steps[index + 1].method, self.adapter, index, args, kwargs)
+        return args, kwargs
 
     def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM: cut the hidden states that arrive at a layer."""

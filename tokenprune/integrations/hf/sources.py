@@ -15,7 +15,7 @@ from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.kernels.compact import partition
-from tokenprune.tokens import Patches, Segments, TokenSource
+from tokenprune.tokens import LayerInput, Patches, Segments, TokenSource
 
 
 @dataclass
@@ -43,6 +43,22 @@ class Sources(TokenSource):
     @property
     def behind(self) -> Observation:
         return _observed(self.call.ahead)
+
+    @property
+    def input_before(self) -> LayerInput:
+        found = self.call.inputs.before
+        return super().input_before if found is None else found
+
+    @property
+    def unrotated(self) -> Observation:
+        return _observed(self.call.inputs.unrotated)
+
+    def entered(self, position: Tensor, segments: Segments) -> Tensor:
+        entry, arrival = self.call.inputs.entry, self.call.arrival
+        if entry is None:  # the cut is at the entry
+            return self.at(self.hidden, position, segments)
+        slots = arrival.slot_of.to(position.device)[segments.row_index, position].clamp(min=0)
+        return entry.to(position.device)[segments.row_index, slots]
 
     @cached_property
     def encoded(self) -> EncodedTokens:

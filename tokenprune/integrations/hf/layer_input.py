@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what methods read of the decoder's entry, and of what the layer before a cut is called with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import Method
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.attachable import hidden_states
+from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.look_ahead import SeenError
+from tokenprune.integrations.hf.observe import Observation
+from tokenprune.observable import Where, observables_of
+from tokenprune.tokens import LayerInput
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.call import Call
+
+
+def keep_entry(call: Call, methods: list[Method], embeds: Tensor) -> None:
+    """Keep what enters the decoder, if one of `methods` reads it behind the entry."""
+    if any(observables_of(method.needs, Where.ENTRY) for method in methods):
+        call.inputs.entry = embeds
+
+
+def keep_input(
+    call: Call, method: Method, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]
+) -> None:  # fmt: skip
+    """Keep what `layer` is called with in the current layout, as far as `method`, which cuts behind it, reads it."""
+    needed = observables_of(method.needs, Where.INPUT_BEFORE, Where.UNROTATED)
+    if not needed:
+        return
+    hidden = adapter.seen(call.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
+    rotation = rotation_of(args, kwargs)
+    if rotation is None and any(one.rotary for one in needed):
+        raise UnsupportedSetupError(
+            f"{method.name} reads {', '.join(one.name for one in needed if one.rotary)}, and decoder layer {layer} of "
+            f"{adapter.config.model_type!r} gets no rotary positions; use a method that does not need them"
+        )
+    batch = len(hidden)
+    turned = rotation and tuple(one.expand(batch, -1, -1) for one in rotation)
+    call.inputs.before = LayerInput(hidden, turned)
+    if any(one.where is Where.UNROTATED for one in needed):
+        call.inputs.unrotated = unrotated(call, adapter, layer, args, kwargs)
+
+
+def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return cosines and sines, `[B or 1, W, R]`, among a layer's arguments; None if it gets none."""
+    found = kwargs.get("position_embeddings")
+    if found is None:
+        found = next((one for one in args if isinstance(one, tuple) and len(one) == 2), None)
+    whole = isinstance(found, tuple) and all(isinstance(one, Tensor) and one.ndim == 3 for one in found)
+    return found if whole else None
+
+
+def unrotated(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+    """Return what the attention of `layer` would see of this call's tokens if it turned nothing.
+
+    The layer runs with angles of 0 until its attention function is called, so its own norms and projections apply, and
+    whatever it turns against what, in whichever order, and by which factor; nothing behind is computed.
+    """
+    cos, sin = rotation_of(args, kwargs)
+    still = (torch.ones_like(cos), torch.zeros_like(sin))
+    kwargs = {name: None if value is call.cache else value for name, value in kwargs.items()}
+    if "position_embeddings" in kwargs:
+        kwargs["position_embeddings"] = still
+    args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
+    call.looking = True
+    try:
+        with torch.no_grad():
+            adapter.decoder.layers[layer].forward(*args, **kwargs)  # not a call: that would enter our own hooks
+    except SeenError as seen:
+        observation = seen.observation
+    else:
+        raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")
+    finally:
+        call.looking = False
+    if observation.mask is not None:  # keys of earlier turns are not among these
+        observation.mask = observation.mask[..., -observation.key.shape[2] :]
+    return observation
