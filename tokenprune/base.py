@@ -236,14 +236,12 @@ class AttentionPattern(Method):
     dense_layers: decoder layers, counted from 0, that keep full attention.
     position_mode: "sequential" keeps the positions of full attention; "reuse" starts every block where the first one
     starts.
-    implementation: "blocks" (time and memory linear in the blocks) or "mask" (one dense mask, for comparison).
     """
 
     site: ClassVar[Site] = Site.ATTENTION
     default_keep: ClassVar[float] = 1.0
     dense_layers = ()
     position_mode = "sequential"
-    implementation = "blocks"
 
     def block_starts(self, visuals: Sequence[Visual], end: int) -> list[int] | str:
         """Return where in a prompt of `end` tokens each context block starts, and at last where the part that attends

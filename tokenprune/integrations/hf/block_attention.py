@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.base import AttentionPattern, Method
-from tokenprune.block_attention import PADDING, SINK, TAIL, Parts, attend_by_mask, attend_in_blocks
+from tokenprune.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.frames import Visual
@@ -195,9 +195,7 @@ class BlockAttention(Part):
         # A cache of fixed length has room behind the prompt.
         key, value = key[:, :, : ids.shape[1]], value[:, :, : ids.shape[1]]
         scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)
-        if self.method.implementation == "mask":
-            output = attend_by_mask(query, key, value, ids, scale, dropout)
-        elif len(rows) == 1:
+        if len(rows) == 1:
             output = attend_in_blocks(query, key, value, next(iter(rows)), scale, dropout)
         else:
             outputs = []
