@@ -9,7 +9,8 @@ from pathlib import Path
 from tokenprune.base import Site
 from tokenprune.budget import Budget
 from tokenprune.encoder import VTU_FORMS, EncoderMethod, Matcher, Tower
-from tokenprune.errors import BudgetError
+from tokenprune.errors import BudgetError, OptionError
+from tokenprune.fingerprint import Fingerprint
 from tokenprune.merging import threshold_match
 from tokenprune.registry import register
 from tokenprune.thresholds import Thresholds, shipped
@@ -67,6 +68,26 @@ class DyMU(EncoderMethod):
     @property
     def inexact(self) -> str | None:
         return None if self.exact else "each picture keeps a number of its own: pass exact=True"
+
+    @property
+    def calibrated_for(self) -> Fingerprint | None:
+        return None if self.thresholds is None else self.thresholds.fingerprint
+
+    def check_served(self, kind: str, dtype: str, blocks: int) -> None:
+        found = self.thresholds
+        if found is None:
+            raise OptionError(
+                f"{self.name} needs thresholds=PATH in the server's setting, a file by `tokenprune calibrate`: those "
+                "that ship with the package are recognised by weights, which vLLM keeps in another form"
+            )
+        made_for = found.fingerprint.kind, found.fingerprint.dtype, {len(values) for values in found.values.values()}
+        ours = kind, dtype, {blocks}
+        if made_for != ours:
+            told = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
+            raise OptionError(
+                f"{self.name}: these thresholds were calibrated for {told[0]}, and this tower is {told[1]}: run "
+                "`tokenprune calibrate` for this model in the dtype that it is served in"
+            )
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what merges the pairs above each block's threshold."""

@@ -33,7 +33,8 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     carry = carry_of(call, step, arrived)
     kept = call.plan.stage(step, arrived, carry.original).kept
     keep = [number for number, count in zip(kept, arrived, strict=True) if count]
-    tokens = VisualTokens(segments, keep, Sources(call, adapter.seen(call.extras, step.layer, hidden), adapter, carry))
+    seen = adapter.seen(call.extras, step.layer, hidden)
+    tokens = VisualTokens(segments, keep, Sources(call, seen, adapter, step.method.needs, carry))
     with torch.no_grad():
         selection = step.method.select(tokens)
     call.state.pop(Seen)

@@ -35,7 +35,7 @@ from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.plan import Merged, Step, plan_cuts
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.segments import RunsPerImage, check_placeholders, find_segments
-from tokenprune.integrations.hf.setup_checks import READS_LAYER_BEFORE, check_call
+from tokenprune.integrations.hf.setup_checks import check_call, reads_layer_before, reads_next_layer
 from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")
@@ -86,8 +86,8 @@ class Engine(Attachable):
 
     def _observed(self) -> set[int]:
         """The decoder layers whose attention is read."""
-        before = {step.layer - 1 for step in self.steps.values() if step.method.needs & READS_LAYER_BEFORE}
-        return before | {step.layer for step in self.steps.values() if "next_row_attention" in step.method.needs}
+        before = {step.layer - 1 for step in self.steps.values() if reads_layer_before(step.method)}
+        return before | {step.layer for step in self.steps.values() if reads_next_layer(step.method)}
 
     def _record_features(self, modality: str) -> None:
         """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
@@ -278,7 +278,7 @@ class Engine(Attachable):
         start = time.perf_counter()
         arrived, step = hidden_states(args, kwargs), self.steps[index]
         hidden = self.adapter.flatten(arrived)
-        if "next_row_attention" in step.method.needs:
+        if reads_next_layer(step.method):
             seen = call.state.get(Seen) or call.state.put(Seen())
             seen.behind = look_ahead(call, self.adapter, index, args, kwargs)
         if step.method.site is Site.DECODE:
@@ -300,6 +300,6 @@ class Engine(Attachable):
             return
         if call.state.get(Probe) is not None:
             raise SeenError(observation)
-        reads = call.cuts_at(layer + 1) and self.steps[layer + 1].method.needs & READS_LAYER_BEFORE
+        reads = call.cuts_at(layer + 1) and reads_layer_before(self.steps[layer + 1].method)
         if reads or layer + 1 == decoding.decides_at(call):
             call.state.put(Seen(before=observation))

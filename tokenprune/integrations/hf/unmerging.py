@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.base import Method, Selection, Site
-from tokenprune.encoder import VTU_FORMS
+from tokenprune.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.integrations.hf.adapters import Adapter
@@ -41,7 +41,7 @@ _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
 def form_of(method: Method) -> str:
     """Return which form of unmerging a method asks for by its option `vtu`; raises OptionError for an unknown one."""
-    form = getattr(method, "vtu", "off")
+    form = method.vtu if isinstance(method, EncoderMethod) else "off"
     if form not in VTU_FORMS:
         raise OptionError(f"{method.name}: vtu={form!r} must be one of {', '.join(VTU_FORMS)}")
     return form

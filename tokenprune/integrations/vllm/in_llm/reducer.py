@@ -16,6 +16,7 @@ from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.vllm.in_llm.layout import Piece, Share
 from tokenprune.integrations.vllm.in_llm.select import Seen, choose, segments_of
 from tokenprune.integrations.vllm.select import Grid
+from tokenprune.observable import Where, observables_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Reducer:
         self.attention: nn.Module = layers[method.cut_layer - 1].self_attn.attn
         # The layers that see fewer tokens, by the names under which vLLM keeps what belongs to their attention.
         self.names = [layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]]
-        if method.reads:
+        if observables_of(method.needs, Where.LAYER_BEFORE):
             self.attention.register_forward_pre_hook(self._observe)
         layers[method.cut_layer].register_forward_pre_hook(self._cut)
         for layer in layers[method.cut_layer + 1 :]:
@@ -133,7 +134,7 @@ class Reducer:
             for place in piece.places
             if 0 <= place - cut.share.computed < width
         ]
-        return Seen(state[rows], self.decoder.norm, observed, self.whole, visual)
+        return Seen(state[None, rows], self.method.needs, self.decoder.norm, observed, self.whole, visual)
 
     def _heads(self, value: Tensor) -> Tensor:
         """`[W, H, Dh]` or `[W, H * Dh]` -> `[1, H, W, Dh]`."""
