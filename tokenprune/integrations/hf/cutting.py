@@ -13,6 +13,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.carry import Carries, carry_of
+from tokenprune.integrations.hf.layer_input import release
 from tokenprune.integrations.hf.layout import gather_tokens
 from tokenprune.integrations.hf.observe import Seen
 from tokenprune.integrations.hf.plan import Step
@@ -38,6 +39,7 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     with torch.no_grad():
         selection = step.method.select(tokens)
     call.state.pop(Seen)
+    release(call, step.layer)
     return apply(call, step, selection, hidden, adapter)
 
 
