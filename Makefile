@@ -27,14 +27,15 @@ test-newest: .venv-newest/.setup-done ## run the tests with the newest transform
 	$(TEST_ENV) .venv-newest/bin/python $(PYTEST)
 
 test-newest-quick: .venv-newest/.setup-done ## the same for families, caches and ways to run alone
-	$(TEST_ENV) .venv-newest/bin/python $(PYTEST) tests/test_identity.py tests/test_families.py tests/test_cache.py tests/test_ways.py
+	$(TEST_ENV) .venv-newest/bin/python $(PYTEST) tests/engine/test_identity.py tests/families/test_families.py \
+		tests/engine/test_cache.py tests/api/test_ways.py
 
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
 
 test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration, against the real lmms-eval (constraints-lmms.txt)
-	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests/test_papers_table.py $(PYTEST_ARGS)
+	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests/bench/test_papers_table.py $(PYTEST_ARGS)
 	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests_lmms $(PYTEST_ARGS)
 
 # Under a load of other work a cell may take longer than the minute or less that it needs.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.bench.significance import wilson
 from tokenprune.bench.suite import Bench
 from tokenprune.registry import register
@@ -33,7 +33,7 @@ class Replay(Pruner):
 
 def ask(
     bench: Bench,
-    subject: Subject,
+    subject: Model,
     changed: Callable[[Any], AbstractContextManager],
     look: Callable[[int], None] = lambda rows: None,
 ) -> str:
@@ -42,7 +42,8 @@ def ask(
     changed: from a batch's inputs to a context in which the model answers it; look: called in it, with the rows.
     """
     right = ""
-    for batch in bench.batches:
+    for numbers in bench.batches(None):
+        batch = [bench.examples[number] for number in numbers]
         inputs = subject.inputs([example.image for example in batch], [one.question for one in batch])
         with changed(inputs):
             answers = subject.generate(inputs)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tokenprune
 from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
 from tokenprune.bench.scenes import KINDS
 from tokenprune.bench.significance import wilson
 
@@ -26,7 +26,7 @@ METHODS, KEEP, MODES = ("random", "dart", "pool"), 0.11, ("off", "auto")
 FIRST, LAST, BATCH = 50, 150, 25
 
 
-def ask(subject: Subject, kind: str) -> dict[str, object]:
+def ask(subject: Model, kind: str) -> dict[str, object]:
     """Ask all questions of one kind."""
     examples = [one for one in load_heldout([kind], limit=LAST) if one.picture >= FIRST]
     right, tokens, raised = "", 0.0, 0
@@ -44,7 +44,7 @@ def ask(subject: Subject, kind: str) -> dict[str, object]:
     return {"kind": kind, "right": right, "tokens": round(tokens / len(examples), 2), "raised": raised}
 
 
-def records(subject: Subject) -> Iterator[dict[str, object]]:
+def records(subject: Model) -> Iterator[dict[str, object]]:
     yield {"record": "header", "keep": KEEP, "pictures": [FIRST, LAST], "environment": subject.environment()}
     for kind in KINDS:
         yield {"method": "unpatched", "guard": "off"} | ask(subject, kind)

@@ -33,7 +33,7 @@ from rich.console import Console
 from torch import Tensor
 
 import tokenprune
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.integrations.hf.encoder_record import record_of
 
@@ -41,7 +41,7 @@ SIDE = 16  # of the shipped model's grid of patches
 KEEPS = (0.5, 0.25, 0.11)
 
 
-def groups_of(subject: Subject, inputs: Any, method: str, keep: float) -> Tensor:
+def groups_of(subject: Model, inputs: Any, method: str, keep: float) -> Tensor:
     """Long `[B, 256]`: for each patch of each picture the first patch of its group."""
     model = subject.model
     with torch.no_grad(), tokenprune.patched(model, method, keep=keep, guard="off"):
@@ -50,7 +50,7 @@ def groups_of(subject: Subject, inputs: Any, method: str, keep: float) -> Tensor
 
 
 @contextmanager
-def reading(subject: Subject, inputs: Any, method: str, keep: float, how: str) -> Iterator[None]:
+def reading(subject: Model, inputs: Any, method: str, keep: float, how: str) -> Iterator[None]:
     """Make the model see `inputs` as a reading says, for the length of a `with` block."""
     model = subject.model
     with ExitStack() as stack:

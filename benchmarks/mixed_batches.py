@@ -23,7 +23,7 @@ from rich.table import Table
 
 import tokenprune
 from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
 from tokenprune.bench.timing import compare
 
 ROWS = 8
@@ -31,14 +31,14 @@ METHODS = ["pool", "divprune", "fastv"]
 KEEP = 0.25
 
 
-def batch(subject: Subject, texts: int) -> dict[str, Any]:
+def batch(subject: Model, texts: int) -> dict[str, Any]:
     """Return the model's arguments for `ROWS` prompts, the last `texts` of them without an image."""
     asked = load_heldout(limit=ROWS)[:ROWS]
     images: list[list[Any]] = [[one.image] if row < ROWS - texts else [] for row, one in enumerate(asked)]
     return subject.inputs(images, [one.question for one in asked])
 
 
-def measure(subject: Subject, method: str, texts: int, repeats: int) -> dict[str, Any]:
+def measure(subject: Model, method: str, texts: int, repeats: int) -> dict[str, Any]:
     patched = partial(tokenprune.patched, subject.model, method, keep=KEEP, guard="off")
     inputs = batch(subject, texts)
     timing = compare(subject, patched, lambda: inputs, repeats)

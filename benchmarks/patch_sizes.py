@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tokenprune
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
 from tokenprune.bench.suite import Bench, Plan
 
 READINGS = ("both", "after", "tower")
@@ -61,7 +61,7 @@ def cells_of(pixels: Tensor, patch: int, tokens: int) -> Tensor:
 
 
 @contextmanager
-def two_sizes(subject: Subject, reading: str, tokens: int) -> Iterator[None]:
+def two_sizes(subject: Model, reading: str, tokens: int) -> Iterator[None]:
     """Make the tower take two sizes of patches, for the length of a `with` block."""
     base = subject.model.model
     embeddings, state = base.vision_tower.embeddings, {}

@@ -12,56 +12,54 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, read
-from matplotlib.figure import Figure
+
+from tokenprune.bench.plot import curve, panels, png
 
 
-def efficiency(header: dict[str, Any], records: list[dict[str, Any]]) -> Figure:
+def efficiency(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
     """Efficiency of each method, one panel a case; whiskers from p20 to p80."""
     cases = sorted({(one["visual"], one["keep"]) for one in records})
-    figure = Figure(figsize=(5 * len(cases), 4), layout="constrained")
-    for axes, (visual, keep) in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
-        shown = [one for one in records if (one["visual"], one["keep"]) == (visual, keep) and "efficiency" in one]
-        for which, marker in (("efficiency", "o"), ("cpu_efficiency", "x")):
-            middle = [one[which]["p50"] for one in shown]
-            whiskers = [[one[which]["p50"] - one[which]["p20"] for one in shown],
-                        [one[which]["p80"] - one[which]["p50"] for one in shown]]  # fmt: skip
-            label = "wall time" if which == "efficiency" else "CPU time"
-            axes.errorbar([one["method"] for one in shown], middle, yerr=whiskers, fmt=marker, capsize=3, label=label)
+    titles = [f"{visual} -> {keep} visual tokens, {header['device']}" for visual, keep in cases]
+    figure, row = panels(titles, 5, 4)
+    for axes, case in zip(row, cases, strict=True):
+        shown = [one for one in records if (one["visual"], one["keep"]) == case and "efficiency" in one]
+        for which, marker, label in (("efficiency", "o", "wall time"), ("cpu_efficiency", "x", "CPU time")):
+            points = [(one["method"], *(one[which][name] for name in ("p50", "p20", "p80"))) for one in shown]
+            curve(axes, points, label, marker=marker, linestyle="none")
         axes.axhline(0.95, color="grey", linestyle=":")
-        axes.set_title(f"{visual} -> {keep} visual tokens, {header['device']}")
         axes.tick_params(axis="x", rotation=45)
         axes.set_ylabel("oracle time / patched time")
         axes.legend()
-    return figure
+    return png(figure, dpi=100)
 
 
-def scaling(header: dict[str, Any], records: list[dict[str, Any]]) -> Figure:
+def scaling(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
     """Seconds and bytes against tokens, both logarithmic."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for axes, key, label in zip(figure.subplots(1, 2), ("seconds", "peak"), ("seconds", "peak, bytes"), strict=True):
+    figure, row = panels([header["device"]] * 2, 5.5, 4.5)
+    for axes, key, label in zip(row, ("seconds", "peak"), ("seconds", "peak, bytes"), strict=True):
         for one in records:
-            points = {int(n): p.get(key) for n, p in one["points"].items() if p.get(key)}
+            points = [(int(n), p[key]) for n, p in one["points"].items() if p.get(key)]
             if points:
-                style = "-" if one["what"] == "selection" else "--"
-                axes.plot(points.keys(), points.values(), style, marker=".", label=f"{one['what']}: {one['method']}")
-        axes.set(xscale="log", yscale="log", xlabel="visual tokens of a picture", ylabel=label, title=header["device"])
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
+                line = "-" if one["what"] == "selection" else "--"
+                curve(axes, points, f"{one['what']}: {one['method']}", linestyle=line)
+        axes.set(xscale="log", yscale="log", xlabel="visual tokens of a picture", ylabel=label)
+    row[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return png(figure, dpi=100)
 
 
-def ttft(header: dict[str, Any], records: list[dict[str, Any]]) -> Figure:
+def ttft(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
     """Time to the first token against the share kept, one panel a model."""
     models = list(dict.fromkeys(one["model"] for one in records))
-    figure = Figure(figsize=(4 * len(models), 3.6), layout="constrained")
-    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+    figure, row = panels([f"{model}\n{header['device']}" for model in models], 4, 3.6)
+    for axes, model in zip(row, models, strict=True):
         own = [one for one in records if one["model"] == model]
         for method in dict.fromkeys(one["method"] for one in own if one["method"] != "unpatched"):
-            line = sorted((one["keep"], one["ttft_ms"]["p50"]) for one in own if one["method"] == method)
-            axes.plot(*zip(*line, strict=True), marker="o", label=method)
+            points = sorted((one["keep"], one["ttft_ms"]["p50"]) for one in own if one["method"] == method)
+            curve(axes, points, method, marker="o")
         axes.axhline(own[0]["ttft_ms"]["p50"], color="grey", linestyle=":", label="unpatched")
-        axes.set(title=f"{model}\n{header['device']}", xlabel="keep", ylabel="time to first token, ms", ylim=(0, None))
-    axes.legend(fontsize=8)
-    return figure
+        axes.set(xlabel="keep", ylabel="time to first token, ms", ylim=(0, None))
+    row[-1].legend(fontsize=8)
+    return png(figure, dpi=100)
 
 
 PLOTS = {"efficiency": efficiency, "scaling": scaling, "ttft": ttft}
@@ -74,7 +72,7 @@ def main() -> None:
     for folder in args.folders or sorted(path for path in RESULTS.iterdir() if path.is_dir()):
         for name, draw in PLOTS.items():
             if (path := folder / f"{name}.jsonl").exists():
-                draw(*read(path)).savefig(folder / f"{name}.png", dpi=100)
+                (folder / f"{name}.png").write_bytes(draw(*read(path)))
 
 
 if __name__ == "__main__":

@@ -9,35 +9,55 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 # Without a GPU, kernels run in Triton's interpreter. The first import of Triton settles that, and transformers does it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-import tokenprune
-from tokenprune import Budget, Site
-from zoo import FAMILIES, IMAGE, VIDEO, Family
-
-METHODS = tokenprune.available_methods()
-# What acts on pixels needs a processor; these tests hand the model ready-made tensors. What acts in the encoder changes
-# the features, so that an oracle with the unpatched encoder does not fit: see test_encoder.py.
-_BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
-# What acts on attention removes nothing, so there is no cut to look at: see test_pevlm.py.
-_ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
-MODEL_METHODS = [name for name in METHODS if tokenprune.method_info(name).site not in _ELSEWHERE]
-# Methods that cut once and keep what they are asked for; the others spread their budget over several cuts.
-SINGLE_CUT = [name for name in MODEL_METHODS if len(tokenprune.method(name).stages(Budget(keep=0.3), 4)) == 1]
+from basics import snapshot
+from selection import is_fast, leave_out_combinations
+from zoo import FAMILIES, Family
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
 _pristine: dict[tuple[str, str], Any] = {}
 _in_use: set[tuple[str, str]] = set()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-combination", action="store_true", help="run the variants too that tests marked pairwise leave out"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--every-combination"):
+        config.hook.pytest_deselected(items=leave_out_combinations(items))
+    for item in items:
+        item.add_marker("fast" if is_fast(item) else "full")
+
+
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    ask_each_config_once()
+
+
+def ask_each_config_once() -> None:
+    """Have `generate` look once at each config for what only a generation config may say.
+
+    transformers builds a default config for that in every call: a third of the time that a tiny model needs.
+    """
+    look = PreTrainedConfig._get_generation_parameters
+    found: dict[int, tuple[PreTrainedConfig, dict[str, Any]]] = {}
+
+    def once(config: PreTrainedConfig) -> dict[str, Any]:
+        if id(config) not in found:
+            found[id(config)] = config, look(config)  # held on to, so that no other gets its id
+        return found[id(config)][1]
+
+    PreTrainedConfig._get_generation_parameters = once
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -49,41 +69,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
     if works := types("passed") - types("failed") - types("error"):
         terminalreporter.write_line(f"families: {len(works)} model types work: {', '.join(sorted(works))}")
-
-
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    """Everything that a patch may touch: hooks, instance attributes and configs of all modules, weights left out."""
-    seen: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        for key, value in module.__dict__.items():
-            if key in ("_parameters", "_buffers", "_modules"):
-                value = sorted(value)
-            elif isinstance(value, dict):  # hooks among them
-                value = {k: id(v) for k, v in value.items()}
-            elif hasattr(value, "to_dict"):
-                value = (id(value), value.to_dict(), getattr(value, "_attn_implementation", None))
-            elif not isinstance(value, (int, float, str, type(None))):
-                value = id(value)
-            seen[f"{name}.{key}"] = value
-        seen[f"{name}.class"] = type(module)
-    return seen
-
-
-def check_takes(family: Family, method: str) -> None:
-    """Skip the test if `method` refuses models of `family`."""
-    if tokenprune.method_info(method).site is Site.ATTENTION and not family.video:
-        pytest.skip(f"{family.name} takes no video, and {method} says so (test_pevlm.py)")
-
-
-def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[int]]]:
-    """Per row the positions of each piece of picture that has a budget for itself."""
-    rows = []
-    for counts, ids in zip(inputs.counts, inputs["input_ids"], strict=True):
-        places = ((ids == IMAGE) | (ids == VIDEO)).nonzero().flatten()
-        if per == "prompt":
-            counts = [len(places)] if len(places) else []
-        rows.append([piece.tolist() for piece in places.split(counts)])
-    return rows
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import tokenprune
 from conftest import CPU, DEMO, answers, measured
 from tokenprune import BudgetError
 from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Subject, load
+from tokenprune.bench.model import Model, load
 from tokenprune.bench.scenes import KINDS
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.integrations.lmms_eval import model as integration
@@ -34,12 +34,12 @@ def arguments(method: str, keep: Any = KEEP) -> str:
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
+def subject() -> Model:
     return load(device="cpu")
 
 
 @pytest.fixture(scope="module")
-def bench(subject: Subject) -> dict[str, dict[str, Any]]:
+def bench(subject: Model) -> dict[str, dict[str, Any]]:
     """The records of `tokenprune bench`, by method; one question at a time, as the model of lmms-eval takes them."""
     plan = Plan(methods=METHODS, keeps=(KEEP,), pictures=PICTURES, batch_size=1, seeds=(0,), repeats=0)
     return {record["method"]: record for record in Bench(subject, plan).records() if record["record"] == "result"}
@@ -134,7 +134,7 @@ def prompts(lm: Any, request: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("force_simple", [False, True])
-def test_the_prompt_is_that_of_bench(subject: Subject, force_simple: bool) -> None:
+def test_the_prompt_is_that_of_bench(subject: Model, force_simple: bool) -> None:
     """The shipped model's template and tokenizer make the same of both ways to write a prompt."""
     from lmms_eval.api.instance import Instance
 
@@ -195,7 +195,7 @@ def test_a_failure_of_the_model_is_counted(evaluate: Evaluate, monkeypatch: pyte
     assert (ours["failed_calls"], ours["generate_calls"], ours["measured_requests"]) == (1, 2, 2)
 
 
-def test_watching_leaves_the_model_as_it_was(subject: Subject) -> None:
+def test_watching_leaves_the_model_as_it_was(subject: Model) -> None:
     model = subject.model
     before = set(vars(model)), dict(model._forward_hooks)
     inputs = subject.inputs([load_heldout(limit=1)[0].image], ["what color is the circle?"])
@@ -210,7 +210,7 @@ def test_watching_leaves_the_model_as_it_was(subject: Subject) -> None:
     assert (set(vars(model)), dict(model._forward_hooks)) == before
 
 
-def test_the_time_to_the_first_token(subject: Subject) -> None:
+def test_the_time_to_the_first_token(subject: Model) -> None:
     """It starts before the vision tower, and ends after the first forward and before the second."""
     model, clock = subject.model, time.perf_counter
     towers: list[float] = []

@@ -23,6 +23,7 @@ from tokenprune.bench.suite import Bench, Plan
 from tokenprune.bench.vllm_backend import Chat, VllmBackend
 from tokenprune.bench.vllm_offline import OfflineEngine
 from tokenprune.errors import TokenPruneError, UnknownMethodError
+from tokenprune.tuning import Panel, Promise, Tuner, Tuning, grid
 
 PLAN = Plan(methods=("uniform", "divprune", "pool", "fastv"), keeps=(0.25,), pictures=2, batch_size=8, repeats=0)
 SERVED = ("uniform", "divprune", "pool")
@@ -116,6 +117,23 @@ def test_answers_and_cost_are_those_of_transformers(engine: OfflineEngine, tmp_p
     assert str(Path.cwd()) not in str(header) and "/" not in header["environment"]["model"]
 
 
+def test_the_tuner_finds_what_it_finds_with_transformers(engine: OfflineEngine) -> None:
+    questions, candidates = load_heldout(limit=5), grid(["uniform", "fastv"], [0.5, 0.25])
+
+    def tuned(backend: Backend, batch_size: int) -> Tuning:
+        panel = Panel(backend, questions, batch_size=batch_size)
+        return Tuner(panel, candidates, Promise(0.3), objective="flops", repeats=1).run()
+
+    ours, theirs = tuned(VllmBackend(engine, "", 4), 8), tuned(Counting(load(device="cpu")), 1)
+    for one, other in zip(ours.trials, theirs.trials, strict=True):
+        if one.candidate.name == "fastv":
+            assert one.state.startswith("skipped: fastv cannot be served")
+        else:
+            assert one.search == other.search == 16 and one.drop == other.drop
+            assert one.cost["prefill_flops_ratio"] == pytest.approx(other.cost["prefill_flops_ratio"])
+    assert any(one.drop for one in ours.trials)
+
+
 def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:
     """The beginning of a sequence too, which vLLM's chats leave to the template."""
     subject, (question, *_) = load(device="cpu"), load_heldout(limit=1)
@@ -127,7 +145,7 @@ def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:
 
 def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int]) -> None:
     backend, question = VllmBackend(engine, "", 4), load_heldout(limit=1)[0]
-    timing = backend.timing(("pool", 0.25, None), question, 2)
+    timing = backend.timing({"method": "pool", "keep": 0.25}, question, 2)
     assert len(encoded) == 6  # three rounds of two
     assert timing["repeats"] == 2 and timing["rows"] == 1
     for name in ("ttft_ms", "ttft_ms_unpatched", "token_ms", "token_ms_unpatched", "ttft_ratio", "token_ratio"):

@@ -14,8 +14,8 @@ import torch
 from conftest import OPTIONS
 from tokenprune.base import Selection
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
+from tokenprune.integrations.vllm.compat import missing_hooks
 from tokenprune.integrations.vllm.in_llm import limits
-from tokenprune.integrations.vllm.plugin import missing_hooks
 from tokenprune.integrations.vllm.settings import Setting, check_method, check_override
 from tokenprune.methods.fastv import FastV
 from tokenprune.tokens import VisualTokens

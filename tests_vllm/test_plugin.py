@@ -14,8 +14,8 @@ import pytest
 
 from checkpoints import CHECKPOINTS, VOCABULARY, text
 from conftest import DIVPRUNE, OPTIONS, Engine, same
-from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm import plugin
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm import compat, plugin
 from tokenprune.integrations.vllm.settings import Setting
 
 
@@ -28,18 +28,18 @@ def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = Non
 
 
 def test_every_hook_is_there() -> None:
-    assert plugin.missing_hooks() == []
-    assert plugin.vllm_version() == plugin.TESTED
+    assert compat.missing_hooks() == []
+    assert compat.vllm_version() == compat.TESTED
 
 
 def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only who has a setting is refused."""
-    hooks = plugin.HOOKS | {
+    hooks = compat.HOOKS | {
         "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_hashes": "self moved",
         "vllm.multimodal:Gone": "",
     }
-    monkeypatch.setattr(plugin, "HOOKS", hooks)
-    problems = plugin.missing_hooks()
+    monkeypatch.setattr(compat, "HOOKS", hooks)
+    problems = compat.missing_hooks()
     assert len(problems) == 2 and "no parameter moved" in problems[0] and "Gone" in problems[1]
 
     class Fake:
@@ -48,7 +48,7 @@ def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.Mon
 
     assert plugin._after_config(problems, "result", Fake) == "result"
     Fake.multimodal_config.mm_processor_kwargs = {"tokenprune": DIVPRUNE}
-    with pytest.raises(plugin.UnsupportedSetupError, match=f"tested with vLLM {plugin.TESTED}.*no parameter moved"):
+    with pytest.raises(UnsupportedSetupError, match=f"tested with vLLM {compat.TESTED}.*no parameter moved"):
         plugin._after_config(problems, "result", Fake)
 
 

@@ -25,18 +25,15 @@ from tokenprune.registry import build
 from tokenprune.statistics import Stats
 
 _ATTRIBUTE = "_tokenprune_patch"
-# A float of its own, which shows as 0.25 and is told from a user's 0.25 by identity: methods that remove nothing have
-# another default.
-_DEFAULT_KEEP = float("0.25")
-_DEFAULT_METHOD = str(b"dart", "ascii")  # likewise
+_DEFAULT_METHOD = "dart"
 ModelT = TypeVar("ModelT")
 
 
 def patch(
     model: ModelT,
-    method: str | Method | Sequence[str | Method] = _DEFAULT_METHOD,
+    method: str | Method | Sequence[str | Method] | None = None,
     *,
-    keep: float | int | Budget | Sequence[float | int | Budget] = _DEFAULT_KEEP,
+    keep: float | int | Budget | Sequence[float | int | Budget] | None = None,
     record: bool = False,
     replace: bool = False,
     processor: Any = None,
@@ -47,11 +44,12 @@ def patch(
     """Make `model` see fewer visual tokens, in place, and return it.
 
     method:    a registered name (`available_methods()`), a configured `Method`, or a list of them that act at different
-    places.
+               places. None: "dart".
     keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 1: tokens per image (more than
                an image has keeps all of it); a `Budget`; or, for a list of methods, a list with one of these each. With
-               a list of methods and a single `keep`, every method keeps that share of what reaches it. The default is
-               1.0 for methods that remove nothing or choose between pictures.
+               a list of methods and a single `keep`, every method keeps that share of what reaches it. None: the
+               default of each method (`default_keep`), 0.25, or 1.0 for those that remove nothing or choose between
+               pictures.
     record:    keep the positions that survive each cut in `stats(model).cuts`.
     replace:   replace a patch that is there already, instead of raising.
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes,
@@ -69,12 +67,12 @@ def patch(
     """
     guard = Guard.of(guard)
     if config is not None:
-        if method is not _DEFAULT_METHOD or keep is not _DEFAULT_KEEP or options:
+        if method is not None or keep is not None or options:
             raise OptionError("config= names method, keep and options: leave these out, or leave out config=")
         read = read_config(config)
         read.check_model(model)
         method, keep = read.steps()
-    methods = _methods(method, options)
+    methods = _methods(_DEFAULT_METHOD if method is None else method, options)
     budgets = _budgets(keep, methods)
     present = getattr(model, _ATTRIBUTE, None)
     if present is not None and not replace:
@@ -112,7 +110,7 @@ def _methods(method: str | Method | Sequence[str | Method], options: dict[str, A
 
 
 def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:
-    if keep is _DEFAULT_KEEP:
+    if keep is None:
         return [Budget.of(method.default_keep) for method in methods]
     if isinstance(keep, (list, tuple)):
         if len(keep) != len(methods):
@@ -174,9 +172,7 @@ def unpatch(model: ModelT) -> ModelT:
 
 
 @contextmanager
-def patched(
-    model: ModelT, method: Any = _DEFAULT_METHOD, *, keep: Any = _DEFAULT_KEEP, **options: Any
-) -> Iterator[ModelT]:
+def patched(model: ModelT, method: Any = None, *, keep: Any = None, **options: Any) -> Iterator[ModelT]:
     """Patch for the length of a `with` block; takes what `patch` takes.
 
     A patch that the model had before (with `replace=True`) is put back at the end.

@@ -79,6 +79,9 @@ class Method:
                   where they depend on the options.
     default_keep: the `keep` of a user who gives none.
     query_free:   options, by name, under which the choice no longer depends on the question; empty if there are none.
+    by_content_count: whether what it sees decides how many tokens stay, up to all: it is then asked even where its
+                  budget is all tokens, as a stage that only looks and remembers. `keep=1.0` asks no stage.
+    least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
     """
 
     name: ClassVar[str] = ""
@@ -88,6 +91,8 @@ class Method:
     needs: ClassVar[frozenset[str]] = frozenset()
     default_keep: ClassVar[float] = 0.25
     query_free: ClassVar[Mapping[str, Any]] = {}
+    by_content_count: ClassVar[bool] = False
+    least: ClassVar[int] = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # There was one base class once. A class that derives from it, and defines what belongs to a site, goes on
@@ -231,14 +236,12 @@ class AttentionPattern(Method):
     dense_layers: decoder layers, counted from 0, that keep full attention.
     position_mode: "sequential" keeps the positions of full attention; "reuse" starts every block where the first one
     starts.
-    implementation: "blocks" (time and memory linear in the blocks) or "mask" (one dense mask, for comparison).
     """
 
     site: ClassVar[Site] = Site.ATTENTION
     default_keep: ClassVar[float] = 1.0
     dense_layers = ()
     position_mode = "sequential"
-    implementation = "blocks"
 
     def block_starts(self, visuals: Sequence[Visual], end: int) -> list[int] | str:
         """Return where in a prompt of `end` tokens each context block starts, and at last where the part that attends

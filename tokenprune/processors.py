@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from tokenprune.api import _DEFAULT_KEEP, _budgets
+from tokenprune.api import _budgets
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import NotPatchedError, OptionError
@@ -18,7 +18,7 @@ def patch_processor(
     processor: ProcessorT,
     method: str | Method = "downsample",
     *,
-    keep: float | int | Budget = _DEFAULT_KEEP,
+    keep: float | int | Budget | None = None,
     replace: bool = False,
     **options: Any,
 ) -> ProcessorT:
@@ -26,7 +26,7 @@ def patch_processor(
 
     method:  a registered name or configured `Method` that acts on pixels (its site is PRE_ENCODER).
     keep:    float in (0, 1]: share of the visual tokens, or a `Budget` of one; for a method that chooses between the
-             pictures of a prompt, an upper bound on them. Default: the method's own (0.25, or no bound).
+             pictures of a prompt, an upper bound on them. None: the method's own default (0.25, or no bound).
     replace: replace a patch that is there already, instead of raising.
     options: the method's own options.
 

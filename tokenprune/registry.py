@@ -174,9 +174,11 @@ def method_info(name: str) -> MethodInfo:
 def build(name: str, options: dict[str, Any]) -> Method:
     """Return the method `name` with `options`; raises OptionError for one it does not have."""
     cls = method_class(name)
-    known = [f.name for f in dataclasses.fields(cls)]
-    for option in options:
+    known = {f.name: f.default for f in dataclasses.fields(cls)}
+    for option, value in options.items():
         if option not in known:
             hint = _did_you_mean(option, known)
             raise OptionError(f"{name} has no option {option!r}: {hint}its options are {', '.join(known) or '(none)'}")
+        if isinstance(value, list) and isinstance(known[option], tuple):  # JSON has no tuples
+            options = options | {option: tuple(value)}
     return cls(**options)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A setting `{"method": ..., "keep": ..., option: ...}`, read into one form, whichever way it was written.
 
-`tokenprune.json`, `patch(config=...)` and the vLLM plugin read it here. What a setting may hold is checked before
-anything is built of it or opened: only what JSON can hold, of bounded size and depth, and finite numbers.
+`tokenprune.json`, `patch(config=...)`, the command line, lmms-eval's arguments and the vLLM plugin read it here. What a
+setting may hold is checked before anything is built of it or opened: only what JSON can hold, of bounded size and
+depth, and finite numbers.
 """
 
 from __future__ import annotations
@@ -33,16 +34,6 @@ _DEEPEST = 6  # lists and objects within each other
 _LARGEST = 2**63  # no number is larger
 
 
-class _Unsaid:
-    """Stands for a `keep` that was not given; None would be a wrong one."""
-
-    def __repr__(self) -> str:
-        return "unsaid"
-
-
-UNSAID: Any = _Unsaid()
-
-
 @dataclass(frozen=True)
 class Entry:
     """A method of a setting, by its name, and the options that were given for it."""
@@ -62,13 +53,13 @@ class Layer:
 
     where:   what messages call it.
     entries: its methods. options: those of the method of the layer below, if it names none itself.
-    keep:    one number or `Budget` for all methods, a list with one for each, or UNSAID.
+    keep:    one number or `Budget` for all methods, a list with one for each; None: each method's own default.
     """
 
     where: str
     entries: tuple[Entry, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    keep: Any = UNSAID
+    keep: Any = None
     per: str | None = None
     off: bool = False
     in_llm: bool | None = None
@@ -108,11 +99,11 @@ class Layer:
         if self.entries and below.entries and same:
             pairs = zip(below.entries, self.entries, strict=True)
             entries = tuple(Entry(old.name, old.options | new.options) for old, new in pairs)
-        kept = UNSAID if not same and isinstance(below.keep, list) else below.keep
+        kept = None if not same and isinstance(below.keep, list) else below.keep
         return Layer(
             self.where,
             entries,
-            keep=kept if self.keep is UNSAID else self.keep,
+            keep=kept if self.keep is None else self.keep,
             per=below.per if self.per is None else self.per,
             off=self.off,
             in_llm=below.in_llm if self.in_llm is None and same else self.in_llm,
@@ -149,7 +140,7 @@ class Layer:
     def budgets(self) -> list[Budget]:
         """Return the budget of each method; raises BudgetError."""
         defaults = [method_class(name).default_keep for name in self.names]
-        keeps = defaults if self.keep is UNSAID else self.keep if isinstance(self.keep, list) else None
+        keeps = defaults if self.keep is None else self.keep if isinstance(self.keep, list) else None
         keeps = [self.keep] * len(defaults) if keeps is None else keeps
         if len(keeps) != len(defaults):
             raise BudgetError(
@@ -186,6 +177,8 @@ def parse(given: Any, where: str) -> Layer:
         raise OptionError(f"{where}: {IN_LLM} must be true or false, not {short(in_llm)}")
     if "per" in given and not isinstance(per, str):
         raise OptionError(f'{where}: per must be "image" or "frame", not {short(per)}')
+    if "keep" in given and given["keep"] is None:
+        Budget.of(None)  # raises: whoever writes null has not left keep out
     options = {name: value for name, value in given.items() if name not in _SCOPE}
     for name in TARGETS[1:]:
         if name in options:
@@ -202,7 +195,7 @@ def parse(given: Any, where: str) -> Layer:
             raise OptionError(f"{where}: {', '.join(twice)} stands in two places: give it with its method alone")
         entries = (Entry(entries[0].name, entries[0].options | options), *entries[1:])
         options = {}
-    return Layer(where, entries, options, given.get("keep", UNSAID), per, off, in_llm)
+    return Layer(where, entries, options, given.get("keep"), per, off, in_llm)
 
 
 def _entry(given: Any, where: str) -> Entry:
@@ -213,6 +206,16 @@ def _entry(given: Any, where: str) -> Entry:
     if "keep" in options:
         raise OptionError(f'{where}: keep stands beside the methods, {{"method": [...], "keep": [0.5, 0.25]}}')
     return Entry(method_class(given["method"]).name, options)
+
+
+def number(text: str) -> Any:
+    """Return the number that a text of a command line means, whole numbers as int, or the text where it is none."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def file_options(cls: type[Method]) -> set[str]:
@@ -284,4 +287,4 @@ def _ambiguous(where: str, options: Mapping[str, Any]) -> str:
     )
 
 
-__all__ = ["IN_LLM", "UNSAID", "Entry", "Layer", "file_options", "parse", "plain", "short"]
+__all__ = ["IN_LLM", "Entry", "Layer", "file_options", "number", "parse", "plain", "short"]

@@ -4,11 +4,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.base import Site
+
+# What adds up over calls; ratios follow from the sums.
+_SUMS = (
+    "visual_tokens_in",
+    "visual_tokens_out",
+    "visual_tokens_per_layer",
+    "prefill_flops",
+    "prefill_flops_full",
+    "kv_bytes",
+    "kv_bytes_full",
+    "overhead_ms",
+)
 
 
 @dataclass
@@ -73,6 +86,7 @@ class Guarded:
 @dataclass
 class Stats:
     """Counts over the whole batch of the last forward or generate; a text-only prompt gives zeros and ratios of 1.
+    Those of several calls can be added: the sum holds `sums()` and the ratios of these.
 
     visual_tokens_in:        visual tokens that entered the decoder.
     visual_tokens_out:       visual tokens that its last layer saw.
@@ -87,8 +101,9 @@ class Stats:
                              None: there is no such method, or it is not known, because the pictures come from another
                              processor than the patched one, or from more than 64 calls ago, or because pictures of
                              several sizes make as many tokens.
-    prefill_flops_ratio:     decoder prefill FLOPs against the unpatched model (closed form, accounting.py; no tower, no
-                             head), of all slots: what was computed.
+    prefill_flops, prefill_flops_full: decoder prefill FLOPs, of all slots: what was computed, and what the unpatched
+                             model would compute (closed form, accounting.py; no tower, no head).
+    prefill_flops_ratio:     prefill_flops / prefill_flops_full.
     prefill_flops_ratio_tokens: the same of the tokens alone, here and in the unpatched model: what a batch without
                              padding would compute.
     kv_bytes, kv_bytes_full: bytes of the keys and values of the prompt, as cached and as the unpatched model would
@@ -105,6 +120,7 @@ class Stats:
     guard:                   one `Guarded` for each row with visual tokens; None where the guard is off, or has nothing
                              to look for because `keep` is enough for any question.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
+                             None: an engine in another process, which does not tell.
     cuts:                    one `Cut` per cut in order, with record=True; else empty.
     decode_rates, decode_kept: for each decode step, for each batch row, the pruning rate in force and how many visual
                              tokens are left, if a method acts while decoding; else empty.
@@ -117,6 +133,8 @@ class Stats:
     width_per_layer: list[int] = field(default_factory=list)
     padding_share: float = 0.0
     visual_tokens_full: int | None = field(default=None, kw_only=True)
+    prefill_flops: float = 0.0
+    prefill_flops_full: float = 0.0
     prefill_flops_ratio: float = 1.0
     prefill_flops_ratio_tokens: float = 1.0
     kv_bytes: int = 0
@@ -127,7 +145,7 @@ class Stats:
     attention_blocks: int = 0
     notes: list[str] = field(default_factory=list)
     guard: list[Guarded] | None = None
-    overhead_ms: float = 0.0
+    overhead_ms: float | None = 0.0
     cuts: list[Cut] = field(default_factory=list)
     decode_rates: list[list[float]] = field(default_factory=list)
     decode_kept: list[list[int]] = field(default_factory=list)
@@ -143,6 +161,20 @@ class Stats:
         while self._later:
             self._later.pop(next(iter(self._later)))(self)
         return self
+
+    def sums(self) -> dict[str, Any]:
+        """Return what adds up over calls, as plain values; `Stats(**sums)` holds it again."""
+        self.settled()
+        return {name: getattr(self, name) for name in _SUMS}
+
+    def __add__(self, other: Stats) -> Stats:
+        theirs = other.sums()
+        total = Stats(**{name: _plus(value, theirs[name]) for name, value in self.sums().items()})
+        if total.visual_tokens_in:
+            total.keep_ratio = total.visual_tokens_out / total.visual_tokens_in
+        if total.prefill_flops_full:
+            total.prefill_flops_ratio = total.prefill_flops / total.prefill_flops_full
+        return total
 
     @property
     def visual_tokens_average(self) -> float:
@@ -172,9 +204,16 @@ class Stats:
             + (f"padding {self.padding_share:.1%}, " if self.padding_share else "")
             + (f"attention in {self.attention_blocks} blocks, " if self.attention_blocks else "")
             + self._guard()
-            + f"overhead {self.overhead_ms:.2f} ms)"
+            + f"overhead {'unknown' if self.overhead_ms is None else f'{self.overhead_ms:.2f} ms'})"
         )
 
     def _guard(self) -> str:
         risky, raised = (sum(bool(getattr(one, what)) for one in self.guard or ()) for what in ("risks", "raised"))
         return f"guard: {risky} of {len(self.guard)} rows at risk, {raised} raised, " if risky else ""
+
+
+def _plus(one: Any, other: Any) -> Any:
+    """Add numbers, None if either is unknown, or lists with one number a layer, of which one may be empty."""
+    if isinstance(one, list):
+        return [a + b for a, b in itertools.zip_longest(one, other, fillvalue=0)]
+    return None if one is None or other is None else one + other

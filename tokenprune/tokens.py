@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,9 @@ class Segments:
     mask:     bool `[S, N]`, False for padding.
     grids:    list of (frames, height, width) in tokens, or None where a segment is no full grid or this is not known.
     modality: list of "image" or "video".
+    frames:   list of how many tokens each frame has, in order; tokens behind the last frame are in none. An image is
+              one frame; None for a video of which this is not known, or of which tokens are gone. An empty list tells
+              it of no segment.
     """
 
     row: list[int]
@@ -41,6 +44,7 @@ class Segments:
     mask: Tensor
     grids: list[tuple[int, int, int] | None]
     modality: list[str]
+    frames: list[list[int] | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -108,6 +112,10 @@ class TokenSource:
     @cached_property
     def carry(self) -> dict[str, Any]:
         return {}
+
+    def remember(self, name: str, value: Any, per_token: bool | None) -> None:
+        """Keep `value` in `carry`; see `VisualTokens.remember`."""
+        self.carry[name] = value
 
     def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
         """Return the value of an observable for visual tokens."""
@@ -264,6 +272,41 @@ class VisualTokens:
     def grids(self) -> list[tuple[int, int, int] | None]:
         return self.segments.grids
 
+    @property
+    def frames(self) -> list[list[int]]:
+        """How many tokens each frame of each segment has, on the host; an image is one frame. Raises TokenPruneError
+        where the frames of a video are not known."""
+        frames = self.segments.frames or [None] * len(self.segments)
+        if None in frames:
+            raise TokenPruneError(
+                'the frames of a video are not known here: a method that reads them says "frames" in its needs, and '
+                "acts before tokens are removed"
+            )
+        return frames
+
+    @cached_property
+    def frame(self) -> Tensor:
+        """long `[S, N]`: index of each token's frame in its segment; -1 for what is in no frame (a newline behind a
+        video, padding)."""
+        return self._frame_and_place[0]
+
+    @cached_property
+    def place(self) -> Tensor:
+        """long `[S, N]`: index of each token in its frame; -1 for what is in no frame."""
+        return self._frame_and_place[1]
+
+    @cached_property
+    def _frame_and_place(self) -> Tensor:
+        """long `[2, S, N]`; made on the host, so that the device is not asked."""
+        made = torch.full((2, *self.mask.shape), -1)
+        for segment, counts in enumerate(self.frames):
+            length = torch.tensor(counts)
+            frame = torch.arange(len(counts)).repeat_interleave(length)
+            start = (length.cumsum(0) - length).repeat_interleave(length)
+            made[0, segment, : len(frame)] = frame
+            made[1, segment, : len(frame)] = torch.arange(len(frame)) - start
+        return sent(made, self.mask.device)
+
     @cached_property
     def budget(self) -> Tensor:
         return sent(self.keep, self.mask.device)
@@ -285,14 +328,18 @@ class VisualTokens:
         return self._source.attention_from(_declared(name, find_observable, self._source, "text"), self, weights)
 
     @property
-    def carry(self) -> dict[str, Any]:
-        """What earlier stages of the method remember, by name."""
+    def carry(self) -> Mapping[str, Any]:
+        """What earlier stages of the method remember, by name; to be read only (see `remember`)."""
         return self._source.carry
 
-    def remember(self, name: str, value: Any) -> None:
-        """Keep `value` for later stages of the method, which find it in `carry`; a tensor `[S, N, ...]` of the visual
-        tokens follows those that stay."""
-        self._source.carry[name] = value
+    def remember(self, name: str, value: Any, per_token: bool | None = None) -> None:
+        """Keep `value` for later stages of the method, which find it in `carry`.
+
+        A tensor `[S, N, ...]` follows the visual tokens: later stages find the entries of those that reach them, in
+        their order, and 0 at padding. Tensors and lists of S entries lose those of images that are withdrawn. All else
+        is kept as it is. per_token: False for a tensor that has S and N for its first two sizes by chance alone.
+        """
+        self._source.remember(name, value, per_token)
 
     def generator(self, segment: int, seed: int) -> torch.Generator:
         """Return a CPU generator that depends on `seed` and the segment's index in its row only: a batch equals its

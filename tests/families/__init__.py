@@ -1,18 +1,1 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random model for every model type of transformers' image-text-to-text mapping that has visual tokens in a
-decoder, some in several variants. See zoo.py for what a `Family` is."""
-
-from __future__ import annotations
-
-import zoo
-from families import mrope, ocr, plain, qformer, special
-
-FAMILIES: dict[str, zoo.Family] = (
-    zoo.FAMILIES | plain.FAMILIES | ocr.FAMILIES | mrope.FAMILIES | special.FAMILIES | qformer.FAMILIES
-)
-
-# Model types that must be refused; they are tested for the error alone.
-REFUSED: dict[str, special.Refused] = special.REFUSED
-
-# Families whose oracle is only_kept.py: some of their layers carry a state.
-STATEFUL: set[str] = special.STATEFUL

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from conftest import snapshot
+from basics import snapshot
 from families import FAMILIES as EVERY_FAMILY
 from oracle import close
-from test_encoder_attention import BLOCKS, CLASS_TOKEN, attentions_of, made_of, projector_of, tower_of
+from tests.tower.test_encoder_attention import BLOCKS, CLASS_TOKEN, attentions_of, made_of, projector_of, tower_of
 from tokenprune import OptionError, UnsupportedSetupError, registry
 from tokenprune.integrations.vllm.servable import check_method as check_served
 from zoo import FAMILIES, Family

@@ -5,32 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenprune
-from tokenprune.base import ResizeMethod
-from tokenprune.bench.cost import Cost, Prefill
+from tokenprune.base import Method, ResizeMethod, Site
+from tokenprune.bench.cost import Prefill, spent
 from tokenprune.bench.data import check_questions, misfits
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.bench.results import UNPATCHED
-from tokenprune.bench.timing import compare
+from tokenprune.bench.timing import NEW_TOKENS, compare
+from tokenprune.config import read_config
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.fingerprint import fingerprint
-from tokenprune.registry import method_class
 
 if TYPE_CHECKING:
-    from tokenprune.bench.run_folder import Batch, Pass
+    from tokenprune.bench.run_folder import Batch
 
-Answer = Callable[[int, list[Any]], "Batch"]  # from the number of a batch and its questions
+Setting = dict[str, Any] | None  # as `patch(config=...)` takes it; None: the unpatched model
+Answer = Callable[[int, list[Any]], "Batch"]  # from the number of a batch's first question, and its questions
 
 
 class Backend(Protocol):
-    """What a benchmark needs of an engine.
+    """What a benchmark, or the tuner, needs of an engine.
 
-    suffix: what is added to every question. max_new_tokens: the longest answer. In all methods, a pass is a method, a
-    keep and a seed; whoever cannot run it raises a TokenPruneError, with which it is skipped, and DataError or RunError
-    where the whole run has to end.
+    suffix: what is added to every question. max_new_tokens: the longest answer. Whoever cannot run a setting raises a
+    TokenPruneError, with which it is skipped, and DataError or RunError where the whole run has to end.
     """
 
     suffix: str
@@ -42,14 +41,14 @@ class Backend(Protocol):
     def begin(self, questions: Sequence[Any]) -> None:
         """Take up the questions of a run; raises DataError for those that cannot be asked."""
 
-    def alone(self, method: str) -> bool:
-        """Whether a method answers question by question, whatever the size of a batch."""
+    def alone(self, setting: Setting) -> bool:
+        """Return whether questions are answered one by one under a setting, whatever the size of a batch."""
 
-    def answering(self, place: Pass) -> AbstractContextManager[Answer]:
-        """Return a context that gives a function which answers batches of this pass, greedily."""
+    def answering(self, setting: Setting) -> AbstractContextManager[Answer]:
+        """Return a context that gives a function which answers batches under a setting, greedily."""
 
-    def timing(self, place: Pass, question: Any, repeats: int) -> dict[str, Any]:
-        """Return the times of a pass against those of the unpatched model, as `timing.compare` does."""
+    def timing(self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+        """Return times under a setting against those of the unpatched model, as `timing.compare` does."""
 
     def environment(self) -> dict[str, Any]:
         """Return what a reader needs to know about the run, as plain values; no path of this machine."""
@@ -61,7 +60,7 @@ class Backend(Protocol):
 class HfBackend:
     """The model in this process, in transformers."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Model) -> None:
         self.subject = subject
         self._films = False
         self._reused: dict[int, dict[str, Any]] = {}
@@ -82,22 +81,21 @@ class HfBackend:
         self._films = any(question.is_film for question in questions)
         check_questions(questions, self.subject.processor)
 
-    def alone(self, method: str) -> bool:
+    def alone(self, setting: Setting) -> bool:
         """A method that looks at a picture to size it goes picture by picture: in a batch, LLaVA's processor would make
         all of them one size."""
-        if method == UNPATCHED:
-            return False
-        made = tokenprune.method(method)
-        return isinstance(made, ResizeMethod) and made.by_content
+        return any(isinstance(method, ResizeMethod) and method.by_content for method in _methods(setting))
 
     @contextmanager
-    def answering(self, place: Pass) -> Iterator[Answer]:
-        name = place[0]
-        with self._patched(place):
-            yield lambda number, batch: self._answer(name, self._inputs(name, number, batch))
+    def answering(self, setting: Setting) -> Iterator[Answer]:
+        with patched_by(self.subject, setting, self._films):
+            yield lambda number, batch: self._answer(setting, self._inputs(setting, number, batch))
 
-    def timing(self, place: Pass, question: Any, repeats: int) -> dict[str, Any]:
-        return compare(self.subject, lambda: self._patched(place), lambda: self._asked([question]), repeats)
+    def timing(self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+        def context() -> AbstractContextManager[Any]:
+            return patched_by(self.subject, setting, self._films)
+
+        return compare(self.subject, context, lambda: self._asked([question]), repeats, new_tokens)
 
     def environment(self) -> dict[str, Any]:
         return self.subject.environment()
@@ -105,20 +103,14 @@ class HfBackend:
     def fingerprint(self) -> str:
         return fingerprint(self.subject.model)
 
-    def _patched(self, place: Pass) -> AbstractContextManager[Any]:
-        name, keep, seed = place
-        return patched(self.subject, name, keep, self._films, **({} if seed is None else {"seed": seed}))
-
-    def _answer(self, name: str, inputs: dict[str, Any]) -> Batch:
-        cost = Cost()
+    def _answer(self, setting: Setting, inputs: dict[str, Any]) -> Batch:
         with Prefill(self.subject) as prefill:
             answers = self.subject.generate(inputs)
-        cost.add(self.subject, inputs, prefill.kv_bytes if name == UNPATCHED else None)
-        return answers, asdict(cost)
+        return answers, spent(self.subject, inputs, prefill.kv_bytes if setting is None else None).sums()
 
-    def _inputs(self, name: str, number: int, batch: list[Any]) -> dict[str, Any]:
-        if name != UNPATCHED and method_class(name).site is tokenprune.Site.PRE_ENCODER:
-            return self._asked(batch)
+    def _inputs(self, setting: Setting, number: int, batch: list[Any]) -> dict[str, Any]:
+        if any(method.site is Site.PRE_ENCODER for method in _methods(setting)):
+            return self._asked(batch)  # the processor is another one now
         if number not in self._reused:
             inputs = self._asked(batch)
             # All methods that do not touch pixels take the same inputs; half a gigabyte of them is kept.
@@ -135,25 +127,38 @@ class HfBackend:
         return self.subject.inputs([example.images for example in batch], [example.question for example in batch])
 
 
-def backend_of(subject: Subject | Backend) -> Backend:
+def backend_of(subject: Model | Backend) -> Backend:
     """Return a backend as it is, and for a model the one that runs it in this process."""
-    return HfBackend(subject) if isinstance(subject, Subject) else subject
+    return HfBackend(subject) if isinstance(subject, Model) else subject
 
 
 def patched(
-    subject: Subject, name: str, keep: float | int, films: bool = False, **options: Any
+    subject: Model, name: str, keep: float | int, films: bool = False, record: bool = False, **options: Any
+) -> AbstractContextManager[Any]:
+    """Return `patched_by` for a method by its name, with its options; `UNPATCHED` leaves the model as it is."""
+    setting = None if name == UNPATCHED else {"method": name, "keep": keep} | options
+    return patched_by(subject, setting, films, record)
+
+
+def patched_by(
+    subject: Model, setting: Setting, films: bool = False, record: bool = False
 ) -> AbstractContextManager[Any]:
     """Return a context in which the subject's model is patched; methods that act on pixels get its processor.
 
     films: whether the model sees videos.
     """
-    if name == UNPATCHED:
+    if setting is None:
         return nullcontext()
-    site = method_class(name).site
-    if site is tokenprune.Site.ATTENTION and not films:
-        raise UnsupportedSetupError(
-            f"{name} acts on videos, and here the model sees pictures only: it would leave them as they are"
-        )
-    if site is tokenprune.Site.PRE_ENCODER:
-        options["processor"] = subject.processor
-    return tokenprune.patched(subject.model, name, keep=keep, guard="off", **options)
+    more: dict[str, Any] = {"record": record}
+    for method in _methods(setting):
+        if method.site is Site.ATTENTION and not films:
+            raise UnsupportedSetupError(
+                f"{method.name} acts on videos, and here the model sees pictures only: it would leave them as they are"
+            )
+        if method.site is Site.PRE_ENCODER:
+            more["processor"] = subject.processor
+    return tokenprune.patched(subject.model, config=setting, guard="off", **more)
+
+
+def _methods(setting: Setting) -> list[Method]:
+    return [] if setting is None else read_config(setting).steps()[0]

@@ -3,78 +3,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import tokenprune
-from tokenprune.bench.model import Subject
+from tokenprune.accounting import DecoderShape
+from tokenprune.bench.model import Model
+from tokenprune.statistics import Stats
 
 
-@dataclass
-class Cost:
-    """`Stats`, summed over the batches of one pass (overhead_ms too); flops: of the decoder in prefill.
+def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:
+    """Return what the batch that just ran spent. kv_bytes: what its cache held after prefill, if the model was not
+    patched."""
+    if kv_bytes is None:
+        return tokenprune.stats(subject.model)
+    return unpatched(subject.shape, *inputs["input_ids"].shape, subject.visual_tokens(inputs), kv_bytes)
 
-    An engine that is not in this process tells no overhead (None), and nothing that follows from the decoder's sizes
-    where its config is not at hand (0).
-    """
 
-    visual_tokens_in: int = 0
-    visual_tokens_out: int = 0
-    visual_tokens_per_layer: list[int] = field(default_factory=list)
-    flops: float = 0.0
-    kv_bytes: int = 0
-    kv_bytes_full: int = 0
-    overhead_ms: float | None = 0.0
+def unpatched(shape: DecoderShape, rows: int, length: int, visual: int, kv_bytes: int) -> Stats:
+    """Return what a model without a patch spends on `rows` prompts of `length` slots with `visual` visual tokens in
+    all. kv_bytes: what its cache holds after prefill."""
+    flops = rows * shape.prefill_flops([length] * shape.layers)
+    return Stats(
+        visual,
+        visual,
+        [visual] * shape.layers,
+        prefill_flops=flops,
+        prefill_flops_full=flops,
+        kv_bytes=kv_bytes,
+        kv_bytes_full=kv_bytes,
+    )
 
-    def add(self, subject: Subject, inputs: dict[str, Any], kv_bytes: int | None = None) -> None:
-        """Add the batch that just ran. kv_bytes: what its cache held after prefill, if the model was not patched."""
-        rows, length = inputs["input_ids"].shape
-        full = rows * subject.shape.prefill_flops([length] * subject.shape.layers)
-        if kv_bytes is None:
-            stats = tokenprune.stats(subject.model)
-        else:
-            visual = subject.visual_tokens(inputs)
-            per_layer = [visual] * subject.shape.layers
-            stats = tokenprune.Stats(visual, visual, per_layer, kv_bytes=kv_bytes, kv_bytes_full=kv_bytes)
-        for name in ("visual_tokens_in", "visual_tokens_out", "kv_bytes", "kv_bytes_full", "overhead_ms"):
-            setattr(self, name, getattr(self, name) + getattr(stats, name))
-        before = self.visual_tokens_per_layer or [0] * len(stats.visual_tokens_per_layer)
-        self.visual_tokens_per_layer = [a + b for a, b in zip(before, stats.visual_tokens_per_layer, strict=True)]
-        self.flops += full * stats.prefill_flops_ratio
 
-    @staticmethod
-    def total(costs: Iterable[dict[str, Any]]) -> Cost:
-        """Return the sum of costs that were made plain with `dataclasses.asdict`."""
-        total = Cost()
-        for cost in costs:
-            layers = cost["visual_tokens_per_layer"]
-            before = total.visual_tokens_per_layer or [0] * len(layers)
-            for name, value in cost.items():
-                if name != "visual_tokens_per_layer":
-                    setattr(total, name, None if value is None else getattr(total, name) + value)
-            total.visual_tokens_per_layer = [a + b for a, b in zip(before, layers, strict=True)]
-        return total
-
-    def record(self, whole: Cost) -> dict[str, Any]:
-        """Return the fields of `Stats`, with all ratios taken against the unpatched model on the same questions.
-
-        whole: the cost of the latter. A method that acts on pixels does not know what it saved.
-        """
-        record = asdict(self)
-        flops = record.pop("flops")
-        record["visual_tokens_in"] = whole.visual_tokens_in
-        record["kv_bytes_full"] = whole.kv_bytes
-        record["visual_tokens_average"] = sum(self.visual_tokens_per_layer) / max(1, len(self.visual_tokens_per_layer))
-        record["keep_ratio"] = self.visual_tokens_out / max(1, whole.visual_tokens_in)
-        record["prefill_flops_ratio"] = flops / whole.flops if whole.flops else None
-        return record
+def record(cost: Stats, whole: Stats) -> dict[str, Any]:
+    """Return fields of `Stats` as plain values, with all ratios taken against the unpatched model on the same
+    questions, which spent `whole`: a method that acts on pixels does not know what it saved."""
+    plain = cost.sums() | {"visual_tokens_in": whole.visual_tokens_in, "kv_bytes_full": whole.kv_bytes}
+    flops, _ = plain.pop("prefill_flops"), plain.pop("prefill_flops_full")
+    plain["visual_tokens_average"] = cost.visual_tokens_average
+    plain["keep_ratio"] = cost.visual_tokens_out / max(1, whole.visual_tokens_in)
+    plain["prefill_flops_ratio"] = flops / whole.prefill_flops if whole.prefill_flops else None
+    return plain
 
 
 class Prefill:
     """Reads from the cache itself how many bytes the last prefill left in it."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Model) -> None:
         self.decoder, self.kv_bytes = subject.adapter.decoder, 0
 
     def __enter__(self) -> Prefill:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import statistics
 import time
 
-from tokenprune.bench.cost import Cost
+from tokenprune.bench.cost import record, spent
 from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.bench.suite import UNPATCHED, patched
 from tokenprune.bench.tables import Cell, Table
+from tokenprune.statistics import Stats
 
 KEEP = 0.25
 METHODS = ("dart", "divprune", "random")
@@ -18,7 +19,7 @@ KINDS = ("colour", "count", "word", "grounding")
 REPEATS = 3
 
 
-def run(subject: Subject) -> list[Table]:
+def run(subject: Model) -> list[Table]:
     """Return a table of answers and one of what they cost; nothing is chosen by its outcome."""
     asked = load_heldout(kinds=KINDS, limit=len(KINDS))
     examples = [next(e for e in asked if e.picture == number and e.kind == kind) for number, kind in enumerate(KINDS)]
@@ -26,7 +27,7 @@ def run(subject: Subject) -> list[Table]:
     names = (UNPATCHED, *METHODS)
     answers: dict[str, list[str]] = {}
     times: dict[str, list[float]] = {name: [] for name in names}
-    costs = {name: Cost() for name in names}
+    costs: dict[str, Stats] = {}
     for repeat in range(REPEATS + 1):
         for name in names:
             with patched(subject, name, KEEP):
@@ -36,7 +37,7 @@ def run(subject: Subject) -> list[Table]:
                 if repeat:
                     times[name].append(time.perf_counter() - begin)
                 else:
-                    costs[name].add(subject, inputs, 0 if name == UNPATCHED else None)
+                    costs[name] = spent(subject, inputs, 0 if name == UNPATCHED else None)
 
     rows = []
     for index, example in enumerate(examples):
@@ -51,12 +52,12 @@ def run(subject: Subject) -> list[Table]:
     rows = []
     whole = costs[UNPATCHED]
     for name, title in zip(names, titles, strict=True):
-        record, median, n = costs[name].record(whole), statistics.median(times[name]), len(examples)
+        cost, median, n = record(costs[name], whole), statistics.median(times[name]), len(examples)
         rows.append([
             Cell(title),
-            Cell(f"{record['visual_tokens_out'] / n:.0f} of {record['visual_tokens_in'] / n:.0f}"),
-            Cell(f"{record['visual_tokens_average'] / n:.0f}"),
-            Cell(f"{record['prefill_flops_ratio']:.0%}"),
+            Cell(f"{cost['visual_tokens_out'] / n:.0f} of {cost['visual_tokens_in'] / n:.0f}"),
+            Cell(f"{cost['visual_tokens_average'] / n:.0f}"),
+            Cell(f"{cost['prefill_flops_ratio']:.0%}"),
             Cell(f"{1000 * median:.0f} ms ({statistics.median(times[UNPATCHED]) / median:.2f}x)"),
         ])  # fmt: skip
     note = f"Time: all {len(examples)} questions in one batch, vision tower included; median of {REPEATS}."

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 from tokenprune.bench.scenes import draw_scene
 from tokenprune.calibration.pictures import SUFFIXES, read_picture
 from tokenprune.errors import TokenPruneError
@@ -21,7 +21,7 @@ _SEED = 7
 
 
 def fit(
-    subject: Subject,
+    subject: Model,
     out: Path,
     images: Path | None,
     question: str,

@@ -84,22 +84,15 @@ def anls(prediction: str, answer: str) -> float:
 
     Source: Biten et al., "Scene Text Visual Question Answering" (arXiv:1905.13648), eq. 1; case, and how wide blanks
     are, count for nothing. lmms-eval gives 0.5 at a distance of exactly one half, where the equation has 0, and counts
-    blanks at the ends as length.
+    blanks at the ends as length. Raises TokenPruneError without rapidfuzz.
     """
+    try:
+        from rapidfuzz.distance import Levenshtein
+    except ImportError as error:
+        raise TokenPruneError("--metric anls needs rapidfuzz: pip install 'tokenprune-vlm[bench]'") from error
     ours, theirs = (" ".join(text.lower().split()) for text in (prediction, answer))
-    longer = max(len(ours), len(theirs))
-    distance = edit_distance(ours, theirs) / longer if longer else 0.0
+    distance = Levenshtein.normalized_distance(ours, theirs)
     return 1 - distance if distance < 0.5 else 0.0
-
-
-def edit_distance(ours: str, theirs: str) -> int:
-    """Return how many letters must be put in, taken out or replaced to make one text the other (Levenshtein, 1966)."""
-    row = list(range(len(theirs) + 1))
-    for place, letter in enumerate(ours, 1):
-        diagonal, row[0] = row[0], place
-        for index, other in enumerate(theirs, 1):
-            diagonal, row[index] = row[index], min(row[index] + 1, row[index - 1] + 1, diagonal + (letter != other))
-    return row[-1]
 
 
 def relaxed(prediction: str, answer: str) -> float:

@@ -29,7 +29,7 @@ SHORT = "\nAnswer the question using a single word or phrase."
 
 
 @dataclass
-class Subject:
+class Model:
     """A model with its processor, and how questions are put to it. `suffix` is added to every question."""
 
     model: Any
@@ -119,7 +119,7 @@ class Subject:
 
 def load(
     model: str | None = None, *, device: str | None = None, dtype: str = "auto", suffix: str | None = None
-) -> Subject:
+) -> Model:
     """Load the shipped model (`None`), or a local directory or hub id.
 
     device: where torch shall put it; default: a CUDA device if there is one. dtype: "auto" or the name of a dtype.
@@ -147,9 +147,9 @@ def load(
         raise TokenPruneError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
     if model is None:
         digest = hashlib.sha256((SHIPPED / "model.safetensors").read_bytes()).hexdigest()[:16]
-        subject = Subject(loaded, processor, "demo_vlm (shipped)", suffix or "", weights=digest)
+        subject = Model(loaded, processor, "demo_vlm (shipped)", suffix or "", weights=digest)
     else:
         name = Path(model).resolve().name if Path(model).is_dir() else model
-        subject = Subject(loaded, processor, name, SHORT if suffix is None else suffix, max_new_tokens=16)
+        subject = Model(loaded, processor, name, SHORT if suffix is None else suffix, max_new_tokens=16)
     _ = subject.adapter  # an unsupported model is said here, before any work
     return subject

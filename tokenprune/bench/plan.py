@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import tokenprune
 from tokenprune.base import ImageChooser
@@ -16,6 +16,23 @@ from tokenprune.registry import method_class
 BASELINES = tuple(MARKS)
 DEFAULT_KEEPS = (0.5, 0.25, 0.11)
 DEFAULT_PICTURES = 24
+T = TypeVar("T")
+
+
+class Pass(NamedTuple):
+    """A method, a keep and a seed, with which all questions are asked; of the unpatched model the name is
+    `UNPATCHED`."""
+
+    method: str
+    keep: float | int
+    seed: int | None = None
+
+    @property
+    def setting(self) -> dict[str, Any] | None:
+        """What `patch(config=...)` takes; None: the unpatched model."""
+        if self.method == UNPATCHED:
+            return None
+        return {"method": self.method, "keep": self.keep} | ({} if self.seed is None else {"seed": self.seed})
 
 
 @dataclass(frozen=True)
@@ -52,19 +69,18 @@ class Plan:
             raise OptionError("a benchmark needs at least one keep and one seed")
 
 
-def seeds_of(name: str, seeds: Sequence[int]) -> list[dict[str, int]]:
-    """Return the options of each pass: one for each seed, or one pass without options."""
-    if name != UNPATCHED and "seed" in tokenprune.method_info(name).options:
-        return [{"seed": seed} for seed in seeds]
-    return [{}]
+def passes_of(name: str, keep: float | int, seeds: Sequence[int]) -> list[Pass]:
+    """Return the passes of a method at a keep: one for each seed if it draws at random, else one."""
+    drawn = name != UNPATCHED and "seed" in tokenprune.method_info(name).options
+    return [Pass(name, keep, seed) for seed in (seeds if drawn else (None,))]
 
 
-def batched(examples: Sequence[Any], size: int) -> list[list[Any]]:
-    """Cut questions into batches in their order; one about a video is alone."""
-    batches: list[list[Any]] = []
-    for example in examples:
-        if batches and len(batches[-1]) < size and not (example.is_film or batches[-1][0].is_film):
-            batches[-1].append(example)
+def batched(items: Sequence[T], size: int, alone: Callable[[T], bool]) -> list[list[T]]:
+    """Cut questions into batches in their order; one that is `alone` (about a video) shares its batch with none."""
+    batches: list[list[T]] = []
+    for item in items:
+        if batches and len(batches[-1]) < size and not (alone(item) or alone(batches[-1][0])):
+            batches[-1].append(item)
         else:
-            batches.append([example])
+            batches.append([item])
     return batches

@@ -1,68 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plot of a benchmark as a PNG, and writing what was made to a file."""
+"""Plots as PNG by matplotlib: of a benchmark, and the parts that those of benchmarks/ are made of."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tokenprune.bench.metrics import METRICS
-from tokenprune.bench.results import MARKS, UNPATCHED, Results, Row
+from tokenprune.bench.report.fronts import TOKENS, against_tokens_series
+from tokenprune.bench.report.runs import Run
+from tokenprune.bench.report.styles import Styles
+from tokenprune.bench.results import UNPATCHED, Results
 from tokenprune.errors import TokenPruneError
 
-_MARKERS = "osD^vP*X<>hdp"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
-def plot_png(results: Results) -> bytes:
-    """Return a PNG: accuracy against layer-averaged visual tokens, one line a method; raises TokenPruneError without
-    matplotlib."""
+def panels(titles: Sequence[str], width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels side by side, each of so many inches; raises TokenPruneError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise TokenPruneError("plots need matplotlib: pip install 'tokenprune-vlm[bench]'") from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    lines: dict[str, list[Row]] = {}
-    for row in results.rows:
-        if row.method != UNPATCHED:
-            lines.setdefault(row.method, []).append(row)
-    for index, (method, rows) in enumerate(lines.items()):
-        rows = sorted(rows, key=lambda row: row.tokens_average)
-        shares = [row.overall for row in rows]
-        baseline = method in MARKS
-        _, caps, bars = axes.errorbar(
-            [row.tokens_average for row in rows],
-            [100 * share.value for share in shares],
-            yerr=[[100 * (s.value - s.low) for s in shares], [100 * (s.high - s.value) for s in shares]],
-            label=method,
-            marker=_MARKERS[index % len(_MARKERS)],
-            color=("0.25" if method == "random" else "0.55") if baseline else f"C{index % 10}",
-            linestyle="--" if baseline else "-",
-            linewidth=1.5,
-            markersize=5,
-            elinewidth=0.8,
-            capsize=2,
-        )
-        # Methods at the same keep stand on the same spot of the axis, one over the other.
-        for artist in (*caps, *bars):
-            artist.set_alpha(0.3)
-    whole = results.baseline
-    axes.axhline(100 * whole.overall.value, color="black", linewidth=0.8)
+    figure = Figure(figsize=(width * len(titles), height), layout="constrained")
+    row = list(figure.subplots(1, len(titles), squeeze=False)[0])
+    for axes, title in zip(row, titles, strict=True):
+        axes.set_title(title, fontsize=10)
+    return figure, row
+
+
+def curve(axes: Axes, points: Sequence[tuple[Any, ...]], label: str, **look: Any) -> None:
+    """Draw a line through points (x, y), or (x, y, low, high) with an interval, in the order given."""
+    x, y, *ends = zip(*points, strict=True)
+    widths = [abs(np.subtract(y, end)) for end in ends] or None
+    look = {"marker": ".", "linewidth": 1.5, "markersize": 5} | look
+    _, caps, bars = axes.errorbar(x, y, yerr=widths, label=label, elinewidth=0.8, capsize=2, **look)
+    # Methods at the same keep stand on the same spot of the axis, one over the other.
+    for artist in (*caps, *bars):
+        artist.set_alpha(0.3)
+
+
+def level(axes: Axes, y: float, text: str) -> None:
+    """Draw a horizontal line, with a text above its right end."""
+    axes.axhline(y, color="black", linewidth=0.8)
     axes.annotate(
-        f"unpatched, {whole.tokens_in:.0f} tokens", (1, 100 * whole.overall.value), xycoords=("axes fraction", "data"),
-        ha="right", va="bottom", fontsize=8, xytext=(-4, 2), textcoords="offset points",
+        text, (1, y), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8, xytext=(-4, 2),
+        textcoords="offset points",
     )  # fmt: skip
-    metric = METRICS[results.header.get("metric", "exact")]
-    scored = "accuracy in %" if metric.name == "exact" else metric.title
-    axes.set(xlabel="visual tokens, averaged over the decoder's layers", ylabel=f"{scored}, with 95 % intervals")
-    axes.set_title(f"{results.header['environment']['model']}, {whole.questions} questions", fontsize=10)
-    axes.grid(alpha=0.25)
-    if lines:
-        axes.legend(fontsize=8, ncols=2)
+
+
+def png(figure: Figure, dpi: int = 150) -> bytes:
+    """Return a figure as PNG. No software version is in it: the same records give the same bytes."""
     buffer = io.BytesIO()
-    # No software version in the file: the same records give the same bytes.
-    figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
     return buffer.getvalue()
+
+
+def plot_png(results: Results) -> bytes:
+    """Return a PNG: accuracy against layer-averaged visual tokens, one line a method, as on the page of the report;
+    raises TokenPruneError without matplotlib."""
+    whole, metric = results.baseline, METRICS[results.header.get("metric", "exact")]
+    figure, (axes,) = panels([f"{results.header['environment']['model']}, {whole.questions} questions"], 8, 5)
+    run = Run("", results)
+    styles = Styles.of([run])
+    for one in against_tokens_series(run, styles):
+        (method,) = (name for name, look in styles.methods.items() if look == one.style)
+        if method == UNPATCHED:
+            continue
+        points = sorted((point.x, point.y, point.low, point.high) for point in one.points)
+        line = "--" if one.style.dashed else "-"
+        curve(axes, points, method, marker=one.style.marker, color=one.style.colour, linestyle=line)
+    level(axes, 100 * whole.overall.value, f"unpatched, {whole.tokens_in:.0f} tokens")
+    scored = "accuracy in %" if metric.name == "exact" else metric.title
+    axes.set(xlabel=TOKENS, ylabel=f"{scored}, with 95 % intervals")
+    axes.grid(alpha=0.25)
+    if len(results.rows) > 1:
+        axes.legend(fontsize=8, ncols=2)
+    return png(figure)
 
 
 def write(path: str | Path, content: str | bytes) -> None:

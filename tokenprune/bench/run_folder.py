@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a benchmark run, from which a killed run goes on: config.json, predictions.jsonl, results.jsonl.
+"""The folder of a run of `bench` or `tune`, from which a killed run goes on: config.json, predictions.jsonl,
+results.jsonl.
 
-predictions.jsonl has one line for each (method, keep, seed, question), written batch by batch; the last line of a batch
-holds what the batch cost, so that a batch without it was torn and is asked again. Every process of a group writes a
-file of its own (predictions.1.jsonl ...), and the end of the run makes them one, in order. A run holds a lock of the
-operating system on the folder's file .lock, which the death of its first process releases.
+predictions.jsonl has one line for each pass (method, keep, seed, or a setting of the tuner) and question, written batch
+by batch; the last line of a batch holds what the batch cost, so that a batch without it was torn and is asked again.
+Every process of a group writes a file of its own (predictions.1.jsonl ...), which the end of a benchmark makes one, in
+order. A run holds a lock of the operating system on the folder's file .lock, which the death of its first process
+releases.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -25,11 +28,11 @@ from tokenprune.errors import RunError
 
 if TYPE_CHECKING:
     from tokenprune.bench.backend import Backend
-    from tokenprune.bench.model import Subject
-    from tokenprune.bench.plan import Plan
+    from tokenprune.bench.model import Model
 
 CONFIG, PREDICTIONS, LOCK = "config.json", "predictions.jsonl", ".lock"
-Pass = tuple[str, float | int, int | None]  # method, keep, seed
+SCHEMA = 2  # of the predictions
+_OF_A_QUESTION = ("question", "prediction", "score", "cost")  # what a line says besides the pass it belongs to
 Batch = tuple[list[str], dict[str, Any]]  # the answers, and what they cost
 
 
@@ -72,33 +75,37 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._stack.__exit__(kind, value, at)
 
-    def batches(self, place: Pass) -> dict[int, Batch]:
-        """Return the batches of a pass that were answered before, by the index of their first question."""
-        return self._batches.get(json.dumps(place), {})
+    def batches(self, place: dict[str, Any]) -> dict[int, Batch]:
+        """Return the batches of a pass that were answered before, by the number of their first question. place: plain
+        values that name the pass."""
+        return self._batches.get(_key(place), {})
 
-    def add_batch(self, place: Pass, first: int, answers: list[str], cost: dict[str, Any]) -> None:
-        """Write the answers to a batch, of which question `first` is the first."""
-        self._predictions.write(*_lines(place, first, answers, cost))
+    def add_batch(
+        self, place: dict[str, Any], numbers: Sequence[int], answers: list[str], cost: dict[str, Any]
+    ) -> None:
+        """Write the answers to a batch, the questions of these numbers."""
+        self._predictions.write(*_lines(place, numbers, answers, cost))
 
     def add_result(self, record: dict[str, Any]) -> None:
         """Write a record of the results: a process that does not lead leaves that to the one that does."""
         if self.group.leads:
             self._results.write(record)
 
-    def finish(self, passes: dict[Pass, dict[int, Batch]], scores: dict[Pass, list[float]]) -> None:
-        """Make the predictions one file, pass by pass in the order of the questions, each with its score."""
+    def finish(self, passes: Sequence[tuple[dict[str, Any], dict[int, Batch], Sequence[float]]]) -> None:
+        """Make the predictions one file, pass by pass in the order of the questions, each with its score: for each pass
+        its name, the batches of consecutive questions, and the score of every question."""
         self.group.gather(None)  # no process writes a part any more
         with self.group.together():
             if self.group.leads:
-                self._join(passes, scores)
+                self._join(passes)
 
-    def _join(self, passes: dict[Pass, dict[int, Batch]], scores: dict[Pass, list[float]]) -> None:
+    def _join(self, passes: Sequence[tuple[dict[str, Any], dict[int, Batch], Sequence[float]]]) -> None:
         lines = []
-        for place, batches in passes.items():
+        for place, batches, scores in passes:
             for first, (answers, cost) in sorted(batches.items()):
-                made = _lines(place, first, answers, cost)
+                made = _lines(place, range(first, first + len(answers)), answers, cost)
                 for line in made:
-                    line["score"] = round(scores[place][line["question"]], 6)
+                    line["score"] = round(scores[line["question"]], 6)
                 lines += made
         write_whole(self.path / PREDICTIONS, lines)
         for part in self.path.glob("predictions.*.jsonl"):
@@ -145,16 +152,16 @@ class RunFolder:
                     first = line["question"]
                 answers.append(line["prediction"])
                 if "cost" in line:
-                    place = json.dumps((line["method"], line["keep"], line["seed"]))
-                    self._batches.setdefault(place, {})[first] = (answers, line["cost"])
+                    place = {name: value for name, value in line.items() if name not in _OF_A_QUESTION}
+                    self._batches.setdefault(_key(place), {})[first] = (answers, line["cost"])
                     answers, whole = [], end
         except KeyError as error:
             raise RunError(f"{path} is damaged: a line of it has no {error}") from error
         return whole
 
 
-def config_of(subject: Subject | Backend, plan: Plan, metric: str, about: dict[str, Any]) -> dict[str, Any]:
-    """Return what the records of a run depend on, as plain values."""
+def config_of(subject: Model | Backend, plan: Any, metric: str, about: dict[str, Any]) -> dict[str, Any]:
+    """Return what the answers of a run depend on, as plain values. plan: a dataclass of what is run."""
     from tokenprune.bench.backend import backend_of
 
     backend = backend_of(subject)
@@ -163,6 +170,7 @@ def config_of(subject: Subject | Backend, plan: Plan, metric: str, about: dict[s
     versions = {name: environment[name] for name in known if name in environment}
     told = ("engine", "engine_args", "model", "model_type", "device", "dtype", "attention")
     return {
+        "schema": SCHEMA,
         **{name: environment[name] for name in told if name in environment},
         "fingerprint": backend.fingerprint(),
         "data": "shipped",
@@ -175,11 +183,14 @@ def config_of(subject: Subject | Backend, plan: Plan, metric: str, about: dict[s
     }
 
 
-def _lines(place: Pass, first: int, answers: list[str], cost: dict[str, Any]) -> list[dict[str, Any]]:
-    method, keep, seed = place
-    lines = [
-        {"method": method, "keep": keep, "seed": seed, "question": first + index, "prediction": answer}
-        for index, answer in enumerate(answers)
-    ]
+def _key(place: dict[str, Any]) -> str:
+    return json.dumps(place, sort_keys=True)
+
+
+def _lines(
+    place: dict[str, Any], numbers: Sequence[int], answers: list[str], cost: dict[str, Any]
+) -> list[dict[str, Any]]:
+    pairs = zip(numbers, answers, strict=True)
+    lines = [{**place, "question": number, "prediction": answer} for number, answer in pairs]
     lines[-1]["cost"] = cost
     return lines

@@ -8,30 +8,30 @@ A run yields a header, one record for the unpatched model, and one for each (met
 from __future__ import annotations
 
 import datetime
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import tokenprune
 from tokenprune.base import ImageChooser
+from tokenprune.bench.asking import Asking
 from tokenprune.bench.backend import Backend, backend_of, patched
-from tokenprune.bench.cost import Cost
+from tokenprune.bench.cost import record as record_of
 from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.metrics import metric_named
-from tokenprune.bench.model import Subject
-from tokenprune.bench.plan import BASELINES, DEFAULT_KEEPS, DEFAULT_PICTURES, Plan, batched, seeds_of
+from tokenprune.bench.model import Model
+from tokenprune.bench.plan import BASELINES, DEFAULT_KEEPS, DEFAULT_PICTURES, Pass, Plan, passes_of
 from tokenprune.bench.results import SCHEMA, UNPATCHED
 from tokenprune.bench.scenes import KINDS
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
 from tokenprune.registry import method_class
+from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
-    from tokenprune.bench.run_folder import Batch, Pass, RunFolder
+    from tokenprune.bench.run_folder import Batch, RunFolder
 
-__all__ = ["BASELINES", "DEFAULT_KEEPS", "DEFAULT_PICTURES", "Bench", "Plan", "Step", "patched", "seeds_of"]
+__all__ = ["BASELINES", "DEFAULT_KEEPS", "DEFAULT_PICTURES", "Bench", "Plan", "Step", "patched"]
 Step = Callable[[str, int, int], None]
 
 
@@ -46,7 +46,7 @@ class Bench:
 
     def __init__(
         self,
-        subject: Subject | Backend,
+        subject: Model | Backend,
         plan: Plan,
         step: Step | None = None,
         *,
@@ -61,17 +61,21 @@ class Bench:
         self.about, self.folder, self.group = about or {}, folder, group
         self.examples = load_heldout(limit=plan.pictures or None) if questions is None else list(questions)
         self.kinds = list(KINDS) if questions is None else sorted({example.kind for example in self.examples})
-        self.batches = batched(self.examples, plan.batch_size)
-        if group.size > len(self.batches):
+        self._asking = Asking(self.backend, self.examples, plan.batch_size, folder, group)
+        batches = len(self.batches(None))
+        if group.size > batches:
             raise OptionError(
-                f"{group.size} processes, but only {len(self.batches)} batches of up to {plan.batch_size} questions: "
+                f"{group.size} processes, but only {batches} batches of up to {plan.batch_size} questions: "
                 "take a smaller --batch-size"
             )
         self.backend.begin(self.examples)
         self._step, self._done = step or (lambda label, done, total: None), 0
-        self.total = len(self.batches) + sum(
-            len(seeds_of(name, plan.seeds)) * len(self._batches(name)) for name in plan.methods
-        ) * len(plan.keeps)
+        self.total = batches + sum(
+            len(self.batches(one.setting))
+            for name in plan.methods
+            for keep in plan.keeps
+            for one in passes_of(name, keep, plan.seeds)
+        )
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Run everything; the order is header, unpatched, then the methods with the baselines first.
@@ -84,23 +88,23 @@ class Bench:
             header = self._written(self.header())
         yield header
         passes: dict[Pass, dict[int, Batch]] = {}
-        whole: Cost | None = None
+        whole: Stats | None = None
         for name, keep in ((UNPATCHED, 1.0), *((name, keep) for name in self.plan.methods for keep in self.plan.keeps)):
             record, mine = found.get((name, keep)), {}
             if record is None:
                 record, mine = self._measured(name, keep, whole)
                 self._written(record)
             elif record["record"] == "result":
-                mine = {place: self.folder.batches(place) for place in self._places(name, keep)}
+                mine = {one: self.folder.batches(one._asdict()) for one in passes_of(name, keep, self.plan.seeds)}
                 self._done += sum(map(len, mine.values()))
             if name == UNPATCHED:
                 (batches,) = mine.values()
-                whole = Cost.total(cost for _, (_, cost) in sorted(batches.items()))
+                whole = _cost(batches)
             if record["record"] == "result":
                 passes |= mine
             yield record
         if self.folder is not None:
-            self.folder.finish(passes, {place: self._scores(batches) for place, batches in passes.items()})
+            self.folder.finish([(one._asdict(), mine, self._scores(mine)) for one, mine in passes.items()])
 
     def header(self) -> dict[str, Any]:
         index = {kind: f"{number}" for number, kind in enumerate(self.kinds)}
@@ -125,23 +129,24 @@ class Bench:
             self.folder.add_result(record)
         return record
 
-    def _places(self, name: str, keep: float | int) -> list[Pass]:
-        return [(name, keep, one.get("seed")) for one in seeds_of(name, self.plan.seeds)]
+    def batches(self, setting: dict[str, Any] | None) -> list[list[int]]:
+        """Return the numbers of the questions, cut into the batches in which they are asked under a setting."""
+        return self._asking.batches(setting, range(len(self.examples)))
 
     def _measured(
-        self, name: str, keep: float | int, whole: Cost | None
+        self, name: str, keep: float | int, whole: Stats | None
     ) -> tuple[dict[str, Any], dict[Pass, dict[int, Batch]]]:
         """Return the record of a method at a keep, and the answers of its passes."""
         if name == UNPATCHED:
-            passes = {place: self._pass(place) for place in self._places(name, keep)}
+            passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
             return self._result(name, keep, passes, None), passes
         try:
             if issubclass(method_class(name), ImageChooser):
                 raise OptionError(f"{name} chooses between the pictures of a prompt; these questions have one each")
-            passes = {place: self._pass(place) for place in self._places(name, keep)}
+            passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
             record = self._result(name, keep, passes, whole)
             if self.plan.repeats and self.group.leads:
-                first = self._places(name, keep)[0]
+                first = next(iter(passes)).setting
                 record["timing"] = self.backend.timing(first, self.examples[0], self.plan.repeats)
         except (DataError, RunError):
             raise  # this ends the run: no method is to blame
@@ -150,11 +155,10 @@ class Bench:
         return record, passes
 
     def _result(
-        self, name: str, keep: float | int, passes: dict[Pass, dict[int, Batch]], whole: Cost | None
+        self, name: str, keep: float | int, passes: dict[Pass, dict[int, Batch]], whole: Stats | None
     ) -> dict[str, Any]:
         scores = [self._scores(batches) for batches in passes.values()]
-        costs = next(iter(passes.values()))
-        cost = Cost.total(cost for _, (_, cost) in sorted(costs.items()))
+        cost = _cost(next(iter(passes.values())))
         kinds = [example.kind for example in self.examples]
         bar = self.metric.right
         right = ["".join(str(int(bar is not None and score >= bar)) for score in one) for one in scores]
@@ -167,12 +171,12 @@ class Bench:
             "method": name,
             "keep": keep,
             "site": None if name == UNPATCHED else tokenprune.method_info(name).site.name,
-            "seeds": [seed for _, _, seed in passes if seed is not None] or None,
+            "seeds": [one.seed for one in passes if one.seed is not None] or None,
             "n": {kind: kinds.count(kind) * len(right) for kind in self.kinds},
             "correct": correct,
             "right": right,
             "questions": len(self.examples),
-            "stats": cost.record(whole or cost),
+            "stats": record_of(cost, whole or cost),
             "environment": self.backend.environment(),
         }
         if self.metric.graded:
@@ -183,36 +187,20 @@ class Bench:
         predictions = [answer for _, (answers, _) in sorted(batches.items()) for answer in answers]
         return self.metric.score(predictions, [example.answers for example in self.examples])
 
-    def _pass(self, place: Pass) -> dict[int, Batch]:
-        """Answer every question once, this process its part, and return all batches by their first question."""
-        name, keep, _ = place
-        label = name if name == UNPATCHED else f"{name} {keep:g}"
-        done = dict(self.folder.batches(place)) if self.folder is not None else {}
-        batches, start = self._batches(name), self._done
-        firsts = [0, *itertools.accumulate(map(len, batches))]
-        todo = [number for number in range(len(batches)) if firsts[number] not in done]
-        mine: dict[int, Batch] = {}
-        failure, asking = None, -1
-        self._done += len(batches) - len(todo)
-        try:
-            with self.backend.answering(place) if todo else nullcontext() as answer:
-                for asking in todo[self.group.rank :: self.group.size]:
-                    answers, cost = mine[firsts[asking]] = answer(asking, batches[asking])
-                    if self.folder is not None:
-                        self.folder.add_batch(place, firsts[asking], answers, cost)
-                    self._done += 1
-                    self._step(label, self._done, self.total)
-        except (DataError, RunError):
-            raise
-        except TokenPruneError as error:
-            failure = (asking, str(error))
-        self._done = start + len(batches)
-        everything = self.group.gather((mine, failure))
-        if failures := [failure for _, failure in everything if failure is not None]:
-            raise TokenPruneError(min(failures)[1])  # what one process alone would have met first
-        for answered, _ in everything:
-            done |= answered
-        return done
+    def _pass(self, one: Pass) -> dict[int, Batch]:
+        """Answer every question once, and return all batches by their first question."""
+        start, batches = self._done, len(self.batches(one.setting))
+        label = one.method if one.setting is None else f"{one.method} {one.keep:g}"
 
-    def _batches(self, name: str) -> list[list[Any]]:
-        return [[example] for example in self.examples] if self.backend.alone(name) else self.batches
+        def on_batch(size: int) -> None:
+            self._done += 1
+            self._step(label, self._done, self.total)
+
+        try:
+            return self._asking.ask(one._asdict(), one.setting, range(len(self.examples)), on_batch)
+        finally:
+            self._done = start + batches
+
+
+def _cost(batches: dict[int, Batch]) -> Stats:
+    return sum((Stats(**cost) for _, (_, cost) in sorted(batches.items())), Stats())

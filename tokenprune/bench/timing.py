@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 from transformers.generation.streamers import BaseStreamer
 
-from tokenprune.bench.model import Subject
+from tokenprune.bench.model import Model
 
 NEW_TOKENS = 9  # the first one, and eight of which the median is taken
 
@@ -34,7 +35,7 @@ class _Clock(BaseStreamer):
         pass
 
 
-def run_once(subject: Subject, inputs: dict[str, Any], new_tokens: int = NEW_TOKENS) -> tuple[float, float]:
+def run_once(subject: Model, inputs: dict[str, Any], new_tokens: int = NEW_TOKENS) -> tuple[float, float]:
     """Return the time to the first token and the median time of a further one, both in milliseconds."""
     clock = _Clock()
     begin = time.perf_counter()
@@ -47,19 +48,12 @@ def run_once(subject: Subject, inputs: dict[str, Any], new_tokens: int = NEW_TOK
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Return p20, p50 and p80, interpolated between the values."""
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return {name: round(at(share), 4) for name, share in (("p20", 0.2), ("p50", 0.5), ("p80", 0.8))}
+    found = np.quantile(values, (0.2, 0.5, 0.8)).round(4).tolist()
+    return dict(zip(("p20", "p50", "p80"), found, strict=True))
 
 
 def compare(
-    subject: Subject,
+    subject: Model,
     patched: Callable[[], AbstractContextManager[Any]],
     ask: Callable[[], dict[str, Any]],
     repeats: int,

@@ -4,25 +4,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
 
 import tokenprune
 from tokenprune.accounting import DecoderShape
-from tokenprune.bench.backend import Answer
-from tokenprune.bench.cost import Cost
-from tokenprune.bench.results import UNPATCHED
+from tokenprune.bench.backend import Answer, Setting
 from tokenprune.bench.timing import NEW_TOKENS, in_turns
 from tokenprune.errors import DataError, RunError
+from tokenprune.registry import method_info
+from tokenprune.setting import parse
+from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
-    from tokenprune.bench.run_folder import Batch, Pass
+    from tokenprune.bench.run_folder import Batch
 
 OFF = {"off": True}
 
@@ -98,21 +98,21 @@ class VllmBackend:
             self.engine.check(self._chat(questions[0]))
             self._checked = True
 
-    def alone(self, method: str) -> bool:
+    def alone(self, setting: Setting) -> bool:
         return False  # vLLM processes picture by picture, whatever comes together
 
     @contextmanager
-    def answering(self, place: Pass) -> Iterator[Answer]:
-        setting = setting_of(place)
-        yield lambda number, batch: self._answer(setting, number, batch)
+    def answering(self, setting: Setting) -> Iterator[Answer]:
+        asked = request_of(setting)
+        yield lambda number, batch: self._answer(asked, number, batch)
 
-    def timing(self, place: Pass, question: Any, repeats: int) -> dict[str, Any]:
-        chat, ours = self._chat(question), setting_of(place)
+    def timing(self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+        chat, ours = self._chat(question), request_of(setting)
 
-        def runner(setting: dict[str, Any]) -> Callable[[], tuple[float, float]]:
-            return lambda: self.engine.clock(_unseen(chat), setting, NEW_TOKENS)
+        def runner(asked: dict[str, Any]) -> Callable[[], tuple[float, float]]:
+            return lambda: self.engine.clock(_unseen(chat), asked, new_tokens)
 
-        timing = in_turns(runner(OFF), runner(ours), repeats)
+        timing = in_turns(runner(OFF), runner(ours), repeats, new_tokens=new_tokens)
         # Of another machine the load is not known.
         return timing if self.engine.environment()["cores"] else timing | {"load": None}
 
@@ -144,28 +144,32 @@ class VllmBackend:
                 "vLLM counted other visual tokens than those of this benchmark's questions: measure on a server that "
                 "nobody else uses meanwhile. What is finished is kept"
             )
-        return [reply.text.strip() for reply in replies], asdict(self._cost(replies, entered, left))
+        return [reply.text.strip() for reply in replies], self._cost(replies, entered, left).sums()
 
-    def _cost(self, replies: list[Reply], entered: int, left: int) -> Cost:
-        cost = Cost(entered, left, [left], overhead_ms=None)
+    def _cost(self, replies: list[Reply], entered: int, left: int) -> Stats:
+        cost = Stats(entered, left, [left], overhead_ms=None)
         if shape := self._shape:
             lengths = [reply.prompt_tokens for reply in replies]
             cost.visual_tokens_per_layer = [left] * shape.layers
-            cost.flops = sum(shape.prefill_flops([length] * shape.layers) for length in lengths)
+            cost.prefill_flops = sum(shape.prefill_flops([length] * shape.layers) for length in lengths)
             cost.kv_bytes = shape.kv_bytes([sum(lengths)] * shape.layers, self.engine.number_bytes)
             cost.kv_bytes_full = cost.kv_bytes  # until it is set against the unpatched model
         return cost
 
 
-def setting_of(place: Pass) -> dict[str, Any]:
-    """Return a pass as a request carries it: all options are named, so that those of the server's own setting do not
+def request_of(setting: Setting) -> dict[str, Any]:
+    """Return a setting as a request carries it: all options are named, so that those of the server's own setting do not
     apply."""
-    name, keep, seed = place
-    if name == UNPATCHED:
+    if setting is None:
         return dict(OFF)
-    method = tokenprune.method(name, **({} if seed is None else {"seed": seed}))
-    options = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-    return {"method": name, "keep": keep} | {key: value for key, value in options.items() if value is not None}
+    layer = parse(setting, "setting").on(None)
+    methods = [
+        {"method": entry.name}
+        | {key: value for key, value in (method_info(entry.name).options | entry.options).items() if value is not None}
+        for entry in layer.entries
+    ]
+    budget = {name: value for name in ("keep", "per") if (value := getattr(layer, name)) is not None}
+    return (methods[0] if len(methods) == 1 else {"method": methods}) | budget
 
 
 def adds_special(prompt: Callable[[bool], list[int]]) -> bool:

@@ -119,7 +119,7 @@ class OfflineEngine:
         import transformers
         from vllm.platforms import current_platform
 
-        from tokenprune.integrations.vllm.plugin import vllm_version
+        from tokenprune.integrations.vllm.compat import vllm_version
 
         return {
             "model": self.name,

@@ -8,15 +8,12 @@ import io
 import json
 import os
 import platform
-import re
 import secrets
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.client import HTTPException
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -24,7 +21,7 @@ from tokenprune.bench.vllm_backend import OFF, Chat, Reply, adds_special
 from tokenprune.errors import OptionError, RunError, TokenPruneError
 from tokenprune.integrations.vllm.servable import KEY
 
-_COUNTER = re.compile(r'^tokenprune:visual_tokens_total\{.*stage="(in|out)".*\} (\S+)$', re.MULTILINE)
+_COUNTER = "tokenprune:visual_tokens_total"
 _START = f"""start it with --trust-request-mm-kwargs --mm-processor-kwargs '{{"{KEY}": {json.dumps(OFF)}}}'"""
 _PATIENCE = 600  # seconds for one answer
 
@@ -41,11 +38,14 @@ class ServerEngine:
             raise OptionError(f"--server {address!r} is no address: give one such as http://localhost:8000/v1")
         try:
             import openai
+            import prometheus_client  # noqa: F401 - said before the work, not in its midst
         except ImportError as error:
-            raise TokenPruneError("--server needs the openai package (pip install 'tokenprune-vlm[server]')") from error
+            raise TokenPruneError(
+                "--server needs the packages openai and prometheus_client (pip install 'tokenprune-vlm[server]')"
+            ) from error
         self.address = address.rstrip("/").removesuffix("/v1")
-        self._key = os.environ.get("OPENAI_API_KEY") or "none"
-        self._client = openai.OpenAI(base_url=f"{self.address}/v1", api_key=self._key, timeout=_PATIENCE)
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        self._client = openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, timeout=_PATIENCE)
         with self._explained():
             cards = self._client.models.list().data
         served = {card.id: card for card in cards}
@@ -79,9 +79,13 @@ class ServerEngine:
         return 1000 * (times[0] - begin), 1000 * (times[-1] - times[0]) / (tokens - 1)
 
     def counted(self) -> tuple[int, int]:
+        from prometheus_client.parser import text_string_to_metric_families
+
         sums = {"in": 0.0, "out": 0.0}
-        for stage, value in _COUNTER.findall(self._get("/metrics")):
-            sums[stage] += float(value)
+        for family in text_string_to_metric_families(self._get("/metrics")):
+            for sample in family.samples:
+                if sample.name == _COUNTER:
+                    sums[sample.labels["stage"]] += sample.value
         return int(sums["in"]), int(sums["out"])
 
     def check(self, chat: Chat) -> None:
@@ -133,19 +137,18 @@ class ServerEngine:
 
     def _get(self, path: str, body: Any = None) -> str:
         """Return what the server has at a path outside OpenAI's protocol."""
-        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.address + path, data, headers)
+        import openai
+
+        call = self._client.get if body is None else partial(self._client.post, body=body)
         try:
-            with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
-                return answer.read().decode()
-        except urllib.error.HTTPError as error:
+            return call(self.address + path, cast_to=str)
+        except openai.APIStatusError as error:
             raise RunError(
-                f"{self.address}{path} answers with HTTP {error.code}: give --server the address of vLLM itself, which "
-                "offers it"
+                f"{self.address}{path} answers with HTTP {error.status_code}: give --server the address of vLLM "
+                "itself, which offers it"
             ) from error
-        except (OSError, HTTPException) as error:
-            raise RunError(f"{self.address}{path} does not answer: {error}") from error
+        except openai.OpenAIError as error:
+            raise RunError(f"{self.address}{path} does not answer: {error.__cause__ or error}") from error
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -9,12 +9,13 @@ import typer
 from typer.core import TyperGroup
 
 from tokenprune import __version__
+from tokenprune.cli.bench import bench
+from tokenprune.cli.calibrate import calibrate, fit_dyrate
 from tokenprune.cli.common import get_console
-from tokenprune.cli.fitting import calibrate, fit_dyrate
-from tokenprune.cli.looking import demo, families, methods, show
-from tokenprune.cli.measuring import bench
-from tokenprune.cli.reporting import report
-from tokenprune.cli.tuning import tune
+from tokenprune.cli.methods import families, methods
+from tokenprune.cli.report import report
+from tokenprune.cli.show import demo, show
+from tokenprune.cli.tune import tune
 from tokenprune.errors import TokenPruneError
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tokenprune.bench.data import Data
-    from tokenprune.bench.model import Subject
+    from tokenprune.bench.model import Model
 
 _PIPED_WIDTH = 160
 
@@ -40,6 +40,16 @@ SuffixOption = Annotated[
         "--suffix", help="Added to every question; default: a request for a short answer, unless the model is ours."
     ),
 ]
+BackendOption = Annotated[
+    str, typer.Option("--backend", help="hf: transformers, in this process; vllm: vLLM with our plugin.")
+]
+ServerOption = Annotated[
+    str | None,
+    typer.Option("--server", help="With --backend vllm: a server, http://host:8000/v1; default: vLLM in this process."),
+]
+EngineArgsOption = Annotated[
+    str | None, typer.Option("--engine-args", help="With --backend vllm: arguments of vllm.LLM, as a JSON object.")
+]
 MaxNewTokensOption = Annotated[
     int | None,
     typer.Option("--max-new-tokens", min=1, help="Length of an answer; default: 16, and 4 for our model."),
@@ -55,9 +65,9 @@ def get_console(error: bool = False) -> Console:
     return console
 
 
-def load_subject(
+def load_model(
     model: str | None, device: str | None, threads: int | None, dtype: str = "auto", suffix: str | None = None
-) -> Subject:
+) -> Model:
     import torch
     from transformers.utils import logging
 
@@ -77,11 +87,10 @@ def print_skipped(data: Data) -> None:
 
 
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
-    try:
-        keeps = tuple(int(part) if part.strip().isdigit() else float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        keeps = ()
-    if not keeps or (one and len(keeps) > 1):
+    from tokenprune.setting import number
+
+    keeps = tuple(number(part) for part in text.split(",") if part.strip())
+    if not keeps or any(isinstance(keep, str) for keep in keeps) or (one and len(keeps) > 1):
         wanted = "one number" if one else "numbers with commas between them"
         hint = "a share such as 0.25, or a whole number of tokens per image"
         raise TokenPruneError(f"--keep {text!r} is not {wanted}: use {hint}")

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokenprune.bench.group import own_device
-from tokenprune.cli.common import load_subject
+from tokenprune.cli.common import load_model
 from tokenprune.errors import OptionError
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from tokenprune.bench.backend import Backend
-    from tokenprune.bench.model import Subject
+    from tokenprune.bench.model import Model
 
 BACKENDS = ("hf", "vllm")
 
@@ -56,10 +56,10 @@ class Engines:
             if value is not None:
                 raise OptionError(f"--{name} is no option of {how}")
 
-    def open(self, stack: ExitStack, pictures: int) -> Subject | Backend:
+    def open(self, stack: ExitStack, pictures: int) -> Model | Backend:
         """Return what answers; `stack` ends it. pictures: the most that a question has."""
         if self.backend == "hf":
-            return load_subject(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
+            return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
         from tokenprune.bench.model import SHORT
         from tokenprune.bench.vllm_backend import VllmBackend
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 # A block's side, where the picture comes whole: two patches of 14.
@@ -60,9 +61,8 @@ def _of_pictures(values: Tensor, owner: Tensor, pictures: int, how: str) -> Tens
 def blocks_of(planes: Tensor, side: int = SIDE) -> Tensor:
     """Cut `[N, C, H, W]` pictures into grey blocks `[N, blocks, side, side]`; what is left at the edges is left out."""
     grey = planes.mean(1)
-    number, high, wide = len(grey), grey.shape[1] // side, grey.shape[2] // side
-    grey = grey[:, : high * side, : wide * side].reshape(number, high, side, wide, side)
-    return grey.transpose(2, 3).reshape(number, high * wide, side, side)
+    high, wide = (size // side * side for size in grey.shape[1:])
+    return rearrange(grey[:, :high, :wide], "n (h a) (w b) -> n (h w) a b", a=side, b=side)
 
 
 class Late:

@@ -84,13 +84,15 @@ class TimmPatch(Merger):
         state = self.end()
         counts, protected = [*state.counts, state.left], self.shape.protected
         patches = [sum(n - protected for n in rows) for rows in counts]
-        full = [counts[0]] * len(counts)
+        flops, full = self._flops(counts), self._flops([counts[0]] * len(counts))
         self.stats = Stats(
             visual_tokens_in=patches[0],
             visual_tokens_out=patches[-1],
             visual_tokens_per_layer=patches[:-1],
             keep_ratio=patches[-1] / patches[0],
-            prefill_flops_ratio=self._flops(counts) / self._flops(full),
+            prefill_flops=flops,
+            prefill_flops_full=full,
+            prefill_flops_ratio=flops / full,
             encoder_tokens_per_layer=[sum(rows) for rows in counts[:-1]],
         )
         return state.restore(output)

@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 from torch import Tensor
 
 from tokenprune.base import Pruner, Site
+from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 
@@ -27,12 +30,11 @@ class FastV(Pruner):
     from queries and keys.
     """
 
-    layer: int = 2
-    query: str = "last"
+    layer: Annotated[int, Ge(1)] = 2
+    query: Literal["last", "all"] = "last"
 
     def __post_init__(self) -> None:
-        self._check_int("layer", 1)
-        self._check(self.query in ("last", "all"), f"query={self.query!r} must be 'last' or 'all'")
+        check_options(self)
 
     @property
     def query_aware(self) -> bool:

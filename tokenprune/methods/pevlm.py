@@ -30,7 +30,6 @@ class PEVLM(AttentionPattern):
     first one starts (as APE and Star Attention do).
     dense_layers: decoder layers, counted from 0, that keep full attention.
     only_single_video: prompts with more than one video or picture keep full attention.
-    implementation: "blocks" (time and memory linear in the frames) or "mask" (one dense mask, for comparison).
 
     Source: Kang et al., "PEVLM: Parallel Encoding for Vision-Language Models". Its body could not be read: the rule is
     from the abstracts of v1-v3 [A], the four ICLR reviews [R], machine-written review summaries of v1 [M] and the
@@ -49,7 +48,6 @@ class PEVLM(AttentionPattern):
     position_mode: str = "sequential"
     dense_layers: Sequence[int] = ()
     only_single_video: bool = False
-    implementation: str = "blocks"
 
     def __post_init__(self) -> None:
         self._check_int("sink_frames", 1)
@@ -110,5 +108,4 @@ class PEVLM(AttentionPattern):
 _CHOICES = {
     "sink_mode": ("text+frames", "text"),
     "position_mode": ("sequential", "reuse"),
-    "implementation": ("blocks", "mask"),
 }

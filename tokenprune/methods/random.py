@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.base import Pruner, Site
+from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import sent
@@ -24,7 +25,7 @@ class Random(Pruner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_int("seed")
+        check_options(self)
 
     def score(self, tokens: VisualTokens) -> Tensor:
         scores = torch.zeros(tokens.mask.shape)

@@ -2,9 +2,9 @@
 """Find the cheapest setting that keeps accuracy on your own questions, with a stated confidence (docs/tune.md)."""
 
 from tokenprune.tuning.candidates import Candidate, grid
-from tokenprune.tuning.panel import Panel
+from tokenprune.tuning.panel import Panel, Search
 from tokenprune.tuning.promise import Promise
 from tokenprune.tuning.trial import Trial, Tuning
 from tokenprune.tuning.tuner import Tuner
 
-__all__ = ["Candidate", "Panel", "Promise", "Trial", "Tuner", "Tuning", "grid"]
+__all__ = ["Candidate", "Panel", "Promise", "Search", "Trial", "Tuner", "Tuning", "grid"]

@@ -26,7 +26,7 @@ def check_objective(name: str) -> str:
 def shares(cost: dict[str, Any], timing: dict[str, Any] | None) -> dict[str, float]:
     """Return what a setting spends for each objective, as a share of the unpatched model's; "ttft" only where timed.
 
-    cost: `Cost.record`. timing: of `bench.timing.compare`.
+    cost: `bench.cost.record`. timing: of `bench.timing.compare`.
     """
     known = {
         "tokens": cost["visual_tokens_average"] / max(1, cost["visual_tokens_in"]),

@@ -9,7 +9,6 @@ from typing import Any
 
 from tokenprune.bench.tables import Cell, Table
 from tokenprune.config import Config
-from tokenprune.fingerprint import fingerprint
 from tokenprune.tuning.betting import LIKELY
 from tokenprune.tuning.objective import MAX_SPREAD, OBJECTIVES, spread
 from tokenprune.tuning.panel import Panel
@@ -20,7 +19,10 @@ from tokenprune.tuning.trial import COLLAPSE, Trial, Tuning
 def tuned_config(tuning: Tuning, panel: Panel, data: dict[str, Any]) -> Config:
     """Return the choice with what is promised of it; there must be one. data: name and digest of the questions."""
     choice, promise = tuning.choice, tuning.promise
-    env = panel.subject.environment()
+    env = panel.environment
+    model = {"name": env["model"], "type": env["model_type"]}
+    if "engine" not in env:  # what vLLM loaded cannot be compared with a model of transformers
+        model["fingerprint"] = panel.backend.fingerprint()
     return Config(
         choice.candidate.setting,
         {
@@ -34,7 +36,7 @@ def tuned_config(tuning: Tuning, panel: Panel, data: dict[str, Any]) -> Config:
             "ranked_by": tuning.ranked_by,
             "metric": panel.metric.name,
             "data": data,
-            "model": {"name": env["model"], "type": env["model_type"], "fingerprint": fingerprint(panel.subject.model)},
+            "model": model,
             "questions": {"search": tuning.search, "held_out": tuning.held_out},
             "measured": {
                 **tuning.scores,

@@ -20,8 +20,8 @@ import numpy as np
 from tokenprune.errors import DataError, RunError, TokenPruneError
 from tokenprune.tuning.betting import is_below, questions_likely, upper_bound
 from tokenprune.tuning.candidates import Candidate
+from tokenprune.tuning.estimate import CHANCE, Estimate, promote, sequence
 from tokenprune.tuning.objective import MAX_SPREAD, check_objective, spread
-from tokenprune.tuning.outlook import CHANCE, Outlook, halve, sequence
 from tokenprune.tuning.panel import Panel
 from tokenprune.tuning.parts import check_enough, split
 from tokenprune.tuning.promise import Promise, points
@@ -129,7 +129,7 @@ class Tuner:
                 return []
             chunk, asked = self.search[asked:size], size
             self._asked(None, chunk)
-            alive = [trial for trial in alive if self._heard(trial, chunk, self.search[:size])]
+            alive = [trial for trial in alive if self._results(trial, chunk, self.search[:size])]
             alive = [trial for trial in alive if not self._hopeless(trial)]
             if size == self.sizes[-1]:
                 break
@@ -139,7 +139,7 @@ class Tuner:
 
     def _best(self, alive: list[Trial], places: int, reason: str) -> list[Trial]:
         alive = self._steadiest(alive)
-        kept = halve([self._outlook(trial) for trial in alive], places)
+        kept = promote([self._estimate_of(trial) for trial in alive], places)
         for index, trial in enumerate(alive):
             if index not in kept:
                 trial.state = reason
@@ -158,13 +158,13 @@ class Tuner:
     def _asked(self, candidate: Candidate | None, chunk: Sequence[int]) -> None:
         label = "unpatched" if candidate is None else str(candidate)
 
-        def told(answers: int) -> None:
+        def on_batch(answers: int) -> None:
             self._done = min(self.total, self._done + answers)
             self._step(label, self._done, self.total)
 
-        self.panel.ask(candidate, chunk, told)
+        self.panel.ask(candidate, chunk, on_batch)
 
-    def _heard(self, trial: Trial, chunk: Sequence[int], so_far: Sequence[int]) -> bool:
+    def _results(self, trial: Trial, chunk: Sequence[int], so_far: Sequence[int]) -> bool:
         try:
             self._asked(trial.candidate, chunk)
         except (DataError, RunError):
@@ -187,9 +187,9 @@ class Tuner:
             return True
         return False
 
-    def _outlook(self, trial: Trial) -> Outlook:
+    def _estimate_of(self, trial: Trial) -> Estimate:
         drops = self._drops(trial, self.search[: trial.search])
-        return Outlook.of(drops, trial.saving(self._by), self.promise, len(self.held_out))
+        return Estimate.of(drops, trial.saving(self._by), self.promise, len(self.held_out))
 
     def _timed(self, trials: list[Trial]) -> list[Trial]:
         """Time settings that may be tested; where times are too unsteady to rank them, FLOPs do, which is noted."""
@@ -210,15 +210,15 @@ class Tuner:
     def _finalists(self, alive: list[Trial]) -> list[Trial]:
         """Return those to be tested, the safest first."""
         alive = self._steadiest(alive)
-        outlooks = [self._outlook(trial) for trial in alive]
-        chosen = sequence(outlooks, FINALISTS)
-        for index, (trial, outlook) in enumerate(zip(alive, outlooks, strict=True)):
+        estimates = [self._estimate_of(trial) for trial in alive]
+        chosen = sequence(estimates, FINALISTS)
+        for index, (trial, estimate) in enumerate(zip(alive, estimates, strict=True)):
             if index in chosen:
                 continue
             trial.state = "others promise more"
-            if outlook.saving <= 0:
-                trial.state = f"saves nothing: {1 - outlook.saving:.2f}x {self._by}"
-            elif outlook.chance < CHANCE:
+            if estimate.saving <= 0:
+                trial.state = f"saves nothing: {1 - estimate.saving:.2f}x {self._by}"
+            elif estimate.chance < CHANCE:
                 trial.state = "loses too much in the search"
         return [alive[index] for index in chosen]
 

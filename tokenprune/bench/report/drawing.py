@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 import tokenprune
-from tokenprune.bench import draw, strip
+from tokenprune.bench import contact_sheet, draw
 from tokenprune.bench.lines import read_lines, write_whole
 from tokenprune.bench.report.samples import FILE, FOLDER, SCHEMA
 from tokenprune.bench.results import UNPATCHED, scores_of
@@ -22,7 +22,7 @@ from tokenprune.errors import OptionError, RunError, TokenPruneError
 from tokenprune.registry import method_class
 
 if TYPE_CHECKING:
-    from tokenprune.bench.model import Subject
+    from tokenprune.bench.model import Model
 
 COUNT = 4
 SIDE, FRAME_SIDE = 320, 160  # pixels of the longer side of a picture, and of a frame of a video
@@ -67,7 +67,7 @@ class Wanted:
 
 def draw_samples(
     run: Path,
-    subject: Subject,
+    subject: Model,
     questions: Sequence[Any],
     records: Sequence[dict[str, Any]],
     wanted: Wanted,
@@ -169,7 +169,7 @@ def _drawable(
 
 def _draw(
     folder: Path,
-    subject: Subject,
+    subject: Model,
     question: Any,
     entry: dict[str, Any],
     method: str,
@@ -184,8 +184,7 @@ def _draw(
         if method == UNPATCHED:
             image, entry[counted] = _whole(subject, question)
         else:
-            seen = _look(subject, question, method, keep, {} if seed is None else {"seed": seed})
-            image, entry[counted] = seen.image, seen.kept
+            image, entry[counted] = _look(subject, question, method, keep, {} if seed is None else {"seed": seed})
     except TokenPruneError as error:
         entry["note"] = str(error).splitlines()[0]
         return
@@ -196,7 +195,7 @@ def _draw(
     entry["picture"] = name
 
 
-def _whole(subject: Subject, question: Any) -> tuple[Image.Image, int]:
+def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
     """Return the pictures as the unpatched model sees them, and the number of their tokens."""
     if question.is_film:
         frames = question.video
@@ -208,18 +207,19 @@ def _whole(subject: Subject, question: Any) -> tuple[Image.Image, int]:
         if len(frames) == 1 and pixels is not None and pixels.shape[:-3].numel() == 1:
             frames = [draw.seen_picture(subject, inputs, frames[0])]  # a processor may cut off a part
     side = SIDE if len(frames) == 1 else FRAME_SIDE
-    return strip.row([ImageOps.contain(frame, (side, side)) for frame in frames]), subject.visual_tokens(inputs)
+    return contact_sheet.row([ImageOps.contain(frame, (side, side)) for frame in frames]), subject.visual_tokens(inputs)
 
 
-def _look(subject: Subject, question: Any, method: str, keep: float | int, options: dict[str, Any]) -> draw.Look:
+def _look(
+    subject: Model, question: Any, method: str, keep: float | int, options: dict[str, Any]
+) -> tuple[Image.Image, int]:
     draw.check_drawable(method)
-    if not question.is_film and len(question.images) == 1:
-        return draw.look(subject, question.images[0], question.question, method, keep, SIDE, **options)
-    if question.is_film and method_class(method).site is tokenprune.Site.PRE_ENCODER:
-        raise TokenPruneError("it acts on the pixels of the video, before there are tokens")
-    frames = question.video if question.is_film else question.images
     film, text = question.is_film, question.question
-    return strip.look(subject, frames, text, method, keep, film, FRAME_SIDE, **options)
+    if film and method_class(method).site is tokenprune.Site.PRE_ENCODER:
+        raise TokenPruneError("it acts on the pixels of the video, before there are tokens")
+    frames = question.video if film else question.images
+    side = SIDE if len(frames) == 1 and not film else FRAME_SIDE
+    return contact_sheet.look(subject, frames, text, method, keep, film, side, **options)
 
 
 def _answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tuple, dict[str, Any]]:

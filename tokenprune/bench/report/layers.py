@@ -35,20 +35,20 @@ def layer_plots(results: Results, style: Callable[[str], Style]) -> list[Layers]
         for row in rows:
             if row.keep == keep:
                 same.setdefault(_per_layer(row), []).append(row.method)
-        looks = [_shared([style(method) for method in methods]) for methods in same.values()]
-        series = [(style(UNPATCHED), whole), *zip(looks, same, strict=True)]
+        styles = [_shared([style(method) for method in methods]) for methods in same.values()]
+        series = [(style(UNPATCHED), whole), *zip(styles, same, strict=True)]
         title = f"keep {keep:g}" if keep <= 1 and isinstance(keep, float) else f"keep {keep:g} tokens"
         told = tuple(
             (", ".join(methods), _told(values), look)
-            for look, (values, methods) in zip(looks, same.items(), strict=True)
+            for look, (values, methods) in zip(styles, same.items(), strict=True)
         )
         made.append(Layers(curves(title, "visual tokens of a question", series, top), told))
     return made
 
 
-def _shared(looks: list[Style]) -> Style:
+def _shared(styles: list[Style]) -> Style:
     """The look of the first, lit up with any of them."""
-    return replace(looks[0], tags=" ".join(look.tags for look in looks))
+    return replace(styles[0], tags=" ".join(look.tags for look in styles))
 
 
 def _per_layer(row: Row) -> tuple[float, ...]:

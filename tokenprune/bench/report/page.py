@@ -20,9 +20,9 @@ from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.report import fronts
 from tokenprune.bench.report.compare import comparisons, same_questions
 from tokenprune.bench.report.layers import Layers, layer_plots
-from tokenprune.bench.report.looks import Looks
 from tokenprune.bench.report.plots import Plot, Style
 from tokenprune.bench.report.runs import Run
+from tokenprune.bench.report.styles import Styles
 from tokenprune.bench.report.warnings import RunWarning, find_warnings
 from tokenprune.bench.results import UNPATCHED, Results
 from tokenprune.bench.tables import Table, tables
@@ -62,34 +62,34 @@ def make_page(runs: Sequence[Run]) -> str:
 
     Raises TokenPruneError without Jinja2.
     """
-    looks = Looks.of(runs)
+    styles = Styles.of(runs)
     groups = same_questions(runs)
     shared = [group for group in groups if len(group) > 1]
     made = zip(shared, comparisons(runs), strict=True)
     return _filled(
-        parts=[_part(run, looks) for run in runs],
+        parts=[_part(run, styles) for run in runs],
         joints=[
-            Joint(group, looks.joint_legend(group), *fronts.joint_plots(group, looks), table) for group, table in made
+            Joint(group, styles.joint_legend(group), *fronts.joint_plots(group, styles), table) for group, table in made
         ],
         alone=[run for group in groups if len(group) == 1 for run in group] if len(runs) > 1 else [],
-        looks=looks,
+        styles=styles,
         version=tokenprune.__version__,
     )
 
 
-def _part(run: Run, looks: Looks) -> Part:
+def _part(run: Run, styles: Styles) -> Part:
     results = run.results
     config = {name: value for name, value in results.header.items() if name != "kind_of_question"}
-    plots = [plot for plot in (fronts.against_tokens(run, looks), fronts.against_ttft(run, looks)) if plot]
+    plots = [plot for plot in (fronts.against_tokens(run, styles), fronts.against_ttft(run, styles)) if plot]
     return Part(
         run=run,
         facts=_facts(results),
         warnings=find_warnings(results),
         plots=plots,
         notes=_notes(results),
-        legend=looks.legend(run),
+        legend=styles.legend(run),
         tables=tables(results),
-        layers=layer_plots(results, lambda method: looks.methods[method]),
+        layers=layer_plots(results, lambda method: styles.methods[method]),
         config=json.dumps(config, indent=1, ensure_ascii=False),
         graded=METRICS[results.header.get("metric", "exact")].graded,
     )

@@ -17,17 +17,17 @@ _LETTER, _TEXT = 8.6, 17  # width and height that a label may need, at the large
 _HEAD = 21  # below which is room for labels: above stands the title of the y axis
 # Shapes of about one area around (0, 0); each colour meets each shape before a pair comes again.
 _DISC = "M0-4.6A4.6 4.6 0 1 1 0 4.6A4.6 4.6 0 1 1 0-4.6Z"
-_SHAPES = (
-    _DISC,
-    "M-4.2-4.2H4.2V4.2H-4.2Z",
-    "M0-5.8L5.8 0L0 5.8L-5.8 0Z",
-    "M0-5.2L5.2 4.4H-5.2Z",
-    "M0 5.2L5.2-4.4H-5.2Z",
-    "M0-5.4L5.1-1.7L3.2 4.4H-3.2L-5.1-1.7Z",
-    "M-5.2 0L4.4-5.2V5.2Z",
-    "M5.2 0L-4.4-5.2V5.2Z",
+_SHAPES = (  # with matplotlib's name for each
+    ("o", _DISC),
+    ("s", "M-4.2-4.2H4.2V4.2H-4.2Z"),
+    ("D", "M0-5.8L5.8 0L0 5.8L-5.8 0Z"),
+    ("^", "M0-5.2L5.2 4.4H-5.2Z"),
+    ("v", "M0 5.2L5.2-4.4H-5.2Z"),
+    ("p", "M0-5.4L5.1-1.7L3.2 4.4H-3.2L-5.1-1.7Z"),
+    ("<", "M-5.2 0L4.4-5.2V5.2Z"),
+    (">", "M5.2 0L-4.4-5.2V5.2Z"),
 )
-_CROSS, _PLUS = "M-4-4L4 4M-4 4L4-4", "M-5 0H5M0-5V5"
+_CROSS, _PLUS = ("x", "M-4-4L4 4M-4 4L4-4"), ("+", "M-5 0H5M0-5V5")
 _STAR = "M0-7.5L2-2.4L7.1-2.3L3.1.9L4.4 6L0 3.1L-4.4 6L-3.1.9L-7.1-2.3L-2-2.4Z"
 
 
@@ -36,23 +36,28 @@ class Style:
     """How a series looks.
 
     css: the class with its colour. path: of its marker. tags: by which it is highlighted, in plots, legends and tables.
-    dashed: whether its line is.
+    dashed: whether its line is. marker, colour: what matplotlib calls them.
     """
 
     css: str
     path: str
     tags: str = ""
     dashed: bool = False
+    marker: str = "o"
+    colour: str = "C0"
 
 
 def method_style(index: int, tags: str) -> Style:
     """Return the look of the method `index`."""
-    return Style(f"c{index % COLOURS}", _SHAPES[(index + index // COLOURS) % len(_SHAPES)], tags)
+    marker, path = _SHAPES[(index + index // COLOURS) % len(_SHAPES)]
+    number = index % COLOURS
+    return Style(f"c{number}", path, tags, marker=marker, colour=f"C{9 if number == 7 else number}")  # C7 is grey
 
 
 def baseline_style(index: int, tags: str) -> Style:
     """Return the look of the baseline `index`: grey and dashed."""
-    return Style(f"base{index % 2}", (_CROSS, _PLUS)[index % 2], tags, dashed=True)
+    marker, path = (_CROSS, _PLUS)[index % 2]
+    return Style(f"base{index % 2}", path, tags, dashed=True, marker=marker, colour=("0.25", "0.55")[index % 2])
 
 
 def whole_style(tags: str) -> Style:

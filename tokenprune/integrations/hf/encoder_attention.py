@@ -24,11 +24,11 @@ from tokenprune.integrations.attachable import states
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.copies import number_features
 from tokenprune.integrations.hf.encoder_record import open_record, record_of
-from tokenprune.integrations.hf.groups import PackRecorder, take_packed
 from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.patches import Placed, picture_sizes, place
 from tokenprune.integrations.hf.segments import feature_total
+from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.observable import TowerOutput, Where, find_observable, observables_of
 from tokenprune.tokens import Patches, Segments
 from tokenprune.transfer import sent
@@ -176,7 +176,7 @@ class EncodedTokens:
         self.device, self.parts, start = device, [], 0
         self.index = None
         for modality, output in call.outputs.items():
-            encoded, mask = record_of(output).encoded, call.host.visual[modality]
+            encoded, mask = record_of(output).encoded, call.host.masks[modality]
             if encoded is None:
                 raise UnsupportedSetupError(
                     f"these {modality} features were not encoded by the patched model, so what its vision tower shows "

@@ -151,16 +151,6 @@ UNMERGEABLE = {
     }.items()
     for family in families.split()
 }
-PATCH_LAYOUTS = {
-    family: layout
-    for layout, families in {
-        "tiles": "llava internvl gemma3 idefics3 smolvlm",
-        "packed": "llava_next llava_onevision",
-        "runs": "qwen2_vl qwen2_5_vl qwen3_vl",
-        "sized": "mistral3",
-    }.items()
-    for family in families.split()
-} | {("llava", "pixtral"): "sized"}
 
 # Families whose every image (a tile, where each counts as one) is a square of tokens without newlines between; and
 # those that put several such squares into one run of placeholders, where `image_seq_length` tokens are one square. Of

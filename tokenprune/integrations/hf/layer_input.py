@@ -12,8 +12,8 @@ from tokenprune.base import Method
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.attachable import hidden_states
 from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.look_ahead import SeenError
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.hf.look_ahead import Probe, SeenError
+from tokenprune.integrations.hf.observe import Inputs, Observation
 from tokenprune.observable import Where, observables_of
 from tokenprune.tokens import LayerInput
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def keep_entry(call: Call, methods: list[Method], embeds: Tensor) -> None:
     """Keep what enters the decoder, if one of `methods` reads it behind the entry."""
     if any(observables_of(method.needs, Where.ENTRY) for method in methods):
-        call.inputs.entry = embeds
+        _inputs(call).entry = embeds, call.layout
 
 
 def keep_input(
@@ -43,9 +43,14 @@ def keep_input(
         )
     batch = len(hidden)
     turned = rotation and tuple(one.expand(batch, -1, -1) for one in rotation)
-    call.inputs.before = LayerInput(hidden, turned)
+    inputs = _inputs(call)
+    inputs.before = LayerInput(hidden, turned)
     if any(one.where is Where.UNROTATED for one in needed):
-        call.inputs.unrotated = unrotated(call, adapter, layer, args, kwargs)
+        inputs.unrotated = unrotated(call, adapter, layer, args, kwargs)
+
+
+def _inputs(call: Call) -> Inputs:
+    return call.state.get(Inputs) or call.state.put(Inputs())
 
 
 def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -69,7 +74,7 @@ def unrotated(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dic
     if "position_embeddings" in kwargs:
         kwargs["position_embeddings"] = still
     args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
-    call.looking = True
+    call.state.put(Probe(layer))
     try:
         with torch.no_grad():
             adapter.decoder.layers[layer].forward(*args, **kwargs)  # not a call: that would enter our own hooks
@@ -78,7 +83,7 @@ def unrotated(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dic
     else:
         raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")
     finally:
-        call.looking = False
+        call.state.pop(Probe)
     if observation.mask is not None:  # keys of earlier turns are not among these
         observation.mask = observation.mask[..., -observation.key.shape[2] :]
     return observation

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tokenprune.errors import TokenPruneError, UnsupportedModelError
+from tokenprune.integrations.attachable import Attachable
+from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.parallel import Join, heads_of_all_ranks
 from tokenprune.kernels.attention import attention_column_means, attention_rows, visible_keys
 from tokenprune.tokens import LayerInput
@@ -88,14 +90,25 @@ class Observation:
 
 
 @dataclass
+class Seen:
+    """What a call has seen of attention for the next cut.
+
+    before: in the layer before it. behind: in the layer behind it, as it would be if nothing was cut.
+    """
+
+    before: Observation | None = None
+    behind: Observation | None = None
+
+
+@dataclass
 class Inputs:
     """What a call keeps for its cuts.
 
-    entry: `[B, W, D]`, what entered the decoder, in the layout of its arrival. before: what the layer before the next
+    entry: `[B, W, D]`, what entered the decoder, and the layout of its slots. before: what the layer before the next
     cut was called with; unrotated: what its attention would see without rotation.
     """
 
-    entry: Tensor | None = None
+    entry: tuple[Tensor, Layout] | None = None
     before: LayerInput | None = None
     unrotated: Observation | None = None
 
@@ -132,10 +145,11 @@ class _Taps(list["Tap"]):
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
 
 
-class Tap:
+class Tap(Attachable):
     """Stands at one attention module from `attach` to `detach`, in any order with others."""
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__()
         self.module = module
         if not hasattr(self.config, "_attn_implementation"):
             raise UnsupportedModelError(
@@ -149,7 +163,7 @@ class Tap:
         taps = self.module.__dict__.get("_tokenprune_taps")
         return getattr(self.module, "config", None) if taps is None else taps.config
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         for name in _NAMES:
             ALL_ATTENTION_FUNCTIONS.register(name, observed_attention)
         if "_tokenprune_taps" not in self.module.__dict__:
@@ -158,8 +172,9 @@ class Tap:
             observed._attn_implementation_internal = _NAMES["flash" in (self.config._attn_implementation or "")]
             self.module.config = observed
         self.module._tokenprune_taps.append(self)
+        self.on_detach(self._leave)
 
-    def detach(self) -> None:
+    def _leave(self) -> None:
         taps = self.module._tokenprune_taps
         taps.remove(self)
         if not taps:

@@ -26,8 +26,8 @@ from tokenprune.integrations.blocks import Block, check_checkpointing
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.encoder import TowerPatch
 from tokenprune.integrations.hf.encoder_record import record_of
-from tokenprune.integrations.hf.groups import first_of_group
 from tokenprune.integrations.hf.observe import Observer
+from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.join import join
 from tokenprune.transfer import sent

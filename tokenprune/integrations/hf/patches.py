@@ -8,12 +8,54 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.groups import Packed
+from tokenprune.integrations.shared.packed_features import Packed
 from tokenprune.transfer import sent
+
+PATCH_LAYOUTS = {
+    family: layout
+    for layout, families in {
+        "tiles": "llava internvl gemma3 idefics3 smolvlm",
+        "packed": "llava_next llava_onevision",
+        "runs": "qwen2_vl qwen2_5_vl qwen3_vl",
+        "sized": "mistral3",
+    }.items()
+    for family in families.split()
+} | {("llava", "pixtral"): "sized"}
+
+
+class PatchSource:
+    """A model, as far as it is asked how the patches of its vision tower become visual tokens.
+
+    base: the module that joins images and text, or None where only the config is at hand. config: the model's.
+    """
+
+    def __init__(self, base: nn.Module | None, config: Any) -> None:
+        self.base, self.config = base, config
+
+    @property
+    def patch_layout(self) -> str | None:
+        """How patches of the vision tower become visual tokens; None if this is not known.
+
+        "tiles": each row of the tower is a square tile, and a square of one or more patches makes a token.
+        "packed": tiles whose features are reordered, cropped and set apart by newlines (`pack_image_features`).
+        "runs": patches of all pictures on one axis, ordered so that consecutive ones make a token.
+        "sized": patches of all pictures on one axis, each picture's row by row; a square of them makes a token.
+        """
+        tower = getattr(getattr(self.config, "vision_config", None), "model_type", None)
+        return PATCH_LAYOUTS.get((self.config.model_type, tower), PATCH_LAYOUTS.get(self.config.model_type))
+
+    def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+        """Return (frames, height, width) in tokens of each picture, from the arguments of `get_image_features` or
+        `get_video_features`; None where they do not tell."""
+        sizes = arguments.get(f"{modality}_grid_thw")
+        if sizes is None:
+            return None
+        vision = self.config.vision_config
+        merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
+        return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
 
 
 @dataclass(frozen=True)
@@ -31,7 +73,12 @@ class Placed:
 
 
 def place(
-    adapter: Adapter, modality: str, arguments: dict[str, Any], total: int | None, scores: Tensor, packed: Packed | None
+    source: PatchSource,
+    modality: str,
+    arguments: dict[str, Any],
+    total: int | None,
+    scores: Tensor,
+    packed: Packed | None,
 ) -> Placed:
     """Bring scores of patches to the visual tokens that are made of them.
 
@@ -39,20 +86,20 @@ def place(
     features it returned. scores: `[rows of the tower, patches, C]`. packed: what `pack_image_features` did.
     Raises UnsupportedSetupError where the two do not fit together.
     """
-    layout = adapter.patch_layout
+    layout = source.patch_layout
     if layout == "runs":
-        placed = _runs(adapter, adapter.grids(modality, arguments), scores.flatten(0, 1))
+        placed = _runs(source, source.grids(modality, arguments), scores.flatten(0, 1))
     elif modality == "video":
-        placed = _pooled(adapter, arguments, scores)
+        placed = _pooled(source, arguments, scores)
     elif layout == "sized":
-        placed = _sized(adapter, arguments, scores.flatten(0, 1))
+        placed = _sized(source, arguments, scores.flatten(0, 1))
     elif layout == "packed":
-        placed = _packed(adapter, arguments, scores, packed)
+        placed = _packed(source, arguments, scores, packed)
     else:
-        placed = _tiles(adapter, arguments, total, scores)
+        placed = _tiles(source, arguments, total, scores)
     if placed is None:
         raise UnsupportedSetupError(
-            f"the {modality} features of this {adapter.config.model_type!r} do not tell which patches of the vision "
+            f"the {modality} features of this {source.config.model_type!r} do not tell which patches of the vision "
             "tower they were made of; leave them out of the prompt, or use a method that acts behind the tower"
         )
     return placed
@@ -70,9 +117,9 @@ def _no_patch(cells: Tensor) -> Tensor:
     return torch.cat([cells.new_full((1, 1), -1), torch.zeros_like(cells[:1, 1:3]), cells[:1, 3:]], dim=1)
 
 
-def _patch_grid(adapter: Adapter, arguments: dict[str, Any], patches: int) -> tuple[int, int] | None:
+def _patch_grid(source: PatchSource, arguments: dict[str, Any], patches: int) -> tuple[int, int] | None:
     """Return (height, width) of the tower's grid: the pixels tell, where they may be of any size."""
-    pixels, patch = arguments.get("pixel_values"), adapter.config.vision_config.patch_size
+    pixels, patch = arguments.get("pixel_values"), source.config.vision_config.patch_size
     sides = (patch, patch) if isinstance(patch, int) else tuple(patch)
     if isinstance(pixels, Tensor) and pixels.ndim >= 4:
         height, width = (side // of for side, of in zip(pixels.shape[-2:], sides, strict=True))
@@ -82,9 +129,9 @@ def _patch_grid(adapter: Adapter, arguments: dict[str, Any], patches: int) -> tu
     return (side, side) if side * side == patches else None
 
 
-def _tiles(adapter: Adapter, arguments: dict[str, Any], total: int | None, scores: Tensor) -> Placed | None:
+def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, scores: Tensor) -> Placed | None:
     rows, patches, channels = scores.shape
-    grid = _patch_grid(adapter, arguments, patches)
+    grid = _patch_grid(source, arguments, patches)
     if not total or total % rows or grid is None:
         return None
     tokens = total // rows
@@ -101,9 +148,9 @@ def _tiles(adapter: Adapter, arguments: dict[str, Any], total: int | None, score
     return Placed(mean.flatten(0, 1), cells.flatten(0, 1), rows)
 
 
-def _packed(adapter: Adapter, arguments: dict[str, Any], scores: Tensor, packed: Packed | None) -> Placed | None:
+def _packed(source: PatchSource, arguments: dict[str, Any], scores: Tensor, packed: Packed | None) -> Placed | None:
     tiles, patches, channels = scores.shape
-    grid = _patch_grid(adapter, arguments, patches)
+    grid = _patch_grid(source, arguments, patches)
     if packed is None or packed.tokens != patches or grid is None:
         return None
     cells = _grid_cells(tiles, *grid, 1, scores.device)
@@ -114,8 +161,8 @@ def _packed(adapter: Adapter, arguments: dict[str, Any], scores: Tensor, packed:
     return Placed(flat, torch.where(newline, _no_patch(cells), cells[ids]), tiles)
 
 
-def _runs(adapter: Adapter, grids: list[tuple[int, int, int]] | None, scores: Tensor) -> Placed | None:
-    vision = adapter.config.vision_config
+def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, scores: Tensor) -> Placed | None:
+    vision = source.config.vision_config
     size = vision.spatial_merge_size**2
     if grids is None or sum(map(math.prod, grids)) * size != len(scores):
         return None
@@ -138,8 +185,8 @@ def _runs(adapter: Adapter, grids: list[tuple[int, int, int]] | None, scores: Te
     return Placed(tokens, cells, start)
 
 
-def _sized(adapter: Adapter, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
-    patch, side = adapter.config.vision_config.patch_size, getattr(adapter.config, "spatial_merge_size", 1)
+def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
+    patch, side = source.config.vision_config.patch_size, getattr(source.config, "spatial_merge_size", 1)
     grids = [(height // patch, width // patch) for height, width in picture_sizes(arguments)]
     if sum(map(math.prod, grids)) != len(scores):
         return None
@@ -159,9 +206,9 @@ def picture_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
     return [tuple(pixels.shape[-2:])] * len(pixels) if sizes is None else torch.as_tensor(sizes).tolist()
 
 
-def _pooled(adapter: Adapter, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
+def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
     """Videos of LLaVA-OneVision: frames are pooled like pictures, and a newline follows each video."""
-    pool = getattr(adapter.base, "apply_pooling", None)
+    pool = getattr(source.base, "apply_pooling", None)
     videos = arguments.get("pixel_values_videos")
     if pool is None or videos is None or len(scores) % len(videos):
         return None

@@ -11,42 +11,6 @@ from tokenprune.integrations.hf.part import Part
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
 
-_CALLS = 64  # of a processor that are remembered
-
-
-class PixelCounts:
-    """Remembers of a processor's last calls how many visual tokens their pictures make, and would have made.
-
-    Nothing travels from a processor to the model but tensors, so a prompt is recognised by the number of its tokens.
-    """
-
-    def __init__(self) -> None:
-        # Replaced, not changed: processors are used from several threads.
-        self._calls: tuple[tuple[int, int], ...] = ()
-
-    def note(self, made: int, full: int) -> None:
-        """A call made pictures of `made` visual tokens in all, which would have been `full` without the method."""
-        self._calls = (*self._calls[1 - _CALLS :], (made, full))
-
-    def full(self, rows: Sequence[int]) -> int | None:
-        """Return the visual tokens that a batch would have had; None where that is not known.
-
-        rows: the visual tokens of each of its rows. They come from one call, copied for beams and samples or not, or
-        each row from a call of its own.
-        """
-        rows = [count for count in rows if count]
-        for copies in range(1, len(rows) + 1):
-            own = rows[::copies]
-            if rows == [count for count in own for _ in range(copies)] and (found := self._find(sum(own))) is not None:
-                return copies * found
-        found_each = [self._find(count) for count in rows]
-        return None if None in found_each else sum(found_each)
-
-    def _find(self, made: int) -> int | None:
-        """Pictures of several sizes may make as many tokens: then nobody knows."""
-        full = {full for known, full in self._calls if known == made}
-        return full.pop() if len(full) == 1 else None
-
 
 class FullCounts(Part):
     """Puts what methods on pixels know of a prompt into its statistics. patches: those that have `counts`."""

@@ -14,7 +14,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import cache as caches
 from tokenprune.integrations.hf import decoding
 from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.cutting import Step
+from tokenprune.integrations.hf.plan import Step
 from tokenprune.observable import Backend, Where, not_served, observables_of
 
 _IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED)

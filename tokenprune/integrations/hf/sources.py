@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch import Tensor
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.hf.observe import Inputs, Observation, Seen
 from tokenprune.kernels.compact import partition
 from tokenprune.tokens import LayerInput, Patches, Segments, TokenSource
 
@@ -26,6 +28,10 @@ class Sources(TokenSource):
     hidden: Tensor
     adapter: Adapter
     needs: frozenset[str] = frozenset()
+    carry: Carry = field(default_factory=lambda: Carry([]))
+
+    def remember(self, name: str, value: Any, per_token: bool | None) -> None:
+        self.carry.remember(name, value, per_token)
 
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
         return self.call.layout.inverse[segments.row_index, position].clamp(min=0)
@@ -38,27 +44,35 @@ class Sources(TokenSource):
 
     @property
     def before(self) -> Observation:
-        return _observed(self.call.observation)
+        return _observed(self._seen.before)
 
     @property
     def behind(self) -> Observation:
-        return _observed(self.call.ahead)
+        return _observed(self._seen.behind)
+
+    @property
+    def _seen(self) -> Seen:
+        return self.call.state.get(Seen) or Seen()
 
     @property
     def input_before(self) -> LayerInput:
-        found = self.call.inputs.before
+        found = self._inputs.before
         return super().input_before if found is None else found
 
     @property
     def unrotated(self) -> Observation:
-        return _observed(self.call.inputs.unrotated)
+        return _observed(self._inputs.unrotated)
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
-        entry, arrival = self.call.inputs.entry, self.call.arrival
-        if entry is None:  # the cut is at the entry
+        if self._inputs.entry is None:  # the cut is at the entry
             return self.at(self.hidden, position, segments)
-        slots = arrival.slot_of.to(position.device)[segments.row_index, position].clamp(min=0)
-        return entry.to(position.device)[segments.row_index, slots]
+        embeds, layout = self._inputs.entry
+        slots = layout.inverse.to(position.device)[segments.row_index, position].clamp(min=0)
+        return embeds.to(position.device)[segments.row_index, slots]
+
+    @property
+    def _inputs(self) -> Inputs:
+        return self.call.state.get(Inputs) or Inputs()
 
     @cached_property
     def encoded(self) -> EncodedTokens:
@@ -78,7 +92,7 @@ class Sources(TokenSource):
         return real if layout.valid is None else real & layout.valid
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        text = ~torch.stack(list(self.call.visual.values())).any(0).to(self.hidden.device)
+        text = ~self.call.visual(self.hidden.device)
         padding = self._padding()
         if padding is not None:
             text = text & ~padding
@@ -86,7 +100,7 @@ class Sources(TokenSource):
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         behind = text & (torch.arange(text.shape[1], device=text.device) > last)
         # As many as the host can tell: all text behind the first placeholder of a row.
-        visual = torch.stack(list(self.call.host.visual.values())).any(0)
+        visual = self.call.host.visual
         width = max(1, int(((visual.cumsum(1) > 0) & ~visual).sum(1).max()))
         order = partition(behind)[:, :width]
         mask = behind.gather(1, order)

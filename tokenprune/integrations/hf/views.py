@@ -15,9 +15,9 @@ from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError
 from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.pictures import Picture
-from tokenprune.integrations.hf.pixel_counts import PixelCounts
 from tokenprune.integrations.hf.pixels import MARK, patch_on
 from tokenprune.integrations.hf.prompts import PromptReader, intercepted, is_nested
+from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from tokenprune.token_counts import Reader, rule_for
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import tokenprune
 from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
+from tokenprune.budget import TARGETS
+from tokenprune.config import read_config
 from tokenprune.errors import OptionError
 from tokenprune.registry import method_class
+from tokenprune.setting import number, parse
 
 UNPATCHED = ("none", "unpatched")
-# What else `keep` may mean; see `Budget`.
-_TARGETS = ("average_tokens", "kv_share", "flops_share")
-_BUDGET = ("keep", *_TARGETS, "per")
+_BUDGET = (*TARGETS, "per")
 _PASSED = ("config", "guard")  # to `tokenprune.patch`, as they are
 OURS = ("method", *_BUDGET, *_PASSED)
 
@@ -62,12 +62,16 @@ def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anythi
             )
         else:
             raise OptionError(_unknown(name, names, base, accepted))
-    methods = [tokenprune.method(name, **options[name]) for name in names]
+    passed = {name: ours[name] for name in _PASSED if name in ours}
     if "config" in ours:
-        from tokenprune.config import read_config
-
-        methods = read_config(ours["config"]).steps()[0]
-    return Setting(_patch(ours, methods), methods, rest)
+        return Setting(passed, read_config(ours["config"]).steps()[0], rest)
+    if not names:
+        return Setting(None, [], rest)
+    budget = _budget(ours)
+    layer = parse({"method": [{"method": name, **options[name]} for name in names]} | budget, "--model_args")
+    budgets = layer.budgets()
+    methods = layer.with_files().methods()
+    return Setting({"method": methods} | ({"keep": budgets} if budget else {}) | passed, methods, rest)
 
 
 def _names(ours: dict[str, Any]) -> list[str]:
@@ -94,26 +98,34 @@ def _names(ours: dict[str, Any]) -> list[str]:
 
 
 def _owners(name: str, methods: list[str]) -> list[str]:
-    """The methods that have the option `name`, or the one that it names in front of a dot."""
+    """Return the methods that have the option `name`, or the one that it names in front of a dot."""
     method, dot, option = name.rpartition(".")
     owners = [one for one in methods if option in {field.name for field in fields(method_class(one))}]
     return [one for one in owners if one == method] if dot else owners
 
 
 def _typed(method: str, option: str, value: Any) -> Any:
-    """A comma would end the argument, so the entries of a list have + between them."""
+    """Return a list where the option is one: a comma would end the argument, so its entries have + between them."""
     if not isinstance(tokenprune.method_info(method).options[option], tuple):
         return value
-    return tuple(_number(part) for part in str(value).split("+"))
+    return tuple(map(number, str(value).split("+")))
 
 
-def _number(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+def _budget(ours: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries `keep` and `per` of a setting, as far as they are given."""
+    given = {
+        name: [number(part) for part in str(ours[name]).split("+")] if isinstance(ours[name], str) else [ours[name]]
+        for name in TARGETS
+        if name in ours
+    }
+    per = {"per": ours["per"]} if "per" in ours else {}
+    if not given:
+        return per
+    if len(given) > 1:
+        return {"keep": {name: parts[0] for name, parts in given.items()}} | per  # too many: parse says so
+    ((name, parts),) = given.items()
+    keeps = parts if name == "keep" else [{name: part} for part in parts]
+    return {"keep": keeps if len(keeps) > 1 else keeps[0]} | per
 
 
 def _unknown(name: str, methods: list[str], base: str, accepted: Collection[str]) -> str:
@@ -122,29 +134,3 @@ def _unknown(name: str, methods: list[str], base: str, accepted: Collection[str]
     hint = f"did you mean {close[0]!r}? " if close else ""
     told = f"options of {'+'.join(methods)} are {', '.join(options) or '(none)'}; " if methods else ""
     return f"there is no argument {name!r}: {hint}{told}{base} takes {', '.join(sorted(accepted))}"
-
-
-def _patch(ours: dict[str, Any], methods: list[Method]) -> dict[str, Any] | None:
-    if not methods:
-        return None
-    passed = {name: ours[name] for name in _PASSED if name in ours}
-    keep = _keep({name: ours[name] for name in _BUDGET if name in ours}, len(methods))
-    named = {} if "config" in ours else {"method": methods}
-    return named | ({} if keep is None else {"keep": keep}) | passed
-
-
-def _keep(given: dict[str, Any], methods: int) -> Any:
-    """What `patch` gets as `keep`: a Budget for each method, or None where nothing is said."""
-    if not given:
-        return None
-    kinds = [name for name in given if name != "per"]
-    if len(kinds) != 1:
-        raise OptionError(f"give one of keep, {', '.join(_TARGETS)}, not {', '.join(kinds) or 'per alone'}")
-    (kind,) = kinds
-    value = given[kind]
-    parts = [_number(part) for part in value.split("+")] if isinstance(value, str) else [value]
-    if len(parts) not in (1, methods):
-        raise OptionError(f"{kind}={value} has {len(parts)} entries for {methods} methods: give one, or one for each")
-    scope = {"per": given["per"]} if "per" in given else {}
-    budgets = [Budget(**{kind: part}, **scope) for part in parts]
-    return budgets * (methods if len(parts) == 1 else 1)

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import nn
 
 import tokenprune
 from tokenprune.accounting import DecoderShape
+from tokenprune.bench.cost import unpatched
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.attachable import Attachable
-from tokenprune.integrations.hf.adapters import Adapter, adapter_for
+from tokenprune.integrations.hf.adapters import adapter_for
 from tokenprune.integrations.hf.report import count_bytes
 from tokenprune.statistics import Stats
 
@@ -26,21 +27,14 @@ from tokenprune.statistics import Stats
 class Tally:
     """Sums over calls of `generate`.
 
-    requests: rows of all calls. flops, flops_full: of the decoder in prefill, and what the unpatched model would need.
-    ttft_ms: one time for each call. seconds, new_tokens: of the whole calls. failed: calls that raised.
+    stats: what all calls spent. requests: rows of all calls. ttft_ms: one time for each call.
+    seconds, new_tokens: of the whole calls. failed: calls that raised.
     """
 
+    stats: Stats = field(default_factory=Stats)
     requests: int = 0
     calls: int = 0
     failed: int = 0
-    visual_tokens_in: float = 0.0
-    visual_tokens_out: float = 0.0
-    visual_tokens_average: float = 0.0
-    kv_bytes: float = 0.0
-    kv_bytes_full: float = 0.0
-    overhead_ms: float = 0.0
-    flops: float = 0.0
-    flops_full: float = 0.0
     seconds: float = 0.0
     new_tokens: int = 0
     ttft_ms: list[float] = field(default_factory=list)
@@ -54,16 +48,6 @@ class Tally:
                 setattr(total, one.name, getattr(total, one.name) + getattr(tally, one.name))
         return total
 
-    def add(self, stats: Stats, rows: int, full: float) -> None:
-        """Add what a call saved. full: FLOPs of the unpatched model's prefill."""
-        for name in ("visual_tokens_in", "visual_tokens_out", "visual_tokens_average"):
-            setattr(self, name, getattr(self, name) + getattr(stats, name))
-        for name in ("kv_bytes", "kv_bytes_full", "overhead_ms"):
-            setattr(self, name, getattr(self, name) + getattr(stats, name))
-        self.requests += rows
-        self.flops += full * stats.prefill_flops_ratio
-        self.flops_full += full
-
     def numbers(self, shares: bool = True) -> dict[str, float]:
         """Return means per request; the times are per call, which answers a batch.
 
@@ -72,13 +56,13 @@ class Tally:
         """
         requests = max(1, self.requests)
         names = ("visual_tokens_in", "visual_tokens_out", "visual_tokens_average", "kv_bytes")
-        told = {name: getattr(self, name) / requests for name in names}
+        told = {name: getattr(self.stats, name) / requests for name in names}
         if shares:
-            told["kv_bytes_full"] = self.kv_bytes_full / requests
-            told["keep_ratio"] = self.visual_tokens_out / self.visual_tokens_in if self.visual_tokens_in else 1.0
-            told["prefill_flops_ratio"] = self.flops / self.flops_full if self.flops_full else 1.0
+            told["kv_bytes_full"] = self.stats.kv_bytes_full / requests
+            told["keep_ratio"] = self.stats.keep_ratio
+            told["prefill_flops_ratio"] = self.stats.prefill_flops_ratio
         if self.calls:
-            told["overhead_ms"] = self.overhead_ms / self.calls
+            told["overhead_ms"] = self.stats.overhead_ms / self.calls
             told["ttft_ms"] = statistics.fmean(self.ttft_ms)
             told["ttft_ms_p50"] = statistics.median(self.ttft_ms)
         return told | {"measured_requests": self.requests, "generate_calls": self.calls, "failed_calls": self.failed}
@@ -132,22 +116,20 @@ class _Watch(Attachable):
     def _note(self, ids: torch.Tensor, kwargs: dict[str, Any], output: Any, seconds: float) -> None:
         rows, length = ids.shape
         first, kv_bytes = self._first
-        if tokenprune.is_patched(self.model):
-            stats = tokenprune.stats(self.model)
-        else:
-            stats = _unpatched(self.adapter, ids, kwargs, kv_bytes)
-        self.tally.add(stats, rows, rows * self.shape.prefill_flops([length] * self.shape.layers))
+        whole = unpatched(self.shape, rows, length, self._visual_tokens(ids, kwargs), kv_bytes)
+        stats = tokenprune.stats(self.model) if tokenprune.is_patched(self.model) else whole
+        if not stats.prefill_flops_full:  # a prompt of text alone, of which a patch notes nothing
+            stats = replace(stats, prefill_flops=whole.prefill_flops, prefill_flops_full=whole.prefill_flops)
+        self.tally.stats += stats
+        self.tally.requests += rows
         self.tally.calls += 1
         self.tally.ttft_ms.append(1000 * first)
         self.tally.seconds += seconds
         sequences = getattr(output, "sequences", output)
         self.tally.new_tokens += rows * max(0, sequences.shape[1] - length)
 
-
-def _unpatched(adapter: Adapter, ids: torch.Tensor, kwargs: dict[str, Any], kv_bytes: int) -> Stats:
-    visual = sum(int(mask.sum()) for mask in adapter.visual_mask({"input_ids": ids} | kwargs).values())
-    layers = len(adapter.decoder.layers)
-    return Stats(visual, visual, [visual] * layers, kv_bytes=kv_bytes, kv_bytes_full=kv_bytes)
+    def _visual_tokens(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
+        return sum(int(mask.sum()) for mask in self.adapter.visual_mask({"input_ids": ids} | kwargs).values())
 
 
 def _wait(tensor: torch.Tensor) -> None:

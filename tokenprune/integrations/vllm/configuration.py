@@ -10,9 +10,9 @@ from typing import Any
 from tokenprune.config import read_config
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.families import FAMILIES, Family
+from tokenprune.integrations.vllm.merge_checks import check_merging, merges_in_tower
 from tokenprune.integrations.vllm.settings import IN_LLM, KEY, Setting
 from tokenprune.integrations.vllm.tower_checks import check_method, reads_tower
-from tokenprune.integrations.vllm.tower_merging import check_merging, merges_in_tower
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from vllm.multimodal.processing import BaseProcessingInfo
 
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
-from tokenprune.integrations.hf.pixels import PixelPatch
+from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.integrations.vllm.settings import Setting
 from tokenprune.token_counts import Reader, rule_for
 
@@ -73,7 +73,7 @@ class Shrinker:
         """Raise OptionError or BudgetError if the model cannot do what the setting says."""
         self._patch()
 
-    def _patch(self) -> PixelPatch:
+    def _patch(self) -> Resizer:
         method, processor = self.setting.pixels, self.info.get_hf_processor(**self.kwargs)
         rule = rule_for(processor)
         if rule is None or rule.resizing != "input":
@@ -84,7 +84,7 @@ class Shrinker:
                 "acts behind it, such as pool, uniform or divprune"
             )
         try:
-            return PixelPatch(method, Budget.of(self.setting.share), processor)
+            return Resizer(method, Budget.of(self.setting.share), processor)
         except (OptionError, BudgetError):
             raise
         except TokenPruneError as error:

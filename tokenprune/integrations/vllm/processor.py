@@ -17,11 +17,11 @@ from vllm.multimodal.processing.processor import PromptReplacement, PromptUpdate
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import metrics
 from tokenprune.integrations.vllm.configuration import check_model, configured, family_of
+from tokenprune.integrations.vllm.merge_checks import merges_in_tower
 from tokenprune.integrations.vllm.pixels import Shrinker, SmallerImages
 from tokenprune.integrations.vllm.plan import Plan, field_name
 from tokenprune.integrations.vllm.settings import KEY, Setting, check_override
 from tokenprune.integrations.vllm.tower_checks import check_items, reads_tower
-from tokenprune.integrations.vllm.tower_merging import merges_in_tower
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ KEY = "tokenprune"
 
 def check_method(method: Method, in_llm: bool = False) -> None:
     """Raise OptionError if vLLM cannot serve this method, saying what to use instead."""
-    reason = _unservable_in_llm(method) if in_llm else _unservable(method)
+    reason = _uncounted(method) or (_unservable_in_llm(method) if in_llm else _unservable(method))
     if reason:
         key = f" with {IN_LLM}" if in_llm else ""
         raise OptionError(
@@ -32,7 +32,14 @@ def check_method(method: Method, in_llm: bool = False) -> None:
 def servable(in_llm: bool = False) -> list[str]:
     """Return the names of the methods that can be served with their default options."""
     reason = _unservable_in_llm if in_llm else _unservable
-    return [name for name in available_methods() if reason(method_class(name)()) is None]
+    return [name for name in available_methods() if not (_uncounted(one := method_class(name)()) or reason(one))]
+
+
+def _uncounted(method: Method) -> str | None:
+    """Return why vLLM cannot tell ahead how many tokens a method leaves; None if it can."""
+    if method.by_content_count or not method.least:
+        return "what it sees decides how many tokens stay, and vLLM has to know before; use the Hugging Face engine"
+    return None
 
 
 def _unservable_in_llm(method: Method) -> str | None:

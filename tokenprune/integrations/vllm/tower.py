@@ -28,11 +28,11 @@ from tokenprune.integrations.hf.encoder_attention import (
     empty,
     take_patches,
 )
-from tokenprune.integrations.hf.groups import Packed, newline_number, numbered
 from tokenprune.integrations.hf.observe import Observation
-from tokenprune.integrations.hf.patches import place
-from tokenprune.integrations.vllm.plugin import TESTED
-from tokenprune.integrations.vllm.tower_checks import CLASS_TOKENS, ServedModel, depth_of, heads_of, kind_of
+from tokenprune.integrations.hf.patches import PatchSource, place
+from tokenprune.integrations.shared.packed_features import Packed, newline_number, numbered
+from tokenprune.integrations.vllm.compat import TESTED
+from tokenprune.integrations.vllm.tower_checks import CLASS_TOKENS, depth_of, heads_of, kind_of
 
 
 class TowerReader:
@@ -43,7 +43,7 @@ class TowerReader:
 
     def __init__(self, model: nn.Module) -> None:
         vision = model.config.vision_config
-        self.served = ServedModel(model, model.config)
+        self.served = PatchSource(model, model.config)
         self.protected, self.depth = CLASS_TOKENS[kind_of(model.config)], depth_of(vision)
         self.heads = heads_of(vision)
         self._seen: Seen = {}  # of the call that runs

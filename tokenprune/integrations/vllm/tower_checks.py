@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from tokenprune.base import Method, Pruner
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.encoder_attention import block_index, read_block
+from tokenprune.integrations.hf.patches import PatchSource
 from tokenprune.observable import Where, observables_of
 
 # By the model type of the vision config: how many class tokens stand before the patches.
@@ -31,13 +29,6 @@ INSTEAD = "use a method that acts behind the tower, such as divprune"
 def reads_tower(method: Method | None) -> bool:
     """Return whether a method reads anything of the vision tower."""
     return method is not None and bool(observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK))
-
-
-class ServedModel(Adapter):
-    """A model of vLLM, as far as it is asked how patches of its tower become visual tokens."""
-
-    def __init__(self, base: nn.Module | None, config: Any) -> None:
-        self.base, self.config = base, config
 
 
 def check_method(method: Pruner, model_config: Any) -> None:
@@ -71,7 +62,7 @@ def check_whole(method: Method, model_config: Any) -> None:
 
 def is_known(config: Any) -> bool:
     """Whether it is known how patches of this model's tower become visual tokens."""
-    return ServedModel(None, config).patch_layout is not None and kind_of(config) in CLASS_TOKENS
+    return PatchSource(None, config).patch_layout is not None and kind_of(config) in CLASS_TOKENS
 
 
 def kind_of(config: Any) -> str | None:
@@ -87,7 +78,7 @@ def check_items(method: Method, setting: Any, items: Any, info: Any) -> None:
     """
     from vllm.multimodal.parse import EmbeddingItems, ImageProcessorItems
 
-    served = ServedModel(None, info.get_hf_config())
+    served = PatchSource(None, info.get_hf_config())
     for modality, of_modality in items.items():
         if isinstance(of_modality, EmbeddingItems) or not len(of_modality):
             _check(not len(of_modality), f"{method.name} reads the vision tower: pass pixels, not embeddings")

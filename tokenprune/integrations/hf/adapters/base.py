@@ -17,7 +17,6 @@ from transformers.masking_utils import create_masks_for_generate
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.families import (
-    PATCH_LAYOUTS,
     PATCH_TOKENS,
     REFUSED,
     SQUARE,
@@ -27,6 +26,7 @@ from tokenprune.integrations.hf.families import (
 )
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.hf.patches import PatchSource
 from tokenprune.tokens import square_grid
 from tokenprune.transfer import sent
 
@@ -38,7 +38,7 @@ STATEFUL = {"linear_attention", "conv", "mamba"}
 _POINTWISE = {"mlp", "moe"}
 
 
-class Adapter:
+class Adapter(PatchSource):
     """The common contract; it serves every model type that no other adapter names in `families`."""
 
     families: tuple[str, ...] = ()
@@ -60,6 +60,8 @@ class Adapter:
     features_per_picture = True
     # Where no such list tells pictures apart: from one placeholder of a picture to the next, at most.
     step_within_picture = 1
+    # Tokens of a video that follow its last frame.
+    behind_video = 0
     # Whether the ids of a prompt tell which runs of placeholders make up an image: see `runs_per_image`.
     reads_prompt = False
 
@@ -133,18 +135,6 @@ class Adapter:
             return None
         return UNMERGEABLE.get(family, "it is not known what becomes of its patches")
 
-    @property
-    def patch_layout(self) -> str | None:
-        """How patches of the vision tower become visual tokens; None if this is not known.
-
-        "tiles": each row of the tower is a square tile, and a square of one or more patches makes a token.
-        "packed": tiles whose features are reordered, cropped and set apart by newlines (`pack_image_features`).
-        "runs": patches of all pictures on one axis, ordered so that consecutive ones make a token.
-        "sized": patches of all pictures on one axis, each picture's row by row; a square of them makes a token.
-        """
-        tower = getattr(getattr(self.config, "vision_config", None), "model_type", None)
-        return PATCH_LAYOUTS.get((self.config.model_type, tower), PATCH_LAYOUTS.get(self.config.model_type))
-
     # -- reading a call
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -171,16 +161,6 @@ class Adapter:
         name = f"{modality}_grid_thw"
         sizes = arguments.get(name)
         return arguments if sizes is None else arguments | {name: torch.as_tensor(sizes).cpu()}
-
-    def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
-        """Return (frames, height, width) in tokens of each picture, from the arguments of `get_image_features` or
-        `get_video_features`; None where they do not tell."""
-        sizes = arguments.get(f"{modality}_grid_thw")
-        if sizes is None:
-            return None
-        vision = self.config.vision_config
-        merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
-        return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
 
     def image_grid(self, count: int) -> tuple[int, int, int] | None:
         """Return (1, height, width) of an image of `count` tokens whose shape nothing else tells; None where it is not

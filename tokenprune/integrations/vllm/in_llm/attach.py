@@ -8,9 +8,9 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.configuration import configured
 from tokenprune.integrations.vllm.in_llm import limits
-from tokenprune.integrations.vllm.plugin import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.settings import IN_LLM, Setting
 
 

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attaching and undoing: whatever goes on comes off, in any order, and what was there before is there again."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+import tokenprune
+from basics import snapshot
+from families import FAMILIES
+from processors import llava, tokenizer
+from tests.api.test_patch import forget_rope_deltas
+from tokenprune.integrations.attachable import Attachable
+from tokenprune.integrations.hf import pixels
+from tokenprune.integrations.lmms_eval.measure import watched
+
+
+class Says:
+    """Stands before a method, and adds its name to what that says."""
+
+    def __init__(self, original: Any, name: str) -> None:
+        self.original, self.name = original, name
+
+    def __call__(self) -> str:
+        return self.original() + self.name
+
+
+class Greeter(nn.Module):
+    def greet(self) -> str:
+        return "-"
+
+
+class Wrap(Attachable):
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__()
+        self.module, self.name = module, name
+
+    def _attach(self) -> None:
+        self.wrap(self.module, "greet", partial(Says, name=self.name))
+
+
+class Swap(Attachable):
+    def __init__(self, instance: Any, cls: type) -> None:
+        super().__init__()
+        self.instance, self.cls = instance, cls
+
+    def _attach(self) -> None:
+        self.swap_class(self.instance, self.cls)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of the class", "of the instance"])
+@pytest.mark.parametrize("order", list(permutations("abc")))
+def test_wrappers_of_one_method_go_in_any_order(order: tuple[str, ...], own: bool) -> None:
+    module = Greeter()
+    if own:
+        module.greet = lambda: "+"
+    was, left = snapshot(module), "abc"
+    parts = {name: Wrap(module, name) for name in left}
+    for part in parts.values():
+        part.attach()
+    assert module.greet() == "-+"[own] + "abc"
+    for name in order:
+        parts[name].detach()
+        left = left.replace(name, "")
+        assert module.greet() == "-+"[own] + left
+    assert snapshot(module) == was
+    parts["a"].detach()  # done already
+    assert snapshot(module) == was
+
+
+def test_wrappers_of_a_copy_are_its_own() -> None:
+    module = Greeter()
+    module.parts = [Wrap(module, "a"), Wrap(module, "b")]
+    for part in module.parts:
+        part.attach()
+    other = copy.deepcopy(module)
+    module.parts[0].detach()
+    assert (module.greet(), other.greet()) == ("-b", "-ab")
+    other.parts[1].detach()
+    other.parts[0].detach()
+    assert (module.greet(), other.greet()) == ("-b", "-") and "greet" not in vars(other)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_wrapper_of_somebody_else_between_two_stays(first: int) -> None:
+    module = Greeter()
+    parts = [Wrap(module, "a"), Wrap(module, "b")]
+    parts[0].attach()
+    theirs = module.greet = Says(module.greet, "?")
+    parts[1].attach()
+    assert module.greet() == "-a?b"
+    parts[first].detach()
+    assert module.greet() == ("-a?b" if first == 0 else "-a?")  # theirs holds on to the one below it
+    parts[1 - first].detach()
+    assert module.greet is theirs if first == 0 else module.greet() == "-"
+
+
+def test_a_wrapper_that_was_taken_away_stays_away() -> None:
+    """Somebody puts a method of his own on an object, the patch goes over it, he deletes what he takes for his."""
+    module = Greeter()
+    was = snapshot(module)
+    module.greet = lambda: "+"
+    part = Wrap(module, "a")
+    part.attach()
+    del module.greet
+    part.detach()
+    assert snapshot(module) == was and module.greet() == "-"
+
+
+def test_a_class_is_given_back_as_it_was_found() -> None:
+    class Thing: ...
+
+    class Ours(Thing): ...
+
+    class Above(Ours): ...
+
+    class Mixed(Greeter, Thing): ...
+
+    class Other(Thing): ...
+
+    def detached(found: type, put: type, since: type | None) -> type:
+        thing = object.__new__(found)
+        part = Swap(thing, put)
+        part.attach()
+        assert type(thing) is put
+        if since is not None:
+            thing.__class__ = since
+        part.detach()
+        after = type(thing)
+        part.detach()  # once more
+        assert type(thing) is after
+        return after
+
+    assert detached(Thing, Ours, None) is Thing
+    assert detached(Thing, Ours, Above) is Thing  # put over ours: not ours, which would stay for good
+    assert detached(Other, type("Other", (Other,), {}), Thing) is Thing  # ours was taken away: nothing to give back
+    assert detached(Mixed, type("Mixed", (Mixed,), {}), None) is Mixed
+
+
+@pytest.mark.parametrize("first", ["model", "base"])
+@pytest.mark.parametrize("gone", ["model", "base"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llava_next"])
+@torch.no_grad()
+def test_patches_of_a_model_and_of_the_one_inside_go_in_any_order(name: str, gone: str, first: str, build: Any) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs()
+    each = {"model": model, "base": model.model}
+    methods = {"model": "divprune", "base": "tome"}
+    plain, was = model(**inputs).logits, snapshot(model)
+    alone = {}
+    for which in each:
+        with tokenprune.patched(each[which], methods[which], keep=0.5, guard="off"):
+            alone[which] = model(**inputs).logits
+    stays = "base" if gone == "model" else "model"
+    for which in sorted(each, key=lambda which: which != first):
+        tokenprune.patch(each[which], methods[which], keep=0.5, guard="off")
+    try:
+        tokenprune.unpatch(each[gone])
+        assert torch.equal(model(**inputs).logits, alone[stays])
+    finally:
+        tokenprune.unpatch(each[stays])
+    assert forget_rope_deltas(snapshot(model)) == forget_rope_deltas(was)
+    assert torch.equal(model(**inputs).logits, plain)
+
+
+@torch.no_grad()
+def test_measuring_generate_leaves_the_one_that_it_found(build: Any) -> None:
+    """A model may have a `generate` of its own: its user's, or that of a patch."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    mine = model.generate = partial(model.generate, max_new_tokens=2)
+    try:
+        was, want = snapshot(model), model.generate(**inputs)
+        with watched(model) as tally:
+            assert torch.equal(model.generate(**inputs), want)
+        assert tally.calls == 1 and model.generate is mine
+        assert snapshot(model) == was
+    finally:
+        del model.generate
+
+
+def test_a_processor_gets_its_class_back_whoever_stands_on_it() -> None:
+    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer(), Qwen2VLVideoProcessor())
+    found = type(processor.image_processor)
+    tokenprune.patch_processor(processor, keep=0.5)
+    ours = type(processor.image_processor)
+    processor.image_processor.__class__ = type("Logged", (ours,), {})
+    tokenprune.unpatch_processor(processor)
+    assert type(processor.image_processor) is found
+    tokenprune.patch_processor(processor, keep=0.5)  # and can be patched anew
+    tokenprune.unpatch_processor(processor)
+    assert type(processor.image_processor) is found
+
+
+def test_a_patch_on_pixels_that_breaks_half_way_is_taken_back(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = build(FAMILIES["llava"]), llava()
+    was, classes = snapshot(model), (type(processor), type(processor.image_processor))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no more hooks")
+
+    monkeypatch.setattr(model.model.vision_tower, "register_forward_pre_hook", fail)
+    with pytest.raises(RuntimeError, match="no more hooks"):
+        tokenprune.patch(model, "downsample", keep=0.5, processor=processor)
+    monkeypatch.undo()
+    assert (type(processor), type(processor.image_processor)) == classes
+    assert snapshot(model) == was and pixels.patch_on(processor) is None

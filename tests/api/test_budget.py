@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens stay: the arithmetic of Budget, and what is really left in the sequence and in the cache."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+import tokenprune
+from basics import MODEL_METHODS, SINGLE_CUT, pieces
+from families import FAMILIES as EVERY_FAMILY
+from families.special import BOTH_KINDS, gemma4
+from families.special import FAMILIES as SPECIAL
+from tokenprune import Budget, BudgetError
+from tokenprune.accounting import DecoderShape
+from zoo import FAMILIES, VOCAB, Family
+
+SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def test_flops_and_bytes_by_hand() -> None:
+    # Per token: q and o 8 x 8 each, k and v 8 x 4 each, three MLP matrices 8 x 16; two operations per multiply-add.
+    linear = 2 * (2 * 64 + 2 * 32 + 3 * 128)
+    # Scores and weighted values: 2 x 2 x n x n over all heads' width of 8.
+    assert SHAPE.layer_flops(10) == 10 * linear + 4 * 100 * 8
+    assert SHAPE.prefill_flops([10, 5]) == SHAPE.layer_flops(10) + SHAPE.layer_flops(5)
+    # Keys and values, one head of width 4, two bytes a number.
+    assert SHAPE.kv_bytes([10, 10, 3, 3], 2) == 2 * 4 * 2 * 26
+
+
+def test_an_mlp_without_a_gate_by_hand() -> None:
+    plain = dataclasses.replace(SHAPE, mlp_matrices=2)
+    assert SHAPE.layer_flops(10) - plain.layer_flops(10) == 10 * 2 * 128
+
+
+def test_shape_of_a_config(build) -> None:
+    config = build(FAMILIES["qwen2_5_vl"]).config.text_config
+    assert DecoderShape.from_config(config) == DecoderShape(4, 64, 96, 4, 2, 16)
+
+
+# Decoders whose layers differ: in heads, in MLPs, in which of them make keys.
+UNEVEN = {name: SPECIAL[name] for name in ("gemma4_per_layer", "gemma4", "gemma4_unified", "exaone4_5", "gemma3n")}
+UNEVEN["gemma4_wide"] = gemma4(
+    "gemma4_wide", num_hidden_layers=8, layer_types=BOTH_KINDS * 4,
+    hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2, use_double_wide_mlp=True,
+)  # fmt: skip
+
+
+# Text configs whose layers hold more, or others, than attention and one MLP, which the closed form passes over.
+UNLIKE = {
+    "experts": "aria_text deepseek_ocr2_text ernie4_5_vl_moe_text glm4v_moe_text llama4_text qwen3_vl_moe_text "
+    "qwen3_omni_moe_text qwen3_5_moe_text gemma4_text_moe",
+    "layers with a state": "qwen3_5_text qwen3_5_moe_text lfm2 nemotron_h",
+    "latent attention": "deepseek_v3",
+    "a gate for attention": "muse_glimmer_text step3p5",
+}
+
+
+def _decoders() -> dict[str, Family]:
+    """One family for each kind of text config whose layers are attention and an MLP, and all whose layers differ."""
+    unlike, found = " ".join(UNLIKE.values()).split(), {}
+    for family in EVERY_FAMILY.values():
+        text = CONFIG_MAPPING[family.kind](**copy.deepcopy(family.config)).get_text_config()
+        if text.model_type not in unlike and not family.name.endswith("_moe"):
+            found.setdefault(text.model_type, family)
+    return {family.name: family for family in found.values()} | UNEVEN
+
+
+DECODERS = _decoders()
+
+
+# What holds the matrices of attention and the MLP in a decoder layer.
+OF_A_LAYER = ("self_attn.", "mlp.", "feed_forward.", "fc1", "fc2")
+
+
+def linear_flops(family: Family, model: torch.nn.Module, inputs: dict) -> list[int]:
+    """Return the FLOPs of each decoder layer's attention and MLP matrices in a forward."""
+    decoder = model.get_submodule(family.decoder)
+    flops, handles = [0] * len(decoder.layers), []
+
+    def count(index: int, module: Any, args: tuple, output: Any) -> None:
+        flops[index] += 2 * args[0].numel() // module.in_features * module.weight.numel()
+
+    for index, layer in enumerate(decoder.layers):
+        for part, module in layer.named_modules():
+            if part.startswith(OF_A_LAYER) and isinstance(module, torch.nn.Linear):
+                handles.append(module.register_forward_hook(partial(count, index)))
+    try:
+        model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return flops
+
+
+def test_decoders_without_a_gate_are_among_those_tested() -> None:
+    assert {"blip-2", "fuyu", "cosmos3_edge"} <= DECODERS.keys() and len(DECODERS) > 25
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DECODERS)
+def test_flops_are_those_of_the_layers_own_matrices(name: str, build) -> None:
+    family = DECODERS[name]
+    model, inputs = build(family), family.make_inputs(only=0)
+    length = inputs["input_ids"].shape[1]
+    shape = DecoderShape.from_config(model.get_submodule(family.decoder).config)
+    flops = linear_flops(family, model, inputs)
+    assert flops == [shape.layer_flops(length, attention=0.0, layer=layer) for layer in range(shape.layers)]
+    assert shape.prefill_flops([length] * shape.layers, [0.0] * shape.layers) == sum(flops)
+
+
+@pytest.mark.parametrize(
+    ("config", "matrices", "width"),
+    [
+        (dict(model_type="phi", hidden_act="gelu_new", intermediate_size=128), 2, 128),
+        (dict(model_type="gpt2", activation_function="gelu_new", n_inner=None), 2, 256),
+        (dict(model_type="bloom"), 2, 256),
+        (dict(model_type="gemma2", hidden_act="gelu_pytorch_tanh", intermediate_size=128), 3, 128),
+        (dict(model_type="phi3", hidden_act="silu", intermediate_size=128), 3, 128),
+        (dict(model_type="llama", hidden_act="relu", intermediate_size=128), 3, 128),
+        (dict(model_type="ours", hidden_act="swiglu", intermediate_size=128), 3, 128),
+        (dict(intermediate_size=128), 3, 128),
+    ],
+)
+def test_what_a_config_tells_of_the_mlp(config: dict, matrices: int, width: int) -> None:
+    sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
+    shape = DecoderShape.from_config(SimpleNamespace(**sizes, **config))
+    assert (shape.mlp_matrices, shape.intermediate) == (matrices, width)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", UNEVEN)
+def test_bytes_where_layers_differ_are_those_of_the_cache(name: str, build) -> None:
+    family = UNEVEN[name]
+    model, inputs = build(family), family.make_inputs(only=0)
+    length = inputs["input_ids"].shape[1]
+    shape = DecoderShape.from_config(model.get_submodule(family.decoder).config)
+    cache = model(**inputs, use_cache=True).past_key_values
+    tensors = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    held = [0 if keys is None else keys.shape[-2] for keys, _ in tensors]
+    held += [length] * (shape.layers - len(held))  # what attends to the keys of others caches nothing of any length
+    want = sum(one.nbytes for pair in tensors for one in pair if one is not None)
+    assert shape.kv_bytes(held, 4) == want > 0
+
+
+def test_shapes_of_layers_that_differ(build) -> None:
+    """Gemma 4's layers that see everything have wider heads, and fewer of them for keys; the last have no keys."""
+    config = build(UNEVEN["gemma4_per_layer"]).config.text_config
+    shape = DecoderShape.from_config(config)
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, (2, 1, 2, 1), (16, 32, 16, 32))
+    assert shape.kv_projections == (2, 1, 2, 1)
+    shared = DecoderShape.from_config(build(UNEVEN["gemma4_wide"]).config.text_config)
+    assert (shared.kv_heads, shared.intermediate) == ((2,) * 6 + (0, 0), (96,) * 6 + (192, 192))
+
+
+def test_a_share_of_bytes_where_layers_differ() -> None:
+    """Layers before a cut count by what they cache of a token: (3 + 1 r) / 4 = 0.8 of the bytes."""
+    shape = DecoderShape(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=(3, 1), head_dim=4)
+    assert Budget(kv_share=0.8).resolve([100], layer=1, shape=shape, text_tokens=5) == [20]
+    assert Budget(average_tokens=80).resolve([100], layer=1, shape=shape, text_tokens=5) == [60]
+    with pytest.raises(BudgetError, match=r"spend 0\.750"):
+        Budget(kv_share=0.7).resolve([100], layer=1, shape=shape, text_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("budget", "layer", "counts", "kept"),
+    [
+        (Budget(keep=0.25), 2, [36, 100, 1], [9, 25, 1]),
+        (Budget(keep=0.5), 0, [3, 5, 7], [2, 2, 4]),  # Python's round: halves go to the even number
+        (Budget(keep=1e-9), 0, [36, 2], [1, 1]),
+        (Budget(keep=1.0), 2, [36, 2], [36, 2]),
+        (Budget(keep=12), 2, [36, 12, 5], [12, 12, 5]),
+        (Budget(keep=1), 2, [36, 5], [1, 1]),
+        # (K + (T - K) r) / T = average: (2 + 2 r) / 4 = 24 / 36, so r = 1 / 3.
+        (Budget(average_tokens=24), 2, [36], [12]),
+        (Budget(average_tokens=24), 0, [36, 96], [24, 24]),
+        (Budget(average_tokens=24), 3, [26], [18]),  # (3 + r) / 4 = 12 / 13, so r = 9 / 13
+        (Budget(average_tokens=40), 2, [36, 40, 60], [36, 40, 20]),  # (2 + 2 r) / 4 = 40 / 60
+        (Budget(kv_share=0.75), 2, [36, 10], [18, 5]),
+        (Budget(kv_share=0.25), 0, [36, 10], [9, 2]),
+        (Budget(kv_share=1.0), 2, [36], [36]),
+        (Budget(flops_share=1.0), 2, [36], [36]),
+    ],
+    ids=str,
+)
+def test_resolve(budget: Budget, layer: int, counts: list[int], kept: list[int]) -> None:
+    assert budget.resolve(counts, layer=layer, shape=SHAPE, text_tokens=10) == kept
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("share", [0.9, 0.97])
+def test_flops_share(layer: int, share: float) -> None:
+    (kept,) = Budget(flops_share=share).resolve([100], layer=layer, shape=SHAPE, text_tokens=20)
+
+    def cost(tokens: int) -> float:
+        return SHAPE.prefill_flops([120] * layer + [20 + tokens] * (4 - layer)) / SHAPE.prefill_flops([120] * 4)
+
+    # No whole number of tokens comes nearer.
+    assert abs(cost(kept) - share) <= min(abs(cost(kept - 1) - share), abs(cost(kept + 1) - share)) + 1e-9
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [Budget(kv_share=0.5), Budget(kv_share=0.3), Budget(average_tokens=50), Budget(flops_share=0.2)],
+    ids=str,
+)
+def test_out_of_reach(budget: Budget) -> None:
+    with pytest.raises(BudgetError, match="at layer 2"):
+        budget.resolve([100], layer=2, shape=SHAPE, text_tokens=10)
+
+
+@pytest.mark.parametrize(
+    "keep", [0, -1, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf, True, False, "0.5", None, [], 1j], ids=str
+)
+def test_bad_keep(keep: Any, build) -> None:
+    model = build(FAMILIES["llava"])
+    with pytest.raises(BudgetError, match="keep"):
+        tokenprune.patch(model, "fastv", keep=keep)
+    assert not tokenprune.is_patched(model)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        dict(keep=0.5, kv_share=0.5),
+        dict(keep=0.5, per="batch"),
+        dict(average_tokens=0),
+        dict(average_tokens=math.inf),
+        dict(average_tokens=True),
+        dict(kv_share=1.01),
+        dict(kv_share=-1),
+        dict(flops_share=0),
+        dict(flops_share="1"),
+    ],
+    ids=str,
+)
+def test_bad_budget(fields: dict) -> None:
+    with pytest.raises(BudgetError):
+        Budget(**fields)
+
+
+def test_numpy_numbers_are_numbers(build) -> None:
+    numpy = pytest.importorskip("numpy")
+    counts = dict(layer=0, shape=SHAPE, text_tokens=1)
+    assert Budget.of(numpy.float32(0.5)).resolve([10], **counts) == [5]
+    assert Budget.of(numpy.int64(3)).resolve([10], **counts) == [3]
+    assert Budget.of(numpy.float64(1.0)).is_identity() and not Budget.of(numpy.int64(1)).is_identity()
+
+
+# -- in a model --------------------------------------------------------------------------------------------------------
+
+
+def run(model: Any, method: Any, keep: Any, inputs: Any, generate: bool = False) -> tuple[Any, Any]:
+    with torch.no_grad(), tokenprune.patched(model, method, keep=keep, record=True):
+        out = model.generate(**inputs, max_new_tokens=1) if generate else model(**inputs)
+        return out, tokenprune.stats(model)
+
+
+BUDGETS = {
+    "share": (0.3, "image", lambda n: max(1, round(0.3 * n))),
+    "tiny": (0.001, "image", lambda n: 1),
+    "number": (7, "image", lambda n: min(7, n)),
+    "prompt share": (Budget(keep=0.3, per="prompt"), "prompt", lambda n: max(1, round(0.3 * n))),
+    "prompt number": (Budget(keep=25, per="prompt"), "prompt", lambda n: min(25, n)),
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("method", SINGLE_CUT)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
+    """Each picture keeps what it was given, all text stays, and the statistics say so."""
+    keep, per, expected = BUDGETS[budget]
+    inputs = family.make_inputs(images=(2, 1))
+    out, stats = run(model, method, keep, inputs)
+    (cut,) = stats.cuts
+    places = pieces(family, inputs, per)
+    for row, row_pieces in enumerate(places):
+        kept, visual = set(cut.kept[row]), {place for piece in row_pieces for place in piece}
+        assert [len(kept & set(piece)) for piece in row_pieces] == [expected(len(piece)) for piece in row_pieces]
+        text = set(inputs["attention_mask"][row].nonzero().flatten().tolist()) - visual
+        assert kept - visual == text
+        assert cut.kept[row] == sorted(kept)
+    info = tokenprune.method_info(method)
+    before, after = sum(map(sum, inputs.counts)), sum(expected(len(piece)) for row in places for piece in row)
+    layer = tokenprune.method(method).cut_layer
+    assert (cut.site, cut.layer, cut.method) == (info.site.name, layer, method)
+    assert stats.visual_tokens_per_layer == [before] * layer + [after] * (4 - layer)
+    assert stats.visual_tokens_average == pytest.approx((before * layer + after * (4 - layer)) / 4)
+    assert stats.keep_ratio == after / before
+    assert (stats.visual_tokens_in, stats.visual_tokens_out) == (before, after)
+    # FLOPs by hand: all rows run the padded width before the cut, and what the longest row keeps behind it.
+    shape, length = DecoderShape.from_config(model.config.get_text_config()), inputs["input_ids"].shape[1]
+    width = max(len(kept) for kept in cut.kept)
+    want = shape.prefill_flops([length] * layer + [width] * (4 - layer)) / shape.prefill_flops([length] * 4)
+    assert stats.prefill_flops_ratio == pytest.approx(want)
+    # Cache: full below the cut, the widest row's tokens from it on; as far as a sliding window lets.
+    for index, held in enumerate(out.past_key_values.layers):
+        tokens = length if index < layer else width
+        window = held.sliding_window - 1 if getattr(held, "is_sliding", False) else tokens
+        assert held.keys.shape[-2] == held.values.shape[-2] == min(tokens, window)
+    assert stats.kv_bytes < stats.kv_bytes_full or budget == "prompt number"
+    assert out.past_key_values.get_seq_length() == length
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("method", MODEL_METHODS)
+@pytest.mark.parametrize(
+    "batch",
+    [dict(images=(2, 1)), dict(images=(0, 1, 3), padding="right"), dict(padding=None)],
+    ids=["left", "right", "no padding"],
+)
+def test_a_batch_keeps_what_its_rows_keep(method: str, batch: dict, family: Family, model) -> None:
+    # Through generate: a plain forward without position_ids counts the padding of most families as positions, and keys
+    # (and with them DART's norms) turn with their position.
+    inputs = family.make_inputs(**batch)
+    together = run(model, method, 0.3, inputs, generate=True)[1].cuts[-1].kept
+    for row, real in enumerate(inputs["attention_mask"].bool()):
+        if not inputs.counts[row]:
+            assert together[row] == real.nonzero().flatten().tolist()
+            continue
+        (alone,) = run(model, method, 0.3, family.make_inputs(**batch, only=row), generate=True)[1].cuts[-1].kept
+        start = int(real.long().argmax())
+        assert together[row] == [start + place for place in alone]
+
+
+@pytest.mark.parametrize("method", MODEL_METHODS)
+def test_the_cache_grows_by_one_a_step(method: str, family: Family, model) -> None:
+    inputs = family.make_inputs(images=(1, 2))
+    out, stats = run(model, method, 0.3, inputs)
+    prefill = [layer.keys.shape[-2] for layer in out.past_key_values.layers]
+    with tokenprune.patched(model, method, keep=0.3):
+        grown = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True).past_key_values
+        after = tokenprune.stats(model)
+    for held, before in zip(grown.layers, prefill, strict=True):
+        window = held.sliding_window - 1 if getattr(held, "is_sliding", False) else before + 3
+        assert held.keys.shape[-2] == min(before + 3, window)
+    assert grown.get_seq_length() == inputs["input_ids"].shape[1] + 3
+    # Statistics are those of the prefill; the steps add nothing to them, unless the method acts in them.
+    assert after.visual_tokens_per_layer == stats.visual_tokens_per_layer
+    assert after.prefill_flops_ratio == stats.prefill_flops_ratio
+    if tokenprune.method_info(method).site is not tokenprune.Site.DECODE:
+        assert after.kv_bytes == stats.kv_bytes
+
+
+def early(method: str) -> tokenprune.Method:
+    """The method, not so deep in the decoder that the zoo's four layers leave it nothing to save."""
+    return tokenprune.method(method, **({"layer": 2} if tokenprune.method(method).cut_layer > 2 else {}))
+
+
+@pytest.mark.parametrize(
+    ("budget", "average"), [(Budget(average_tokens=24), 24 / 36), (Budget(kv_share=0.6), 0.6)], ids=["tokens", "kv"]
+)
+@pytest.mark.parametrize("method", MODEL_METHODS)
+def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float, build) -> None:
+    model = build(FAMILIES["llava"])  # pictures of 36 tokens
+    stats = run(model, early(method), budget, FAMILIES["llava"].make_inputs())[1]
+    assert stats.visual_tokens_average / stats.visual_tokens_in == pytest.approx(average, abs=1 / 36)
+
+
+@pytest.mark.parametrize("method", SINGLE_CUT)
+@pytest.mark.parametrize("batch", [dict(only=0), dict(padding=None), dict(rows=3, padding=None)], ids=["1", "2", "3"])
+def test_flops_target_is_met_in_a_model(method: str, batch: dict, build) -> None:
+    family = FAMILIES["llava"]
+    stats = run(build(family), early(method), Budget(flops_share=0.75), family.make_inputs(**batch))[1]
+    assert stats.prefill_flops_ratio == pytest.approx(0.75, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_next"])
+def test_pictures_side_by_side_have_a_budget_each(name: str, build) -> None:
+    """No text between them: only the encoder's output tells where one ends."""
+    family = FAMILIES[name]
+    inputs = family.make_inputs(images=(3,))
+    ids, visual = inputs["input_ids"][0], inputs["input_ids"][0] == 3
+    order = torch.cat([(~visual).nonzero()[:4], visual.nonzero(), (~visual).nonzero()[4:]]).flatten()
+    inputs["input_ids"] = ids[order][None]
+    keep = 12 / 36
+    (cut,) = run(build(family), "fastv", keep, inputs)[1].cuts
+    counts = [sum(place in cut.kept[0] for place in piece) for piece in pieces(family, inputs)[0]]
+    assert counts == [max(1, round(keep * n)) for n in inputs.counts[0]]
+
+
+def test_statistics(build) -> None:
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, "dart", keep=0.25):
+        assert repr(tokenprune.stats(model)) == "Stats(no visual tokens seen)"
+        model.generate(**inputs, max_new_tokens=2)
+        stats = tokenprune.stats(model)
+    assert stats.cuts == []  # record=False
+    assert 0 < stats.overhead_ms < 60_000
+    assert 0 < stats.prefill_flops_ratio < 1
+    values = stats.as_dict()
+    assert values["visual_tokens_average"] == stats.visual_tokens_average
+    assert {"visual_tokens_in", "visual_tokens_out", "visual_tokens_per_layer", "keep_ratio", "prefill_flops_ratio",
+            "kv_bytes", "kv_bytes_full", "overhead_ms", "cuts"} <= values.keys()  # fmt: skip
+    text = repr(stats)
+    assert f"{stats.visual_tokens_in} -> {stats.visual_tokens_out}" in text and "KV" in text
+
+
+def test_a_budget_shows_what_was_given() -> None:
+    """Error messages quote it."""
+    assert repr(Budget(keep=64)) == "Budget(keep=64)"
+    assert repr(Budget(average_tokens=192, per="prompt")) == "Budget(average_tokens=192, per='prompt')"

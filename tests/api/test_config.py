@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`patch(model, config=...)`: a file of `tokenprune tune` does what its setting says, and a damaged one is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from basics import snapshot
+from tokenprune import BudgetError, Config, ConfigError, OptionError, UnknownMethodError
+from tokenprune.fingerprint import fingerprint
+from tokenprune.integrations.vllm.settings import Setting
+from zoo import FAMILIES
+
+LLAVA = FAMILIES["llava"]
+SETTINGS = {
+    "plain": ({"method": "divprune", "keep": 0.3}, dict(method="divprune", keep=0.3)),
+    "options": ({"method": "fastv", "keep": 2, "layer": 1}, dict(method="fastv", keep=2, layer=1)),
+    "default keep": ({"method": "dart"}, dict(method="dart")),
+    "several": (
+        {"method": [{"method": "random", "seed": 3}, "fastv"], "keep": [0.6, 0.5]},
+        dict(method=[tokenprune.method("random", seed=3), "fastv"], keep=[0.6, 0.5]),
+    ),
+    "one keep for several": ({"method": ["pool", "fastv"], "keep": 0.6}, dict(method=["pool", "fastv"], keep=0.6)),
+    "scope": (
+        {"method": "divprune", "keep": 0.3, "per": "prompt"},
+        dict(method="divprune", keep=tokenprune.Budget(keep=0.3, per="prompt")),
+    ),
+    "for vLLM": ({"method": "fastv", "keep": 0.3, "experimental_in_llm": True}, dict(method="fastv", keep=0.3)),
+}
+
+
+def content(setting: Any, **more: Any) -> dict[str, Any]:
+    return {"schema": 1, "setting": setting} | more
+
+
+def run(model: Any, **given: Any) -> tuple[torch.Tensor, list[int], list[Any]]:
+    with tokenprune.patched(model, record=True, **given), torch.no_grad():
+        logits = model(**LLAVA.make_inputs(images=(2, 1))).logits
+        stats = tokenprune.stats(model)
+        return logits, stats.visual_tokens_per_layer, [cut.kept for cut in stats.cuts]
+
+
+@pytest.mark.parametrize("kind", ["file", "text", "content"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_config_does_what_its_setting_says(name: str, kind: str, build: Callable, tmp_path: Path) -> None:
+    model, (setting, given) = build(LLAVA), SETTINGS[name]
+    path = tmp_path / "tokenprune.json"
+    tokenprune.write_config(path, Config(setting))
+    logits, layers, kept = run(model, config={"file": path, "text": str(path), "content": content(setting)}[kind])
+    others = run(model, **given)
+    assert torch.equal(logits, others[0])
+    assert layers == others[1]
+    assert str(kept) == str(others[2])
+    with torch.no_grad():
+        assert not torch.equal(logits, model(**LLAVA.make_inputs(images=(2, 1))).logits)
+
+
+def test_a_setting_alone_is_a_config(build: Callable, tmp_path: Path) -> None:
+    """As a file and as a dict; budgets can be said in it."""
+    model, path = build(LLAVA), tmp_path / "mine.json"
+    for setting, given in (
+        ({"method": "fastv", "keep": 2, "layer": 1}, dict(method="fastv", keep=2, layer=1)),
+        ({"method": "fastv", "keep": {"average_tokens": 20}, "layer": 1},
+         dict(method="fastv", keep=tokenprune.Budget(average_tokens=20), layer=1)),
+        ({"method": ["pool", {"method": "fastv", "layer": 1}], "keep": [0.6, {"kv_share": 0.8}]},
+         dict(method=["pool", tokenprune.method("fastv", layer=1)], keep=[0.6, tokenprune.Budget(kv_share=0.8)])),
+    ):  # fmt: skip
+        path.write_text(json.dumps(setting))
+        wanted = run(model, **given)
+        for config in (setting, path, str(path), content(setting)):
+            logits, layers, kept = run(model, config=config)
+            assert torch.equal(logits, wanted[0]) and layers == wanted[1] and str(kept) == str(wanted[2])
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_files_as_editors_save_them(encoding: str, tmp_path: Path) -> None:
+    """Windows' Notepad and PowerShell put a mark in front, or write UTF-16."""
+    setting, path = {"method": "view_select", "views": ["Straße", "路"]}, tmp_path / "tokenprune.json"
+    path.write_bytes(json.dumps(content(setting), ensure_ascii=False).replace("\n", "\r\n").encode(encoding))
+    assert tokenprune.read_config(path).setting == setting
+
+
+def test_files_that_a_setting_names_are_read_once(tmp_path: Path) -> None:
+    shipped = Path(tokenprune.__file__).parent / "assets/thresholds/demo_vlm.safetensors"
+    path = tmp_path / "thresholds.safetensors"
+    path.write_bytes(shipped.read_bytes())
+    config = tokenprune.read_config({"method": "dymu", "keep": 0.5, "thresholds": path})
+    path.unlink()
+    (method,), _ = config.steps()
+    assert method.thresholds.keeps == tokenprune.Thresholds.load(shipped).keeps
+
+
+BAD = {
+    "no file": ("gone.json", ConfigError, "cannot read gone.json"),
+    "no JSON": ("{", ConfigError, "damaged, it holds no JSON"),
+    "torn": ('{"schema": 1, "setting": {"method": "da', ConfigError, "damaged"),
+    "no text": (b"\xff\xfe\x00", ConfigError, "damaged, or no text in UTF-8: save it as UTF-8"),
+    "latin-1": ('{"method": "dart", "x": "Straße"}'.encode("cp1252"), ConfigError, "save it as UTF-8"),
+    "zeros": (b"\0" * 9, ConfigError, "damaged"),
+    "empty file": (b"", ConfigError, "damaged"),
+    "too large": (b" " * (2**20 + 1), ConfigError, "larger than 1048576 bytes"),
+    "deep": ("[" * 100_000, ConfigError, "damaged"),
+    "deep inside": ('{"method": "dart", "keep": ' + "[" * 20 + "]" * 20 + "}", OptionError, "keep: lists .* 6 deep"),
+    "a number": ("3", ConfigError, "is no configuration"),
+    "a text": ('"dart"', ConfigError, "is no configuration"),
+    "schema is a text": ({"schema": "1", "setting": {"method": "dart"}}, ConfigError, "schema '1'"),
+    "schema is a list": ({"schema": [1], "setting": {"method": "dart"}}, ConfigError, r"schema \[1\]"),
+    "schema is true": ({"schema": True, "setting": {"method": "dart"}}, ConfigError, "schema True"),
+    "setting is a text": (content("dart"), ConfigError, "setting and tuned must be objects"),
+    "tuned is a list": (content({"method": "dart"}, tuned=[1]), ConfigError, "setting and tuned must be objects"),
+    "model is a number": (content({"method": "dart"}, tuned={"model": 3}), ConfigError, "model in tuned must be"),
+    "fingerprint": (
+        content({"method": "dart"}, tuned={"model": {"fingerprint": [1]}}),
+        ConfigError,
+        "fingerprint .* must be a text",
+    ),
+    "per is a list": (content({"method": "dart", "keep": 0.5, "per": ["image"]}), OptionError, "per must be"),
+    "off and more": (content({"off": True, "method": "dart"}), OptionError, "off stands alone"),
+    "off is a number": (content({"off": 1, "method": "dart"}), OptionError, "true or false"),
+    "keep is huge": (content({"method": "dart", "keep": 10**400}), BudgetError, "keep is beyond"),
+    "keep inside": (content({"method": {"method": "dart", "keep": 0.5}}), OptionError, "keep stands beside"),
+    "a list": ([1], ConfigError, 'or {"schema": 1'),
+    "no schema": ({"setting": {"method": "dart"}}, ConfigError, "is no configuration"),
+    "another schema": ({"schema": 2, "setting": {}}, ConfigError, "schema 2, and this version of tokenprune reads 1"),
+    "no setting": ({"schema": 1}, ConfigError, "setting and tuned must be objects"),
+    "option outside": ({"schema": 1, "setting": {"method": "dart"}, "keep": 1}, ConfigError, "unknown entries keep"),
+    "no method": (content({"keep": 0.5}), OptionError, "names no method"),
+    "off": (content({"off": True}), OptionError, "nothing to patch"),
+    "unknown method": (content({"method": "dartt"}), UnknownMethodError, "did you mean 'dart'"),
+    "unknown option": (content({"method": "dart", "pivots": 2}), OptionError, "has no option 'pivots'"),
+    "option of a wrong type": (content({"method": "fastv", "layer": "x"}), OptionError, "layer"),
+    "keep": (content({"method": "dart", "keep": 0}), BudgetError, "keeps nothing"),
+    "keep is a text": (content({"method": "dart", "keep": "half"}), BudgetError, "must be a number"),
+    "keeps": (content({"method": ["pool", "fastv"], "keep": [0.5]}), BudgetError, "1 entries for 2 methods"),
+    "per": (content({"method": "dart", "keep": 0.5, "per": "word"}), BudgetError, "per='word'"),
+    "ambiguous": (content({"method": ["pool", "fastv"], "layer": 1}), OptionError, "layer are ambiguous"),
+    "empty": (content({"method": []}), OptionError, "no method"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_before_anything_is_changed(
+    name: str, build: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given, error, says = BAD[name]
+    path = Path("tokenprune.json")
+    if given == "gone.json":
+        path = Path(given)
+    elif isinstance(given, bytes):
+        path.write_bytes(given)
+    else:
+        path.write_text(given if isinstance(given, str) else json.dumps(given))
+    model = build(LLAVA)
+    before = snapshot(model)
+    with pytest.raises(error, match=says):
+        tokenprune.patch(model, config=path)
+    assert snapshot(model) == before and not tokenprune.is_patched(model)
+
+
+@pytest.mark.parametrize("more", [{"method": "dart"}, {"keep": 0.25}, {"layer": 2}], ids=str)
+def test_a_config_stands_alone(more: dict[str, Any], build: Callable) -> None:
+    """Also what are the defaults, if they are given."""
+    with pytest.raises(OptionError, match="leave these out, or leave out config="):
+        tokenprune.patch(build(LLAVA), config=content({"method": "pool"}), **more)
+    with pytest.raises(ConfigError, match="must be a file"):
+        tokenprune.patch(build(LLAVA), config=3)
+
+
+def test_another_model_than_it_was_tuned_on_is_warned_of(build: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    model = build(LLAVA)
+    tuned = {"model": {"name": "mine", "fingerprint": fingerprint(model)}}
+    with caplog.at_level(logging.WARNING, "tokenprune"):
+        with tokenprune.patched(model, config=content({"method": "pool"}, tuned=tuned)):
+            assert tokenprune.is_patched(model)
+        assert not caplog.records
+        tuned["model"]["fingerprint"] = "float32:0"
+        with tokenprune.patched(model, config=content({"method": "pool"}, tuned=tuned)):
+            assert tokenprune.is_patched(model)
+    (record,) = caplog.records
+    assert "tuned on mine" in record.getMessage() and "tokenprune tune" in record.getMessage()
+
+
+def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, config = tmp_path / "tokenprune.json", Config({"method": "dart", "keep": 0.5}, {"metric": "exact"})
+    tokenprune.write_config(path, config)
+    assert json.loads(path.read_text()) == {
+        "schema": 1,
+        "setting": {"method": "dart", "keep": 0.5},
+        "tuned": {"metric": "exact"},
+    }
+    read = tokenprune.read_config(path)
+    assert (read.setting, read.tuned, read.name) == (config.setting, config.tuned, "tokenprune.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["tokenprune.json"]
+    with pytest.raises(ConfigError, match="cannot write"):
+        tokenprune.write_config(tmp_path / "gone/tokenprune.json", config)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"method": "divprune", "keep": 0.25},
+        {"method": "random", "keep": 64, "seed": 3, "per": "frame"},
+        {"method": [{"method": "dynres", "min_scale": 0.5}, "divprune"], "keep": [0.5, 0.25]},
+        {"method": "fastv", "keep": 0.25, "layer": 2, "experimental_in_llm": True},
+    ],
+    ids=str,
+)
+def test_the_plugin_reads_a_setting_the_same_way(setting: dict[str, Any]) -> None:
+    """What the vLLM plugin makes of a setting, with nothing left implicit, is the same methods and budgets here."""
+    assert Config(Setting.of(setting).as_dict()).steps() == Config(setting).steps()
+
+
+def test_none_means_the_default_of_patch_and_of_the_method(build: Callable) -> None:
+    for named, name, keep in ((None, "dart", 0.25), ("dyrate", "dyrate", 0.5)):
+        with tokenprune.patched(build(LLAVA), named, keep=None) as model:
+            (method,), (budget,) = model._tokenprune_patch.methods, model._tokenprune_patch.budgets
+            assert (method.name, budget) == (name, tokenprune.Budget(keep))

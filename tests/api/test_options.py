@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types of options: what fits, what is said of what does not, and that the methods that declare them are checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from annotated_types import Ge, Gt, Interval, Le, Lt
+
+import tokenprune
+from tokenprune.errors import OptionError
+from tokenprune.options import check_options, fits, in_words, option_types
+
+SHARE = Annotated[float, Gt(0), Le(1)]
+HINTS = {
+    "an int": int,
+    "an int >= 1": Annotated[int, Ge(1)],
+    "a number > 0 and <= 1": SHARE,
+    "a number >= 0 and < 1": Annotated[float, Interval(ge=0, lt=1)],
+    "an int < 3": Annotated[int, "a note", Lt(3)],
+    "'a' or 'b'": Literal["a", "b"],
+    "'a', 'b' or 'c'": Literal["a", "b", "c"],
+    "'a'": Literal["a"],
+    "True or False": bool,
+    "an int >= 1 or None": Annotated[int, Ge(1)] | None,
+    "a tuple, each entry an int >= 0": tuple[Annotated[int, Ge(0)], ...],
+    "a text or a Path": str | Path,
+}
+
+
+@pytest.mark.parametrize("words", HINTS)
+def test_types_are_told_in_words(words: str) -> None:
+    assert in_words(HINTS[words]) == words
+
+
+@pytest.mark.parametrize(
+    ("hint", "good", "bad"),
+    [
+        (int, [0, -3, 10**30], [0.0, 1.5, True, "1", None, float("nan")]),
+        (float, [0, 0.5, float("inf")], [True, "0.5", None, 1j]),
+        (SHARE, [1, 1.0, 1e-9], [0, 1.1, -1, float("nan"), True]),
+        (Annotated[int, Ge(1)], [1, 7], [0, -1, 1.0, True]),
+        (bool, [True, False], [0, 1, "true", None]),
+        (Literal["a", 1], ["a", 1], ["b", True, 1.0, ["a"], {}]),
+        (tuple[int, ...], [(), (1, 2)], [[1], (1, "x"), 1, (True,)]),
+        (Annotated[int, Ge(1)] | None, [None, 1], [0, "x"]),
+        (str | Path, ["x", Path("x")], [b"x", None]),
+        (Any, [None, object()], []),
+    ],
+    ids=str,
+)
+def test_values_fit_or_do_not(hint: Any, good: list[Any], bad: list[Any]) -> None:
+    assert all(fits(value, hint) for value in good)
+    assert not any(fits(value, hint) for value in bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("fastv", {"layer": 0}, "fastv: layer=0 must be an int >= 1"),
+        ("fastv", {"layer": True}, "fastv: layer=True must be an int >= 1"),
+        ("fastv", {"layer": "2"}, "fastv: layer='2' must be an int >= 1"),
+        ("fastv", {"query": "first"}, "fastv: query='first' must be 'last' or 'all'"),
+        ("fastv", {"query": ["last"]}, "fastv: query=['last'] must be 'last' or 'all'"),
+        ("random", {"seed": 0.5}, "random: seed=0.5 must be an int"),
+    ],
+)
+def test_methods_refuse_what_their_fields_do_not_allow(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(says)):
+        tokenprune.method(name, **options)
+    with pytest.raises(OptionError, match=re.escape(says)):
+        tokenprune.read_config({"method": name, "keep": 0.5, **options}).steps()
+
+
+def test_options_are_those_of_the_fields() -> None:
+    @dataclass(frozen=True)
+    class Made(tokenprune.Method):
+        share: SHARE = 0.5
+
+    assert option_types(Made) == {"share": SHARE}
+    check_options(Made())
+    with pytest.raises(OptionError, match=r"share=2 must be a number > 0 and <= 1"):
+        check_options(Made(share=2))

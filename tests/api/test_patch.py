@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""patch, unpatch and patched: the model comes back as it was, also after a patch that failed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import tokenprune
+from basics import MODEL_METHODS, pieces, snapshot
+from oracle import close, reduced, survivors
+from tokenprune import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
+from tokenprune.integrations.attachable import states
+from zoo import FAMILIES, Family
+
+
+@pytest.mark.parametrize("method", MODEL_METHODS)
+@torch.no_grad()
+def test_unpatch_gives_the_same_model_back(method: str, family: Family, model) -> None:
+    inputs = family.make_inputs(images=(2, 1))
+    before, was = model(**inputs).logits, snapshot(model)
+    attention = model.config._attn_implementation
+    assert tokenprune.patch(model, method, keep=0.3) is model
+    assert tokenprune.is_patched(model)
+    assert snapshot(model) != was
+    assert not torch.equal(model(**inputs).logits, before)
+    model.generate(**inputs, max_new_tokens=2)
+    assert tokenprune.unpatch(model) is model
+    assert not tokenprune.is_patched(model)
+    forget_rope_deltas(was)
+    assert forget_rope_deltas(snapshot(model)) == was
+    assert model.config._attn_implementation == attention == "sdpa"
+    assert torch.equal(model(**inputs).logits, before)
+
+
+def forget_rope_deltas(seen: dict) -> dict:
+    """Qwen's base model remembers its last prompt there, patched or not."""
+    for key in [key for key in seen if key.endswith(".rope_deltas")]:
+        del seen[key]
+    return seen
+
+
+# Each of these must be found out before anything is changed.
+FAILING = {
+    "unknown method": dict(method="fastvv"),
+    "unknown option": dict(method="dart", pivots=3),
+    "bad option": dict(method="fastv", query="first"),
+    "option of a configured method": dict(method=tokenprune.method("fastv"), layer=1),
+    "layer zero": dict(method="fastv", layer=0),
+    "layer beyond the last": dict(method="dart", layer=4),
+    "layer is no number": dict(method="dart", layer="2"),
+    "keep zero": dict(method="fastv", keep=0.0),
+    "keep twice": dict(method="fastv", keep=(0.5, 0.5)),
+    "no method": dict(method=[]),
+    "same place": dict(method=["fastv", "dart"]),
+    "needs a processor": dict(method="downsample", keep=0.5),
+    "processor for nothing": dict(method="dart", processor=object()),
+    "budgets of different scope": dict(
+        method=["divprune", "fastv"],
+        keep=[tokenprune.Budget(keep=0.5), tokenprune.Budget(keep=0.5, per="prompt")],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+@torch.no_grad()
+def test_a_patch_that_fails_leaves_no_trace(case: str, family: Family, model) -> None:
+    was = snapshot(model)
+    with pytest.raises(TokenPruneError):
+        tokenprune.patch(model, **FAILING[case])
+    assert snapshot(model) == was
+    assert not tokenprune.is_patched(model)
+
+
+@pytest.mark.parametrize("case", FAILING)
+@torch.no_grad()
+def test_a_replacement_that_fails_leaves_the_first_patch(case: str, build) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        before, was = model(**inputs).logits, snapshot(model)
+        with pytest.raises(TokenPruneError):
+            tokenprune.patch(model, **FAILING[case], replace=True)
+        assert forget_rope_deltas(snapshot(model)) == forget_rope_deltas(was)
+        assert torch.equal(model(**inputs).logits, before)
+
+
+def test_an_attachment_that_breaks_half_way_is_taken_back(family: Family, model, monkeypatch) -> None:
+    """Hooks are installed one by one: whichever fails, those before it go."""
+    was = snapshot(model)
+    layers = model.get_submodule(family.decoder).layers
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no more hooks")
+
+    monkeypatch.setattr(layers[2], "register_forward_pre_hook", fail)
+    with pytest.raises(RuntimeError, match="no more hooks"):
+        tokenprune.patch(model, "fastv", keep=0.5)
+    monkeypatch.undo()
+    assert snapshot(model) == was
+
+
+@torch.no_grad()
+def test_patching_twice(build) -> None:
+    family = FAMILIES["llava_next"]
+    model, inputs = build(family), family.make_inputs()
+    was = snapshot(model)
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        first = model(**inputs).logits
+    tokenprune.patch(model, "dart", keep=0.5)
+    try:
+        with pytest.raises(AlreadyPatchedError, match=r"dart.*replace=True"):
+            tokenprune.patch(model, "divprune", keep=0.3)
+        tokenprune.patch(model, "divprune", keep=0.3, replace=True)
+        assert torch.equal(model(**inputs).logits, first)
+    finally:
+        tokenprune.unpatch(model)
+    assert snapshot(model) == was
+
+
+@torch.no_grad()
+def test_patched_puts_an_earlier_patch_back(build) -> None:
+    family = FAMILIES["internvl"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, "uniform", keep=0.5):
+        first = model(**inputs).logits
+        with pytest.raises(AlreadyPatchedError), tokenprune.patched(model, "fastv", keep=0.2):
+            pass
+        assert torch.equal(model(**inputs).logits, first)
+        with pytest.raises(ZeroDivisionError), tokenprune.patched(model, "fastv", keep=0.2, replace=True):
+            assert not torch.equal(model(**inputs).logits, first)
+            raise ZeroDivisionError
+        assert torch.equal(model(**inputs).logits, first)
+    with tokenprune.patched(model, "fastv", keep=0.2):
+        tokenprune.unpatch(model)  # by hand, inside: nothing is left to undo
+    assert not tokenprune.is_patched(model)
+
+
+@pytest.mark.parametrize("call", [tokenprune.unpatch, tokenprune.stats])
+def test_an_unpatched_model_has_nothing_to_give(call, build) -> None:
+    model = build(FAMILIES["llava"])
+    assert not tokenprune.is_patched(model)
+    with pytest.raises(NotPatchedError, match="patch"):
+        call(model)
+
+
+@torch.no_grad()
+def test_two_models_do_not_meet(build) -> None:
+    one, two = FAMILIES["llava"], FAMILIES["qwen2_vl"]
+    a, b = build(one), build(two)
+    x, y = one.make_inputs(), two.make_inputs()
+    plain = b(**y).logits
+    with tokenprune.patched(a, "fastv", keep=0.3):
+        alone = a(**x).logits
+        assert torch.equal(b(**y).logits, plain)
+        with tokenprune.patched(b, "dart", keep=0.5):
+            assert torch.equal(a(**x).logits, alone)
+            b(**y)
+            assert tokenprune.stats(a).visual_tokens_in == sum(map(sum, x.counts))
+            assert tokenprune.stats(b).visual_tokens_in == sum(map(sum, y.counts))
+
+
+@torch.no_grad()
+def test_a_model_inside_another_module(build) -> None:
+    """The base model can be patched too, and a failure inside a forward does not spoil the next one."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, "fastv", keep=0.3):
+        want = model(**inputs).logits
+        with pytest.raises(Exception, match=r"."):
+            model(**{**inputs, "attention_mask": "nonsense"})
+        assert torch.equal(model(**inputs).logits, want)
+    with tokenprune.patched(model.model, "fastv", keep=0.3):
+        assert torch.equal(model(**inputs).logits, want)
+
+
+COMPOSED = [
+    (["divprune", "fastv"], [0.5, 0.4]),
+    (["fastv", "uniform"], 0.6),
+    ([tokenprune.method("fastv", layer=3), tokenprune.method("dart", layer=1)], 0.6),
+    (["pool", "dart", tokenprune.method("fastv", layer=3)], 0.7),
+]
+
+
+@pytest.mark.parametrize(("methods", "keep"), COMPOSED, ids=["PL", "order", "two layers", "merge and two"])
+@torch.no_grad()
+def test_composition(methods: list, keep, family: Family, model) -> None:
+    """Several cuts, each of what the one before it left; the order in which they are named does not matter."""
+    inputs = family.make_inputs(images=(1, 2))
+    length = inputs["input_ids"].shape[1]
+    with tokenprune.patched(model, methods, keep=keep, record=True):
+        got, stats = model(**inputs).logits, tokenprune.stats(model)
+    layers = [cut.layer for cut in stats.cuts]
+    assert layers == sorted(layers) and len(layers) == len(methods)
+    for cut, later in zip(stats.cuts, stats.cuts[1:], strict=False):
+        assert all(set(b) < set(a) for a, b in zip(cut.kept, later.kept, strict=True))
+    alive = survivors(stats.cuts[-1], length)
+    with reduced(family, model, stats.cuts, length):
+        want = model(**inputs).logits
+    close(got[alive], want[alive])
+    first_keep = keep[0] if isinstance(keep, list) else keep
+    counts = [max(1, round(first_keep * len(piece))) for row in pieces(family, inputs) for piece in row]
+    assert stats.visual_tokens_per_layer[layers[0]] == sum(counts)
+    assert stats.visual_tokens_out == stats.visual_tokens_per_layer[-1] < sum(counts)
+
+
+def test_composition_errors(build) -> None:
+    model = build(FAMILIES["llava"])
+    for methods in (["fastv", "dart"], ["divprune", "uniform"], ["fastv", "fastv"]):
+        with pytest.raises(OptionError, match=f"{methods[0]}.*{methods[1]}"):
+            tokenprune.patch(model, methods)
+    with pytest.raises(OptionError, match="layer"):
+        tokenprune.patch(model, ["divprune", "fastv"], layer=1)
+    with pytest.raises(BudgetError, match="2 methods"):
+        tokenprune.patch(model, ["divprune", "fastv"], keep=[0.5])
+
+
+def test_a_deep_copy_of_a_plain_model_is_independent(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    other = copy.deepcopy(model)
+    tokenprune.patch(other, "divprune", keep=0.2)
+    with torch.no_grad():
+        assert not torch.equal(other(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_list_of_keeps_belongs_to_the_methods_in_the_order_given(build) -> None:
+    model = build(FAMILIES["llava"])
+    inputs = FAMILIES["llava"].make_inputs()
+    counts = []
+    for methods, keeps in ((["random", "fastv"], [0.75, 0.5]), (["fastv", "random"], [0.5, 0.75])):
+        with torch.no_grad(), tokenprune.patched(model, methods, keep=keeps):
+            model(**inputs)
+            counts.append(tokenprune.stats(model).visual_tokens_per_layer)
+    assert counts[0] == counts[1]
+    assert counts[0][0] == sum(round(0.75 * count) for row in inputs.counts for count in row)
+
+
+def test_states_end_with_their_part(build) -> None:
+    """What a thread knows of a part that is gone must not be found by another one that got the same id."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    gc.collect()
+    before = len(states())
+    for _ in range(3):
+        with tokenprune.patched(model, "random", keep=0.3):
+            model.generate(**inputs, max_new_tokens=1)
+            assert len(states()) > before
+    gc.collect()
+    assert len(states()) == before

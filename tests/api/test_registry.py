@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of third parties: registered, found, refused, and applied like ours."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from basics import pieces
+from oracle import close, generate_logits, reduced
+from tokenprune import (
+    Method,
+    OptionError,
+    RegistrationError,
+    Selection,
+    Site,
+    TokenPruneError,
+    VisualTokens,
+    register,
+    registry,
+)
+from zoo import FAMILIES, Family
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    tokenprune.available_methods()
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    yield
+
+
+def norms() -> type[Method]:
+    @register("norms", site=Site.PRE_LLM, paper="none (a test)")
+    @dataclass(frozen=True)
+    class Norms(Method):
+        """Keep what is long. Nothing else.
+
+        Second paragraph.
+        """
+
+        power: float = 1.0
+
+        def score(self, tokens: VisualTokens) -> Tensor:
+            return tokens.hidden.norm(dim=-1) ** self.power
+
+    return Norms
+
+
+@torch.no_grad()
+def test_a_method_of_ones_own(family: Family, model) -> None:
+    cls = norms()
+    assert "norms" in tokenprune.available_methods()
+    info = tokenprune.method_info("norms")
+    assert (info.name, info.site, info.paper, info.cls) == ("norms", Site.PRE_LLM, "none (a test)", cls)
+    assert info.summary.startswith("Keep what is long.") and "Second" not in info.summary
+    assert info.options == {"power": 1.0}
+    assert (info.query_aware, info.prefix_cache_safe, info.merges, info.needs) == (False, True, False, frozenset())
+    inputs = family.make_inputs()
+    seen: list[Tensor] = []
+    layer = model.get_submodule(family.decoder).layers[0]
+    handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(**inputs)
+    handle.remove()
+    with tokenprune.patched(model, "norms", keep=5, power=-1.0, record=True):
+        model(**inputs)
+        kept = tokenprune.stats(model).cuts[0].kept
+    for row, row_pieces in enumerate(pieces(family, inputs)):
+        for piece in row_pieces:
+            shortest = sorted(piece, key=lambda place: float(seen[0][row, place].norm()))[:5]
+            assert set(kept[row]) & set(piece) == set(shortest)
+
+
+def refused(name: str, cls: type, **more: Any) -> str:
+    with pytest.raises(RegistrationError) as error:
+        register(name, site=Site.PRE_LLM, paper="none", **more)(cls)
+    return str(error.value)
+
+
+def test_registration_errors() -> None:
+    before = tokenprune.available_methods()
+
+    @dataclass(frozen=True)
+    class Good(Method):
+        """Fine."""
+
+    @dataclass
+    class Thawed:
+        """Not frozen."""
+
+    @dataclass(frozen=True)
+    class Stranger:
+        """No Method."""
+
+    @dataclass(frozen=True)
+    class Silent(Method):
+        pass
+
+    class Plain(Method):
+        """Inherits a dataclass without being one of its own."""
+
+    assert "taken" in refused("dart", Good) and "Dart" in refused("dart", Good)
+    assert "Method" in refused("thawed", Thawed)
+    assert "Method" in refused("stranger", Stranger)
+    assert "docstring" in refused("silent", Silent)
+    unknown = refused("good", Good, needs=("keyss",))
+    assert "keyss" in unknown and "last_row_attention" in unknown
+    for name in ("Good", "my-method", "2d", ""):
+        assert "name" in refused(name, Good)
+    assert "dataclass" in refused("plain", Plain)
+    assert tokenprune.available_methods() == before
+    # The same class again, as when a notebook cell runs twice, is no error.
+    for _ in range(2):
+        norms()
+
+
+def test_entry_points(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    found = [
+        EntryPoint("broken", "no_such_package.anywhere", registry.ENTRY_POINT_GROUP),
+        EntryPoint("quits", "sys:exit", registry.ENTRY_POINT_GROUP),
+        EntryPoint("norms", "test_registry:norms", registry.ENTRY_POINT_GROUP),
+    ]
+
+    def load(entry: EntryPoint) -> Any:
+        if entry.name == "quits":
+            sys.exit("this package\nneeds a license")
+        return norms() if entry.name == "norms" else __import__(entry.module)
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: found if group == "tokenprune.methods" else [])
+    # Loading a module is what registers its methods; this one registers when its function is called.
+    monkeypatch.setattr(EntryPoint, "load", load)
+    monkeypatch.setattr(registry, "_loaded", False)
+    with caplog.at_level(logging.WARNING):
+        assert {"norms", "dart"} <= set(tokenprune.available_methods())
+    broken, quits = caplog.records
+    assert "'broken' (no_such_package.anywhere)" in broken.getMessage()
+    assert "ModuleNotFoundError: No module named 'no_such_package'" in broken.getMessage()
+    assert quits.getMessage().endswith("SystemExit: this package needs a license")
+    # One line each, without a traceback.
+    assert all(one.levelname == "WARNING" and one.exc_info is None for one in caplog.records)
+    assert all("\n" not in one.getMessage() for one in caplog.records)
+    with pytest.raises(tokenprune.UnknownMethodError):
+        tokenprune.method("broken")
+
+
+WRONG = {
+    "none": lambda tokens: None,
+    "a tensor": lambda tokens: tokens.mask,
+    "scores": lambda tokens: Selection(torch.rand(tokens.mask.shape)),
+    "shape": lambda tokens: Selection(tokens.mask[:, :-1]),
+    "nothing kept": lambda tokens: Selection(torch.zeros_like(tokens.mask)),
+    "assign to a dropped token": lambda tokens: Selection(first(tokens), torch.full(tokens.mask.shape, 1)),
+    "assign out of range": lambda tokens: Selection(first(tokens), torch.full(tokens.mask.shape, 10_000)),
+    "assign below -1": lambda tokens: Selection(first(tokens), torch.full(tokens.mask.shape, -7)),
+    "assign shape": lambda tokens: Selection(first(tokens), torch.full((2, 2), 0)),
+    "assign type": lambda tokens: Selection(first(tokens), torch.zeros(tokens.mask.shape)),
+    "weight shape": lambda tokens: Selection(first(tokens), torch.full(tokens.mask.shape, 0), torch.ones(2, 2)),
+    "counts": lambda tokens: Selection(first(tokens), counts=[2] * len(tokens.keep)),
+}
+
+
+def first(tokens: VisualTokens) -> Tensor:
+    return tokens.mask & (torch.arange(tokens.mask.shape[1]) == 0)
+
+
+@pytest.mark.parametrize("case", WRONG)
+@torch.no_grad()
+def test_a_wrong_selection(case: str, build) -> None:
+    @dataclass(frozen=True)
+    class Wrong(Method):
+        """Select nonsense."""
+
+        def select(self, tokens: VisualTokens) -> Any:
+            return WRONG[case](tokens)
+
+    register("wrong", site=Site.PRE_LLM, paper="none")(Wrong)
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), family.make_inputs()
+    before = model(**inputs).logits
+    with tokenprune.patched(model, "wrong", keep=0.3), pytest.raises(TokenPruneError, match="wrong"):
+        model(**inputs)
+    assert torch.equal(model(**inputs).logits, before)
+
+
+# What a score must not be, and what the error says of it.
+WRONG_SCORES = {
+    "none": (lambda tokens: None, "not NoneType"),
+    "a list": (lambda tokens: tokens.mask.tolist(), "not list"),
+    "one for each picture": (lambda tokens: tokens.hidden.mean(dim=(1, 2)), r"not float32 \[2\]"),
+    "one for each head": (lambda tokens: tokens.hidden.unflatten(2, (4, -1)).mean(3), r"not float32 \[2, 35, 4\]"),
+    "transposed": (lambda tokens: tokens.hidden.mean(2).T, r"not float32 \[35, 2\]"),
+    "complex": (lambda tokens: tokens.hidden.mean(2) * 1j, "not complex64"),
+    "yes or no": (lambda tokens: tokens.mask, "not bool"),
+    "elsewhere": (lambda tokens: tokens.hidden.mean(2).to("meta"), "on meta"),
+    "no number": (lambda tokens: tokens.hidden.mean(2) * torch.nan, "NaN"),
+    "no number in one picture": (lambda tokens: first_is_nan(tokens), "NaN"),
+}
+
+
+def first_is_nan(tokens: VisualTokens) -> Tensor:
+    score = tokens.hidden.mean(2)
+    score[0, : tokens.counts[0]] = torch.nan  # what is behind is padding
+    return score
+
+
+@pytest.mark.parametrize("case", WRONG_SCORES)
+@torch.no_grad()
+def test_a_wrong_score(case: str, build) -> None:
+    score, says = WRONG_SCORES[case]
+
+    @register("loud", site=Site.PRE_LLM, paper="none")
+    @dataclass(frozen=True)
+    class Loud(Method):
+        """Score nonsense."""
+
+        def score(self, tokens: VisualTokens) -> Any:
+            return score(tokens)
+
+    family = FAMILIES["llava_next"]
+    model, inputs = build(family), family.make_inputs(sizes=[(16, 32), (8, 32)])
+    shape = [2, max(max(row) for row in inputs.counts)]
+    before = model(**inputs).logits
+    with tokenprune.patched(model, "loud", keep=0.3), pytest.raises(TokenPruneError) as error:
+        model(**inputs)
+    assert f"loud.score() must return a float tensor [S, N] = {shape}" in str(error.value)
+    assert re.search(says.replace("35", str(shape[1])), str(error.value))
+    assert torch.equal(model(**inputs).logits, before)
+
+
+@torch.no_grad()
+def test_a_score_with_some_nan_ranks(build) -> None:
+    """NaN counts as lowest, also in bfloat16."""
+
+    @register("patchy", site=Site.PRE_LLM, paper="none")
+    @dataclass(frozen=True)
+    class Patchy(Method):
+        """Score the last third."""
+
+        def score(self, tokens: VisualTokens) -> Tensor:
+            place = torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
+            return torch.where(place < 24, torch.nan, 1.0).bfloat16()
+
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with tokenprune.patched(model, "patchy", keep=12, record=True):
+        model(**inputs)
+        kept = set(tokenprune.stats(model).cuts[0].kept[0])
+    (piece,) = pieces(family, inputs)[0]
+    assert kept & set(piece) == set(piece[24:])
+
+
+@torch.no_grad()
+def test_whole_numbers_rank(build) -> None:
+    class Places(Method):
+        name = "places"
+
+        def score(self, tokens: VisualTokens) -> Tensor:
+            return torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
+
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with tokenprune.patched(model, Places(), keep=12, record=True):
+        model(**inputs)
+        kept = set(tokenprune.stats(model).cuts[0].kept[0])
+    (piece,) = pieces(family, inputs)[0]
+    assert kept & set(piece) == set(piece[24:])
+
+
+@pytest.mark.parametrize(
+    ("name", "offered"),
+    [
+        ("dartt", "'dart'"), ("FastV", "'fastv'"), ("fast_v", "'fastv'"), ("divprun", "'divprune'"), ("dimu", "'dymu'"),
+        ("unifrom", "'uniform'"), ("sparsevlm", None), ("visionzip", None), ("pyramiddrop", None), ("prunemerge", None),
+        ("topk", None), ("x", None), ("", None),
+    ],
+)  # fmt: skip
+def test_only_what_is_close_is_offered(name: str, offered: str | None) -> None:
+    with pytest.raises(tokenprune.UnknownMethodError) as error:
+        tokenprune.method(name)
+    assert ("did you mean" in str(error.value)) == (offered is not None)
+    assert offered is None or f"did you mean {offered}" in str(error.value)
+    assert "available are dart, divprune" in str(error.value)
+
+
+@pytest.mark.parametrize(("option", "offered"), [("layers", "'layer'"), ("Layer", "'layer'"), ("depth", None)])
+def test_only_options_that_are_close_are_offered(option: str, offered: str | None) -> None:
+    with pytest.raises(OptionError) as error:
+        tokenprune.method("fastv", **{option: 2})
+    assert ("did you mean" in str(error.value)) == (offered is not None)
+    assert offered is None or offered in str(error.value)
+
+
+@torch.no_grad()
+def test_what_is_not_asked_for_is_not_there(build) -> None:
+    @register("nosy", site=Site.IN_LLM, paper="none")
+    @dataclass(frozen=True)
+    class Nosy(Method):
+        """Read keys without saying so."""
+
+        layer: int = 2
+
+        def score(self, tokens: VisualTokens) -> Tensor:
+            return tokens.keys.sum(-1)
+
+    @register("early", site=Site.PRE_LLM, paper="none", needs=("keys",))
+    @dataclass(frozen=True)
+    class Early(Method):
+        """Need keys before any layer has run."""
+
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, "nosy", keep=0.3), pytest.raises(TokenPruneError, match=r"keys.*needs"):
+        model(**inputs)
+    with pytest.raises(OptionError, match="keys"):
+        tokenprune.patch(model, "early", keep=0.3)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_merging(layer: int, weighted: bool, family: Family, model) -> None:
+    """Kept tokens become means of their sources, features that are added later included; -1 leaves no trace."""
+
+    @dataclass(frozen=True)
+    class Merge(Method):
+        """Keep every third token, which absorbs the one behind it; drop the rest."""
+
+        layer: int = 0
+
+        def select(self, tokens: VisualTokens) -> Selection:
+            place = torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
+            keep = tokens.mask & (place % 3 == 0)
+            assign = torch.where(place % 3 == 2, -1, place - place % 3).masked_fill(~tokens.mask, -1)
+            return Selection(keep, assign, torch.full(place.shape, 2.5) if weighted else None)
+
+    register("merge", site=Site.IN_LLM if layer else Site.PRE_LLM, paper="none", merges=True)(Merge)
+    inputs = family.make_inputs(images=(1, 2))
+    with tokenprune.patched(model, "merge", keep=0.34, layer=layer, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        (cut,) = tokenprune.stats(model).cuts
+    for row, row_pieces in enumerate(pieces(family, inputs)):
+        want = {piece[i]: piece[i : i + 2] for piece in row_pieces for i in range(0, len(piece), 3)}
+        assert cut.sources[row] == want
+    with reduced(family, model, [cut], inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+    cut.sources = None  # dropping instead of merging is seen
+    with reduced(family, model, [cut], inputs["input_ids"].shape[1]):
+        dropped, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    with pytest.raises(AssertionError):
+        close(got, dropped)
+
+
+@torch.no_grad()
+def test_weights_of_a_merge(build) -> None:
+    @register("all_in_one", site=Site.PRE_LLM, paper="none", merges=True)
+    @dataclass(frozen=True)
+    class AllInOne(Method):
+        """Merge everything into the first token, later tokens weighing more."""
+
+        def select(self, tokens: VisualTokens) -> Selection:
+            weight = torch.arange(1.0, tokens.mask.shape[1] + 1).expand(tokens.mask.shape)
+            return Selection(first(tokens), torch.zeros(tokens.mask.shape, dtype=torch.long), weight)
+
+    family = FAMILIES["qwen3_vl"]
+    model, inputs = build(family), family.make_inputs()
+    seen: list[Tensor] = []
+    layer = model.get_submodule(family.decoder).layers[0]
+    handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try:
+        model(**inputs)
+        with tokenprune.patched(model, "all_in_one", keep=1, record=True):
+            handle.remove()
+            handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+            model(**inputs)
+            kept = tokenprune.stats(model).cuts[0].kept
+    finally:
+        handle.remove()
+    full, cut = seen
+    for row, row_pieces in enumerate(pieces(family, inputs)):
+        (piece,) = row_pieces
+        weight = torch.arange(1.0, len(piece) + 1)
+        want = (full[row, piece] * weight[:, None]).sum(0) / weight.sum()
+        slot = kept[row].index(piece[0]) - len(kept[row])  # rows are filled from the right
+        torch.testing.assert_close(cut[row, slot], want)
+
+
+@torch.no_grad()
+def test_a_selection_of_another_size_than_asked(build) -> None:
+    """A method may keep more or fewer than its budget; the next cut still has its share of what is there."""
+
+    @register("three", site=Site.PRE_LLM, paper="none")
+    @dataclass(frozen=True)
+    class Three(Method):
+        """Keep three tokens whatever is asked."""
+
+        def select(self, tokens: VisualTokens) -> Selection:
+            return Selection(tokens.mask & (torch.arange(tokens.mask.shape[1]) < 3))
+
+    family = FAMILIES["llava_next"]
+    model, inputs = build(family), family.make_inputs(images=(1, 2))
+    with tokenprune.patched(model, ["three", "fastv"], keep=[0.5, 0.7], record=True):
+        got = model(**inputs).logits[:, -1]
+        stats = tokenprune.stats(model)
+    assert stats.visual_tokens_per_layer == [9, 9, 6, 6]
+    with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
+        close(got, model(**inputs).logits[:, -1])

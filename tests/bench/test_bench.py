@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark's arithmetic by hand, and one small run of it on the shipped model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import tokenprune
+from tokenprune.bench import contact_sheet, draw, paired, results, significance, suite, tables, timing
+from tokenprune.bench.backend import patched_by
+from tokenprune.bench.model import Model, load
+from tokenprune.bench.plan import passes_of
+from tokenprune.bench.plot import plot_png
+from tokenprune.bench.scenes import KINDS
+from tokenprune.errors import (
+    OptionError,
+    TokenPruneError,
+    UnknownMethodError,
+    UnsupportedModelError,
+    UnsupportedSetupError,
+)
+
+# -- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_wilson_by_hand() -> None:
+    # z = 1.959964: 8 of 10 gives (0.8 + z²/20 ± z sqrt(0.16/10 + z²/400)) / (1 + z²/10).
+    assert significance.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert significance.wilson(0, 4) == pytest.approx((0.0, 0.4899), abs=1e-4)
+    assert significance.wilson(4, 4) == pytest.approx((0.5101, 1.0), abs=1e-4)
+    assert significance.wilson(0, 0) == (0.0, 1.0)
+
+
+def test_pooling_seeds_does_not_narrow_the_interval() -> None:
+    once = significance.pooled_interval(["1110"])
+    assert significance.pooled_interval(["1110"] * 3) == once
+    share, low, high = significance.pooled_interval(["1100", "1110", "1111"])
+    assert share == 0.75
+    assert (low, high) == significance.wilson(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "p"),
+    [
+        ("11111", "00000", 1 / 32),  # five wins, no loss: (1/2)^5
+        ("1110", "0001", 5 / 16),  # three wins, one loss: P(X >= 3 of 4)
+        ("0011", "0011", 1.0),  # no discordant pair
+        ("0000", "1111", 1.0),
+        ("1100", "0011", 11 / 16),
+    ],
+)
+def test_mcnemar_by_hand(ours: str, theirs: str, p: float) -> None:
+    assert significance.better_p(ours, theirs) == pytest.approx(p)
+
+
+def test_interleaving_takes_each_question_once_and_every_seed() -> None:
+    assert significance.interleaved(["aaaa", "bbbb", "cccc"]) == "abca"
+    assert significance.interleaved(["1010"]) == "1010"
+
+
+def test_quantiles_by_hand() -> None:
+    assert timing.quantiles([5, 1, 2, 4, 3]) == {"p20": 1.8, "p50": 3, "p80": 4.2}
+    assert timing.quantiles([7.0]) == {"p20": 7, "p50": 7, "p80": 7}
+
+
+# -- marks, collapse, tables, from records made by hand ----------------------------------------------------------------
+
+
+def record(method: str, keep: float, *right: str, site: str = "PRE_LLM") -> dict[str, Any]:
+    stats = dict(
+        visual_tokens_in=160, visual_tokens_out=40, visual_tokens_per_layer=[40, 40], visual_tokens_average=40.0,
+        keep_ratio=0.25, prefill_flops_ratio=0.25, kv_bytes=2048, kv_bytes_full=8192, overhead_ms=1.0,
+    )  # fmt: skip
+    quantiles = dict(p20=1.0, p50=2.0, p80=3.0)
+    times = dict(
+        repeats=1, rows=1, load=0.5, **{f"{n}_{u}": quantiles for n in ("ttft", "token") for u in ("ms", "ratio")}
+    )
+    return dict(
+        record="result", method=method, keep=keep, site=site, seeds=None, right=list(right), questions=20, stats=stats,
+        timing=None if method == "unpatched" else times,
+    )  # fmt: skip
+
+
+ALL, NONE = "1" * 20, "0" * 20
+HEADER = dict(
+    record="header", schema=results.SCHEMA, kinds=["colour", "word"], kind_of_question="01" * 10,
+    plan=dict(seeds=[0, 1, 2]), environment=dict(model="tiny", device="cpu", threads=1, dtype="float32", cores=2),
+)  # fmt: skip
+RECORDS = [
+    HEADER,
+    record("unpatched", 1.0, ALL),
+    record("random", 0.25, "10" * 10, "1" * 10 + "0" * 10, "0" * 10 + "1" * 10),
+    record("downsample", 0.25, ALL, site="PRE_ENCODER"),
+    record("same", 0.25, "10" * 10),
+    record("good", 0.25, ALL, site="IN_LLM"),
+    record("bad", 0.25, NONE),
+    record("lonely", 0.5, ALL),
+    dict(record="skipped", method="odd", keep=0.25, reason="it cannot"),
+]
+
+
+def row(name: str) -> results.Row:
+    return next(one for one in results.summarise(RECORDS).rows if one.method == name)
+
+
+def test_marks_name_the_baselines_that_are_not_beaten() -> None:
+    assert row("unpatched").marks == ()
+    assert row("good").marks == ("≤down",)  # as good as `downsample` is not better
+    assert row("same").marks == ("≤rnd", "≤down")
+    assert row("bad").marks == ("≤rnd", "≤down")
+    assert row("random").marks == ("≤down",)  # no method is compared with itself
+    assert row("downsample").marks == ()
+    assert row("lonely").marks == ()  # no baseline ran at this keep
+
+
+def test_four_wins_are_not_enough_and_five_are() -> None:
+    def answers(right: str) -> paired.Answers:
+        return paired.Answers([[float(one) for one in right]], [right])
+
+    rivals = {("random", 0.25): answers("0" * 10)}
+    assert results.marks_of("mine", 0.25, answers("1111000000"), rivals) == ("≤rnd",)
+    assert results.marks_of("mine", 0.25, answers("1111100000"), rivals) == ()
+
+
+def test_a_kind_that_falls_by_more_than_twenty_points_has_collapsed() -> None:
+    kinds = row("same").kinds  # every colour right, no word
+    assert (kinds["colour"].value, kinds["colour"].collapsed) == (1.0, False)
+    assert (kinds["word"].value, kinds["word"].collapsed) == (0.0, True)
+    eight_words = record("x", 0.25, "11" * 8 + "10" * 2)
+    seven_words = record("x", 0.25, "11" * 7 + "10" * 3)
+    for one, collapsed in ((eight_words, False), (seven_words, True)):
+        made = results.summarise([HEADER, RECORDS[1], one]).rows[-1]
+        assert made.kinds["word"].collapsed is collapsed
+
+
+def test_tables_say_it_in_each_form() -> None:
+    summary = results.summarise(RECORDS)
+    cost, kinds, against = tables.tables(summary)
+    assert [len(row) for row in (*cost.rows, *kinds.rows, *against.rows)] == [11] * 7 + [4] * 7 + [11] * 6
+    markdown = tables.to_markdown(cost)
+    assert "| same | 0.25 | 8 → 2 | 2 | 25% | 0 KiB (25%) | 2.0 (0.50x) | 2.0 (0.50x) | 50.0 |" in markdown
+    assert "**≤rnd ≤down**" in markdown
+    assert "IN_LLM methods (good) see all tokens" in markdown
+    assert "Skipped odd at keep 0.25: it cannot" in markdown
+    assert "| same | 0.25 | 100 [72–100] | **0▼ [0–28]** |" in tables.to_markdown(kinds)
+    assert plot_png(summary).startswith(b"\x89PNG")
+    assert plot_png(summary) == plot_png(summary)
+
+
+def test_times_in_a_table_agree() -> None:
+    """ms = ratio x the unpatched model's ms, which its own row says: a machine that changes its pace between two rows
+    must not show in them."""
+    paces = {"random": 50.0, "downsample": 100.0, "same": 40.0, "good": 80.0, "bad": 60.0, "lonely": 80.0}
+    records = json.loads(json.dumps(RECORDS))
+    for one in records:
+        if pace := paces.get(one.get("method")):
+            ratio = dict.fromkeys(("p20", "p50", "p80"), 0.5)
+            times = {
+                name: dict.fromkeys(("p20", "p50", "p80"), time)
+                for name, time in (("ms_unpatched", pace), ("ms", 0.6 * pace))
+            }  # medians of each, not in pairs
+            one["timing"] |= {f"{n}_{u}": values for n in ("ttft", "token") for u, values in times.items()}
+            one["timing"] |= {"ttft_ratio": ratio, "token_ratio": ratio}
+    summary = results.summarise(records)
+    assert summary.whole_ms("ttft") == summary.whole_ms("token") == 70.0
+    cost = tables.tables(summary)[0]
+    place = cost.columns.index("TTFT, ms")
+    shown = {row[0].text: [cell.text for cell in row[place : place + 2]] for row in cost.rows}
+    assert shown["unpatched"] == ["70.0", "70.0"]
+    assert all(shown[name] == ["35.0 (2.00x)"] * 2 for name in paces)
+    # Records without times show none, and records of old, without the unpatched model's times, still work out.
+    untimed = results.summarise([{**one, "timing": None} if "method" in one else one for one in RECORDS[:-1]])
+    assert untimed.whole_ms() is None and tables.tables(untimed)[0].rows[0][place].text == ""
+    assert results.summarise(RECORDS).whole_ms() == 1.0  # 2 ms at a ratio of 2
+
+
+def test_a_busy_machine_is_named() -> None:
+    def notes(load: float) -> str:
+        busy = json.loads(json.dumps(RECORDS))
+        busy[4]["timing"]["load"] = load
+        return " ".join(tables.tables(results.summarise(busy))[0].notes)
+
+    assert "busy" in notes(2.6)
+    assert "busy" not in notes(2.4)
+
+
+def test_records_are_read_back_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in RECORDS))
+    assert results.read_records(path) == RECORDS
+    for text, message in (
+        ("", "no header"),
+        ("{", "no JSON lines"),
+        ('{"record": "result"}', "no header"),
+        ('{"record": "header", "schema": 99}', "schema 99"),
+    ):
+        path.write_text(text)
+        with pytest.raises(TokenPruneError, match=message):
+            results.read_records(path)
+    with pytest.raises(TokenPruneError, match="cannot read"):
+        results.read_records(tmp_path / "none.jsonl")
+    with pytest.raises(TokenPruneError, match="unpatched"):
+        results.summarise([HEADER, RECORDS[2]])
+
+
+# -- the shipped model -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def subject() -> Model:
+    return load(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def run(subject: Model) -> list[dict[str, Any]]:
+    plan = suite.Plan(methods=("pool", "fastv"), keeps=(0.25,), pictures=1, repeats=1)
+    steps: list[tuple] = []
+    records = list(suite.Bench(subject, plan, lambda *step: steps.append(step)).records())
+    assert [done for _, done, _ in steps] == list(range(1, 8))  # unpatched, 3 seeds of random, and 3 methods
+    assert {total for _, _, total in steps} == {7}
+    # What goes to a file is what comes back from it.
+    return json.loads(json.dumps(records))
+
+
+def test_a_run_gives_one_record_for_each_method_and_keep(run: list[dict[str, Any]]) -> None:
+    header, *rest = run
+    assert header["kind_of_question"] == "01234567"
+    assert [(one["method"], one["keep"]) for one in rest] == [
+        ("unpatched", 1.0), ("random", 0.25), ("downsample", 0.25), ("pool", 0.25), ("fastv", 0.25),
+    ]  # fmt: skip
+    for one in rest:
+        passes = 3 if one["method"] == "random" else 1
+        assert one["n"] == dict.fromkeys(KINDS, passes)
+        assert [len(answers) for answers in one["right"]] == [8] * passes
+        assert sum(one["correct"].values()) == "".join(one["right"]).count("1")
+        for name in ("device", "torch", "transformers", "tokenprune", "threads", "dtype", "model"):
+            assert one["environment"][name]
+    results_ = results.summarise(run)
+    assert len(tables.tables(results_)[0].rows) == 5
+
+
+def test_costs_are_taken_against_the_unpatched_picture(run: list[dict[str, Any]]) -> None:
+    stats = {one["method"]: one["stats"] for one in run[1:]}
+    full = stats["unpatched"]
+    assert full["visual_tokens_out"] == 8 * 256
+    assert full["prefill_flops_ratio"] == 1
+    for name in ("random", "downsample", "pool", "fastv"):
+        assert stats[name]["visual_tokens_in"] == 8 * 256
+        assert stats[name]["visual_tokens_out"] == 8 * 64
+        # Measured on the unpatched model's cache here, and worked out by the engine there.
+        assert stats[name]["kv_bytes_full"] == full["kv_bytes"]
+    # The picture is a quarter of the tokens, whether cut before or behind the vision tower.
+    assert stats["downsample"]["kv_bytes"] == stats["pool"]["kv_bytes"]
+    assert stats["downsample"]["prefill_flops_ratio"] == pytest.approx(stats["pool"]["prefill_flops_ratio"])
+    assert stats["fastv"]["visual_tokens_average"] == pytest.approx(8 * (2 * 256 + 4 * 64) / 6)
+    assert stats["pool"]["prefill_flops_ratio"] < stats["fastv"]["prefill_flops_ratio"] < 1
+
+
+def test_times_are_there_and_positive(run: list[dict[str, Any]]) -> None:
+    for one in run[2:]:
+        for name in ("ttft_ms", "token_ms", "ttft_ratio", "token_ratio", "ttft_ms_unpatched"):
+            values = one["timing"][name]
+            assert 0 < values["p20"] <= values["p50"] <= values["p80"]
+
+
+def test_the_model_is_left_unpatched(subject: Model, run: list[dict[str, Any]]) -> None:
+    assert not tokenprune.is_patched(subject.model)
+    assert "preprocess" not in vars(subject.processor.image_processor)
+    assert not subject.adapter.decoder._forward_hooks
+
+
+def test_seeds_draw_differently(subject: Model) -> None:
+    image, kept = Image.new("RGB", (224, 224)), []
+    for one in passes_of("random", 0.25, (0, 1)):
+        with patched_by(subject, one.setting, record=True):
+            subject.generate(subject.inputs([image], ["what color is the circle?"]))
+            kept.append(tokenprune.stats(subject.model).cuts[0].kept)
+    assert kept[0] != kept[1]
+    assert passes_of("dart", 0.25, (0, 1)) == [("dart", 0.25, None)]
+
+
+def test_what_a_model_does_not_support_is_skipped_with_the_reason(subject: Model) -> None:
+    # `downsample` takes a share, not a number of tokens.
+    plan = suite.Plan(methods=("random",), keeps=(64,), pictures=1, repeats=0)
+    records = list(suite.Bench(subject, plan).records())
+    assert [one["record"] for one in records] == ["header", "result", "result", "skipped"]
+    assert "a share" in records[-1]["reason"]
+
+
+def test_a_plan_is_checked_before_any_work() -> None:
+    assert suite.Plan(methods=("dart", "random")).methods == ("random", "downsample", "dart")
+    # Questions about one picture have no use for a method that chooses between pictures.
+    assert set(suite.Plan().methods) == set(tokenprune.available_methods()) - {"view_select"}
+    with pytest.raises(UnknownMethodError, match="did you mean 'dart'"):
+        suite.Plan(methods=("dartt",))
+    with pytest.raises(TokenPruneError, match="keep"):
+        suite.Plan(keeps=(1.5,))
+    with pytest.raises(OptionError, match="at least one keep"):
+        suite.Plan(keeps=())
+    with pytest.raises(OptionError, match="batch_size"):
+        suite.Plan(batch_size=0)
+
+
+def test_models_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TokenPruneError, match="cannot load"):
+        load(str(tmp_path))
+    with pytest.raises(TokenPruneError, match="no torch dtype"):
+        load(dtype="float99")
+    with pytest.raises(TokenPruneError, match="cannot use device"):
+        load(device="nowhere")
+    monkeypatch.setattr("tokenprune.bench.model.adapter_for", _refuse)
+    with pytest.raises(UnsupportedModelError):
+        load(device="cpu")
+
+
+def _refuse(model: Any) -> None:
+    raise UnsupportedModelError("no")
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def noise() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (224, 224, 3), np.uint8).astype(np.uint8))
+
+
+@pytest.mark.parametrize("method", ["random", "fastv", "pool", "downsample"])
+def test_show_counts_and_draws_what_is_kept(subject: Model, method: str) -> None:
+    shown = contact_sheet.show(subject, [noise()], "is there a star?", method, 0.25)
+    assert (shown.tokens_in, shown.tokens_out) == (256, 64)
+    side = 8 if method == "downsample" else 16
+    assert shown.image.height == side * draw.CELL
+    right = np.asarray(shown.image, int)[:, -side * draw.CELL :]
+    inner = right.reshape(side, draw.CELL, side, draw.CELL, 3)[:, 4:-4, :, 4:-4].transpose(0, 2, 1, 3, 4)
+    light = inner.reshape(side * side, -1).max(1) > 255 * draw._DARK + 2
+    assert light.sum() == (64 if method in ("random", "fastv") else side * side)
+
+
+def test_drawn_patches_are_the_kept_ones(subject: Model) -> None:
+    with suite.patched(subject, "random", 0.25, record=True):
+        inputs = subject.inputs([noise()], ["is there a star?"])
+        subject.generate(inputs)
+        stats = tokenprune.stats(subject.model)
+    kept, groups = draw.patches(subject, inputs, stats)
+    visual = (inputs["input_ids"][0] == subject.model.config.image_token_id).nonzero().flatten().numpy()
+    assert set(visual[kept]) == set(stats.cuts[0].kept[0]) & set(visual)
+    assert (groups[~kept] == -1).all()
+    picture = Image.new("RGB", (64, 64), (200, 100, 0))
+    drawn = np.asarray(draw.draw(picture, kept.reshape(16, 16), groups.reshape(16, 16)))
+    middles = drawn[draw.CELL // 2 :: draw.CELL, draw.CELL // 2 :: draw.CELL]
+    np.testing.assert_array_equal((middles == (200, 100, 0)).all(-1), kept.reshape(16, 16))
+
+
+def test_merged_patches_share_a_group(subject: Model) -> None:
+    with suite.patched(subject, "pool", 0.25, record=True):
+        inputs = subject.inputs([noise()], ["is there a star?"])
+        subject.generate(inputs)
+        kept, groups = draw.patches(subject, inputs, tokenprune.stats(subject.model))
+    assert kept.sum() == 64
+    assert (groups == np.arange(256))[kept].all()
+    assert set(np.unique(groups, return_counts=True)[1]) == {4}  # squares of 2 x 2
+
+
+def test_groups_whose_token_is_dropped_later_are_dropped(subject: Model) -> None:
+    with suite.patched(subject, "vscan", 0.25, record=True):
+        inputs = subject.inputs([noise()], ["is there a star?"])
+        subject.generate(inputs)
+        merge, cut = tokenprune.stats(subject.model).cuts
+        kept, groups = draw.patches(subject, inputs, tokenprune.stats(subject.model))
+    first = inputs["input_ids"][0].tolist().index(subject.model.config.image_token_id)
+    want = np.full(256, -1)
+    for target, sources in merge.sources[0].items():
+        if target in cut.kept[0]:
+            want[[source - first for source in sources]] = target - first
+    assert kept.sum() == 32 < (want >= 0).sum() < 256
+    np.testing.assert_array_equal(groups, want)
+
+
+def test_the_picture_shown_is_the_crop_that_the_model_sees(subject: Model) -> None:
+    wide = Image.new("RGB", (448, 224), (255, 0, 0))
+    wide.paste((0, 0, 255), (112, 0, 336, 224))  # the middle square is all that the processor leaves
+    seen = draw.seen_picture(subject, subject.inputs([wide], ["is there a star?"]), wide)
+    assert seen.size == (224, 224)
+    assert np.asarray(seen)[10:-10, 10:-10].reshape(-1, 3).mean(0) == pytest.approx((0, 0, 255), abs=2)
+
+
+def test_pictures_that_are_no_single_grid_are_refused(subject: Model) -> None:
+    inputs = subject.inputs([noise()], ["is there a star?"])
+    assert contact_sheet.grids_of(subject, inputs, 1, False) == [(16, 16)]
+    tiles = inputs["pixel_values"].expand(2, -1, -1, -1)
+    for pixels in (tiles, tiles[None]):
+        with pytest.raises(UnsupportedSetupError, match="tiles"):
+            contact_sheet.grids_of(subject, inputs | {"pixel_values": pixels}, 1, False)
+    first = int((inputs["input_ids"][0] == subject.model.config.image_token_id).nonzero()[0])
+    with pytest.raises(UnsupportedSetupError, match="255 visual tokens"):
+        contact_sheet.grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]}, 1, False)

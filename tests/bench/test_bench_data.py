@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions of one's own: what is read, what is refused, and how answers are scored."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tokenprune.bench import metrics
+from tokenprune.bench.data import check_films, check_questions, load_data, read_columns
+from tokenprune.errors import DataError, OptionError, TokenPruneError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for index, name in enumerate(("a.png", "b.png")):
+        Image.new("RGB", (8, 6), (40 * index, 90, 20)).save(tmp_path / name)
+    (tmp_path / "broken.jpg").write_bytes((tmp_path / "a.png").read_bytes()[:45])
+    return tmp_path
+
+
+def write(folder: Path, *rows: Any) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+GOOD = {"image": "a.png", "question": "what?", "answer": "cat"}
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_read_relative_to_their_file(folder: Path) -> None:
+    several = {"images": ["a.png", "b.png"], "question": "same?", "answers": ["no", 2, 0.5], "kind": "pair"}
+    data = load_data(write(folder, GOOD, "", several))
+    one, two = data.questions
+    assert (one.where, one.question, one.answers, one.kind, one.is_film) == ("line 1", "what?", ("cat",), "all", False)
+    assert [image.size for image in one.images] == [(8, 6)]
+    assert (two.where, two.answers, two.kind) == ("line 3", ("no", "2", "0.5"), "pair")
+    assert [image.getpixel((0, 0)) for image in two.images] == [(0, 90, 20), (40, 90, 20)]
+    assert data.name == "rows.jsonl" and not data.skipped
+    assert load_data(folder).questions[0].question == "what?"  # the one such file of a folder
+    assert len(load_data(folder / "rows.jsonl", limit=1).questions) == 1
+
+
+def test_a_video_is_an_animation_or_a_folder_of_frames(folder: Path) -> None:
+    frames = [Image.new("RGB", (8, 8), (0, 0, 60 * index)) for index in range(4)]
+    frames[0].save(folder / "film.gif", save_all=True, append_images=frames[1:])
+    (folder / "film").mkdir()
+    for index, frame in enumerate(frames):
+        frame.save(folder / f"film/{index}.png")
+    rows = [{"video": name, "question": "what?", "answer": "cat"} for name in ("film.gif", "film")]
+    film, files = load_data(write(folder, *rows), frames=2).questions
+    assert film.is_film and film.images == ()
+    assert len(film.video) == 2
+    assert [frame.getpixel((0, 0)) for frame in files.video] == [(0, 0, 60), (0, 0, 180)]
+    for check in (check_films, check_questions):
+        with pytest.raises(DataError, match="line 1 asks about a video, and this model takes none"):
+            check([film], object())
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no JSON object"),
+        ({**GOOD, "imgae": 1}, "unknown column 'imgae': did you mean 'image'"),
+        ({**GOOD, "xyz": 1}, "unknown column 'xyz': a row has image, images"),
+        ({**GOOD, "video": "a.gif"}, "needs one of image, images and video, has image and video"),
+        ({"question": "q", "answer": "a"}, "has none"),
+        ({**GOOD, "question": " "}, "has no question"),
+        ({**GOOD, "answers": ["x"]}, "either answer or answers"),
+        ({"image": "a.png", "question": "q", "answers": []}, "answers must be"),
+        ({**GOOD, "answer": True}, "answers must be"),
+        ({**GOOD, "kind": 3}, "kind must be a text"),
+        ({**GOOD, "image": 5}, "5 names no file"),
+        ({**GOOD, "image": "none.png"}, "cannot read .*none.png: No such file"),
+        ({**GOOD, "image": "broken.jpg"}, "cannot read broken.jpg as a picture"),
+        ({"images": "a.png", "question": "q", "answer": "a"}, "images must be a list"),
+        ({"images": [], "question": "q", "answer": "a"}, "images must be a list"),
+        ({"video": "rows.jsonl", "question": "q", "answer": "a"}, "pip install av|as a video"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line_and_skipped_on_request_only(folder: Path, row: Any, message: str) -> None:
+    path = write(folder, GOOD, row)
+    with pytest.raises(DataError, match=f"has 1 bad row .*: line 2: .*{message}") as error:
+        load_data(path)
+    assert "\n" not in str(error.value)
+    data = load_data(path, skip_bad=True)
+    assert len(data.questions) == 1
+    (skipped,) = data.skipped
+    assert skipped.startswith("line 2: ")
+
+
+def test_many_bad_rows_are_counted(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"12 bad rows .*line 9, line 10 and 2 more: no JSON object$"):
+        load_data(write(folder, *["[]"] * 12))
+    with pytest.raises(DataError, match="holds no questions: all 12 rows are bad, line 1: no JSON object"):
+        load_data(folder / "rows.jsonl", skip_bad=True)
+
+
+def test_what_holds_no_questions_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no .*none"):
+        load_data(folder / "none")
+    with pytest.raises(DataError, match="it has none"):
+        load_data(folder)
+    with pytest.raises(DataError, match=r"holds no questions$"):
+        load_data(write(folder))
+    (folder / "more.jsonl").write_text("")
+    with pytest.raises(DataError, match="2 of them: name one"):
+        load_data(folder)
+    (folder / "rows.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="cannot read"):
+        load_data(folder / "rows.jsonl")
+
+
+def test_a_picture_that_goes_away_is_an_error_of_the_data(folder: Path) -> None:
+    (question,) = load_data(write(folder, GOOD)).questions
+    (folder / "a.png").unlink()
+    with pytest.raises(DataError, match=r"line 1: cannot read a\.png"):
+        _ = question.images
+
+
+def test_columns_are_renamed_and_dropped(folder: Path) -> None:
+    path = write(folder, {"image": "a.png", "query": "what?", "label": "cat", "id": 7})
+    with pytest.raises(DataError, match="unknown column"):
+        load_data(path)
+    (question,) = load_data(path, columns=read_columns("query=question, label=answer,id=")).questions
+    assert (question.question, question.answers) == ("what?", ("cat",))
+    for text in ("query", "query=quest"):
+        with pytest.raises(DataError, match="THEIRS=OURS"):
+            read_columns(text)
+
+
+def test_other_questions_have_another_digest(folder: Path) -> None:
+    first = load_data(write(folder, GOOD)).about()
+    assert load_data(write(folder, GOOD)).about() == first
+    changed = load_data(write(folder, {**GOOD, "answer": "dog"})).about()
+    assert {name for name in first if first[name] != changed[name]} == {"digest"}
+
+
+# -- folders of the datasets library ---------------------------------------------------------------------------------
+
+
+def test_saved_datasets_are_read(folder: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the datasets library")
+    pictures = datasets.Features(
+        image=datasets.Image(), question=datasets.Value("string"), answers=datasets.List(datasets.Value("string"))
+    )
+    files = [str(folder / "a.png"), str(folder / "broken.jpg")]
+    rows = {"image": files, "question": ["q", "r"], "answers": [["x"]] * 2}
+    made = datasets.Dataset.from_dict(rows, features=pictures)
+    made.save_to_disk(folder / "one")
+    data = load_data(folder / "one", skip_bad=True)
+    assert [(one.question, one.answers, one.images[0].size) for one in data.questions] == [("q", ("x",), (8, 6))]
+    assert data.skipped[0].startswith("row 1: cannot read broken.jpg as a picture")
+
+    datasets.DatasetDict(train=made, test=made.select([0])).save_to_disk(folder / "two")
+    with pytest.raises(DataError, match="splits train, test: name one of them with --split"):
+        load_data(folder / "two")
+    assert len(load_data(folder / "two", split="test").questions) == 1
+
+
+def test_a_folder_of_pictures_with_metadata_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the datasets library")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    (folder / "pictures").mkdir()
+    (folder / "a.png").rename(folder / "pictures/a.png")
+    row = {"file_name": "a.png", "question": "what?", "answer": "cat"}
+    (folder / "pictures/metadata.jsonl").write_text(json.dumps(row) + "\n")
+    (question,) = load_data(folder / "pictures").questions
+    assert (question.question, question.answers, question.images[0].size) == ("what?", ("cat",), (8, 6))
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "prediction", "answers", "score"),
+    [
+        ("exact", " Cat. ", ["dog", "cat"], 1),
+        ("exact", "cats", ["cat"], 0),
+        ("vqa", "The two", ["2"] * 3 + ["3"] * 7, 0.9),  # without one of the three: 2/3, three times; else 1
+        ("vqa", "2", ["2"] + ["3"] * 9, 0.3),
+        ("vqa", "don't", ["dont"] * 4, 1),
+        ("vqa", "1,000.5!", ["1000.5"], 1),
+        ("vqa", "red", ["blue", "Red"], 1),
+        ("vqa", "U.S.", ["us"], 1),
+        ("vqa", "blue/green, (left)", ["Blue green left"], 1),
+        ("vqa", "50", ["50%"], 0),
+        ("vqa", "10:30", ["10 30"], 0),
+        ("vqa", "2.5", ["25"], 0),
+        ("anls", "kitten", ["sitten"], 5 / 6),
+        ("anls", " Two\n words", ["two words "], 1),
+        ("anls", "kitten", ["sitting", "dog"], 1 - 3 / 7),
+        ("anls", "ab", ["ac"], 0),  # half of it is wrong
+        ("anls", "abcde", ["abcxy"], 0.6),
+        ("anls", "", ["a"], 0),
+        ("relaxed", "105", ["100"], 1),
+        ("relaxed", "105.1", ["100"], 0),
+        ("relaxed", "95", ["100"], 1),
+        ("relaxed", "1.05", ["1"], 1),  # 1.05 - 1 is 0.050000000000000044
+        ("relaxed", "0.105", ["0.1"], 1),
+        ("relaxed", "1.0501", ["1"], 0),
+        ("relaxed", "-95", ["-100"], 1),
+        ("relaxed", "7", ["inf"], 0),  # a text
+        ("relaxed", "inf", ["inf"], 1),
+        ("relaxed", "50%", ["0.5"], 1),
+        ("relaxed", "$1,040", ["1000"], 1),
+        ("relaxed", "0.01", ["0"], 0),
+        ("relaxed", "Yes", ["yes"], 1),
+        ("f1", "the black cat", ["a black, dog"], 0.5),
+        ("f1", "cat cat", ["cat"], 2 / 3),
+        ("f1", "the", ["cat"], 0),
+    ],
+)
+def test_metrics_by_hand(name: str, prediction: str, answers: list[str], score: float) -> None:
+    assert metrics.metric_named(name).score([prediction], [answers]) == [pytest.approx(score)]
+
+
+def test_anls_is_that_of_a_naive_edit_distance() -> None:
+    def naive(a: str, b: str) -> int:
+        if not a or not b:
+            return len(a) + len(b)
+        return min(naive(a[1:], b) + 1, naive(a, b[1:]) + 1, naive(a[1:], b[1:]) + (a[0] != b[0]))
+
+    rng, scores = np.random.default_rng(0), set()
+    for _ in range(60):
+        one, two = ("".join(rng.choice(list("ab"), rng.integers(1, 6))) for _ in range(2))
+        share = naive(one, two) / max(len(one), len(two))
+        assert metrics.anls(one, two) == pytest.approx(1 - share if share < 0.5 else 0)
+        scores.add(metrics.anls(one, two))
+    assert len(scores) > 3
+
+
+def test_f1_is_that_of_transformers() -> None:
+    from transformers.data.metrics.squad_metrics import compute_f1
+
+    rng, words = np.random.default_rng(0), "the a An cat Cat, dogs 2 2.5 it's ! (left) - ä".split()
+    for _ in range(300):
+        ours, theirs = (" ".join(rng.choice(words, rng.integers(6))) for _ in range(2))
+        assert metrics.f1(ours, theirs) == pytest.approx(compute_f1(theirs, ours))
+
+
+def test_unknown_metrics_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="no metric 'bleu': use one of exact, vqa"):
+        metrics.metric_named("bleu")
+    monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", None)
+    with pytest.raises(TokenPruneError, match="pip install pycocoevalcap"):
+        metrics.metric_named("cider")
+    monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
+    with pytest.raises(TokenPruneError, match=r"anls needs rapidfuzz: pip install 'tokenprune-vlm\[bench\]'"):
+        metrics.metric_named("anls")
+
+
+def test_cider_is_that_of_pycocoevalcap() -> None:
+    pytest.importorskip("pycocoevalcap", reason="needs pycocoevalcap")
+    gold = [["A black cat sits."], ["Two dogs run in the snow."], ["A red bus."]]
+    same, other = metrics.cider([one[0] for one in gold], gold), metrics.cider(["x y z"] * 3, gold)
+    assert same[1] == pytest.approx(10)
+    assert other == [0, 0, 0]

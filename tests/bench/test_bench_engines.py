@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark through vLLM, without vLLM: an engine that is made up, and a server that only speaks its protocol. The
+real ones are in tests_vllm/."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pretender import VISUAL, Pretender, Talk, pretending
+from tokenprune.accounting import DecoderShape
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.lines import read_lines
+from tokenprune.bench.plan import Pass
+from tokenprune.bench.results import summarise
+from tokenprune.bench.run_folder import RunFolder, config_of
+from tokenprune.bench.suite import Bench, Plan
+from tokenprune.bench.tables import tables
+from tokenprune.bench.vllm_backend import Chat, Reply, VllmBackend, adds_special, request_of
+from tokenprune.bench.vllm_offline import OfflineEngine
+from tokenprune.cli import app
+from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
+
+PLAN = Plan(methods=("uniform", "dart"), keeps=(0.25,), pictures=1, batch_size=3, repeats=2)
+TEXT_CONFIG = SimpleNamespace(
+    num_hidden_layers=2, hidden_size=8, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1
+)
+CONFIG = SimpleNamespace(model_type="made_up", get_text_config=lambda: TEXT_CONFIG)
+
+
+class Killed(BaseException):
+    """Like a signal: nothing catches it."""
+
+
+class MadeUp:
+    """An engine that counts, takes each letter for a token, and answers with their number. calls: after so many it is
+    killed."""
+
+    number_bytes = 2
+
+    def __init__(self, calls: int = -1, config: Any = CONFIG) -> None:
+        self.config, self.left = config, calls
+        self.asked: list[tuple[int, dict[str, Any]]] = []
+        self.seen, self.kept = 1000, 500  # others asked before
+        self.clocked: list[tuple[dict[str, Any], bytes]] = []
+        self.foreign = 0
+
+    def ask(self, chats: Sequence[Chat], setting: dict[str, Any], max_tokens: int) -> list[Reply]:
+        if self.left == len(self.asked):
+            raise Killed
+        if setting.get("method") == "dart":
+            raise OptionError("dart cannot be served\nat all")
+        self.asked.append((len(chats), setting))
+        kept = round(VISUAL * setting.get("keep", 1))
+        self.seen += VISUAL * len(chats) + self.foreign
+        self.kept += kept * len(chats) + self.foreign
+        return [Reply(f" {len(chat.text)} ", len(chat.text) + kept) for chat in chats]
+
+    def clock(self, chat: Chat, setting: dict[str, Any], tokens: int) -> tuple[float, float]:
+        self.clocked.append((setting, chat.pictures[0].tobytes()))
+        return (100.0, 10.0) if setting == {"off": True} else (50.0, 10.0)
+
+    def counted(self) -> tuple[int, int]:
+        return self.seen, self.kept
+
+    def check(self, chat: Chat) -> None:
+        pass
+
+    def environment(self) -> dict[str, Any]:
+        return {"model": "m", "device": "d", "machine": "", "cores": 1, "dtype": "float16", "python": "3", "vllm": "9"}
+
+    def fingerprint(self) -> str:
+        return "f"
+
+
+def run(engine: MadeUp, folder: Path | None = None, plan: Plan = PLAN) -> list[dict[str, Any]]:
+    backend = VllmBackend(engine, "!", 4)
+    if folder is None:
+        return list(Bench(backend, plan).records())
+    with RunFolder(folder, config_of(backend, plan, "exact", {})) as kept:
+        return list(Bench(backend, plan, folder=kept).records())
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    lines = [line for name in ("predictions.jsonl", "results.jsonl") for line, _ in read_lines(folder / name)]
+    for line in lines:
+        line.pop("date", None)
+        line.get("timing", {}).pop("load", None)
+    return lines
+
+
+# -- the backend ------------------------------------------------------------------------------------------------------
+
+
+def test_records_are_those_of_any_backend() -> None:
+    engine = MadeUp()
+    header, base, random, down, uniform, dart = records = run(engine)
+    assert header["environment"] | {"tokenprune": ""} == {
+        "engine": "vllm", "vllm": "9", "model": "m", "model_type": "made_up", "weights": None, "device": "d",
+        "machine": "", "cores": 1, "threads": None, "dtype": "float16", "attention": None, "python": "3",
+        "tokenprune": "",
+    }  # fmt: skip
+    assert (dart["record"], dart["reason"]) == ("skipped", "dart cannot be served")
+    # Eight questions in batches of three, with every seed.
+    assert [size for size, _ in engine.asked] == [3, 3, 2] * 6
+    assert [record["method"] for record in (base, random, down, uniform)] == [
+        "unpatched", "random", "downsample", "uniform",
+    ]  # fmt: skip
+    shape = DecoderShape.from_config(TEXT_CONFIG)
+    full, kept = 8 * VISUAL, 2 * VISUAL
+    assert base["stats"]["visual_tokens_per_layer"] == [full, full]
+    stats = uniform["stats"]
+    assert (stats["visual_tokens_in"], stats["visual_tokens_out"]) == (full, kept)
+    assert stats["visual_tokens_per_layer"] == [kept, kept] and stats["keep_ratio"] == 0.25
+    letters = [len(question.question) + 1 for question in load_heldout(limit=1)]
+    # Keys and values, layers, one head of 4, two bytes.
+    assert stats["kv_bytes"] == sum([*letters, kept]) * 2 * 2 * 4 * 2
+    assert stats["kv_bytes_full"] == base["stats"]["kv_bytes"] == sum([*letters, full]) * 2 * 2 * 4 * 2
+    flops = [sum(shape.prefill_flops([text + one] * 2) for text in letters) for one in (25, 100)]
+    assert len(set(letters)) > 1 and stats["prefill_flops_ratio"] == pytest.approx(flops[0] / flops[1])
+    assert stats["overhead_ms"] is None
+    (title, *_), printed = (tables(summarise(records))[0].title,), str(tables(summarise(records))[0])
+    assert title == ("m: 8 questions on 1 pictures, d, vLLM 9, float16")
+    assert "100 → 25" in printed and "no cache has seen" in printed and "Skipped dart" in printed
+
+
+def test_times_are_taken_in_turns_with_pictures_of_their_own() -> None:
+    engine = MadeUp()
+    uniform = run(engine)[4]
+    assert uniform["timing"]["ttft_ratio"]["p50"] == 0.5 and uniform["timing"]["token_ratio"]["p50"] == 1.0
+    assert len(engine.clocked) == 3 * 2 * 3  # methods that ran, sides, rounds
+    assert [("off" in setting) for setting, _ in engine.clocked[:6]] == [False, True, True, False, False, True]
+    # Three random bytes each: two of 18 are the same once in 100 000 runs.
+    assert len({pixels for _, pixels in engine.clocked}) == len(engine.clocked)
+
+
+def test_without_a_config_only_tokens_are_told() -> None:
+    records = run(MadeUp(config=None))
+    stats = records[4]["stats"]
+    assert (stats["visual_tokens_average"], stats["keep_ratio"], stats["prefill_flops_ratio"]) == (200, 0.25, None)
+    row = tables(summarise(records))[0].rows[-1]
+    assert [cell.text for cell in row[2:6]] == ["100 → 25", "25", "", ""]
+
+
+@pytest.mark.parametrize("calls", [0, 2, 5, 13])
+def test_a_killed_run_goes_on(calls: int, tmp_path: Path) -> None:
+    run(MadeUp(), tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(MadeUp(calls), tmp_path / "run")
+    engine = MadeUp()
+    run(engine, tmp_path / "run")
+    assert len(engine.asked) == 18 - calls
+    assert told(tmp_path / "run") == told(tmp_path / "whole")
+    with pytest.raises(RunError, match="holds a run with model_type"):
+        run(MadeUp(config=None), tmp_path / "run")
+
+
+def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
+    """At the same time as the unpatched questions, if they are pruned; and at any time after."""
+    engine = MadeUp()
+    backend = VllmBackend(engine, "", 4)
+    backend.begin([])
+    bench = Bench(backend, PLAN)
+    with backend.answering(None) as answer:
+        answer(0, bench.examples[:3])
+    engine.foreign = 7
+    uniform = {"method": "uniform", "keep": 0.25}
+    with backend.answering(uniform) as answer, pytest.raises(RunError, match="nobody else uses"):
+        answer(0, bench.examples[:3])
+    engine.foreign, engine.kept = 0, 0
+    plain = MadeUp.ask
+
+    def pruned(self: MadeUp, *args: Any) -> list[Reply]:
+        made = plain(self, *args)
+        self.kept -= 1
+        return made
+
+    engine.ask = pruned.__get__(engine)
+    with backend.answering(None) as answer, pytest.raises(RunError, match="nobody else uses"):
+        answer(3, bench.examples[3:6])
+
+
+def test_videos_are_refused() -> None:
+    film = SimpleNamespace(is_film=True, where="line 3")
+    with pytest.raises(DataError, match=r"line 3 asks about a video.*--backend hf"):
+        VllmBackend(MadeUp(), "", 4).begin([film])
+
+
+def test_a_request_names_all_options_of_a_setting() -> None:
+    assert request_of(None) == {"off": True}
+    assert request_of(Pass("unpatched", 1.0).setting) == {"off": True}
+    assert request_of(Pass("random", 0.5, 2).setting) == {"method": "random", "keep": 0.5, "seed": 2}
+    assert request_of({"method": "vscan", "keep": 64})["stage2"] is True
+    assert "thresholds" not in request_of({"method": "dymu", "keep": 0.5})  # a file, which requests cannot name
+    two = {"method": [{"method": "random", "seed": 2}, "pool"], "keep": [0.5, 0.25], "per": "frame"}
+    assert request_of(two) == {**two, "method": [{"method": "random", "seed": 2}, request_of({"method": "pool"})]}
+
+
+@pytest.mark.parametrize(
+    ("plain", "special", "expected"),
+    [([5], [1, 5], True), ([1, 5], [1, 1, 5], False), ([5], [5], False), ([1, 5], [1, 5], False)],
+)
+def test_special_tokens_come_once(plain: list[int], special: list[int], expected: bool) -> None:
+    assert adds_special(lambda added: special if added else plain) is expected
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def bench(*arguments: str, **environment: str) -> Result:
+    return CliRunner(env={"COLUMNS": "300", **environment}).invoke(app, ["bench", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--backend tgi", "'tgi' is none of hf, vllm"),
+        ("--server http://localhost:1", "--server goes with --backend vllm"),
+        ("--engine-args {}", "--engine-args goes with --backend vllm"),
+        ("--backend vllm --device cpu", "--device is no option of vLLM: use --engine-args"),
+        ("--backend vllm --threads 2", "--threads is no option of vLLM: use --engine-args"),
+        ("--backend vllm --server http://localhost:1 --dtype float16", "--dtype is no option of a server"),
+        ("--backend vllm --server http://localhost:1 --engine-args {}", "--engine-args is no option of a server"),
+        ("--backend vllm --engine-args {", "is no JSON"),
+        ("--backend vllm --engine-args []", "takes an object"),
+        ('--backend vllm --engine-args {"model":"x"}', "cannot hold model: name it with --model"),
+        ('--backend vllm --engine-args {"mm_processor_kwargs":{"tokenprune":{}}}', "methods and keeps are those of"),
+        ("--backend vllm --server localhost:8000", "is no address"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: str, says: str) -> None:
+    if "is no address" in says:
+        pytest.importorskip("openai", reason="the address is looked at by the client")
+    result = bench(*arguments.split())
+    assert result.exit_code == 2 and says in result.stderr
+
+
+def test_vllm_shares_the_work_by_itself() -> None:
+    result = bench("--backend", "vllm", WORLD_SIZE="2")
+    assert result.exit_code == 2 and "tensor_parallel_size" in result.stderr
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(TokenPruneError, match=r"tokenprune-vlm\[vllm\]"):
+        OfflineEngine(None)
+    monkeypatch.setitem(sys.modules, "openai", None)
+    result = bench("--backend", "vllm", "--server", "http://127.0.0.1:1")
+    assert result.exit_code == 2 and "tokenprune-vlm[server]" in result.stderr
+
+
+# -- a server ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretender]:
+    pytest.importorskip("openai", reason="the client of --server: pip install 'tokenprune-vlm[server]'")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pretending() as made:
+        yield made
+
+
+def ask(server: Pretender, *arguments: str) -> Result:
+    return bench(
+        "--backend", "vllm", "--server", f"{server.url}/v1", "--methods", "uniform", "--keep", "0.25", "--limit", "1",
+        "--repeats", "1", *arguments,
+    )  # fmt: skip
+
+
+def test_a_server_is_asked(server: Pretender, tmp_path: Path) -> None:
+    result = ask(server, "--run", str(tmp_path / "run"), "--suffix", "?", "--max-new-tokens", "3", "--model", "one")
+    assert result.exit_code == 0, result.output
+    assert "one: 8 questions on 1 pictures, a vLLM server, vLLM 9.9, unknown dtype" in result.stdout
+    assert "100 → 25" in result.stdout and "100 → 100" in result.stdout
+    first, unpatched = server.chats[0], server.chats[1:9]
+    assert first["max_tokens"] == 1  # to see whether the plugin is there
+    for chat in unpatched:
+        assert (chat["model"], chat["temperature"], chat["max_tokens"]) == ("one", 0.0, 3)
+        assert chat["mm_processor_kwargs"] == {"tokenprune": {"off": True}} and chat["add_special_tokens"] is True
+        (message,) = chat["messages"]
+        assert [part["type"] for part in message["content"]] == ["image_url", "text"]
+        assert message["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+    lines = [line for line, _ in read_lines(tmp_path / "run" / "predictions.jsonl")]
+    assert all(line["prediction"].endswith("?") for line in lines) and len({line["prediction"] for line in lines}) > 4
+    timed = [chat for chat in server.chats if chat.get("stream")]
+    assert len(timed) == 3 * 2 * 2 and all(chat["ignore_eos"] and chat["max_tokens"] == 9 for chat in timed)
+    for salts in ({chat["cache_salt"] for chat in timed}, {json.dumps(chat["messages"]) for chat in timed}):
+        assert len(salts) == len(timed)
+    config = (tmp_path / "run" / "config.json").read_text()
+    assert "127.0.0.1" not in config and '"vllm": "9.9"' in config
+
+
+def test_questions_of_a_batch_are_asked_at_once(server: Pretender) -> None:
+    from tokenprune.bench.vllm_server import ServerEngine
+
+    engine = ServerEngine(server.url)
+    server.gate = threading.Barrier(4)  # opens when four are there
+    replies = engine.ask([Chat((), f"{number}") for number in range(4)], {"off": True}, 1)
+    assert [reply.text for reply in replies] == ["0", "1", "2", "3"]
+    engine.close()
+
+
+def test_special_tokens_are_left_to_a_template_that_writes_them(server: Pretender) -> None:
+    from tokenprune.bench.vllm_server import ServerEngine
+
+    server.bos = True
+    engine = ServerEngine(server.url)
+    engine.ask([Chat((), "x")], {"off": True}, 1)
+    assert server.chats[0]["add_special_tokens"] is False
+    engine.close()
+
+
+def test_a_server_without_the_plugin_is_not_measured(server: Pretender) -> None:
+    server.plugin = False
+    result = ask(server)
+    assert result.exit_code == 2 and "no plugin of tokenprune counted" in result.stderr
+    assert "--trust-request-mm-kwargs" in result.stderr and len(server.chats) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "says"),
+    [
+        (
+            400,
+            "disabled by default",
+            "disabled by default. To let requests choose what they keep, start it with --trust-",
+        ),
+        (401, "no key", "asks for a key: set OPENAI_API_KEY"),
+        (403, "not yours", "failed: Error code: 403"),
+    ],
+)
+def test_refusals_of_a_server_are_told(server: Pretender, status: int, message: str, says: str) -> None:
+    server.refusal = (status, message)
+    result = ask(server)
+    assert result.exit_code == 2 and says in result.stderr, result.stderr
+
+
+def test_a_method_that_the_server_refuses_is_skipped(server: Pretender, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Talk.do_POST
+
+    def refusing(self: Talk) -> None:
+        length = int(self.headers["Content-Length"])
+        text = self.rfile.read(length)
+        self.rfile = io.BytesIO(text)
+        if b'"uniform"' in text:
+            return self.say(400, json.dumps({"error": {"message": "uniform cannot be served: so it is"}}))
+        return plain(self)
+
+    monkeypatch.setattr(Talk, "do_POST", refusing)
+    result = ask(server, "--repeats", "0")
+    assert result.exit_code == 0 and "Skipped uniform at keep 0.25: uniform cannot be served: so it is" in result.stdout
+
+
+def test_a_server_that_is_not_there(server: Pretender) -> None:
+    result = ask(server, "--model", "three")
+    assert result.exit_code == 2 and "serves one, two, not three" in result.stderr
+    server.shutdown()
+    server.server_close()
+    result = ask(server)
+    assert result.exit_code == 2 and "does not answer" in result.stderr and "is it running" in result.stderr

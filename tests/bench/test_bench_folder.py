@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run against everything but the run itself: other runs, other processes, crashes and full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tokenprune
+from tokenprune.bench.group import Group
+from tokenprune.bench.lines import Lines, read_lines, write_whole
+from tokenprune.bench.run_folder import RunFolder
+from tokenprune.errors import RunError
+
+PLACE = {"method": "uniform", "keep": 0.5, "seed": None}
+BUSY = "another run is writing to .*: wait for it"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+# -- the lock --------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with RunFolder(folder, {"a": 1}) as run:
+        run.add_batch(PLACE, [0], ["x"], {})
+        before = {name: (folder / name).read_bytes() for name in files(folder)}
+        for config in ({"a": 1}, {"a": 2}):
+            with pytest.raises(RunError, match=BUSY if config == {"a": 1} else "holds a run with a 1"):
+                RunFolder(folder, config).__enter__()
+        assert {name: (folder / name).read_bytes() for name in files(folder)} == before
+        run.add_batch(PLACE, [1], ["y"], {})
+    with RunFolder(folder, {"a": 1}) as run:  # the lock went with the first run
+        assert run.batches(PLACE) == {0: (["x"], {}), 1: (["y"], {})}
+    with pytest.raises(ZeroDivisionError), RunFolder(folder, {"a": 1}):
+        raise ZeroDivisionError
+    with RunFolder(folder, {"a": 1}):
+        pass
+
+
+def test_a_run_that_was_faster_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = RunFolder._lock
+
+    def late(self: RunFolder) -> Any:
+        (tmp_path / "config.json").write_text('{"a": 2}')  # another run begins and ends before the lock is ours
+        return lock(self)
+
+    monkeypatch.setattr(RunFolder, "_lock", late)
+    with pytest.raises(RunError, match="holds a run with a 2"):
+        RunFolder(tmp_path, {"a": 1}).__enter__()
+    assert files(tmp_path) == [".lock", "config.json"]
+
+
+def test_the_lock_of_a_killed_process_holds_nobody_up(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, {}):
+        pass
+    code = "import sys, time; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); "
+    command = [sys.executable, "-c", code + "print(1, flush=True); time.sleep(60)", str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"1\n"
+            with pytest.raises(RunError, match=BUSY):
+                RunFolder(tmp_path, {}).__enter__()
+        finally:
+            process.kill()
+    with RunFolder(tmp_path, {}):
+        pass
+
+
+def test_a_folder_without_locks_is_said_and_a_foreign_one_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run/.lock").mkdir(parents=True)
+    with pytest.raises(RunError, match=r"cannot lock .*run: "):
+        RunFolder(tmp_path / "run", {}).__enter__()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").touch()
+    with pytest.raises(RunError, match="no folder of a run"):
+        RunFolder(tmp_path / "mine", {}).__enter__()
+    assert files(tmp_path / "mine") == ["notes.txt"]
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+class Threads(Group):
+    """A group of threads, for what is no matter of gloo."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, given: dict[int, Any]) -> None:
+        super().__init__(rank, size)
+        object.__setattr__(self, "barrier", barrier)
+        object.__setattr__(self, "given", given)
+
+    def gather(self, mine: Any) -> list[Any]:
+        self.given[self.rank] = mine
+        self.barrier.wait(10)
+        everything = [self.given[rank] for rank in range(self.size)]
+        self.barrier.wait(10)
+        return everything
+
+
+def in_threads(work: Callable[[Group], Any], size: int = 2) -> list[Any]:
+    """Return what each of the group's processes returned, or the error that it raised."""
+    barrier, given, made = threading.Barrier(size), {}, [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            made[rank] = work(Threads(rank, size, barrier, given))
+        except RunError as error:
+            made[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return made
+
+
+def test_only_the_leader_locks_and_its_failure_reaches_all(tmp_path: Path) -> None:
+    def work(group: Group) -> list[str]:
+        with RunFolder(tmp_path, {}, group) as run:
+            run.add_batch(PLACE, [group.rank], ["x"], {})
+            group.gather(None)
+            return files(tmp_path)
+
+    names = [".lock", "config.json", "predictions.1.jsonl", "predictions.jsonl", "results.jsonl"]
+    assert in_threads(work) == [names, names]
+    with RunFolder(tmp_path, {}):
+        for error in in_threads(work):
+            assert isinstance(error, RunError) and re.match(BUSY, str(error))
+
+
+def test_what_one_process_cannot_read_or_write_ends_all(tmp_path: Path) -> None:
+    def work(group: Group, config: dict[str, Any]) -> None:
+        with RunFolder(tmp_path / "run", config, group) as run:
+            run.add_batch(PLACE, [group.rank], ["x"], {})
+            run.finish([(PLACE, {0: (["x"], {}), 1: (["x"], {})}, [1.0, 1.0])])
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text("{}")
+    for error in in_threads(lambda group: work(group, {"a": 1} if group.rank else {})):
+        assert isinstance(error, RunError) and "holds a run with a null, and this one has 1" in str(error)
+    (tmp_path / "run/config.json.new").mkdir()  # nothing can be written there, by the first process
+    for error in in_threads(lambda group: work(group, {})):
+        assert isinstance(error, RunError) and "cannot write" in str(error)
+    (tmp_path / "run/config.json.new").rmdir()
+    (tmp_path / "run/predictions.1.jsonl.new").touch()
+    (tmp_path / "run/predictions.jsonl.new").mkdir()  # nor there
+    for error in in_threads(lambda group: work(group, {})):
+        assert isinstance(error, RunError) and "cannot write" in str(error)
+    assert {"predictions.jsonl", "predictions.1.jsonl"} < set(files(tmp_path / "run"))  # all answers are there
+    (tmp_path / "run/predictions.jsonl.new").rmdir()
+    with RunFolder(tmp_path / "run", {}) as run:
+        assert set(run.batches(PLACE)) == {0, 1}
+    assert in_threads(lambda group: work(group, {})) == [None, None]
+    assert [record["question"] for record, _ in read_lines(tmp_path / "run/predictions.jsonl")] == [0, 1]
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from tokenprune.bench.group import joined
+from tokenprune.bench.model import Model, load
+from tokenprune.bench.run_folder import RunFolder
+from tokenprune.bench.suite import Bench, Plan
+from tokenprune.errors import RunError
+
+with joined() as group:
+    print(group.gather(10 + group.rank))
+    try:
+        with RunFolder(Path(sys.argv[1]), {}, group):
+            print("in")
+    except RunError as error:
+        print(error)
+    calls, generate = [], Model.generate
+    Model.generate = lambda self, inputs: calls.append(1) or generate(self, inputs)
+    records = Bench(load(device="cpu"), Plan(pictures=1, batch_size=2), group=group).records()
+    _, unpatched = next(records), next(records)
+    print(len(calls), unpatched["right"])
+    sys.stdout.flush()
+    if group.rank == 1:
+        os._exit(0)
+    try:
+        group.gather(None)
+    except RunError as error:
+        print(error)
+"""
+
+
+def test_processes_share_the_work_and_learn_of_each_others_end(tmp_path: Path) -> None:
+    """Over gloo, as a launcher starts them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    places = [str(Path(tokenprune.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    shared = {"PYTHONPATH": os.pathsep.join(places), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with RunFolder(tmp_path, {}):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, str(tmp_path)],
+                env=os.environ | shared | {"RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        (first, said), (second, _) = [process.communicate(timeout=120) for process in processes]
+    assert processes[0].returncode == 0, said
+    *lines, last = first.splitlines()
+    assert lines == second.splitlines()
+    order, busy, answered = lines
+    assert order == "[10, 11]" and re.match(BUSY, busy)
+    assert answered.startswith("2 ['") and len(answered) == len("2 ['01010101']")  # of four batches, two each
+    assert last == "another process of this run has ended: see what it said"
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    write_whole(path, [{"a": "ä"}])
+    (tmp_path / "a.jsonl.new").write_text("of a crash")
+    write_whole(path, [{"b": 1}, {"c": 2}])
+    assert path.read_text() == '{"b": 1}\n{"c": 2}\n' and files(tmp_path) == ["a.jsonl"]
+
+    def full(self: Path, target: Path) -> None:
+        assert path.read_text() == '{"b": 1}\n{"c": 2}\n'
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(RunError, match=r"cannot write .*a\.jsonl: No space left on device; what was written before is"):
+        write_whole(path, [{"d": 3}])
+    assert path.read_text() == '{"b": 1}\n{"c": 2}\n' and files(tmp_path) == ["a.jsonl"]
+
+
+def test_what_a_crash_left_is_no_obstacle(tmp_path: Path) -> None:
+    for name in ("config.json.new", ".lock"):  # a crash before the first config
+        (tmp_path / name).touch()
+    with RunFolder(tmp_path, {"a": 1}) as run:
+        run.add_batch(PLACE, [0], ["x"], {"n": 1})
+    (tmp_path / "predictions.jsonl.new").write_text('{"method": "uni')  # a crash in the midst of the end
+    with RunFolder(tmp_path, {"a": 1}) as run:
+        assert run.batches(PLACE) == {0: (["x"], {"n": 1})}
+        run.finish([(PLACE, {0: (["x"], {"n": 1})}, [0.25])])
+    assert files(tmp_path) == [".lock", "config.json", "predictions.jsonl", "results.jsonl"]
+    line = {"method": "uniform", "keep": 0.5, "seed": None, "question": 0, "prediction": "x"}
+    assert read_lines(tmp_path / "predictions.jsonl")[0][0] == {**line, "cost": {"n": 1}, "score": 0.25}
+
+
+def test_only_the_last_line_of_a_batch_has_its_cost(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, {}) as run:
+        run.add_batch(PLACE, [0, 1, 2], ["x", "y", "z"], {"n": 1})
+    lines = (tmp_path / "predictions.jsonl").read_text().splitlines(keepends=True)
+    assert ["cost" in json.loads(line) for line in lines] == [False, False, True]
+    (tmp_path / "predictions.jsonl").write_text("".join(lines[:2]))
+    with RunFolder(tmp_path, {}) as run:
+        assert run.batches(PLACE) == {}
+        run.add_batch(PLACE, [0], ["x"], {})
+    assert len(read_lines(tmp_path / "predictions.jsonl")) == 1  # what was torn is gone
+    (tmp_path / "predictions.jsonl").write_text('{"prediction": "x"}\n')
+    with pytest.raises(RunError, match=r"predictions\.jsonl is damaged: a line of it has no 'question'"):
+        RunFolder(tmp_path, {}).__enter__()
+
+
+def test_lines_go_on_where_they_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"b": 2}\n{"c"')
+    with Lines(path, 9) as lines:
+        assert path.read_text() == '{"a": 1}\n'  # before anything is written: a crash here must leave no torn line
+        lines.write({"d": 4})
+    assert path.read_text() == '{"a": 1}\n{"d": 4}\n'
+    with Lines(path):
+        assert path.read_text() == ""

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that are kept, killed, gone on with and shared, and what is said of a method against another."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+import tokenprune
+from tokenprune.bench import cost, paired, results
+from tokenprune.bench.group import Group
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.lines import Lines, read_lines
+from tokenprune.bench.model import Model, load
+from tokenprune.bench.run_folder import RunFolder
+from tokenprune.bench.suite import Bench, Plan
+from tokenprune.cli import app
+from tokenprune.errors import OptionError, RunError
+from tokenprune.statistics import Stats
+
+KINDS = ("colour", "count", "word")
+CALLS = 12  # unpatched, three seeds of random, downsample and uniform, each on two batches
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "mine.jsonl"
+    rows = [
+        {"image": str(one.path), "question": one.question, "answer": one.answer, "kind": one.kind}
+        for one in load_heldout(kinds=KINDS, limit=1)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(data: Path, *more: object) -> list[str]:
+    fixed = "bench --methods uniform --keep 0.25 --repeats 0 --batch-size 2 --device cpu --metric anls".split()
+    if "--run" in more:
+        fixed += ["--samples", "0"]  # test_report_samples.py draws
+    return [*fixed, "--data", str(data), *map(str, more)]
+
+
+def bench(data: Path, *more: object) -> Result:
+    return CliRunner(env={"COLUMNS": "220"}).invoke(app, arguments(data, *more))
+
+
+def told(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, but for what a clock says."""
+    records = [record for record, _ in read_lines(path)]
+    for record in records:
+        record.pop("date", None)
+        for name in ("cost", "stats"):
+            record.get(name, {}).pop("overhead_ms", None)
+    return records
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An unbroken run: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    result = bench(data, "--run", folder)
+    assert result.exit_code == 0, result.output
+    return folder, result.stdout
+
+
+class Killed(BaseException):
+    """Like a signal: nothing catches it."""
+
+
+def kill_after(monkeypatch: pytest.MonkeyPatch, calls: int | None) -> list[int]:
+    """Let the model answer so many batches and no more; returns a list with one item a call."""
+    generate, made = Model.generate, []
+
+    def limited(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
+        if calls is not None and len(made) == calls:
+            raise Killed
+        made.append(1)
+        return generate(self, inputs, **options)
+
+    monkeypatch.setattr(Model, "generate", limited)
+    return made
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_config_predictions_and_results(data: Path, whole: tuple[Path, str]) -> None:
+    folder, printed = whole
+    assert sorted(file.name for file in folder.iterdir()) == [
+        ".lock",
+        "config.json",
+        "predictions.jsonl",
+        "results.jsonl",
+    ]
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["metric"], config["keeps"], config["data"]["questions"]) == ("anls", [0.25], 3)
+    assert config["methods"] == ["random", "downsample", "uniform"]
+    assert config["versions"]["tokenprune"] == tokenprune.__version__
+    assert config["fingerprint"].startswith("float32:")
+    lines = told(folder / "predictions.jsonl")
+    assert [(one["method"], one["keep"], one["seed"], one["question"]) for one in lines] == [
+        *(("unpatched", 1.0, None, question) for question in range(3)),
+        *(("random", 0.25, seed, question) for seed in range(3) for question in range(3)),
+        *(("downsample", 0.25, None, question) for question in range(3)),
+        *(("uniform", 0.25, None, question) for question in range(3)),
+    ]
+    header, base, *_, uniform = told(folder / "results.jsonl")
+    assert header["kinds"] == sorted(KINDS) and header["metric"] == "anls"
+    assert [one["score"] for one in lines[-3:]] == uniform["scores"][0]
+    assert [one["score"] for one in lines[:3]] == base["scores"][0]
+    assert "3 questions of mine.jsonl" in printed and "ANLS %" in printed and "Against the baselines" in printed
+    assert str(data.parent) not in (folder / "results.jsonl").read_text() + (folder / "config.json").read_text()
+    again = CliRunner(env={"COLUMNS": "220"}).invoke(app, ["report", str(folder)])
+    assert again.stdout == printed
+
+
+@pytest.mark.parametrize("calls", [0, 3, 7, 11])
+def test_a_killed_run_goes_on_and_ends_like_an_unbroken_one(
+    calls: int, data: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        kill_after(patch, calls)
+        with pytest.raises(Killed):
+            bench(data, "--run", tmp_path / "run")
+    for name in ("predictions.jsonl", "results.jsonl"):  # the kill came in the midst of a line
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write('{"method": "unpatched", "keep": 1.0, "se')
+    made = kill_after(monkeypatch, None)
+    result = bench(data, "--run", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert len(made) == CALLS - calls  # nothing is done twice
+    assert result.stdout == whole[1]
+    for name in ("config.json", "predictions.jsonl", "results.jsonl"):
+        if name.endswith("jsonl"):
+            assert told(tmp_path / "run" / name) == told(whole[0] / name)
+        else:
+            assert (tmp_path / "run" / name).read_text() == (whole[0] / name).read_text()
+
+
+def test_a_batch_that_was_torn_is_asked_again(
+    data: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text((whole[0] / "config.json").read_text())
+    lines = (whole[0] / "predictions.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "predictions.jsonl").write_text("".join(lines[:4]))  # of random's first batch only one line
+    (tmp_path / "predictions.1.jsonl").write_text("".join(lines[12:14]))  # downsample's, by another process
+    made = kill_after(monkeypatch, None)
+    assert bench(data, "--run", tmp_path).stdout == whole[1]
+    assert len(made) == CALLS - 3
+    assert told(tmp_path / "predictions.jsonl") == told(whole[0] / "predictions.jsonl")
+    assert not (tmp_path / "predictions.1.jsonl").exists()
+
+
+def test_a_finished_run_asks_nothing(data: Path, whole: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (whole[0] / "results.jsonl").read_text()
+    kill_after(monkeypatch, 0)
+    assert bench(data, "--run", whole[0]).stdout == whole[1]
+    assert (whole[0] / "results.jsonl").read_text() == before
+
+
+def test_another_config_in_the_folder_is_refused(data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
+    before = (whole[0] / "predictions.jsonl").read_text()
+    for more, message in (
+        (("--keep", "0.5"), "keeps [0.25], and this one has [0.5]"),
+        (("--metric", "exact"), 'metric "anls", and this one has "exact"'),
+        (("--limit", "2"), '"questions": 2'),
+    ):
+        result = bench(data, "--run", whole[0], *more)
+        assert result.exit_code == 2
+        assert message in result.stderr and "another folder" in result.stderr
+    assert (whole[0] / "predictions.jsonl").read_text() == before
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match="not empty and no folder of a run"), RunFolder(tmp_path, {}):
+        pass
+    with pytest.raises(RunError, match="cannot use"), RunFolder(tmp_path / "notes.txt", {}):
+        pass
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RunError, match="damaged"), RunFolder(tmp_path, {}):
+        pass
+
+
+def test_a_damaged_line_is_not_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n{"b"\n{"c": 3}\n')
+    with pytest.raises(RunError, match=r"line 2 of .* is damaged"):
+        read_lines(path)
+    path.write_text('{"a": 1}\n{"b": 2}')  # whole, but nothing says so
+    assert read_lines(path) == [({"a": 1}, 9)]
+    with Lines(path, 9) as lines:
+        lines.write({"c": "ä"})
+    assert [record for record, _ in read_lines(path)] == [{"a": 1}, {"c": "ä"}]
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_is_done(
+    data: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((whole[0] / "predictions.jsonl").stat().st_size // 2, hard))
+    try:
+        result = bench(data, "--run", tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.exit_code == 2
+    assert "cannot write" in result.stderr and "what was written before is kept" in result.stderr
+    assert len(told(tmp_path / "run/results.jsonl")) >= 2  # the header and the unpatched model
+    made = kill_after(monkeypatch, None)
+    assert bench(data, "--run", tmp_path / "run").stdout == whole[1]
+    assert 0 < len(made) < CALLS
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_said_of_json_too(data: Path) -> None:
+    result = bench(data, "--json", "/dev/full")
+    assert result.exit_code == 2
+    assert "cannot write /dev/full: No space left on device" in result.stderr
+
+
+def test_a_picture_that_goes_away_ends_the_run_and_keeps_what_is_done(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    copy = tmp_path / "copy.jpg"
+    copy.write_bytes(Path(rows[0]["image"]).read_bytes())
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(json.dumps({**row, "image": "copy.jpg"}) + "\n" for row in rows))
+    generate = Model.generate
+
+    def vanishing(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
+        if tokenprune.is_patched(self.model):
+            copy.unlink(missing_ok=True)
+        return generate(self, inputs, **options)
+
+    monkeypatch.setattr(Model, "generate", vanishing)
+    result = bench(mine, "--run", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "line 1: cannot read copy.jpg as a picture" in result.stderr
+    assert [one["record"] for one in told(tmp_path / "run/results.jsonl")] == ["header", "result", "result"]
+
+
+def test_bad_rows_are_refused_or_said_and_left_out(data: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text(data.read_text() + '{"image": "none.png", "question": "q", "answer": "a"}\n')
+    result = bench(mine, "--run", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "line 4: cannot read" in result.stderr and not (tmp_path / "run").exists()
+    result = bench(mine, "--skip-bad")
+    assert result.exit_code == 0, result.output
+    assert "skipped: line 4: cannot read" in result.stderr
+    assert "Left out of the data: line 4: cannot read" in result.stdout
+
+
+def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows[1]["question"] = "<image>\n" + rows[1]["question"]
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = bench(mine, "--run", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "line 2 has '<image>'" in result.stderr and "--skip-bad" in result.stderr and not (tmp_path / "run").exists()
+    # It is left out with the other bad rows, and so is a video where the model takes none.
+    mine.write_text(mine.read_text() + '{"image": "none.png", "question": "q", "answer": "a"}\n')
+    result = bench(mine, "--skip-bad", "--run", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    said = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
+    assert [line[:17] for line in said] == ["skipped: line 2: ", "skipped: line 4: "] and "'<image>'" in said[0]
+    assert "Left out of the data: line 2: " in result.stdout and "and 1 more" in result.stdout
+    header = told(tmp_path / "run/results.jsonl")[0]
+    assert header["data"]["questions"] == len(rows) - 1 == len(header["kind_of_question"])
+    # Where nothing is left there is nothing to measure.
+    mine.write_text(json.dumps(rows[1]) + "\n")
+    result = bench(mine, "--skip-bad")
+    assert result.exit_code == 2 and "holds no questions: all 1 rows are bad, line 1: " in result.stderr
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
+    """As `accelerate launch --num_processes 2 -m tokenprune bench` starts them, over gloo."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join(
+        [str(Path(tokenprune.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    shared = {"PYTHONPATH": path, "COLUMNS": "220", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "tokenprune", *arguments(data, "--run", tmp_path / "run")]
+    processes = [
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    (first, said), (second, _) = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert first == whole[1]
+    assert second == ""
+    for name in ("predictions.jsonl", "results.jsonl"):
+        assert told(tmp_path / "run" / name) == told(whole[0] / name)
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == [
+        ".lock", "config.json", "predictions.jsonl", "results.jsonl",
+    ]  # fmt: skip
+
+
+def test_more_processes_than_batches_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"3 processes, but only 1 batches .* smaller --batch-size"):
+        Bench(load(device="cpu"), Plan(pictures=1), group=Group(0, 3))
+
+
+def test_more_than_ten_kinds_are_told_apart() -> None:
+    kinds = [f"{number:02}" for number in range(12)]
+    asked = [SimpleNamespace(kind=kind, question="what is it?", is_film=False) for kind in (*kinds, "11", "01", "00")]
+    bench = Bench(load(device="cpu"), Plan(repeats=0), questions=asked)
+    header = bench.header()
+    assert header["kinds"] == kinds
+    assert header["kind_of_question"] == [*map(str, range(12)), "11", "1", "0"]
+    stats = {"visual_tokens_in": 1, "visual_tokens_out": 1, "visual_tokens_average": 1.0}
+    right = "0" * 11 + "1" + "100"  # the two questions of kind 11
+    made = dict(record="result", method="unpatched", keep=1.0, site=None, right=[right], questions=15, stats=stats)
+    (row,) = results.summarise([header, made]).rows
+    assert {kind: share.value for kind, share in row.kinds.items()} == dict.fromkeys(kinds, 0.0) | {"11": 1.0}
+    assert Bench(load(device="cpu"), Plan(), questions=asked[:10]).header()["kind_of_question"] == "0123456789"
+
+
+def test_costs_of_batches_are_summed() -> None:
+    def stats(times: int) -> Stats:
+        counts = {"kv_bytes": 10 * times, "kv_bytes_full": 20 * times, "overhead_ms": 0.5 * times}
+        flops = {"prefill_flops": 1.5 * times, "prefill_flops_full": 3.0 * times}
+        return Stats(4 * times, 1 * times, [4 * times, times], **counts, **flops)
+
+    total = stats(1) + stats(10)
+    assert total == replace(stats(11), keep_ratio=0.25, prefill_flops_ratio=0.5)
+    assert Stats(**json.loads(json.dumps(stats(11).sums()))) == stats(11)
+    assert (Stats() + stats(1)).sums() == stats(1).sums() and Stats() + Stats() == Stats()
+    # What one engine does not tell is not known of all; nor are shares of a model whose sizes are not at hand.
+    unknown = Stats(4, 1, [1], overhead_ms=None)
+    assert (unknown + stats(1)).overhead_ms is None and "overhead unknown" in repr(unknown)
+    assert cost.record(unknown, unknown)["prefill_flops_ratio"] is None
+    told = cost.record(stats(1), stats(10))
+    assert told == {
+        "visual_tokens_in": 40, "visual_tokens_out": 1, "visual_tokens_per_layer": [4, 1], "kv_bytes": 10,
+        "kv_bytes_full": 100, "overhead_ms": 0.5, "visual_tokens_average": 2.5, "keep_ratio": 1 / 40,
+        "prefill_flops_ratio": 0.1,
+    }  # fmt: skip
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------
+
+
+def answers(*right: str) -> paired.Answers:
+    return paired.Answers([[float(one) for one in each] for each in right], right)
+
+
+def test_the_bootstrap_is_that_of_a_loop() -> None:
+    values = np.random.default_rng(1).normal(0.1, 1, 60)
+    rng = np.random.default_rng(2)
+    means = [values[rng.integers(60, size=60)].mean() for _ in range(4000)]
+    low, high = paired.bootstrap(values)
+    assert (low, high) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.03)
+    assert paired.bootstrap(values) == (low, high)  # the seed is fixed
+    assert paired.bootstrap(np.array([0.5] * 9)) == (0.5, 0.5)
+    assert paired.bootstrap(np.array([0.5])) == (0.5, 0.5)
+
+
+def test_versus_by_hand() -> None:
+    ours, theirs = answers("1111110000"), answers("1000000000")
+    found = paired.versus(ours, theirs)
+    assert found.difference == pytest.approx(0.5)
+    assert found.p == pytest.approx(2 / 2**5)  # five wins, no loss, two-sided
+    assert 0 < found.low < 0.5 < found.high <= 1
+    back = paired.versus(theirs, ours)
+    assert (back.difference, back.p) == (-found.difference, found.p)
+    assert paired.versus(ours, ours) == paired.Versus(0, 0, 0, 1)
+    assert paired.versus(answers("1100"), answers("0011")).p == 1  # as many wins as losses
+    assert paired.versus(answers("11100"), answers("00011")).p == 1  # three of five, either way
+    # Seeds are averaged before questions are drawn.
+    assert paired.versus(answers("10", "01"), answers("00")).difference == 0.5
+    assert paired.versus(answers("10", "01"), answers("00")).low == 0.5
+
+
+def test_without_right_and_wrong_the_interval_decides() -> None:
+    low, high = (paired.Answers([values], None, True) for values in ([0.2, 0.4, 0.1] * 5, [0.9, 0.5, 1.4] * 5))
+    assert paired.versus(high, low).p is None
+    assert paired.beats(high, low) and not paired.beats(low, high) and not paired.beats(low, low)
+    rivals = {("random", 0.25): low}
+    assert results.marks_of("mine", 0.25, high, rivals) == ()
+    assert results.marks_of("mine", 0.25, low, rivals) == ("≤rnd",)
+
+
+def test_hard_questions_are_those_that_downsample_gets_wrong() -> None:
+    stats = {"visual_tokens_in": 1, "visual_tokens_out": 1, "visual_tokens_average": 1.0}
+
+    def record(method: str, keep: float, right: str) -> dict[str, Any]:
+        return dict(
+            record="result", method=method, keep=keep, site="PRE_LLM", right=[right], questions=6, stats=stats
+        )  # fmt: skip
+
+    header = dict(record="header", kinds=["a"], kind_of_question="000000")
+    made = results.summarise([
+        header,
+        record("unpatched", 1.0, "111101"),
+        record("downsample", 0.5, "110000"),
+        record("downsample", 0.25, "000000"),
+        record("mine", 0.5, "001110"),
+        record("mine", 0.1, "111111"),
+    ])  # fmt: skip
+    rows = {(row.method, row.keep): row for row in made.rows}
+    assert rows["unpatched", 1.0].hard is None and rows["mine", 0.1].hard is None
+    hard = rows["mine", 0.5].hard
+    assert (hard.questions, hard.ours.value, hard.unpatched) == (4, 0.75, 0.75)
+    assert rows["downsample", 0.5].hard.ours.value == 0
+    assert rows["downsample", 0.25].hard.questions == 6
+    assert set(rows["mine", 0.5].versus) == {"unpatched", "downsample"}
+    assert rows["downsample", 0.5].versus.keys() == {"unpatched"}

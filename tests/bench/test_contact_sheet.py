@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune show` for several frames: which ones are taken, that each gets its own tokens, and how groups look."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+import tokenprune
+from processors import LIMITS, demo_model, llava, photo, special_tokenizer
+from tests.api.test_cli import call, refused
+from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
+from tokenprune.bench import contact_sheet, draw
+from tokenprune.bench.contact_sheet import _GAP, CELL
+from tokenprune.bench.media import read_frames
+from tokenprune.bench.model import Model
+from zoo import FAMILIES
+
+COLORS = [(200, 100, 0), (0, 120, 200), (40, 160, 80), (120, 0, 140), (90, 90, 90), (10, 90, 60)]
+
+
+@pytest.fixture
+def subject() -> Model:
+    return Model(demo_model(), llava(), "shipped")
+
+
+def flat(number: int, size: int = 64) -> Image.Image:
+    return Image.new("RGB", (size, size), COLORS[number])
+
+
+# -- reading
+
+
+def test_frames_come_from_files_folders_and_animations(tmp_path: Path) -> None:
+    for number in range(5):
+        flat(number).save(tmp_path / f"{number}.png")
+    (tmp_path / "notes.txt").write_text("no picture")
+    films = tmp_path / "films"
+    films.mkdir()
+    flat(0).save(films / "film.gif", save_all=True, append_images=[flat(1), flat(2), flat(3), flat(4)])
+
+    def colors(*paths: Path, most: int = 8) -> list[int]:
+        found = [np.asarray(frame, int)[32, 32] for frame in read_frames(paths, most)]
+        return [int(np.abs(np.array(COLORS) - one).sum(1).argmin()) for one in found]
+
+    assert colors(tmp_path) == colors(films / "film.gif") == [0, 1, 2, 3, 4]
+    assert colors(tmp_path, most=2) == colors(films / "film.gif", most=2) == [1, 3]
+    assert colors(tmp_path / "3.png", tmp_path / "0.png") == [3, 0]
+    assert colors(tmp_path / "3.png") == [3]
+    assert colors(tmp_path, most=1) == [2]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TokenPruneError, match="no pictures in"):
+        read_frames([tmp_path / "empty"], 8)
+    with pytest.raises(TokenPruneError, match="as a picture"):
+        read_frames([tmp_path / "notes.txt"], 8)
+
+
+# -- the shipped model: frames are pictures of one prompt
+
+
+def cells(image: Image.Image, grids: list[tuple[int, int]]) -> list[np.ndarray]:
+    """The middle of each patch of the lower row, `[height, width, 3]` for each frame."""
+    pixels, cell, left, found = np.asarray(image, int), CELL, 0, []
+    top = (image.height - _GAP) // 2 + _GAP
+    for height, width in grids:
+        part = pixels[top : top + height * cell, left : left + width * cell]
+        found.append(part[cell // 2 :: cell, cell // 2 :: cell])
+        left += width * cell + _GAP
+    return found
+
+
+@pytest.mark.parametrize("method, kept", [("divprune", 0.25), ("fastv", 16), ("pool", 0.25), ("downsample", 0.25)])
+def test_a_strip_of_pictures(subject: Model, method: str, kept: float) -> None:
+    frames = [photo(90, 120, seed).point(lambda value: 80 + 6 * value // 10) for seed in range(3)]
+    shown = contact_sheet.show(subject, frames, "is there a star?", method, kept)
+    each = kept if isinstance(kept, int) else round(256 * kept)
+    assert (shown.tokens_in, shown.tokens_out) == (3 * 256, 3 * each)
+    side = 8 if method == "downsample" else 16
+    assert shown.image.size == (3 * side * CELL + 2 * _GAP, 2 * side * CELL + _GAP)
+    for found in cells(shown.image, [(side, side)] * 3):
+        light = int((found.max(-1) > 255 * draw._DARK + 2).sum())
+        assert light == (each if method in ("divprune", "fastv") else side * side)
+
+
+def test_each_frame_gets_its_own_tokens() -> None:
+    """Grids of different sizes; a group that spans frames has one colour in both, lone tokens have none."""
+    grids, rng = [(2, 3), (4, 4), (1, 5)], np.random.default_rng(0)
+    kept = rng.random(27) < 0.5
+    groups = np.where(kept, np.arange(27), -1)
+    kept[[1, 8]], groups[[1, 8]] = [True, False], 1
+    frames = [flat(number, 16 * number + 16) for number in range(3)]
+    image = contact_sheet.sheet(contact_sheet.Seen(frames, grids, kept, groups))
+    assert image.size == ((3 + 4 + 5) * CELL + 2 * _GAP, 2 * 4 * CELL + _GAP)
+    start = 0
+    for number, ((height, width), found) in enumerate(zip(grids, cells(image, grids), strict=True)):
+        own = slice(start, start := start + height * width)
+        shown, merged = (groups[own] >= 0).reshape(height, width), (groups[own] == 1).reshape(height, width)
+        np.testing.assert_array_equal((found == COLORS[number]).all(-1), shown & ~merged)
+        tinted = found[merged & ~kept[own].reshape(height, width)]
+        want = 0.65 * np.array(COLORS[number]) + 0.35 * np.array(draw.color_of(1))
+        assert np.abs(tinted - want).max(initial=0) <= 1
+        assert ((found[merged & kept[own].reshape(height, width)]) == draw.color_of(1)).all()  # its dot
+    assert len({draw.color_of(group) for group in range(20)}) == 20
+
+
+def test_what_cannot_be_drawn(subject: Model) -> None:
+    frames = [photo(90, 120, seed) for seed in range(2)]
+    with pytest.raises(OptionError, match="nothing to draw"):
+        contact_sheet.show(subject, frames, "image 2?", "view_select", 1.0)
+    with pytest.raises(OptionError, match="nothing to draw"):
+        contact_sheet.show(subject, frames[:1], "image 2?", "view_select", 1.0)
+    inputs = subject.inputs([frames], ["is there a star?"])
+    assert contact_sheet.grids_of(subject, inputs, 2, False) == [(16, 16)] * 2
+    with pytest.raises(UnsupportedSetupError, match="tiles"):
+        contact_sheet.grids_of(subject, inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}, 2, False)
+    with pytest.raises(UnsupportedSetupError, match="no grids"):
+        contact_sheet.grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, 9:]}, 2, False)
+    with pytest.raises(UnsupportedSetupError, match="no grids"):
+        contact_sheet.grids_of(subject, inputs, 2, True)
+
+
+# -- a model that takes videos
+
+
+class Film(Model):
+    """Answers with the tiny model's own inputs: its vocabulary is too small for a tokenizer."""
+
+    def film_inputs(self, frames: Any, question: str) -> dict[str, Any]:
+        self.seen = len(frames)
+        return dict(FAMILIES["qwen2_vl"].make_inputs(images=[0], video=True))
+
+
+@pytest.mark.parametrize("method", ["divprune", "pool"])
+def test_a_video_is_drawn_by_its_own_grid(method: str, build: Any) -> None:
+    model = build(FAMILIES["qwen2_vl"])
+    processor = SimpleNamespace(
+        video_processor=object(), batch_decode=lambda ids, **more: ["?"] * len(ids), tokenizer=None
+    )
+    subject = Film(model, processor, "tiny")
+    times, height, width = subject.film_inputs([], "")["video_grid_thw"][0].tolist()
+    grids = [(height // 2, width // 2)] * times
+    shown = contact_sheet.show(subject, [flat(number) for number in range(2 * times)], "?", method, 0.5)
+    assert subject.seen == 2 * times
+    total = times * height * width // 4
+    assert (shown.tokens_in, shown.tokens_out) == (total, round(total / 2))
+    found = cells(shown.image, grids)
+    if method == "divprune":
+        right = sum(int((one == COLORS[2 * number]).all(-1).sum()) for number, one in enumerate(found))
+        assert right == round(total / 2), "every kept patch shows the first of its two frames"
+    assert not tokenprune.is_patched(model)
+
+
+def test_frames_become_a_video_of_a_real_processor() -> None:
+    special = special_tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>")
+    template = "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'video' %}<|video_pad|>{% else %}"
+    template += "{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
+    limits = dict(size={"shortest_edge": 64, "longest_edge": 10**6}, patch_size=4)
+    processor = Qwen2VLProcessor(
+        Qwen2VLImageProcessor(**LIMITS), special, Qwen2VLVideoProcessor(**limits), chat_template=template
+    )
+    subject = Model(SimpleNamespace(dtype=torch.float32, device="cpu"), processor, "half")
+    inputs = subject.film_inputs([photo(16, 32, seed) for seed in range(4)], "what color?")
+    assert inputs["video_grid_thw"].tolist() == [[2, 4, 8]]
+    assert int((inputs["input_ids"] == processor.video_token_id).sum()) == 2 * 4 * 8 // 4
+
+
+# -- the command
+
+
+def test_show_takes_frames(tmp_path: Path) -> None:
+    for number in range(3):
+        photo(64, 64, number).save(tmp_path / f"{number}.png")
+    out = tmp_path / "strip.png"
+    result = call("show", tmp_path, "--method", "uniform", "--frames", 2, "--device", "cpu", "--out", out)
+    assert "512 → 128" in result.output
+    assert Image.open(out).width == 2 * 16 * CELL + _GAP
+    (tmp_path / "none").mkdir()
+    assert "no pictures" in refused("show", tmp_path / "none")
+
+
+@pytest.fixture
+def film(tmp_path: Path) -> Path:
+    """A GIF of 20 frames, the shipped model's context is full with eight."""
+    first, *rest = (photo(64, 64, number) for number in range(20))
+    first.save(tmp_path / "film.gif", save_all=True, append_images=rest)
+    return tmp_path / "film.gif"
+
+
+@pytest.mark.parametrize("method", ["dart", "downsample"])
+def test_show_takes_as_many_frames_as_the_context_holds(
+    film: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, generate = [], Model.generate
+
+    def spy(self: Model, inputs: dict[str, Any], **options: Any) -> list[str]:
+        lengths.append(inputs["input_ids"].shape[1] + self.max_new_tokens)
+        return generate(self, inputs, **options)
+
+    monkeypatch.setattr(Model, "generate", spy)
+    out = tmp_path / "strip.png"
+    said = call("show", film, "--method", method, "--device", "cpu", "--out", out).output
+    assert "7 of the 8 frames are taken: all of them and the question take" in said and "context is 2048" in said
+    assert "1792 → 448" in said and max(lengths) <= 2048
+    assert Image.open(out).width == 7 * (16 if method == "dart" else 8) * CELL + 6 * _GAP
+    said = call("show", film, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
+    assert "1792 → 448" in said and "are taken" not in said
+
+
+def test_frames_that_fit_are_chosen_evenly_from_the_whole_film(subject: Model, film: Path) -> None:
+    """Not from those that were chosen before."""
+    frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([film], most), 20, "?", "dart")
+    assert "7 of the 20 frames" in left_out
+    for one, other in zip(frames, read_frames([film], 7), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([film], most), 3, "?", "dart")
+    assert len(frames) == 3 and left_out is None
+
+
+def test_a_question_that_fills_the_context_is_refused(film: Path, tmp_path: Path) -> None:
+    flat(0).save(tmp_path / "one.png")
+    for what in (film, tmp_path / "one.png"):
+        said = refused("show", what, "--question", "a " * 2000, "--device", "cpu")
+        assert "context is 2048" in said and "shorter question" in said

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report in a real browser, wide and narrow: it loads nothing, fits, can be read, and its script works."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.test_report import EVIL, GOOD, RIVALS, evil_run, made, result, timing
+from tests.bench.test_report_samples import entry, folder
+from tokenprune.bench.report.page import make_page
+from tokenprune.bench.report.runs import Run
+from tokenprune.bench.report.samples import read_samples
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright drives the browser: pip install playwright")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is installed here")
+WIDE, NARROW = 1280, 400
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs that can be compared, one that cannot; long names and harmful ones; samples with a picture missing."""
+    path = tmp_path_factory.mktemp("report")
+    methods = [
+        result(f"method-{number}", keep, 90 - number, 60 + 3 * number, timing=timing(0.5 + keep * number / 5))
+        for number in range(3)
+        for keep in (0.25, 0.5)
+    ]
+    harmful = entry(method=EVIL, prediction=EVIL * 3, note=EVIL, picture=None)
+    drawn = folder(path, entry(method="method-1"), entry(method="random", score=0.0), harmful)
+    first = made("A", *RIVALS, *methods, environment=dict(model="an-organisation/a-model-with-a-long-name-" * 3))
+    first = Run("runs_" * 20, first.results, read_samples(drawn), "A")
+    file = path / "page.html"
+    file.write_text(make_page([first, made("B", *RIVALS, GOOD | dict(timing=timing(0.7))), evil_run("C")]))
+    return file
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page at the width that the test asks for; a request, an error or a word on the console fails the test."""
+    width, scheme = getattr(request, "param", (WIDE, "light"))
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    asked, said = [], []
+    page.route("**/*", lambda route: (asked.append(route.request.url), route.continue_()))
+    page.on("request", lambda one: asked.append(one.url))
+    page.on("console", lambda one: said.append(one.text))
+    page.on("pageerror", lambda one: said.append(str(one)))
+    page.on("dialog", lambda one: (said.append(one.message), one.dismiss()))
+    page.goto(page_file.as_uri(), wait_until="networkidle")
+    yield page
+    page.close()
+    assert said == []
+    assert {url for url in asked if not url.startswith("data:")} == {page_file.as_uri()}
+
+
+@pytest.mark.parametrize("opened", [(WIDE, "light"), (NARROW, "dark")], indirect=True)
+def test_it_fits_loads_nothing_and_can_be_read(opened: Any) -> None:
+    width = opened.viewport_size["width"]
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+    opened.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+    sizes = opened.evaluate("[...document.images].map(one => [one.complete, one.naturalWidth, one.alt.length])")
+    assert len(sizes) == 3 and all(complete and natural > 0 and alt for complete, natural, alt in sizes)
+    # How large the letters of plots are on the screen, and whether they stay inside.
+    texts = opened.evaluate(
+        """[...document.querySelectorAll("figure.plot > svg text")].map(one => {
+          const box = one.getBoundingClientRect();
+          const size = parseFloat(getComputedStyle(one).fontSize) * one.getScreenCTM().a;
+          return [size, box.left, box.right, one.textContent];
+        })"""
+    )
+    assert len(texts) > 50
+    for size, left, right, text in texts:
+        assert size >= 9 and left >= 0 and right <= width, (size, left, right, text)
+    smallest = opened.evaluate(
+        "Math.min(...[...document.querySelectorAll('main *')].map(one => parseFloat(getComputedStyle(one).fontSize)))"
+    )
+    assert smallest >= 12
+    # A wide table moves inside its own box.
+    boxes = opened.evaluate(
+        "[...document.querySelectorAll('div.scroll')].map(one => [one.scrollWidth, one.clientWidth])"
+    )
+    assert len(boxes) == 10 and any(inner > outer for inner, outer in boxes) == (width == NARROW)
+
+
+@pytest.mark.parametrize("opened", [(WIDE, "light"), (WIDE, "dark")], indirect=True)
+def test_text_stands_out_in_light_and_dark(opened: Any) -> None:
+    """The contrast that WCAG 2 asks of text (AA, 4.5), for every colour that text here has."""
+    colours = opened.evaluate(
+        """(() => {
+          const seen = new Set();
+          for (const one of document.querySelectorAll("body, body *")) {
+            const own = [...one.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+            if (!own || one.closest("script, style, title")) continue;
+            const style = getComputedStyle(one);
+            const text = one instanceof SVGElement ? style.fill : style.color;
+            let back = one;
+            while (back && getComputedStyle(back).backgroundColor === "rgba(0, 0, 0, 0)") back = back.parentElement;
+            seen.add(text + "|" + (back ? getComputedStyle(back).backgroundColor : "none"));
+          }
+          return [...seen];
+        })()"""
+    )
+    assert len(colours) > 3
+    for pair in colours:
+        light, dark = sorted(map(luminance, pair.split("|")), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, pair
+
+
+def luminance(colour: str) -> float:
+    """Of "rgb(1, 2, 3)"."""
+    parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_headings_tables_and_pictures_have_names(opened: Any) -> None:
+    levels = opened.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map(one => Number(one.tagName[1]))")
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+    assert opened.evaluate("document.querySelectorAll('table td').length > 100")
+    assert set(opened.evaluate("[...document.querySelectorAll('th')].map(one => one.scope)")) == {"col", "row"}
+    unnamed = opened.evaluate(
+        """[...document.querySelectorAll("svg[role=img]")].filter(one =>
+          !["aria-labelledby", "aria-describedby"].every(name =>
+            document.getElementById(one.getAttribute(name))?.textContent.trim())).length"""
+    )
+    assert unnamed == 0
+
+
+def test_a_table_is_sorted_and_put_back(opened: Any) -> None:
+    table = opened.locator("#run-1 table").first
+
+    def column(number: int) -> list[str]:
+        return [text.strip() for text in table.locator(f"tbody tr > :nth-child({number + 1})").all_inner_texts()]
+
+    methods, score = column(0), table.locator("thead button", has_text="accuracy %")
+    numbers = column(8)
+    score.click()
+    assert column(8) == sorted(numbers, key=float, reverse=True)
+    assert table.locator("th[aria-sort=descending]").count() == 1
+    score.click()
+    assert column(8) == sorted(numbers, key=float)
+    score.click()
+    assert column(0) == methods and table.locator("th[aria-sort]").count() == 0
+    table.locator("thead button", has_text="visual tokens").click()
+    assert [text.split("→")[1].strip() for text in column(2)] == [*["100"], *["50"] * 3, *["25"] * 5]
+    times = table.locator("thead button", has_text="TTFT")
+    times.click()
+    times.click()
+    assert column(6)[-3:] == ["", "", ""]  # what was not timed comes last, whichever way
+
+
+def test_a_method_lights_up_wherever_it_is(opened: Any) -> None:
+    button = opened.locator("#run-1 .legend button", has_text="method-1")
+    button.click()
+    opened.mouse.move(0, 0)
+
+    def clear(selector: str) -> set[str]:
+        found = opened.evaluate(
+            f"[...document.querySelectorAll('{selector}')].filter(one => getComputedStyle(one).opacity === '1')"
+            ".map(one => one.dataset.tags)"
+        )
+        return {tag for tags in found for tag in tags.split()}
+
+    assert button.get_attribute("aria-pressed") == "true"
+    assert clear("#run-1 .plots:not(.small) g.series") == {"m1"}
+    assert clear("#joint-1 g.series") == {"m1", "r0"}
+    button.click()
+    opened.mouse.move(0, 0)
+    assert button.get_attribute("aria-pressed") == "false" and {"m0", "m1", "m2"} < clear("#run-1 g.series")
+
+
+def test_without_script_the_page_is_whole(browser: Any, page_file: Path) -> None:
+    context = browser.new_context(java_script_enabled=False, viewport={"width": NARROW, "height": 900})
+    page = context.new_page()
+    page.goto(page_file.as_uri())
+    assert page.locator("table").count() == 10 and page.locator("figure.plot").count() > 6
+    assert page.locator(".legend li").first.is_visible() and page.locator("button").count() == 0
+    context.close()

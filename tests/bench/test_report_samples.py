@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of a run: which questions are drawn, what is drawn of them, going on after a kill, and damaged folders."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.api.test_cli import call, refused
+from tests.bench.test_contact_sheet import Film, flat
+from tests.bench.test_report import result, write_run
+from tokenprune.bench import draw
+from tokenprune.bench.report import drawing
+from tokenprune.bench.report.drawing import Wanted, choose, draw_samples
+from tokenprune.bench.report.page import make_page
+from tokenprune.bench.report.runs import read_runs
+from tokenprune.bench.report.samples import FILE, FOLDER, read_samples
+from tokenprune.errors import OptionError, RunError
+from zoo import FAMILIES
+
+# -- which questions
+
+
+def told(method: str, keep: float | int, *right: str, out: int = 10, **more: Any) -> dict[str, Any]:
+    return dict(record="result", method=method, keep=keep, right=list(right), stats=dict(visual_tokens_out=out), **more)
+
+
+def test_the_questions_are_those_of_most_disagreement_kind_by_kind() -> None:
+    records = [
+        dict(record="header", kind_of_question="000112"),
+        told("unpatched", 1.0, "111111", out=100),
+        told("a", 0.5, "111100", out=50),
+        told("a", 0.25, "110010", out=25),
+        told("b", 0.25, "010100", out=25),
+        told("c", 0.25, "010000", "010110", out=25),
+        told("a", 8, "000000", out=8),
+        dict(record="skipped", method="d", keep=0.25, reason="no"),
+    ]
+    # At 0.25, the middle keep, c is right half the time on 3 and 4. Scores of 0: 1 0 0; of 3: 0 1 ½; of 4: 1 0 ½.
+    assert choose(records, Wanted(2)) == (0.25, [0, 3])  # a kind each; of 3 and 4, which are alike, the earlier one
+    other = [records[0] | dict(kind_of_question="000011"), *records[1:]]
+    assert choose(other, Wanted(2)) == (0.25, [0, 4])  # 3 is of the kind of 0
+    assert choose(records, Wanted(3)) == (0.25, [0, 3, 4])
+    assert choose(records, Wanted(9)) == (0.25, [0, 3, 4, 1, 2, 5])
+    assert choose(records, Wanted(2, (5, 1))) == (0.25, [5, 1])
+    assert choose(records, Wanted(0)) == (None, [])
+    assert choose(records[:2], Wanted(2)) == (None, [])
+    # Of two keeps the lower one, whichever was named first.
+    assert choose([*records[:2], records[3], records[2]], Wanted(1))[0] == 0.25
+    graded = told("g", 0.5) | dict(scores=[[0.2, 0.9, 0.5, 0.5, 0.5, 0.5]])
+    assert choose([*records[:2], graded, told("a", 0.5, "100000")], Wanted(1)) == (0.5, [1])
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    assert Wanted.of(None, "", None).count == 0 and Wanted.of(None, "", tmp_path).count == 4
+    assert Wanted.of(None, "3, 17,3", tmp_path) == Wanted(2, (3, 17))
+    assert Wanted.of(0, "", tmp_path).count == 0
+    for count, numbers, run, message in (
+        (2, "", None, "name one with --run"),
+        (None, "3", None, "name one with --run"),
+        (2, "3", tmp_path, "leave one of them out"),
+        (None, "a", tmp_path, "such as 3,17"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            Wanted.of(count, numbers, run)
+    for number in (-1, 3):
+        with pytest.raises(OptionError, match="numbers 0 to 2"):
+            Wanted(1, (number,)).check(3)
+    line = refused("bench", "--limit", 1, "--run", tmp_path / "run", "--sample", 8, "--device", "cpu")
+    assert "--sample 8: the questions have the numbers 0 to 7" in line
+
+
+# -- a run of the shipped model
+
+RUN = "bench --limit 1 --methods pool --keep 0.25 --repeats 0 --device cpu".split()
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("drawn") / "run"
+    call(*RUN, "--run", run, "--samples", 2, "--html", run.parent / "page.html")
+    return run
+
+
+@pytest.fixture
+def run(drawn: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(drawn, tmp_path / "run"))
+
+
+def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
+    data = json.loads((drawn / FOLDER / FILE).read_text())
+    lines = [json.loads(line) for line in (drawn / "predictions.jsonl").read_text().splitlines()]
+    assert (data["keep"], data["how"], len(data["samples"])) == (0.25, "on which the methods disagree most", 2)
+    for sample in data["samples"]:
+        assert sample["tokens"] == 256
+        assert [(one["method"], one["seed"]) for one in sample["methods"]] == [
+            ("random", 0), ("downsample", None), ("pool", None),
+        ]  # fmt: skip
+        for one in (sample, *sample["methods"]):
+            (line,) = (
+                line
+                for line in lines
+                if (line["method"], line["seed"], line["question"]) == (one["method"], one["seed"], sample["question"])
+            )
+            assert (one["prediction"], one["score"], one["note"]) == (line["prediction"], line["score"], "")
+        kept = {one["method"]: one["kept"] for one in sample["methods"]}
+        assert (kept["random"], kept["downsample"], kept["pool"]) == (64, 64, 64)
+        # random's drawing: a quarter of the patches is clear. downsample's: all of its 8 x 8 are.
+        for one, side, clear in zip(sample["methods"], (16, 8), (64, 64), strict=False):
+            with Image.open(drawn / FOLDER / one["picture"]) as image:
+                pixels = np.asarray(image, int)
+            cell = 320 // side
+            inner = pixels.reshape(side, cell, side, cell, 3)[:, 4:-4, :, 4:-4].transpose(0, 2, 1, 3, 4)
+            light = (inner.reshape(side * side, -1).max(1) > 255 * draw._DARK + 12).sum()
+            assert light == pytest.approx(clear, abs=6)  # dark patches of the picture itself, and WebP's losses
+    assert sum(file.stat().st_size for file in (drawn / FOLDER).iterdir()) < 300_000
+    page = make_page(read_runs([drawn]))
+    assert page == (drawn.parent / "page.html").read_text()  # `bench --html` and `report --html` say the same
+    assert page.count("data:image/webp;base64,") == 8
+    assert (
+        "What pool keeps of the picture" in page
+        and "Questions on which the methods disagree most, at keep 0.25" in page
+    )
+
+
+def test_a_finished_run_draws_nothing_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in (run / FOLDER).iterdir()}
+
+    def never(*args: Any, **options: Any) -> None:
+        raise AssertionError("drawn again")
+
+    monkeypatch.setattr(drawing, "_draw", never)
+    call(*RUN, "--run", run, "--samples", 2)
+    call(*RUN, "--run", run, "--samples", 0)  # nothing more is drawn, nothing is taken away
+    assert before == {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in (run / FOLDER).iterdir()}
+
+
+def test_what_a_kill_left_out_is_drawn_and_what_is_not_shown_goes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def counted(folder: Path, subject: Any, question: Any, entry: Any, *rest: Any) -> None:
+        made.append(entry.get("question"))
+        entry |= dict(tokens=1, kept=1, picture=rest[-1], note="")
+        (folder / rest[-1]).touch()
+
+    monkeypatch.setattr(drawing, "_draw", counted)
+    first, second = (one["question"] for one in json.loads((run / FOLDER / FILE).read_text())["samples"])
+    (run / FOLDER / f"{second}-2.webp").unlink()
+    call(*RUN, "--run", run, "--samples", 2)
+    assert [one for one in made if one is not None] == [second] and len(made) == 4
+    other = next(number for number in range(8) if number not in (first, second))
+    made.clear()
+    call(*RUN, "--run", run, "--sample", f"{other},{first}")
+    assert [one for one in made if one is not None] == [other]
+    data = json.loads((run / FOLDER / FILE).read_text())
+    assert [one["question"] for one in data["samples"]] == [other, first] and data["how"] == "named by --sample"
+    assert {file.name.split("-")[0] for file in (run / FOLDER).glob("*.webp")} == {str(other), str(first)}
+    for damage in ("{", "[]", '{"schema": 0}', '{"schema": 1, "keep": 0.25, "samples": [3, {"methods": [1]}]}'):
+        made.clear()
+        (run / FOLDER / FILE).write_text(damage)
+        call(*RUN, "--run", run, "--sample", first)
+        assert len(made) == 4
+
+
+def test_a_folder_that_cannot_be_written_is_named(run: Path) -> None:
+    shutil.rmtree(run / FOLDER)
+    (run / FOLDER).write_text("in the way")
+    assert "cannot write" in refused(*RUN, "--run", run)
+
+
+# -- videos, several pictures, and what cannot be drawn
+
+
+def sampled(tmp_path: Path, subject: Any, question: Any, *methods: str) -> list[dict[str, Any]]:
+    """Draw one question, and return the entry of the unpatched model and those of the methods."""
+    records = [dict(record="header", kind_of_question="0")]
+    records += [told(name, 0.5, "1", seeds=None) for name in ("unpatched", *methods)]
+    lines = [
+        dict(method=one["method"], keep=0.5, seed=None, question=0, prediction="p", score=1) for one in records[1:]
+    ]
+    (tmp_path / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draw_samples(tmp_path, subject, [question], records, Wanted(1))
+    (sample,) = json.loads((tmp_path / FOLDER / FILE).read_text())["samples"]
+    return [sample, *sample["methods"]]
+
+
+def asked(**more: Any) -> SimpleNamespace:
+    plain = dict(kind="all", question="?", answers=("a",), is_film=False, images=(), video=[])
+    return SimpleNamespace(**plain | more)
+
+
+def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, build: Any) -> None:
+    processor = SimpleNamespace(
+        video_processor=object(), batch_decode=lambda ids, **more: ["?"] * len(ids), tokenizer=None
+    )
+    subject = Film(build(FAMILIES["qwen2_vl"]), processor, "tiny")
+    times, height, width = subject.film_inputs([], "")["video_grid_thw"][0].tolist()
+    total = times * height * width // 4
+    question = asked(is_film=True, video=[flat(number) for number in range(2 * times)])
+    whole, divprune, pixels, chooser = sampled(tmp_path, subject, question, "divprune", "downsample", "view_select")
+    assert (whole["tokens"], divprune["kept"]) == (total, round(total / 2))
+    cell = drawing.FRAME_SIDE // (max(height, width) // 2)
+    with Image.open(tmp_path / FOLDER / divprune["picture"]) as image:
+        assert image.size == (times * (width // 2) * cell + 6 * (times - 1), height // 2 * cell)
+    assert pixels["picture"] is None and "pixels of the video" in pixels["note"]
+    assert chooser["picture"] is None and "nothing to draw" in chooser["note"]
+
+
+def test_several_pictures_are_drawn_side_by_side(tmp_path: Path) -> None:
+    from processors import demo_model, llava, photo
+    from tokenprune.bench.model import Model
+
+    pictures = (photo(90, 120, 0), photo(90, 120, 1))
+    question = asked(images=pictures, question="is there a star?")
+    whole, pool = sampled(tmp_path, Model(demo_model(), llava(), "shipped"), question, "pool")
+    assert (whole["tokens"], pool["kept"]) == (512, 256)
+    with Image.open(tmp_path / FOLDER / pool["picture"]) as image:
+        assert image.size == (2 * drawing.FRAME_SIDE + 6, drawing.FRAME_SIDE)
+    assert pictures[0].size == (120, 90)  # the run's own pictures are left as they are
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from processors import demo_model, llava, photo
+    from tokenprune.bench.model import Model
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    with pytest.raises(RunError, match="No space left on device; what was written before is kept"):
+        sampled(tmp_path, Model(demo_model(), llava(), "shipped"), asked(images=(photo(64, 64, 0),)), "pool")
+
+
+# -- folders that are damaged, or not ours
+
+
+def entry(**more: Any) -> dict[str, Any]:
+    return dict(method="m", prediction="p", score=1.0, kept=3, picture="0-1.webp", note="") | more
+
+
+def folder(tmp_path: Path, *methods: dict[str, Any], **changes: Any) -> Path:
+    (tmp_path / FOLDER).mkdir(exist_ok=True)
+    flat(0).save(tmp_path / FOLDER / "0-1.webp")
+    sample = entry(question=0, kind="k", text="t?", answers=["a"], tokens=9, methods=list(methods))
+    data = dict(schema=1, keep=0.25, how="h", samples=[sample]) | changes
+    (tmp_path / FOLDER / FILE).write_text(json.dumps(data))
+    return tmp_path
+
+
+def test_pictures_are_embedded_as_they_are(tmp_path: Path) -> None:
+    (sample,) = read_samples(folder(tmp_path, entry())).items
+    assert sample.picture.uri.startswith("data:image/webp;base64,") and sample.picture.width == 64
+    data = base64.b64decode(sample.drawn[0].picture.uri.partition(",")[2])
+    assert data == (tmp_path / FOLDER / "0-1.webp").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.webp", "/etc/passwd", "none.webp", "text.webp", "0-1.png", "", ".webp", 7, "large.webp", "a\0.webp"],
+)
+def test_no_other_file_gets_into_the_page(name: Any, tmp_path: Path) -> None:
+    folder(tmp_path)
+    flat(0).save(tmp_path / "secret.webp")
+    flat(0).save(tmp_path / FOLDER / "0-1.png")
+    (tmp_path / FOLDER / "text.webp").write_text("<script>")
+    (tmp_path / FOLDER / "large.webp").write_bytes(bytes(2**22 + 1))
+    (sample,) = read_samples(folder(tmp_path, entry(picture=name))).items
+    assert sample.picture is not None
+    assert sample.drawn[0].picture is None and sample.drawn[0].note.startswith("this picture ")
+    assert ("too large" in sample.drawn[0].note) == (name == "large.webp")
+
+
+def test_a_png_by_the_name_of_a_webp_is_not_embedded(tmp_path: Path) -> None:
+    folder(tmp_path, entry())
+    buffer = io.BytesIO()
+    flat(0).save(buffer, format="png")
+    (tmp_path / FOLDER / "0-1.webp").write_bytes(buffer.getvalue())
+    assert read_samples(tmp_path).items[0].picture is None
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(schema=2), "schema 2"),
+        (dict(samples=[]), "No question"),
+        (dict(samples=[3]), "damaged"),
+        (dict(samples=7), "damaged"),
+        (dict(keep="x"), "damaged"),
+        (dict(samples=[dict(entry(), question=1)]), "damaged"),
+    ],
+)
+def test_damaged_samples_are_said_and_the_page_is_made(changes: dict, message: str, tmp_path: Path) -> None:
+    folder(tmp_path, **changes)
+    write_run(tmp_path / "results.jsonl")
+    assert message in read_samples(tmp_path).missing
+    assert message in make_page(read_runs([tmp_path])) and "--samples 4" in read_samples(tmp_path).missing
+
+
+def test_without_samples_the_page_says_how_to_get_them(tmp_path: Path) -> None:
+    write_run(tmp_path / "results.jsonl", *[result("random", 0.25, 60, 60)])
+    page = make_page(read_runs([tmp_path]))
+    assert "This run has no drawn samples." in page and "<code>--samples 4</code> draws some" in page

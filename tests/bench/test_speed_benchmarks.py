@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts that measure speed run on tiny models, and what they write can be drawn and printed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peak memory of a process is read where Linux tells it"
+)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """script(name): a script of benchmarks/ or dev/ as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "dev"))
+    threads, before = torch.get_num_threads(), set(sys.modules)
+    yield importlib.import_module
+    torch.set_num_threads(threads)
+    for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
+        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(ROOT / "benchmarks"), str(ROOT / "dev"))):
+            del sys.modules[name]
+
+
+def run(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    given = ["--tiny", "--device", "cpu", "--json", str(path), *arguments]
+    monkeypatch.setattr(sys, "argv", [module.__name__, *given])
+    module.main()
+
+
+def test_efficiency(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, path = script("efficiency"), tmp_path / "cpu/efficiency.jsonl"
+    assert {"random", "divprune", "fastv", "dart", "vscan", "dyrate"} <= set(module.dropping_methods())
+    run(module, path, monkeypatch, "--cases", "576:64", "--methods", "uniform,fastv,vscan", "--threads", "1")
+    header, records = script("common").read(path)
+    assert {"device", "torch", "transformers", "threads", "date", "load"} <= header.keys()
+    layers = {one["method"]: one["layers"] for one in records[1:]}
+    assert layers["uniform"] == [64] * 4 and layers["fastv"] == [576, 576, 64, 64]
+    assert sum(layers["vscan"]) / 4 == pytest.approx(64, abs=1) and len(set(layers["vscan"])) == 2
+    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
+    text = script("performance").efficiency()
+    assert (
+        "576 -> 64 visual tokens" in text
+        and "| `fastv` |" in text
+        and "| `uniform` |" in script("performance").prefill()
+    )
+    script("plots").efficiency(header, records).savefig(tmp_path / "plot.png")
+
+
+def test_mixed_batches(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of text among images leaves the widths and bytes that the images alone have."""
+    module, path = script("mixed_batches"), tmp_path / "cpu/mixed_batches.jsonl"
+    given = ["--methods", "pool", "--repeats", "1", "--threads", "1", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", [module.__name__, *given])
+    module.main()
+    _, (images, mixed) = script("common").read(path)
+    assert (images["texts"], mixed["texts"]) == (0, 1) and images["length"] == mixed["length"]
+    assert images["width_per_layer"] == mixed["width_per_layer"] and mixed["width_per_layer"][-1] < mixed["length"] / 3
+    assert images["kv_bytes"] == mixed["kv_bytes"] and images["padding_share"] < mixed["padding_share"]
+    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
+    assert "| `pool` | 1 |" in script("performance").mixed()
+
+
+def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method can be measured; keys and values take the bytes of the closed form; too much memory is told."""
+    module = script("scaling")
+    for what, name in [
+        *(("selection", name) for name in module.selecting_methods()),
+        *(("merge", x) for x in module.MERGES),
+    ]:
+        with torch.inference_mode():
+            result = module.prepared(what, name, 90, CPU)()
+        if what == "selection":
+            assert 1 <= int(result.keep.sum()) <= 90
+    told = module.one("engine", "uniform", 576, CPU, 1, None)
+    assert told["kv_bytes"] == told["kv_bytes_predicted"] == 2 * 2 * 16 * 4 * 4 * (64 + 64)
+    points = {count: {"seconds": count**2, "peak": count} for count in (576, 2880, 8192)}
+    slopes = [module.exponent({n: point[key] for n, point in points.items()}) for key in ("seconds", "peak")]
+    assert slopes == pytest.approx([2, 1])
+    assert module.exponent({2880: 1.0}) is None
+
+    def greedy(*_: Any) -> Any:
+        return lambda: torch.empty(2**50)
+
+    monkeypatch.setattr(module, "prepared", greedy)
+    assert module.one("selection", "uniform", 576, CPU, 1, None) == {"failed": "more memory than the limit"}
+
+
+def test_ttft(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cpu/ttft.jsonl"
+    run(script("ttft"), path, monkeypatch, "--methods", "random", "--keeps", "0.25")
+    header, records = script("common").read(path)
+    assert len(records) == 8 and len({one["model"] for one in records}) == 4
+    for one in records:
+        if one["method"] == "random":
+            assert one["visual_tokens_out"] == round(one["visual"] / 4)
+    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
+    assert "Qwen2.5-VL-7B, 16k video | random | 0.25" in script("performance").ttft()
+    script("plots").ttft(header, records).savefig(tmp_path / "plot.png")

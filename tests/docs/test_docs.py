@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README and guides say what the code does."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import tokenprune
+from tokenprune import registry
+from tokenprune.accounting import DecoderShape
+from zoo import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def generator(name: str = "readme"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"dev/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_parts_are_current() -> None:
+    """`python dev/readme.py` would change nothing."""
+    for page, text in generator().generated().items():
+        assert page.read_text() == text, page.name
+
+
+@pytest.mark.parametrize("name", tokenprune.available_methods())
+def test_every_method_has_a_page_with_a_current_head(name: str) -> None:
+    """`python dev/docs.py` would change nothing, and somebody wrote more than the head."""
+    path = ROOT / f"docs/methods/{name}.md"
+    assert path.exists(), "run python dev/docs.py, and write the page below its head"
+    text = path.read_text()
+    assert generator("docs").page(name, text) == text, "run python dev/docs.py"
+    assert len(text.partition("<!-- head:end -->")[2].split()) > 50
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        compile(code, path.name, "exec")
+
+
+def test_the_index_of_methods_is_current() -> None:
+    docs = generator("docs")
+    assert all(path.read_text() == text for path, text in docs.written().items()), "run python dev/docs.py"
+    assert {path.stem for path in docs.FOLDER.glob("*.md")} - {"README"} == set(tokenprune.available_methods())
+
+
+def test_a_head_comes_below_the_title_and_is_written_once() -> None:
+    docs = generator("docs")
+    once = docs.page("dart", "# DART, a method\n\nText of ours.\n")
+    title, begin, *_ = [line for line in once.splitlines() if line]
+    assert (title, begin) == ("# DART, a method", "<!-- head:begin (dev/docs.py) -->")
+    assert once.endswith("<!-- head:end -->\n\nText of ours.\n")
+    assert "| `pivot_image` | `4` | how many pivots" in once and once.count("| `exact` |") == 1
+    assert docs.page("dart", once) == docs.page("dart", once.replace("EMNLP", "another")) == once
+    assert docs.page("dart", "").startswith("# dart\n")
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(guide: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", guide.read_text()):
+        assert (guide.parent / target).exists(), target
+
+
+def test_the_install_page_lists_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \|", (ROOT / "docs/guide/install.md").read_text(), re.MULTILINE)
+    assert dict(rows).keys() == project["optional-dependencies"].keys() and len(rows) == len(dict(rows))
+    for extra, adds in rows:
+        if extra != "dev":  # the test tools are many, the site's too
+            packages = {re.match(r"[\w-]+", one)[0] for one in project["optional-dependencies"][extra]}
+            for one in adds.lower().split(", "):
+                assert one in packages, f"{extra} adds no {one}"
+
+
+def test_the_quickstart_names_exist() -> None:
+    for name in re.findall(r"tokenprune\.([A-Za-z_]+)", (ROOT / "README.md").read_text()):
+        assert name == "json" or hasattr(tokenprune, name), name  # tokenprune.json is a file
+
+
+def test_the_example_method_of_the_guide_works(build, tmp_path, monkeypatch) -> None:
+    """The code of add-a-method.md, as a reader would paste it."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/add-a-method.md").read_text(), re.DOTALL)[1]
+    code = re.sub(r"^ {4}", "", code, flags=re.MULTILINE)
+    try:
+        (tmp_path / "loudest.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.import_module("loudest")
+        model, inputs = build(FAMILIES["llava"]), FAMILIES["llava"].make_inputs()
+        with tokenprune.patched(model, "loudest", keep=0.25):
+            model(**inputs)
+            assert tokenprune.stats(model).keep_ratio == pytest.approx(0.25)
+    finally:
+        registry._METHODS.pop("loudest", None)
+        sys.modules.pop("loudest", None)
+
+
+def test_the_shares_of_virtual_unmerging_are_those_of_the_closed_form() -> None:
+    """The table of docs/vtu.md: a decoder of LLaVA-1.5-7B's size, 64 text tokens, a quarter of the visual ones left."""
+    shape = DecoderShape(
+        layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128,
+    )  # fmt: skip
+    page = (ROOT / "docs/vtu.md").read_text()
+    for visual in (576, 2880):
+        full, left = 64 + visual, 64 + visual // 4
+        whole = shape.layer_flops(full)
+        unmerged = shape.layer_flops(left, attention=(full / left) ** 2) / whole
+        assert (
+            f"| {visual} | a quarter | {unmerged:.0%} | {shape.layer_flops(left) / whole:.0%} |".replace("%", " %")
+            in page
+        )

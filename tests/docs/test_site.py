@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation site lists every page and every public name, and notebooks are committed without outputs.
+
+`make docs` builds the site with strict links, `make notebooks` executes the notebooks; both are part of `.ci/run`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tokenprune
+
+ROOT = Path(__file__).parents[2]
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# Pages that dev/mkdocs_hooks.py makes of files outside docs/.
+FROM_ELSEWHERE = {"index.md", "changelog.md", "training.md"}
+
+
+def tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"dev/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pages(entry: Any) -> Iterator[str]:
+    """The pages of a part of mkdocs' nav."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for part in entry.values() if isinstance(entry, dict) else entry:
+            yield from pages(part)
+
+
+def test_every_page_and_notebook_is_in_the_navigation() -> None:
+    written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    notebooks = {f"notebooks/{path.stem}.md" for path in NOTEBOOKS}
+    listed = list(pages(SITE["nav"]))
+    assert set(listed) == written | notebooks | FROM_ELSEWHERE
+    assert len(listed) == len(set(listed))
+
+
+def test_nothing_is_fetched_from_elsewhere() -> None:
+    """No fonts; `strict` finds the rest: a script or style that is not in docs/."""
+    assert SITE["theme"]["font"] is False
+    assert not [one for one in (*SITE.get("extra_css", ()), *SITE.get("extra_javascript", ())) if "//" in str(one)]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+    documented = re.findall(r"^::: (tokenprune\.\S+)$", text, re.MULTILINE)
+    public = {f"tokenprune.{name}" for name in tokenprune.__all__ if name != "__version__"}
+    assert public <= set(documented)
+    assert len(documented) == len(set(documented))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_lists_and_tables_begin_after_an_empty_line(path: Path) -> None:
+    """GitHub shows them as lists either way, the site's Markdown as text. Fences in lists need four spaces."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert not re.findall(r"^(?![-*|#\s]|\d+\. ).+\n(?=(?:[-*]|\d+\.) |\|)", text, re.MULTILINE)
+    assert not re.findall(r"^ {1,3}```", path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_committed_bare(path: Path) -> None:
+    """No outputs, no counts, no paths of a machine, and a title; every link leads somewhere."""
+    text = path.read_text()
+    assert tool("notebooks").stripped(text) == text, "run python dev/notebooks.py"
+    assert not re.search(r"/(home|root|tmp|work|Users)/|[A-Z]:\\\\", text)
+    cells = json.loads(text)["cells"]
+    assert cells[0]["cell_type"] == "markdown" and cells[0]["source"][0].startswith("# ")
+    prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
+        assert (path.parent / target).exists(), target
+
+
+def test_stripping_a_notebook_takes_outputs_and_counts_and_nothing_else() -> None:
+    ran = {
+        "cells": [
+            {"cell_type": "markdown", "id": "a", "metadata": {"tags": ["x"]}, "source": ["# Title"]},
+            {
+                "cell_type": "code",
+                "execution_count": 3,
+                "id": "b",
+                "metadata": {"execution": {"begin": "now"}},
+                "outputs": [{"output_type": "stream", "name": "stdout", "text": ["1"]}],
+                "source": ["print(1)"],
+            },
+        ],
+        "metadata": {"kernelspec": {"name": "my-venv"}, "language_info": {"name": "python", "version": "3.11.7"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    bare = json.loads(tool("notebooks").stripped(json.dumps(ran)))
+    prose, code = bare["cells"]
+    assert prose["source"] == ["# Title"]
+    assert (code["outputs"], code["execution_count"], code["source"]) == ([], None, ["print(1)"])
+    assert not code["metadata"] and bare["metadata"]["kernelspec"]["name"] == "python3"
+    assert "3.11.7" not in json.dumps(bare)
+
+
+def test_options_in_docstrings_become_a_list(monkeypatch) -> None:
+    # griffe is in the environment of `make docs` only; the text needs none of it.
+    monkeypatch.setitem(sys.modules, "griffe", types.SimpleNamespace(Extension=object))
+    made = tool("griffe_docstrings").as_markdown(
+        "Do it.\n\nkeep: a share,\n      or a number.\nfirst, second: two.\nRaises OptionError.\n\nSource: a paper.",
+        {"keep", "first", "second"},
+    )
+    assert made == (
+        "Do it.\n\n- `keep`: a share,\n    or a number.\n- `first`, `second`: two.\n\nRaises OptionError.\n\n"
+        "**Source:** a paper."
+    )

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches that outlive the call that filled them: later turns, copies, interleaved use, cropping."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+import tokenprune
+from oracle import close, generate_logits, reduced
+from tokenprune import UnsupportedSetupError
+from zoo import FAMILIES, FIRST_TEXT_ID, VOCAB, Family
+
+METHODS = ["divprune", "fastv", ["pool", "dart"]]
+IDS = ["PRE_LLM", "IN_LLM", "both"]
+
+
+def words(batch: int, count: int, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_TEXT_ID, VOCAB, (batch, count), generator=g)
+
+
+def longer(inputs: Any, family: Family, sequences: Tensor, more: Tensor) -> dict[str, Tensor]:
+    """What a chat front end passes in the next turn: all of the text, and no pictures."""
+    ids = torch.cat([sequences, more], 1)
+    new = ids.shape[1] - inputs["input_ids"].shape[1]
+    turn = {"input_ids": ids, "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, new), value=1)}
+    if family.types == "mm_token_type_ids":
+        turn[family.types] = torch.nn.functional.pad(inputs[family.types], (0, new))
+    return turn
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("method", METHODS, ids=IDS)
+@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
+def test_second_turn(method: Any, batch: dict, family: Family, model) -> None:
+    inputs = family.make_inputs(**batch)
+    more = words(len(inputs["input_ids"]), 4)
+
+    def talk(forced: list) -> tuple[list[Tensor], list[Tensor]]:
+        first, tokens, out = generate_logits(model, inputs, 3, tokens=forced[0])
+        turn = longer(inputs, family, out.sequences, more)
+        second, more_tokens, out = generate_logits(
+            model, turn, 3, tokens=forced[1], past_key_values=out.past_key_values
+        )
+        third = longer(inputs, family, out.sequences, more)
+        last, last_tokens, _ = generate_logits(model, third, 2, tokens=forced[2], past_key_values=out.past_key_values)
+        return [first, second, last], [tokens, more_tokens, last_tokens]
+
+    with tokenprune.patched(model, method, keep=0.4, record=True):
+        got, tokens = talk([None] * 3)
+        cuts = tokenprune.stats(model).cuts
+    assert len(cuts) == (len(method) if isinstance(method, list) else 1)
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _ = talk(tokens)
+    for one, other in zip(got, want, strict=True):
+        close(one, other)
+
+
+@torch.no_grad()
+def prefill(model: Any, inputs: Any) -> tuple[Any, Tensor]:
+    out = model(**inputs, past_key_values=DynamicCache(config=model.config.get_text_config()))
+    # Qwen's base model keeps the shift of its last prompt's positions on itself; here prompts take turns.
+    inputs.shift = getattr(model.model, "rope_deltas", None)
+    return out.past_key_values, out.logits[:, -1]
+
+
+@torch.no_grad()
+def steps(model: Any, inputs: Any, cache: Any, tokens: Tensor, done: int = 0) -> Tensor:
+    """Feed `tokens` one by one behind a prefilled prompt; logits `[B, T, V]`."""
+    logits, mask, shift = [], inputs["attention_mask"], getattr(inputs, "shift", None)
+    for step in range(done, tokens.shape[1]):
+        call = {"attention_mask": torch.nn.functional.pad(mask, (0, step + 1), value=1), "past_key_values": cache}
+        if shift is not None:
+            call["position_ids"] = (mask.sum(1, keepdim=True) + step + shift).expand(3, -1, -1)
+        out = model(input_ids=tokens[:, step : step + 1], **call)
+        logits.append(out.logits[:, -1])
+    return torch.stack(logits, 1)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=IDS)
+def test_copies_of_a_cache(method: Any, family: Family, model) -> None:
+    """Two continuations of one prefill, each from a copy, do not see each other."""
+    inputs = family.make_inputs(images=(1, 2))
+    one, two = words(2, 3, seed=1), words(2, 4, seed=2)
+
+    def run() -> list[Tensor]:
+        cache, first = prefill(model, inputs)
+        copies = copy.deepcopy(cache), copy.deepcopy(cache)
+        results = [steps(model, inputs, copies[0], one), steps(model, inputs, copies[1], two)]
+        assert cache.get_seq_length() == inputs["input_ids"].shape[1]
+        assert [c.get_seq_length() - cache.get_seq_length() for c in copies] == [3, 4]
+        return [first, *results, steps(model, inputs, cache, two)]
+
+    with tokenprune.patched(model, method, keep=0.4, record=True):
+        got = run()
+        cuts = tokenprune.stats(model).cuts
+    assert torch.equal(got[2], got[3])
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        want = run()
+    for a, b in zip(got, want, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=IDS)
+def test_interleaved_caches(method: Any, family: Family, model) -> None:
+    jobs = [family.make_inputs(images=(1, 2)), family.make_inputs(images=(2, 0), seed=3)]
+    text = words(2, 3)
+    with tokenprune.patched(model, method, keep=0.4):
+        alone = [steps(model, job, prefill(model, job)[0], text) for job in jobs]
+        caches = [prefill(model, job)[0] for job in jobs]
+        mixed: list[list[Tensor]] = [[], []]
+        for step in range(3):
+            for index, job in enumerate(jobs):
+                mixed[index].append(steps(model, job, caches[index], text[:, : step + 1], done=step))
+    for got, want in zip(mixed, alone, strict=True):
+        assert torch.equal(torch.cat(got, 1), want)
+
+
+@torch.no_grad()
+def test_a_cache_remembers_its_own_cuts(family: Family, model) -> None:
+    """What a cache lost was decided when it was filled; another patch when it is used again changes nothing."""
+    inputs, text = family.make_inputs(images=(1, 2)), words(2, 3)
+    with tokenprune.patched(model, "fastv", keep=0.4):
+        cache, _ = prefill(model, inputs)
+        want = steps(model, inputs, copy.deepcopy(cache), text)
+    with tokenprune.patched(model, "dart", layer=1, keep=0.2):
+        close(steps(model, inputs, copy.deepcopy(cache), text), want)
+    plain, _ = prefill(model, inputs)
+    want = steps(model, inputs, copy.deepcopy(plain), text)
+    with tokenprune.patched(model, "fastv", keep=0.4):
+        assert torch.equal(steps(model, inputs, plain, text), want)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=IDS)
+def test_crop(method: Any, family: Family, model) -> None:
+    """Generated tokens can be taken back, tokens of the prompt cannot."""
+    if family.name == "gemma3":
+        pytest.skip("sliding layers cannot be cropped, patched or not")
+    inputs, text = family.make_inputs(images=(1, 2)), words(2, 4)
+    length = inputs["input_ids"].shape[1]
+    with tokenprune.patched(model, method, keep=0.4):
+        cache, _ = prefill(model, inputs)
+        want = steps(model, inputs, cache, text)
+        cache.crop(-2)
+        assert cache.get_seq_length() == length + 2
+        assert torch.equal(steps(model, inputs, cache, text, done=2), want[:, 2:])
+        cache.crop(0)
+        assert cache.get_seq_length() == length + 4
+        held = [layer.keys.shape[-2] for layer in cache.layers]
+        for remove in (-(4 + 20), -(length + 4)):
+            with pytest.raises(UnsupportedSetupError, match="pruned"):
+                cache.crop(remove)
+        assert [layer.keys.shape[-2] for layer in cache.layers] == held
+        assert cache.get_seq_length() == length + 4
+        cache.crop(-4)
+        assert torch.equal(steps(model, inputs, cache, text), want)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=IDS)
+def test_rows_of_a_cache(method: Any, build) -> None:
+    """Selecting, repeating and reordering rows takes the pruned positions along."""
+    family = FAMILIES["llava_next"]
+    model, inputs, text = build(family), family.make_inputs(images=(1, 2)), words(2, 2)
+    with tokenprune.patched(model, method, keep=0.4):
+        cache, _ = prefill(model, inputs)
+        want = steps(model, inputs, copy.deepcopy(cache), text)
+        for change, order in (
+            (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
+            (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1]),
+            (lambda c: c.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        ):
+            rows = copy.deepcopy(cache)
+            change(rows)
+            chosen = {"attention_mask": inputs["attention_mask"][order]}
+            close(steps(model, chosen, rows, text[order]), want[order])
+
+
+@torch.no_grad()
+def test_an_emptied_cache_is_an_ordinary_one(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, "fastv", keep=0.4):
+        cache, _ = prefill(model, inputs)
+        kind, want = type(cache), steps(model, inputs, copy.deepcopy(cache), words(2, 2))
+        cache.reset()
+        assert type(cache) is DynamicCache and kind.__name__ == "DynamicCache"
+        model(**inputs, past_key_values=cache)
+        assert torch.equal(steps(model, inputs, cache, words(2, 2)), want)
+    with tokenprune.patched(model, "fastv", keep=1.0):
+        assert type(prefill(model, inputs)[0]) is DynamicCache
+
+
+@pytest.mark.parametrize("method", METHODS, ids=IDS)
+def test_caches_of_fixed_size(method: Any, build) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs()
+    static = StaticCache(config=model.config.get_text_config(), max_cache_len=200)
+    with torch.no_grad(), tokenprune.patched(model, method, keep=0.4):
+        with pytest.raises(UnsupportedSetupError, match="static"):
+            model(**inputs, past_key_values=static)
+        # Neither the cache nor the model is spoilt.
+        want = model(**inputs).logits
+        assert torch.equal(model(**inputs).logits, want)
+    with torch.no_grad(), tokenprune.patched(model, method, keep=1.0):
+        assert model(**inputs, past_key_values=static).logits.shape == want.shape
+
+
+@pytest.mark.parametrize("method", METHODS, ids=IDS)
+def test_generate_with_a_static_cache(method: Any) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = family.build(), family.make_inputs()  # its own model: generate leaves the static cache on it
+    before = model.generate(**inputs, max_new_tokens=3, cache_implementation="static")
+    with tokenprune.patched(model, method, keep=0.4):
+        with pytest.raises(UnsupportedSetupError, match="static"):
+            model.generate(**inputs, max_new_tokens=3, cache_implementation="static")
+        model.generate(**inputs, max_new_tokens=3)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=3, cache_implementation="static"), before)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""keep=1.0 changes nothing, to the last bit, for each method and family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tokenprune
+from basics import METHODS, MODEL_METHODS, check_takes
+from oracle import generate_logits
+from tokenprune.registry import method_class
+from zoo import FAMILIES, Family
+
+BATCHES = {
+    "left": {},
+    "right": {"padding": "right"},
+    "pictures": {"images": (2, 1)},
+    "one row": {"only": 1},
+    "video": {"video": True, "images": (1, 0)},
+}
+
+
+# With 1.0 view_select still leaves out what the question does not name: see test_view_select.py.
+@pytest.fixture(params=[name for name in METHODS if not issubclass(method_class(name), tokenprune.ImageChooser)])
+def method(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def takes(method: str, family: str, batch: str) -> bool:
+    """Return whether the test runs; where it does not, it skips and says why."""
+    on_videos = tokenprune.method_info(method).site is tokenprune.Site.ATTENTION
+    return bool(FAMILIES[family].video) or not (on_videos or batch == "video")
+
+
+@pytest.mark.pairwise(runs=takes)
+@torch.no_grad()
+@pytest.mark.parametrize("batch", BATCHES)
+def test_forward_is_bit_equal(method: str, family: Family, model, batch: str) -> None:
+    check_takes(family, method)
+    if batch == "video" and not family.video:
+        pytest.skip(f"{family.name} takes no video here")
+    inputs = family.make_inputs(**BATCHES[batch])
+    before = model(**inputs)
+    with tokenprune.patched(model, method, keep=1.0):
+        patched = model(**inputs)
+        stats = tokenprune.stats(model)
+    assert torch.equal(patched.logits, before.logits)
+    assert stats.visual_tokens_in == stats.visual_tokens_out == sum(map(sum, inputs.counts))
+    assert stats.keep_ratio == stats.prefill_flops_ratio == 1
+    assert stats.kv_bytes == stats.kv_bytes_full > 0
+    # The cache was not touched either: it can go on unpatched.
+    assert type(patched.past_key_values) is type(before.past_key_values)
+    after = model(**inputs)
+    assert torch.equal(after.logits, before.logits)
+
+
+def test_generate_is_bit_equal(method: str, family: Family, model) -> None:
+    check_takes(family, method)
+    inputs = family.make_inputs()
+    assert (inputs["attention_mask"][:, 0] == 0).any(), "the batch must be padded on the left"
+    logits, tokens, _ = generate_logits(model, inputs, 8)
+    with tokenprune.patched(model, method, keep=1.0):
+        patched_logits, patched_tokens, _ = generate_logits(model, inputs, 8)
+    assert torch.equal(patched_tokens, tokens)
+    assert torch.equal(patched_logits, logits)
+
+
+@torch.no_grad()
+def test_more_tokens_than_there_are(family: Family, model) -> None:
+    inputs = family.make_inputs()
+    before = model(**inputs).logits
+    for method in METHODS:
+        if method not in MODEL_METHODS:
+            continue  # takes shares only, or not every family
+        with tokenprune.patched(model, method, keep=100_000):
+            assert torch.equal(model(**inputs).logits, before), method

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removing tokens computes what masking them computes, for each method and family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from basics import MODEL_METHODS
+from oracle import close, generate_logits, reduced, survivors
+from zoo import FAMILIES, Family
+
+BATCHES: dict[str, dict[str, Any]] = {
+    "left": {},
+    "right": {"padding": "right"},
+    "no padding": {"images": (2, 1), "padding": None},
+    "ragged": {"images": (2, 1)},
+    "ragged right": {"images": (1, 3), "padding": "right"},
+    "text beside": {"images": (0, 2)},
+    "one row": {"only": 0},
+    "video": {"video": True, "images": (1, 1)},
+}
+CASES = [
+    pytest.param(family, batch, id=f"{name}-{batch}")
+    for name, family in FAMILIES.items()
+    for batch in BATCHES
+    if batch != "video" or family.video
+]
+
+
+def options(method: str, layer: int | None = None) -> dict[str, int]:
+    cuts_inside = tokenprune.method_info(method).site in (tokenprune.Site.IN_LLM, tokenprune.Site.DECODE)
+    return {"layer": layer} if layer and cuts_inside else {}
+
+
+def check_survivors(cuts: list, inputs: Any, family: Family, model: Any) -> torch.Tensor:
+    """What is left: all text that is not padding, and of the pictures some; returns bool `[B, L]`."""
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(cuts[-1], length)
+    visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
+    assert torch.equal(alive & ~visual, real & ~visual)
+    assert (alive & visual).any() and (visual & ~alive).any()
+    return alive
+
+
+@torch.no_grad()
+def compare_forward(family: Family, model: Any, method: Any, inputs: Any, keep: Any, **chosen: Any) -> None:
+    with tokenprune.patched(model, method, keep=keep, record=True, **chosen):
+        got = model(**inputs).logits
+        cuts = tokenprune.stats(model).cuts
+    alive = check_survivors(cuts, inputs, family, model)
+    with reduced(family, model, cuts, alive.shape[1]):
+        want = model(**inputs).logits
+    close(got[alive], want[alive])
+    # Holes are zeros before the head.
+    gone = inputs["attention_mask"].bool() & ~alive
+    hole = model.get_output_embeddings()(torch.zeros(model.config.get_text_config().hidden_size))
+    assert torch.equal(got[gone], hole.expand_as(got[gone]))
+
+
+@pytest.mark.parametrize("method", MODEL_METHODS)
+@pytest.mark.parametrize(("family", "batch"), CASES)
+def test_forward(method: str, family: Family, batch: str, build) -> None:
+    compare_forward(family, build(family), method, family.make_inputs(**BATCHES[batch]), 0.3)
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+@pytest.mark.parametrize("method", [m for m in MODEL_METHODS if options(m, 1)])
+def test_other_layers(method: str, layer: int, family: Family, model) -> None:
+    compare_forward(family, model, method, family.make_inputs(images=(1, 2)), 0.2, layer=layer)
+
+
+@pytest.mark.parametrize("method", MODEL_METHODS)
+@pytest.mark.parametrize("batch", ["ragged", "one row"])
+def test_generate(method: str, family: Family, model, batch: str) -> None:
+    inputs = family.make_inputs(**BATCHES[batch])
+    with tokenprune.patched(model, method, keep=0.3, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 4)
+        cuts = tokenprune.stats(model).cuts
+    check_survivors(cuts, inputs, family, model)
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 4, tokens=tokens)
+    # With padding on the right, transformers reads the first logits at the padding, which is gone.
+    read = inputs["attention_mask"][:, -1].bool()
+    close(got[read], want[read])
+    close(got[:, 1:], want[:, 1:])
+
+
+@pytest.mark.parametrize("method", ["divprune", "fastv"])
+@pytest.mark.parametrize("batch", ["right", "text beside", "no padding"])
+def test_generate_other_batches(method: str, family: Family, model, batch: str) -> None:
+    test_generate(method, family, model, batch)
+
+
+def test_the_oracle_can_tell(family: Family, model) -> None:
+    """Without the mask, or cut one layer off, the comparison fails: the models of the zoo are not shy."""
+    inputs = family.make_inputs(images=(2, 1))
+    length = inputs["input_ids"].shape[1]
+    with tokenprune.patched(model, "fastv", keep=0.3, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        (cut,) = tokenprune.stats(model).cuts
+    full, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    cut.layer += 1
+    with reduced(family, model, [cut], length):
+        late, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    cut.layer -= 1
+    cut.kept[0] = cut.kept[0][:1] + cut.kept[0][2:]
+    with reduced(family, model, [cut], length):
+        short, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    for other in (full, late, short):
+        with pytest.raises(AssertionError):
+            close(got, other)
+        assert (got - other).abs().max() > 1e-3

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training a pruned model: loss and gradients are those of the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from basics import MODEL_METHODS
+from oracle import close, reduced, survivors
+from tokenprune import UnsupportedSetupError
+from zoo import FAMILIES, Family
+
+
+def train(model: Any, inputs: Any, labels: torch.Tensor) -> tuple[Any, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    out = model(**inputs, labels=labels)
+    out.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return out, grads
+
+
+@pytest.mark.parametrize("method", MODEL_METHODS)
+def test_training(method: str, family: Family, model) -> None:
+    """Loss and gradients are those of the oracle, where a label's position and the one before it survive."""
+    inputs = family.make_inputs(images=(2, 1))
+    model.train()
+    try:
+        with tokenprune.patched(model, method, keep=0.3, record=True):
+            model(**inputs)
+            cuts = tokenprune.stats(model).cuts
+            alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
+            before = torch.nn.functional.pad(alive, (1, 0))[:, :-1]
+            text = ~family.visual_mask(model, inputs)
+            labels = inputs["input_ids"].masked_fill(~(alive & before & text), -100)
+            got, grads = train(model, inputs, labels)
+        with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+            want, want_grads = train(model, inputs, labels)
+    finally:
+        model.eval()
+    assert got.loss.isfinite() and got.logits.shape[:2] == labels.shape
+    close(got.loss, want.loss)
+    assert grads.keys() == want_grads.keys()
+    for name, grad in grads.items():
+        assert grad.isfinite().all(), name
+        close(grad, want_grads[name], 1e-4)
+    # The pictures are learned from through what is left of them.
+    assert any("vision" in name or "visual" in name for name, grad in grads.items() if grad.abs().max() > 0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool, build) -> None:
+    """A cut inside the decoder refuses; a cut before it works and gives the same gradients."""
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = family.build(), family.make_inputs()
+    labels = inputs["input_ids"].masked_fill(family.visual_mask(model, inputs), -100)
+    model.train()
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        want, want_grads = train(model, inputs, labels)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        got, grads = train(model, inputs, labels)
+    close(got.loss, want.loss)
+    for name, grad in grads.items():
+        close(grad, want_grads[name], 1e-4)
+    with tokenprune.patched(model, "fastv", keep=0.3):
+        with pytest.raises(UnsupportedSetupError, match="gradient_checkpointing_disable"):
+            model(**inputs, labels=labels)
+        model.eval()  # checkpointing rests outside of training
+        model(**inputs)
+    with tokenprune.patched(model.train(), "fastv", keep=1.0):
+        train(model, inputs, labels)
+
+
+def test_peft_like_training_of_a_part(build) -> None:
+    """Frozen weights with a few trainable ones behind the cut: the choice of tokens asks for no gradient."""
+    family = FAMILIES["internvl"]
+    model, inputs = family.build(), family.make_inputs()
+    model.requires_grad_(False)
+    head = model.get_output_embeddings().weight.requires_grad_(True)
+    with tokenprune.patched(model, ["divprune", "dart"], keep=0.5):
+        model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
+    assert head.grad.isfinite().all() and head.grad.abs().max() > 0

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sets the families of support/families/special.py apart: states, shared keys, scales, and masks of every form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from basics import snapshot
+from families import STATEFUL
+from families.special import FAMILIES
+from only_kept import only_kept
+from oracle import close, generate_logits, reduced, survivors
+from tests.engine.test_cache import longer, words
+from tokenprune import OptionError, UnsupportedModelError
+from tokenprune.base import Method, Selection, Site
+from tokenprune.tokens import VisualTokens
+from zoo import Family
+
+METHODS = ["random", "fastv"]
+# A batch without padding has no mask in generate, neither in the prefill nor in the steps.
+BATCHES = {"one row": {"only": 0}, "no padding": {"images": (2, 1), "padding": None}, "text beside": {"images": (0, 2)}}
+SHARED_KEYS = ["gemma3n", "gemma4"]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def oracle(family: Family) -> Any:
+    return only_kept if family.name in STATEFUL else reduced
+
+
+@dataclass(frozen=True)
+class Probe(Method):
+    """Keeps every third token, reads nothing of a layer's attention, and remembers what it saw."""
+
+    name: ClassVar[str] = "probe"
+    site: ClassVar[Site] = Site.IN_LLM
+    layer: int = 1
+    saw: ClassVar[list[Tensor]] = []
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        self.saw.append(tokens.hidden)
+        places = torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
+        return Selection(tokens.mask & (places % 3 == 0))
+
+
+class EntryProbe(Probe):
+    site: ClassVar[Site] = Site.PRE_LLM
+
+
+class NextProbe(Probe):
+    """Keeps what the last token would attend to most in the layer behind the cut."""
+
+    name: ClassVar[str] = "next"
+    needs: ClassVar[frozenset[str]] = frozenset({"next_row_attention"})
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        assert tokens.next_row_attention.sum(-1).max() <= 1 + 1e-5  # of all keys, those of the cache too
+        return super().select(tokens)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_generate(family: Family, model, method: str, batch: str) -> None:
+    inputs = family.make_inputs(**BATCHES[batch])
+    with tokenprune.patched(model, method, keep=0.3, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        cuts = tokenprune.stats(model).cuts
+    with oracle(family)(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_second_turn(family: Family, model, method: str) -> None:
+    """A kept cache goes on: positions do not slide, states are those of the kept tokens."""
+    inputs = family.make_inputs(images=(2, 1))
+    more = words(len(inputs["input_ids"]), 4)
+
+    def talk(forced: list) -> list[tuple[Tensor, Tensor]]:
+        first, tokens, out = generate_logits(model, inputs, 2, tokens=forced[0])
+        turn = longer(inputs, family, out.sequences, more)
+        second, later, _ = generate_logits(model, turn, 2, tokens=forced[1], past_key_values=out.past_key_values)
+        return [(first, tokens), (second, later)]
+
+    with tokenprune.patched(model, method, keep=0.4, record=True):
+        got = talk([None, None])
+        cuts = tokenprune.stats(model).cuts
+    with oracle(family)(family, model, cuts, inputs["input_ids"].shape[1]):
+        want = talk([tokens for _, tokens in got])
+    for (one, _), (other, _) in zip(got, want, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in STATEFUL])
+@torch.no_grad()
+def test_eager_attention(name: str, build) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family, "eager"), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, "fastv", keep=0.3, record=True):
+        got = model(**inputs).logits
+        cuts = tokenprune.stats(model).cuts
+    alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
+    with reduced(family, model, cuts, alive.shape[1]):
+        want = model(**inputs).logits
+    close(got[alive], want[alive])
+
+
+@pytest.mark.parametrize("layer", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(STATEFUL))
+def test_cuts_before_layers_of_any_kind(name: str, layer: int, build) -> None:
+    """A cut at the input of a layer with a state, or of one that attends: what comes behind never had the tokens."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, Probe(layer=layer), keep=0.3, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        cuts = tokenprune.stats(model).cuts
+    with only_kept(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+@pytest.mark.parametrize("name", sorted(STATEFUL))
+@torch.no_grad()
+def test_a_state_is_not_that_of_masked_tokens(name: str, build) -> None:
+    """Zeros in the place of tokens are no substitute for leaving them out: the oracle can tell."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(1, 1), padding=None)
+    with tokenprune.patched(model, "random", keep=0.3, record=True):
+        got = model(**inputs).logits
+        (cut,) = tokenprune.stats(model).cuts
+    alive = survivors(cut, inputs["input_ids"].shape[1])
+    handles = [
+        model.get_submodule(family.decoder).register_forward_pre_hook(
+            lambda module, args, kwargs: (args, kwargs | {"attention_mask": alive.long()}), with_kwargs=True
+        )
+    ]
+    masked = model(**inputs).logits
+    handles[0].remove()
+    assert (masked[alive] - got[alive]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(STATEFUL))
+def test_refusals_of_states(name: str, build) -> None:
+    model = build(FAMILIES[name])
+    was = snapshot(model)
+    for method, layer, match in (
+        ("dart", 3, "reads the attention of decoder layer 2, which has none"),
+        ("fastv", 1, "reads the attention of decoder layer 0, which has none"),
+        ("dyrate", 2, "carry a state instead of keys"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            tokenprune.patch(model, method, keep=0.5, layer=layer)
+    assert snapshot(model) == was
+
+
+@pytest.mark.parametrize("name", SHARED_KEYS)
+def test_shared_keys(name: str, build) -> None:
+    """The last two layers of eight attend to the keys of layers 4 and 5: up to layer 4 a cut is seen by all of them."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    was = snapshot(model)
+    for layer in (5, 6, 7):
+        with pytest.raises(OptionError, match="layers 6 to 7 attend to the keys of layers"):
+            tokenprune.patch(model, "dart", keep=0.3, layer=layer)
+    assert snapshot(model) == was
+    methods = ["random", tokenprune.method("dart", layer=1), Probe(layer=4)]
+    with tokenprune.patched(model, methods, keep=0.6, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 12)  # beyond the window
+        cuts = tokenprune.stats(model).cuts
+    assert [cut.layer for cut in cuts] == [0, 1, 4]
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 12, tokens=tokens)
+    close(got, want)
+
+
+@pytest.mark.parametrize("name", ["llama4", "exaone4_5", "gemma4_bidirectional", "muse_glimmer"])
+def test_windows_are_measured_in_the_full_prompt(name: str, build) -> None:
+    """Decoding goes on beyond windows, and across the border of a chunk."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    for method in ("random", "dart"):
+        with tokenprune.patched(model, method, keep=0.3, record=True):
+            got, tokens, _ = generate_logits(model, inputs, 20)
+            cuts = tokenprune.stats(model).cuts
+        with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+            want, _, _ = generate_logits(model, inputs, 20, tokens=tokens)
+        close(got, want)
+
+
+# Not where pictures see both ways: unpatched, transformers 5.19 loses that sight with a kept cache.
+KEPT_CACHE = (
+    "exaone4_5 gemma3n gemma4 gemma4_moe granite4_vision kimi_k25 lfm2_vl llama4 minicpmv4_6 nemotron_h_omni".split()
+)
+PROBES = [EntryProbe(), Probe(layer=2), NextProbe(layer=3)]
+
+
+@pytest.mark.parametrize("method", PROBES, ids=["PRE_LLM", "IN_LLM", "next"])
+@pytest.mark.parametrize("name", KEPT_CACHE)
+@torch.no_grad()
+def test_a_second_picture_with_a_kept_cache(name: str, method: Method, build) -> None:
+    """Two pictures in two calls, the second with the cache of the first, are two pictures in one."""
+    family = FAMILIES[name]
+    model = build(family)
+    if method.name == "next" and name == "nemotron_h_omni":
+        method = NextProbe(layer=4)  # layer 3 carries a state
+    first, second = family.make_inputs(only=0), family.make_inputs(only=0, seed=5)
+    both = {key: torch.cat([first[key], second[key]], -1 if name == "minicpmv4_6" and key == "pixel_values" else 0)
+            for key in first}  # fmt: skip
+    for key in ("input_ids", "attention_mask", *([family.types] if family.types else [])):
+        both[key] = torch.cat([first[key], second[key]], 1)
+    with tokenprune.patched(model, method, keep=0.3):
+        want = model(**both).logits[:, -1]
+        cache = model(**first, use_cache=True).past_key_values
+        got = model(**second | {"attention_mask": both["attention_mask"]}, past_key_values=cache).logits[:, -1]
+        assert tokenprune.stats(model).visual_tokens_out < tokenprune.stats(model).visual_tokens_in
+    close(got, want)
+
+
+@torch.no_grad()
+def test_methods_see_the_features_of_granite(build) -> None:
+    """Granite's decoder is handed zeros where pictures are; a method at its entry sees what comes first into them."""
+    family = FAMILIES["granite4_vision"]
+    model, inputs = build(family), family.make_inputs(rows=1)
+    features = model.get_image_features(inputs["pixel_values"], inputs["image_sizes"]).deepstack_features
+    first = dict(features)[0][0]
+    EntryProbe.saw.clear()
+    with tokenprune.patched(model, EntryProbe(), keep=0.3):
+        model(**inputs)
+    torch.testing.assert_close(EntryProbe.saw[0][0], first)
+
+
+@torch.no_grad()
+def test_methods_see_one_stream_of_gemma3n(build) -> None:
+    family = FAMILIES["gemma3n"]
+    model, inputs = build(family), family.make_inputs(rows=1)
+    seen = []
+    handle = model.get_submodule(family.decoder).layers[1].register_forward_hook(lambda m, a, out: seen.append(out[0]))
+    Probe.saw.clear()
+    with tokenprune.patched(model, Probe(layer=2), keep=0.3):
+        model(**inputs)
+    handle.remove()
+    visual = family.visual_mask(model, inputs)
+    torch.testing.assert_close(Probe.saw[0][0], seen[0][visual])
+
+
+def test_a_model_that_prunes_itself_is_refused(build) -> None:
+    model = build(FAMILIES["nemotron_h_omni"])
+    model.video_pruning_rate = 0.5
+    try:
+        with pytest.raises(UnsupportedModelError, match="video_pruning_rate = 0"):
+            tokenprune.patch(model, "random", keep=0.5)
+    finally:
+        model.video_pruning_rate = 0.0
+
+
+@torch.no_grad()
+def test_a_decoder_that_takes_pictures(build) -> None:
+    """Chameleon merges pictures inside its decoder: from pixels, features or beside embeddings, they are the same."""
+    family = FAMILIES["chameleon"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    pixels, ids = (
+        inputs["pixel_values"],
+        {"input_ids": None, "inputs_embeds": model.model.embed_tokens(inputs["input_ids"])},
+    )
+    encoded = {"pixel_values": None, "mm_encoder_outputs": {"image": model.get_image_features(pixels)}}
+    full = model(**inputs).logits
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        want = model(**inputs).logits
+        for other in (encoded, ids):
+            assert torch.equal(model(**inputs | other).logits, want)
+        assert tokenprune.stats(model).visual_tokens_in == 3 * 16
+        with pytest.raises(ValueError, match="both pixel_values and mm_encoder_outputs"):
+            model(**inputs, mm_encoder_outputs={"image": None})
+        with pytest.raises(ValueError, match="exactly one"):
+            model(**inputs | ids | {"input_ids": inputs["input_ids"]})
+        text = words(2, 6)
+        got = model(text).logits
+    assert torch.equal(got, model(text).logits)
+    assert not torch.equal(want, full)

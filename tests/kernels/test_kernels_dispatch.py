@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation of an operation runs, and what is said where it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
+from tokenprune.kernels import dispatch
+from tokenprune.kernels.dispatch import Operation
+
+
+def double(x: Tensor, odd: bool = False) -> Tensor:
+    """What the tests dispatch."""
+    return 2 * x
+
+
+def kernel(x: Tensor, odd: bool = False) -> str:
+    return "kernel"
+
+
+@pytest.fixture
+def op() -> Operation:
+    return Operation(double, f"{__name__}:kernel", lambda x, odd=False: "x is odd" if odd else None)
+
+
+def test_cpu_tensors_take_the_reference(op: Operation) -> None:
+    assert op(torch.ones(2)).tolist() == [2, 2]
+    assert op.__doc__ == "What the tests dispatch." and op.name == "double"
+
+
+@pytest.mark.parametrize("value", ["", "Triton", "cuda"])
+def test_an_unknown_choice_is_an_error(op: Operation, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TOKENPRUNE_KERNELS", value)
+    with pytest.raises(OptionError, match="auto, triton, reference"):
+        op(torch.ones(2))
+
+
+def test_triton_can_be_demanded(op: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    assert op(torch.ones(2)) == "kernel"
+    with pytest.raises(UnsupportedSetupError, match="x is odd"):
+        op(torch.ones(2), odd=True)
+    with pytest.raises(UnsupportedSetupError, match="no_grad"):
+        op(torch.ones(2, requires_grad=True))
+    with torch.no_grad():
+        assert op(torch.ones(2, requires_grad=True)) == "kernel"
+    monkeypatch.setenv("TOKENPRUNE_KERNELS", "reference")
+    assert op(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_a_demand_that_cannot_be_met_is_an_error(op: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    with pytest.raises(TokenPruneError, match="TRITON_INTERPRET=1"):
+        op(torch.ones(2))
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    with pytest.raises(TokenPruneError, match="not installed"):
+        op(torch.ones(2))
+
+
+def test_a_kernel_takes_what_its_reference_takes(kernel_device: torch.device) -> None:
+    """Same parameters in the same order with the same defaults; a kernel may have block sizes behind them."""
+    known = dispatch.operations()
+    assert {"attention_rows", "attention_column_means"} <= known.keys()
+    for name, op in known.items():
+        mine, theirs = (list(inspect.signature(f).parameters.values()) for f in (op.triton, op.reference))
+        assert [(p.name, p.kind, p.default) for p in mine[: len(theirs)]] == [
+            (p.name, p.kind, p.default) for p in theirs
+        ], name
+        assert op.__doc__, name
+
+
+def test_every_operation_has_a_case_in_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "kernel_speed.py"
+    spec = importlib.util.spec_from_file_location("kernel_speed", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "kernel_speed", benchmark)
+    monkeypatch.syspath_prepend(path.parent)  # for what the benchmarks share
+    spec.loader.exec_module(benchmark)
+    for name, op in dispatch.operations().items():
+        tiny = list(benchmark.CASES[name](torch.device("cpu"), True))
+        assert tiny, name
+        for case in tiny:
+            assert benchmark.compare(op.reference(*case.args, **case.kwargs), op(*case.args, **case.kwargs), 0) == (
+                0,
+                0,
+            )
+            assert case.bytes > 0
+
+
+def test_triton_is_not_imported_before_a_kernel_runs() -> None:
+    code = "import sys, tokenprune, tokenprune.kernels.dispatch; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_memory_that_no_kernel_wrote_is_seen(kernel_device: torch.device) -> None:
+    assert torch.empty(5, device=kernel_device).isnan().all()
+    assert (torch.empty(5, dtype=torch.long, device=kernel_device) == torch.iinfo(torch.long).max).all()
+
+
+class OnGPU(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class OnSecondGPU(OnGPU):
+    device = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(("capability", "old"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
+def test_gpu_tensors_take_the_kernel(
+    op: Operation, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], old: bool
+) -> None:
+    monkeypatch.delenv("TOKENPRUNE_KERNELS", raising=False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    dispatch._is_old.cache_clear()
+    x = torch.ones(2).as_subclass(OnGPU)
+    try:
+        if old:
+            assert op(x).tolist() == [2, 2]
+            monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
+            with pytest.raises(UnsupportedSetupError, match="older"):
+                op(x)
+            return
+        assert op(x) == "kernel"
+        assert op(x, odd=True).tolist() == [2, 2], "where the kernel cannot run, the reference does"
+        monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+        assert op(x).tolist() == [2, 2]
+    finally:
+        dispatch._is_old.cache_clear()
+
+
+@pytest.mark.parametrize(("current", "entered"), [(0, [1]), (1, [])])
+def test_a_kernel_runs_on_the_device_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch, current: int, entered: list[int]
+) -> None:
+    """Triton launches on the current device, whatever device its tensors are on."""
+    inside, seen = [], []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        inside.append(index)
+        try:
+            yield
+        finally:
+            inside.pop()
+
+    def launch(x: Tensor) -> str:
+        seen.append(list(inside))
+        return "launched"
+
+    monkeypatch.delenv("TOKENPRUNE_KERNELS", raising=False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_is_old", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    op = Operation(double, f"{__name__}:kernel", None)
+    monkeypatch.setitem(vars(op), "triton", dispatch.on_device_of_tensors(launch))
+    x = torch.ones(2).as_subclass(OnSecondGPU)
+    assert op(x) == op.triton(x=x) == "launched"
+    assert seen == [entered] * 2 and not inside
+
+
+def test_every_kernel_is_guarded(op: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is asked for by name is, too; tensors on the CPU ask nothing of CUDA."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: asked.append(index) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert op.triton(torch.ones(2)) == "kernel" and asked == []
+    assert op.triton(torch.ones(2).as_subclass(OnSecondGPU)) == "kernel" and asked == [1]
+
+
+def test_tensors_on_two_gpus_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = Operation(double, f"{__name__}:kernel", None)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_is_old", lambda device: False)
+    first, second = torch.ones(2).as_subclass(OnGPU), torch.ones(2).as_subclass(OnSecondGPU)
+    assert "several devices" in op.obstacle(first, second)
+    assert op.obstacle(second, second) is None

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration of DyMU's thresholds: against a naive loop from the spec, cut short and gone on, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import tokenprune
+from basics import snapshot
+from oracle import close
+from tests.api.test_cli import call, refused
+from tests.methods.test_dymu import Picture, mixed, naive_groups, naive_scores, tower_shape
+from tests.tower.test_encoder import SUPPORTED, blocks_of, tiles, tower_of
+from tests.tower.test_timm import build as build_timm
+from tokenprune import (
+    AlreadyPatchedError,
+    BudgetError,
+    OptionError,
+    Thresholds,
+    TokenPruneError,
+    Tower,
+    UnsupportedSetupError,
+)
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import load
+from tokenprune.calibration.merge import merges_per_block
+from tokenprune.integrations.hf.encoder_record import record_of
+from zoo import FAMILIES, Family
+
+
+@pytest.fixture(params=SUPPORTED)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def plan_of(model: Any, keep: float, schedule: str = "constant") -> list[int]:
+    tower = tower_shape(model)
+    return merges_per_block(tower, tower.left(tokenprune.Budget(keep=keep)), schedule)
+
+
+@torch.no_grad()
+def naive_thresholds(tower: Any, batch: Tensor, plan: list[int]) -> tuple[list[float], list[int]]:
+    """One batch, picture by picture: thresholds, and tokens left of each picture."""
+    pictures = [Picture(tower, one) for one in batch]
+    taus = []
+    for block, r in zip(blocks_of(tower), plan, strict=True):
+        keys = [picture.attend(block) for picture in pictures]
+        edges = []
+        for row, one in enumerate(keys):
+            p = pictures[row].protected
+            best = sorted((score for score, _, _ in naive_scores(one, p)), reverse=True)
+            edges += [(score, row) for score in best[: (len(one) - p) // 2]]
+        edges.sort(key=lambda edge: -edge[0])
+        merged = edges[: r * len(batch)]
+        taus.append(max(0.0, edges[len(merged)][0] if len(merged) < len(edges) else 0.0) if r else 1.0)
+        for row, picture in enumerate(pictures):
+            number = sum(owner == row for _, owner in merged)
+            same = [[token] for token in range(len(keys[row]))]
+            picture.finish(block, naive_groups(keys[row], number, picture.protected) if number else same)
+    return taus, [len(picture.groups) for picture in pictures]
+
+
+def found_by(model: Any, images: Any, **options: Any) -> Thresholds:
+    return tokenprune.calibrate(model, images, **dict(progress=False, keep=0.5) | options)
+
+
+@torch.no_grad()
+def test_equals_the_naive_loop(family: Family, build) -> None:
+    model = build(family)
+    pixels = torch.cat([mixed(model), tiles(model, 4, seed=3)])
+    found = found_by(model, pixels, batch_size=4, keep=[0.5, 0.7])
+    assert (found.keeps, found.images) == ([0.7, 0.5], 7)
+    for keep in found.keeps:
+        plan = plan_of(model, keep)
+        first, _ = naive_thresholds(tower_of(model), pixels[:4], plan)
+        second, _ = naive_thresholds(tower_of(model), pixels[4:], plan)
+        want = (torch.tensor(first).double() + torch.tensor(second).double()) / 2
+        close(found.values[keep].double(), want, 1e-5)
+    assert not tokenprune.is_patched(model)
+
+
+@torch.no_grad()
+def test_as_many_pairs_are_above_the_thresholds_as_were_asked_for(family: Family, build) -> None:
+    model, pixels = build(family), tiles(build(family), 8)
+    tower = tower_shape(model)
+    for schedule in ("constant", "linear", "reverse_linear"):
+        found = found_by(model, pixels, keep=0.5, batch_size=8, schedule=schedule)
+        with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found):
+            output = tower_of(model)(pixels)
+        counts = [*record_of(output).block_tokens, sum(len(owner.unique()) for owner in record_of(output).owners)]
+        gone = [before - after for before, after in itertools.pairwise(counts)]
+        assert gone == [8 * r for r in plan_of(model, 0.5, schedule)]
+        assert counts[-1] == 8 * (tower.protected + tower.patches // 2)
+
+
+def test_what_each_block_merges() -> None:
+    tower = Tower(577, 1, 24, 23)
+    constant = merges_per_block(tower, 72, "constant")
+    assert constant == [22] * 21 + [21] * 2 + [0]
+    linear = merges_per_block(tower, 288, "linear")
+    assert sum(linear) == 288 and linear == sorted(linear, reverse=True) and linear[22:] == [0, 0]
+    assert merges_per_block(tower, 288, "reverse_linear") == [*linear[:23][::-1], 0]
+    # The last of a few blocks cannot merge what is left over: the first ones merge more.
+    assert merges_per_block(Tower(257, 1, 4, 4), 28, "constant") == [72, 72, 56, 28]
+    assert merges_per_block(Tower(257, 1, 4, 4), 256, "constant") == [0] * 4
+    for schedule, least in (("constant", 16), ("linear", 32), ("reverse_linear", 32)):  # linear: one block merges none
+        for left in (least, least + 1, 45, 200):
+            counts = merges_per_block(Tower(257, 1, 4, 4), left, schedule)
+            assert sum(counts) == 256 - left and all(2 * r < 257 - sum(counts[:i]) for i, r in enumerate(counts))
+        with pytest.raises(BudgetError, match=rf"at most half.*4 blocks that count leave {least} at least"):
+            merges_per_block(Tower(257, 1, 4, 4), least - 1, schedule)
+
+
+@torch.no_grad()
+def test_timm() -> None:
+    for kind in ("class token", "map", "registers"):
+        model = build_timm(kind).train()
+        pixels = torch.randn(6, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+        pixels[5] = 0.3
+        was = snapshot(model)
+        found = found_by(model, list(pixels), batch_size=6)
+        assert snapshot(model) == was and model.training
+        model.eval()
+        before = model(pixels)
+        tokenprune.patch(model, method="dymu", keep=0.5, thresholds=found)
+        logits, stats = model(pixels), tokenprune.stats(model)
+        assert logits.shape == before.shape and not torch.equal(logits, before)
+        assert stats.keep_ratio == pytest.approx(0.5, abs=0.01) and stats.prefill_flops_ratio < 0.8
+        left = []
+        for row, picture in enumerate(pixels):
+            close(model(picture[None])[0], logits[row])
+            left.append(tokenprune.stats(model).visual_tokens_out)
+        assert sum(left) == stats.visual_tokens_out and left.index(min(left)) == 5 and len(set(left)) > 1
+        tokenprune.unpatch(model)
+        assert torch.equal(model(pixels), before)
+    with pytest.raises(OptionError, match="no thresholds for this model"):
+        tokenprune.patch(model, "dymu", keep=0.5)
+    with tokenprune.patched(model, "dymu", keep=1.0):
+        assert torch.equal(model(pixels), before)
+
+
+# -- files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pictures" / "more").mkdir(parents=True)
+    g = torch.Generator().manual_seed(0)
+    for number, name in enumerate(("b.png", "a.PNG", "more/c.png", "d.bmp", "e.png")):
+        values = torch.randint(0, 256, (24, 24, 3), generator=g, dtype=torch.uint8)
+        values[: 4 * number] = 90
+        Image.fromarray(values.numpy()).save(tmp_path / "pictures" / name)
+    (tmp_path / "pictures" / "notes.txt").write_text("no picture")
+    return tmp_path / "pictures"
+
+
+def transform(picture: Image.Image) -> Tensor:
+    return torch.tensor(list(picture.tobytes())).view(24, 24, 3).permute(2, 0, 1) / 128 - 1
+
+
+class CutShort(Exception):
+    pass
+
+
+def stop_at(number: int) -> Any:
+    def step(label: str, done: int, total: int) -> None:
+        if done >= number:
+            raise CutShort
+
+    return step
+
+
+def test_goes_on_where_it_was_cut_short(folder: Path, tmp_path: Path) -> None:
+    model, options = build_timm("class token"), dict(keep=[0.5, 0.6], batch_size=2, processor=transform)
+    whole, cut = tmp_path / "whole.safetensors", tmp_path / "cut.safetensors"
+    partial = tmp_path / "cut.safetensors.partial"
+    seen: list[tuple[int, int]] = []
+    found = found_by(model, folder, out=whole, progress=lambda label, *numbers: seen.append(numbers), **options)
+    assert seen == [(0, 5), (2, 5), (4, 5), (5, 5)] and found.images == 5
+    assert [path.name for path in tmp_path.iterdir()].count("whole.safetensors.partial") == 0
+    for stop in (2, 4, 5):
+        with pytest.raises(CutShort):
+            found_by(model, folder, out=cut, progress=stop_at(stop), **options)
+        assert partial.exists() and not cut.exists()
+        assert not tokenprune.is_patched(model) and not any(block._forward_hooks for block in model.blocks)
+        # Another calibration does not go on from there.
+        for other, words in (
+            (dict(keep=0.5), "other keeps"),
+            (dict(batch_size=3), "other batch_size"),
+            (dict(schedule="linear"), "other schedule"),
+        ):
+            with pytest.raises(OptionError, match=rf"{words}.*--restart"):
+                found_by(model, folder, out=cut, **options | other)
+        with pytest.raises(OptionError, match="other files"):
+            found_by(model, sorted(folder.glob("*.png")), out=cut, **options)
+        with pytest.raises(OptionError, match="other model"):
+            found_by(build_timm("registers"), folder, out=cut, **options)
+        begun: list[int] = []
+        found_by(model, folder, out=cut, progress=lambda label, done, total, begun=begun: begun.append(done), **options)
+        assert begun[0] == stop
+        assert cut.read_bytes() == whole.read_bytes() and not partial.exists()
+        cut.unlink()
+    with pytest.raises(CutShort):
+        found_by(model, folder, out=cut, progress=stop_at(4), **options)
+    found_by(model, folder, out=cut, resume=False, **options | dict(batch_size=5))
+    assert Thresholds.load(cut).settings["batch_size"] == 5
+    partial.write_text("broken")
+    with pytest.raises(OptionError, match="cut short"):
+        found_by(model, folder, out=cut, **options)
+
+
+def test_images_in_all_their_forms(folder: Path) -> None:
+    model, options = build_timm("class token"), dict(processor=transform, batch_size=5)
+    want = found_by(model, folder, **options).values[0.5]
+    paths = sorted(path for path in folder.rglob("*") if path.suffix != ".txt" and path.is_file())
+    pictures = [Image.open(path) for path in paths]
+    tensors = torch.stack([transform(picture) for picture in pictures])
+    for images in (str(folder), paths, list(map(str, paths)), pictures, iter(pictures), tensors, list(tensors)):
+        assert torch.equal(found_by(model, images, **options).values[0.5], want)
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = tmp_path / "pictures", tmp_path / "t.safetensors"
+    folder.mkdir()
+    for example in load_heldout(kinds=("colour",), limit=3):
+        (folder / example.path.name).write_bytes(example.path.read_bytes())
+    printed = call("calibrate", "--images", folder, "--keep", "0.5,0.3", "--out", out, "--batch-size", 2).stdout
+    assert "keep 0.5: " in printed and "keep 0.3: " in printed and "calibrated on 3 pictures" in printed
+    model = load(device="cpu").model
+    with tokenprune.patched(model, "dymu", keep=0.3, thresholds=out):
+        assert tokenprune.is_patched(model)
+    assert "is no folder" in refused("calibrate", "--images", tmp_path / "absent", "--out", out)
+    assert "cannot leave" in refused("calibrate", "--images", folder, "--keep", "0.01", "--out", out)
+    assert "between 0 and 1" in refused("calibrate", "--images", folder, "--keep", "20", "--out", out)
+    assert "no folder" in refused("calibrate", "--images", folder, "--out", tmp_path / "absent" / "t.safetensors")
+
+
+def test_refused(folder: Path, tmp_path: Path, build) -> None:
+    model = build(FAMILIES["llava"])
+    was, pixels = snapshot(model), tiles(model)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/broken.png").write_bytes(b"\x89PNG broken")
+    (tmp_path / "out").mkdir()
+    timm_model = build_timm("class token")
+    for images, options, error, words in (
+        ([], {}, OptionError, "images is empty"),
+        (iter([]), {}, OptionError, "images is empty"),
+        (7, {}, OptionError, "must be a folder"),
+        (tmp_path / "empty", {}, OptionError, "no pictures in"),
+        (tmp_path / "absent", {}, OptionError, "is no folder"),
+        (["absent.png"], {}, TokenPruneError, "cannot read absent.png"),
+        (tmp_path / "bad", {}, TokenPruneError, "cannot read .*broken.png as a picture"),
+        (folder, {}, OptionError, "pass processor="),
+        ([torch.zeros(24, 24)], {}, OptionError, r"a tensor of shape \(24, 24\)"),
+        ([torch.zeros(3, 24, 24), torch.zeros(3, 16, 16)], {}, OptionError, "different sizes"),
+        ([3], {}, OptionError, "holds a int"),
+        (pixels, dict(keep=1.0), BudgetError, "keep=1.0 cannot be calibrated"),
+        (pixels, dict(keep=[0.5, 9]), BudgetError, "keep=9 cannot be calibrated"),
+        (pixels, dict(keep=[]), BudgetError, "keep is empty"),
+        (pixels, dict(keep=0.1), BudgetError, "cannot leave 4 of 36 patches"),
+        (pixels, dict(schedule="fast"), OptionError, "'constant', 'linear', 'reverse_linear'"),
+        (pixels, dict(batch_size=0), OptionError, "batch_size=0"),
+        (pixels, dict(out=tmp_path / "absent/t.safetensors"), OptionError, "there is no folder"),
+        (pixels, dict(out=tmp_path / "out"), TokenPruneError, "cannot write"),
+    ):
+        with pytest.raises(error, match=words):
+            found_by(model, images, **options)
+        assert snapshot(model) == was
+    with tokenprune.patched(timm_model, "tome", keep=0.5), pytest.raises(AlreadyPatchedError, match="unpatch"):
+        found_by(timm_model, torch.zeros(1, 3, 24, 24))
+    for name in ("gemma3", "smolvlm"):
+        other = build(FAMILIES[name])
+        with pytest.raises(UnsupportedSetupError, match=f"dymu cannot act in the tower of '{name}'"):
+            found_by(other, torch.zeros(1, 3, 32, 32))
+        with pytest.raises(UnsupportedSetupError, match=f"dymu cannot act in the tower of '{name}'"):
+            tokenprune.patch(other, "dymu", keep=0.5)
+
+
+def test_a_tower_that_was_trained_on_is_another(build) -> None:
+    model = copy.deepcopy(build(FAMILIES["llava"]))
+    found = found_by(model, tiles(model))
+    found.check(tower_shape(model).fingerprint)
+    model.model.language_model.layers[0].mlp.up_proj.weight.data.mul_(2)
+    found.check(tower_shape(model).fingerprint)
+    tower_of(model).embeddings.position_embedding.weight.data.mul_(1.001)
+    with pytest.raises(OptionError, match="other weights"):
+        found.check(tower_shape(model).fingerprint)

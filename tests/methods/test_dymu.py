@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DyMU's dynamic merging: rows of a batch that lose different numbers of tokens, against naive loops from the spec."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import tokenprune
+from oracle import close, generate_logits, reduced, survivors
+from tests.tower.test_encoder import (
+    BATCHES,
+    SUPPORTED,
+    blocks_of,
+    expected_sources,
+    image_arguments,
+    tiles,
+    tokens_in_mlps,
+    tower_of,
+    with_features,
+)
+from tokenprune import BudgetError, EncoderMethod, OptionError, Thresholds, Tower, UnsupportedSetupError
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import load
+from tokenprune.files import File
+from tokenprune.fingerprint import Fingerprint
+from tokenprune.integrations.hf.encoder_record import record_of
+from tokenprune.merging import best_partners, bipartite_match, most, ragged_merge, threshold_match
+from zoo import FAMILIES, Family
+
+
+@pytest.fixture(params=SUPPORTED)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def naive_scores(keys: Tensor, protected: int) -> list[tuple[float, int, int]]:
+    """One picture: (similarity, source, target) of each token at an even place, in order of place."""
+    found = []
+    for a in range(0, len(keys), 2):
+        best, partner = -math.inf, -1
+        for b in range(1, len(keys), 2):
+            cosine = float(keys[a] @ keys[b] / (keys[a].norm() * keys[b].norm()))
+            if a >= protected and b >= protected and cosine > best:
+                best, partner = cosine, b
+        if partner >= 0:
+            found.append((best, a, partner))
+    return found
+
+
+def naive_groups(keys: Tensor, r: int, protected: int) -> list[list[int]]:
+    """One picture, r pairs: the members of each token of the output, in its order."""
+    pairs = sorted(naive_scores(keys, protected), key=lambda one: -one[0])[:r]
+    gone = [a for _, a, _ in pairs]
+    stay = [a for a in range(protected, len(keys)) if a % 2 == 0 and a not in gone]
+    order = [*range(protected), *stay, *(b for b in range(protected, len(keys)) if b % 2)]
+    return [[token] + [a for _, a, b in pairs if b == token] for token in order]
+
+
+def naive_match(keys: Tensor, tau: float, protected: int, limit: int | None = None) -> list[list[int]]:
+    above = sum(score > tau for score, _, _ in naive_scores(keys, protected))
+    r = min(above, (len(keys) - protected) // 2, len(keys) if limit is None else limit)
+    return naive_groups(keys, r, protected) if r else [[token] for token in range(len(keys))]
+
+
+class Picture:
+    """One picture on its way through a tower, token by token."""
+
+    def __init__(self, tower: Any, pixels: Tensor) -> None:
+        embedded = tower.embeddings(pixels[None])
+        self.protected = int(hasattr(tower, "pre_layrnorm"))
+        self.x = (tower.pre_layrnorm(embedded) if self.protected else embedded)[0]
+        self.groups = [[place] for place in range(len(self.x))]
+
+    def attend(self, block: Any, proportional: bool = True) -> Tensor:
+        """Add the attention; returns its keys, mean over the heads."""
+        at, h = block.self_attn, block.layer_norm1(self.x)
+        q, k, v = (
+            p(h).view(len(h), at.num_heads, at.head_dim).transpose(0, 1) for p in (at.q_proj, at.k_proj, at.v_proj)
+        )
+        logits = q @ k.transpose(1, 2) * at.head_dim**-0.5
+        if proportional:
+            logits = logits + self.weight().log()
+        self.x = self.x + at.out_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        return k.mean(0)
+
+    def weight(self) -> Tensor:
+        return torch.tensor([float(len(group)) for group in self.groups])
+
+    def finish(self, block: Any, joined: list[list[int]]) -> None:
+        """Merge, and add the MLP."""
+        weight = self.weight()
+        self.x = torch.stack([(self.x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in joined])
+        self.groups = [[i for member in members for i in self.groups[member]] for members in joined]
+        self.x = self.x + block.mlp(block.layer_norm2(self.x))
+
+    def grid(self) -> Tensor:
+        grid = self.x.new_empty(sum(map(len, self.groups)), self.x.shape[1])
+        for feature, group in zip(self.x, self.groups, strict=True):
+            grid[group] = feature
+        return grid
+
+
+def tower_shape(model: Any) -> Tower:
+    from tokenprune.integrations.hf.adapters import adapter_for
+    from tokenprune.integrations.hf.encoder import EncoderPatch
+
+    return EncoderPatch(adapter_for(model), tokenprune.method("tome", r=0), tokenprune.Budget(keep=0.5)).shape
+
+
+def by_hand(model: Any, values: list[float]) -> Thresholds:
+    return Thresholds({0.5: torch.tensor(values)}, tower_shape(model).fingerprint, 1)
+
+
+def mixed(model: Any) -> Tensor:
+    """Noise, a constant picture, and stripes: they lose very different numbers of tokens."""
+    pixels = tiles(model, 3)
+    pixels[1] = 0.3
+    pixels[2] = pixels[2, :, :1].expand_as(pixels[2])
+    return pixels
+
+
+# Where the tokens of `mixed` merge in numbers that differ from picture to picture.
+TAUS = {"llava": [0.6, 0.7, 1.0], "llava_next": [0.6, 0.7, 1.0], "llava_onevision": [0.6, 0.7, 0.75]}
+
+
+# -- one merge
+
+
+@pytest.mark.parametrize(("n", "protected"), [(2, 0), (7, 0), (12, 0), (13, 1), (12, 1), (17, 2), (12, 5)])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_merge_equals_the_naive_loop(n: int, protected: int, padding: int) -> None:
+    g = torch.Generator().manual_seed(n)
+    counts = [n, max(1, n - padding), n]
+    keys, x = torch.randn(3, n, 4, generator=g), torch.randn(3, n, 6, generator=g)
+    size = torch.randint(1, 5, (3, n), generator=g).float()
+    keys[2] = keys[2].abs()  # more alike
+    for row, count in enumerate(counts):
+        keys[row, count:], size[row, count:] = 1e3, 0  # padding must not be looked at
+    last = [0] * 3
+    for tau in (0.95, 0.7, 0.4, 0.0):
+        for limit in (None, 2):
+            merge = threshold_match(keys, counts if padding else None, threshold=tau, protected=protected, limit=limit)
+            want = [naive_match(keys[row, :c], tau, protected, limit) for row, c in enumerate(counts)]
+            if merge is None:
+                assert [len(groups) for groups in want] == counts
+                continue
+            assert merge.left == [len(groups) for groups in want] and merge.keep.shape[1] == max(merge.left)
+            got, sizes, assign = merge.mean(x, size), merge.sum(size), merge.assign
+            for row, groups in enumerate(want):
+                for place, group in enumerate(groups):
+                    weight = size[row, group]
+                    close(got[row, place], (x[row, group] * weight[:, None]).sum(0) / weight.sum(), 1e-6)
+                    assert sizes[row, place] == weight.sum()
+                    assert (assign[row, group] == place).all()
+                assert not sizes[row, len(groups) :].any()
+                assert sizes[row].sum() == size[row].sum()
+                # The protected tokens and those that nothing joins are copied to the bit.
+                alone = [place for place, group in enumerate(groups) if len(group) == 1]
+                assert torch.equal(got[row, alone], x[row, [groups[place][0] for place in alone]])
+                assert alone[:protected] == list(range(protected))
+            if limit is None:
+                gone = [count - left for count, left in zip(counts, merge.left, strict=True)]
+                assert all(now >= before for now, before in zip(gone, last, strict=True))
+                last = gone
+
+
+def test_padding_changes_no_row() -> None:
+    g = torch.Generator().manual_seed(1)
+    keys, x, size = torch.randn(4, 15, 4, generator=g), torch.randn(4, 15, 3, generator=g), torch.ones(4, 15)
+    counts = [15, 9, 12, 4]
+    merge = threshold_match(keys, counts, threshold=0.5, protected=1)
+    assert len(set(merge.left)) > 2
+    for row, count in enumerate(counts):
+        alone = threshold_match(keys[row : row + 1, :count], None, threshold=0.5, protected=1)
+        left = merge.left[row]
+        if alone is None:
+            assert left == count
+            continue
+        assert alone.left == [left] and alone.gone is None
+        assert torch.equal(merge.assign[row, :count], alone.assign[0])
+        assert torch.equal(
+            merge.mean(x, size)[row, :left], alone.mean(x[row : row + 1, :count], size[row : row + 1, :count])[0]
+        )
+
+
+def test_duplicates_merge_first() -> None:
+    keys = torch.randn(1, 12, 4, generator=torch.Generator().manual_seed(0))
+    keys[0, 6], keys[0, 4] = keys[0, 9], 2 * keys[0, 5]
+    merge = threshold_match(keys, None, threshold=0.9999, protected=1)
+    assert sorted(merge.source[0].tolist()) == [4, 6]
+    assert sorted(merge.keep.gather(1, merge.target)[0].tolist()) == [5, 9]
+
+
+def test_as_many_pairs_merge_as_with_a_fixed_number() -> None:
+    """With equal numbers in all rows this is ToMe's merge."""
+    keys = torch.randn(3, 13, 4, generator=torch.Generator().manual_seed(0))
+    best, partner = best_partners(keys, 1)
+    fixed, ragged = bipartite_match(keys, 4, 1), ragged_merge(best, partner, [4] * 3, 1, [13] * 3)
+    assert torch.equal(fixed.assign, ragged.assign) and ragged.gone is None
+    assert ragged_merge(best, partner, [0] * 3, 1, [13] * 3) is None
+
+
+# -- the tower
+
+
+@pytest.mark.parametrize("proportional", [True, False])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@torch.no_grad()
+def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+    model, taus = build(family, attn), TAUS[family.name]
+    pixels, tower = mixed(model), tower_of(model)
+    options = dict(thresholds=by_hand(model, taus), proportional=proportional)
+    with tokenprune.patched(model, "dymu", keep=0.5, **options):
+        got = tower(pixels, output_hidden_states=True)
+    left = []
+    for row, one in enumerate(pixels):
+        picture = Picture(tower, one)
+        close(got.hidden_states[0][row], picture.grid())
+        for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):
+            keys = picture.attend(block, proportional)
+            picture.finish(block, naive_match(keys, tau, picture.protected))
+            close(got.hidden_states[stage][row], picture.grid())
+        owner = record_of(got).owners[row]
+        assert sorted(owner.unique().tolist()) == list(range(len(picture.groups)))
+        assert all((owner[group] == place).all() for place, group in enumerate(picture.groups))
+        left.append(len(picture.groups))
+    assert len(set(left)) > 1
+
+
+@torch.no_grad()
+def test_a_batch_equals_its_single_pictures(family: Family, model) -> None:
+    pixels = torch.cat([mixed(model), tiles(model, 2, seed=7)])
+    options = dict(keep=0.5, thresholds=by_hand(model, TAUS[family.name]))
+    with tokenprune.patched(model, "dymu", **options), tokens_in_mlps(model) as seen:
+        batch = tower_of(model)(pixels, output_hidden_states=True)
+        assert seen == sorted(seen, reverse=True)
+        left = []
+        for row in range(len(pixels)):
+            alone = tower_of(model)(pixels[row : row + 1], output_hidden_states=True)
+            assert torch.equal(record_of(batch).owners[row], record_of(alone).owners[0])
+            for got, want in zip(batch.hidden_states, alone.hidden_states, strict=True):
+                close(got[row], want[0], 1e-6)
+            left.append(record_of(alone).block_tokens)
+    assert record_of(batch).block_tokens == [sum(counts) for counts in zip(*left, strict=True)]
+    kept_all = record_of(batch).owners.shape[1]
+    kept = [len(owner.unique()) for owner in record_of(batch).owners]
+    with tokenprune.patched(model, "dymu", max_r=1, **options):
+        assert record_of(tower_of(model)(pixels[1:2])).block_tokens == [kept_all - i for i in range(3)]
+    assert len(set(kept)) > 1
+    assert kept.index(min(kept)) == 1, "the constant picture keeps the fewest"
+
+
+@torch.no_grad()
+def test_nothing_merges(family: Family, model) -> None:
+    inputs = family.make_inputs()
+    before = model(**inputs).logits
+    for options in (dict(keep=1.0), dict(keep=0.5, thresholds=by_hand(model, [1.0] * 3))):
+        with tokenprune.patched(model, "dymu", **options):
+            assert torch.equal(model(**inputs).logits, before)
+            assert tokenprune.stats(model).keep_ratio == 1
+    assert torch.equal(model(**inputs).logits, before)
+
+
+def test_gradients_and_half_precision(family: Family) -> None:
+    model = family.build()
+    pixels = mixed(model)
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=by_hand(model, TAUS[family.name])):
+        tower_of(model)(pixels).last_hidden_state.square().sum().backward()
+    gradients = [p.grad for p in tower_of(model).parameters() if p.grad is not None]
+    assert len(gradients) > 10 and all(g.isfinite().all() for g in gradients)
+    model = model.bfloat16()
+    found = tokenprune.calibrate(model, pixels, keep=0.5, progress=False)
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found), torch.no_grad():
+        output = tower_of(model)(pixels.bfloat16())
+    assert output.last_hidden_state.isfinite().all()
+    assert len({len(owner.unique()) for owner in record_of(output).owners}) > 1
+
+
+# -- exactly as many as asked for
+
+
+def naive_exact(n: int, above: int, rest: int, floor: int, protected: int, max_r: int | None) -> int:
+    """How many pairs of a picture's n tokens merge: as near to `above` as lets `rest` blocks behind end at `floor`."""
+
+    def most_now(count: int) -> int:
+        return min((count - protected) // 2, count if max_r is None else max_r)
+
+    def least(count: int) -> int:
+        for _ in range(rest):
+            count -= most_now(count)
+        return count
+
+    able = [r for r in range(most_now(n) + 1) if least(n - r) <= floor <= n - r]
+    return min(able, key=lambda r: abs(r - above))
+
+
+@pytest.mark.parametrize("max_r", [None, 9])
+@pytest.mark.parametrize("taus", [[0.6, 0.7, 0.75], [1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [0.9, 0.5, 0.2]])
+@torch.no_grad()
+def test_exact_keeps_as_many_as_asked_for(family: Family, model, taus: list[float], max_r: int | None) -> None:
+    """Whatever the content, and by the same merges as a naive loop; the thresholds still choose where they can."""
+    pixels, tower = mixed(model), tower_of(model)
+    options = dict(thresholds=by_hand(model, taus), exact=True, max_r=max_r)
+    shape = tower_shape(model)
+    with tokenprune.patched(model, "dymu", keep=0.5, **options):
+        got = tower(pixels, output_hidden_states=True)
+    want, entered = shape.left(tokenprune.Budget(keep=0.5)) + shape.protected, []
+    for row, one in enumerate(pixels):
+        picture, counts = Picture(tower, one), []
+        for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):
+            keys = picture.attend(block)
+            counts.append(len(keys))
+            joined = [[token] for token in range(len(keys))]
+            if stage <= shape.read:
+                above = sum(score > tau for score, _, _ in naive_scores(keys, picture.protected)) if tau < 1 else 0
+                r = naive_exact(len(keys), above, shape.read - stage, want, picture.protected, max_r)
+                joined = naive_groups(keys, r, picture.protected) if r else joined
+            picture.finish(block, joined)
+            close(got.hidden_states[stage][row], picture.grid())
+        assert len(record_of(got).owners[row].unique()) == len(picture.groups) == want
+        entered.append(counts)
+    assert record_of(got).block_tokens == [sum(counts) for counts in zip(*entered, strict=True)]
+
+
+@torch.no_grad()
+def test_exact_is_the_same_where_the_thresholds_hit_the_number(build) -> None:
+    """Calibrated on one picture, the thresholds leave of it what was asked for: then nothing is to be made up."""
+    model = build(FAMILIES["llava"])
+    pixels = tiles(model, 1)
+    found = tokenprune.calibrate(model, pixels, keep=0.5, progress=False)
+    owners = []
+    for exact in (False, True):
+        with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=exact):
+            owners.append(record_of(tower_of(model)(pixels)).owners)
+    assert len(owners[0].unique()) == tower_shape(model).left(tokenprune.Budget(keep=0.5)) + 1
+    assert torch.equal(*owners)
+
+
+@torch.no_grad()
+def test_exact_in_the_decoder(build) -> None:
+    """Every picture of a batch brings the same number of tokens, also in `generate`."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    inputs["pixel_values"][0] = 0.3
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=by_hand(model, TAUS["llava"]), exact=True):
+        for run in (model, lambda **inputs: model.generate(**inputs, max_new_tokens=2, min_new_tokens=2)):
+            run(**inputs)
+            assert tokenprune.stats(model).visual_tokens_out == 3 * tower_shape(model).left(tokenprune.Budget(keep=0.5))
+
+
+def test_exact_says_what_it_cannot_reach(build) -> None:
+    model = build(FAMILIES["llava"])
+    few = Thresholds({0.05: torch.ones(3), 0.5: torch.ones(3)}, tower_shape(model).fingerprint, 1)
+    with pytest.raises(BudgetError, match=r"exactly 2 of 36 patches: a block merges at most half.*2 blocks count"):
+        tokenprune.patch(model, "dymu", keep=0.05, thresholds=few, exact=True)
+    with pytest.raises(BudgetError, match="max_r=3"):
+        tokenprune.patch(model, "dymu", keep=0.5, thresholds=few, exact=True, max_r=3)
+    with pytest.raises(OptionError, match="exact=1 must be True or False"):
+        tokenprune.method("dymu", exact=1)
+
+
+# -- the decoder
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("method", ["dymu", ["dymu", "fastv"]])
+@torch.no_grad()
+def test_the_decoder_sees_one_token_of_each_group(family: Family, model, batch: str, method: Any) -> None:
+    inputs = family.make_inputs(**BATCHES[batch])
+    inputs["pixel_values"].flatten(0, -4)[0] = 0.3  # a simple picture or tile beside detailed ones
+    dymu = tokenprune.method("dymu", thresholds=by_hand(model, TAUS[family.name]))
+    with tokenprune.patched(model, [dymu, *method[1:]] if method != "dymu" else dymu, keep=0.5, record=True):
+        logits, stats = model(**inputs).logits, tokenprune.stats(model)
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        cuts = tokenprune.stats(model).cuts
+        output = model.model.get_image_features(**image_arguments(inputs))
+    assert stats.cuts[0].sources == expected_sources(family, model, inputs, output.pooler_output)
+    assert stats.visual_tokens_out < stats.visual_tokens_in
+    assert stats.encoder_tokens_per_layer == record_of(output).block_tokens
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(stats.cuts[-1], length)
+    with with_features(model, output), reduced(family, model, stats.cuts, length):
+        close(logits[alive], model(**inputs).logits[alive])
+    with with_features(model, output), reduced(family, model, cuts, length):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+@torch.no_grad()
+def test_unpatch_and_deep_copy(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    before = model(**inputs).logits
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=by_hand(model, [0.3, 0.3, 1.0])):
+        want = model(**inputs).logits
+        twin = copy.deepcopy(model)
+    assert torch.equal(model(**inputs).logits, before) and not torch.equal(want, before)
+    assert torch.equal(twin(**inputs).logits, want)
+
+
+# -- the shipped thresholds
+
+
+@torch.no_grad()
+def test_thresholds_ship_for_the_demo_model() -> None:
+    subject = load(device="cpu")
+    examples = load_heldout(kinds=("colour",), limit=16)
+    inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
+    for keep in (0.5, 0.25, 0.11):
+        with tokenprune.patched(subject.model, "dymu", keep=keep):
+            subject.model(**inputs)
+            assert tokenprune.stats(subject.model).keep_ratio == pytest.approx(keep, rel=0.25)
+    with pytest.raises(BudgetError, match=r"keep=0.3 was not calibrated.*0.5 or 0.25 or 0.11"):
+        tokenprune.patch(subject.model, "dymu", keep=0.3)
+    with pytest.raises(OptionError, match=r"calibrated for a tower in float32, and this one is in bfloat16"):
+        found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.thresholds._shipped())))
+        tokenprune.patch(subject.model.bfloat16(), found, keep=0.5)
+
+
+# -- what is refused
+
+
+def test_without_thresholds(build) -> None:
+    model = build(FAMILIES["llava"])
+    with pytest.raises(OptionError, match=r"no thresholds for this model.*tokenprune calibrate --model"):
+        tokenprune.patch(model, "dymu", keep=0.5)
+    assert not tokenprune.is_patched(model)
+
+
+def test_thresholds_of_another_model(build) -> None:
+    model, other = build(FAMILIES["llava"]), copy.deepcopy(build(FAMILIES["llava"]))
+    found = by_hand(model, [0.5] * 3)
+    with torch.no_grad():
+        tower_of(other).encoder.layers[1].mlp.fc1.weight.mul_(1.01)
+    for wrong, words in ((other, "other weights"), (build(FAMILIES["llava_onevision"]), "this tower is a Siglip")):
+        with pytest.raises(OptionError, match=words):
+            tokenprune.patch(wrong, "dymu", keep=0.5, thresholds=found)
+    for keep in (0.25, 1, 0.500001, 18):
+        with pytest.raises(BudgetError, match=r"was not calibrated.*keep=0.5; use"):
+            tokenprune.patch(model, "dymu", keep=keep, thresholds=found)
+    for budget in (tokenprune.Budget(kv_share=0.5), tokenprune.Budget(keep=0.5, per="prompt")):
+        with pytest.raises(BudgetError, match="share of its patches"):
+            tokenprune.patch(model, "dymu", keep=budget, thresholds=found)
+    assert not tokenprune.is_patched(model)
+
+
+def test_bad_options(tmp_path) -> None:
+    (tmp_path / "text.safetensors").write_text("no tensors")
+    for options, words in (
+        (dict(thresholds=0.9), "must be a path"),
+        (dict(thresholds=tmp_path / "absent.safetensors"), "cannot read"),
+        (dict(thresholds=str(tmp_path / "text.safetensors")), "cannot read"),
+        (dict(proportional=1), "True or False"),
+        (dict(max_r=0), "max_r=0"),
+        (dict(max_r=2.5), "max_r=2.5"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            tokenprune.method("dymu", **options)
+    from safetensors.torch import save_file
+
+    save_file({"keep=0.5": torch.ones(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(OptionError, match="does not hold thresholds"):
+        tokenprune.method("dymu", thresholds=tmp_path / "other.safetensors")
+
+
+def test_thresholds_survive_a_file(tmp_path) -> None:
+    made = Thresholds({0.5: torch.rand(4), 1 / 3: torch.rand(4)}, Fingerprint("Tower", "float16", "ab"), 7, {"a": [1]})
+    made.save(tmp_path / "a.safetensors")
+    made.save(tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    read = Thresholds.load(tmp_path / "a.safetensors")
+    assert (read.fingerprint, read.images, read.settings, read.keeps) == (made.fingerprint, 7, {"a": [1]}, [0.5, 1 / 3])
+    assert all(torch.equal(read.for_keep(keep), made.values[keep]) for keep in made.keeps)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (3, "are a dict"), ({}, "at least one"), ({0.5: [0.9] * 3}, "not list"), ({0.5: torch.ones(3, 1)}, r"\[3, 1\]"),
+        ({0.5: torch.tensor(0.9)}, r"`\[blocks\]`.*not torch.float32 \[\]"), ({0.5: torch.ones(3).int()}, "int32"),
+        ({0.5: torch.ones(3).bool()}, "bool"), ({0.5: torch.tensor([0.9, float("nan"), 1])}, "keep=0.5 are not finite"),
+        ({0.5: torch.tensor([0.9, float("inf"), 1])}, "not finite"), ({"0.5": torch.ones(3)}, "not for '0.5'"),
+        ({2.0: torch.ones(3)}, "not for 2.0"), ({1: torch.ones(3)}, "not for 1"),
+        ({0.5: torch.ones(2)}, "a tower of 2 blocks, and this one has 3"), ({0.5: torch.ones(4)}, "of 4 blocks"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("exact", [False, True])
+def test_bad_thresholds_are_refused_when_patching(values, says: str, exact: bool, build, tmp_path) -> None:
+    """Made by hand, or in a file."""
+    model = build(FAMILIES["llava"])
+    fingerprint = tower_shape(model).fingerprint
+    with pytest.raises(OptionError, match=says):
+        made = Thresholds(values, fingerprint, 1)
+        tokenprune.patch(model, "dymu", keep=0.5, thresholds=made, exact=exact)
+    assert not tokenprune.is_patched(model)
+    if isinstance(values, dict) and all(isinstance(one, torch.Tensor) for one in values.values()):
+        path = tmp_path / "thresholds.safetensors"
+        Thresholds({0.5: torch.ones(3)}, fingerprint, 1).save(path)
+        about = File.read(path).tensors()[1]
+        save_file({f"keep={keep}": one for keep, one in values.items()}, path, metadata=about)
+        if values and "0.5" not in values and 1 not in values:  # names are numbers in a file
+            with pytest.raises(OptionError, match=says):
+                tokenprune.patch(model, "dymu", keep=0.5, thresholds=path, exact=exact)
+
+
+def test_odd_files_are_no_thresholds(tmp_path) -> None:
+    path = tmp_path / "odd.safetensors"
+    good = {"version": 1, "fingerprint": {"kind": "a", "dtype": "b", "digest": "c"}, "images": 1, "settings": {}}
+    for about in ("[1]", "{", "3", "{}", json.dumps(good | {"fingerprint": 3}), json.dumps(good | {"fingerprint": {}})):
+        save_file({"keep=0.5": torch.ones(3)}, path, metadata={"tokenprune_thresholds": about})
+        with pytest.raises(OptionError, match="does not hold thresholds"):
+            Thresholds.load(path)
+    save_file({"keep=half": torch.ones(3)}, path, metadata={"tokenprune_thresholds": json.dumps(good)})
+    with pytest.raises(OptionError, match="does not hold thresholds"):
+        Thresholds.load(path)
+    for content in (b"", b"\0" * 8, b"\xff" * 8, path.read_bytes()[:-1], b"\2\0\0\0\0\0\0\0[]"):
+        path.write_bytes(content)
+        with pytest.raises(OptionError, match=r"cannot read .* as thresholds"):
+            Thresholds.load(path)
+
+
+def test_attention_without_a_bias_is_refused(build) -> None:
+    model = copy.deepcopy(build(FAMILIES["llava"]))
+    found = by_hand(model, [0.5] * 3)
+    model.set_attn_implementation({"vision_config": "flex_attention"})
+    with pytest.raises(UnsupportedSetupError, match="padding of pictures"):
+        tokenprune.patch(model, "dymu", keep=0.5, thresholds=found, proportional=False)
+
+
+def test_the_contract_of_encoder_methods() -> None:
+    with pytest.raises(NotImplementedError, match="plan"):
+        EncoderMethod().plan(tokenprune.Budget(keep=0.5), Tower(17, 1, 3, 2))
+    assert EncoderMethod().is_identity(tokenprune.Budget(keep=1.0))
+    assert most(17, 1) == 8

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each method against a naive loop written from its description, on made-up tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from basics import METHODS, MODEL_METHODS
+from tokenprune import Selection, Site, VisualTokens
+from tokenprune.testing import visual_tokens
+from tokenprune.tokens import Patches
+
+
+def made_up(
+    counts: list[int], keep: list[int], *, width: int = 8, text: int = 6, seed: int = 0, grids: list | None = None,
+    **given: Any,
+) -> VisualTokens:  # fmt: skip
+    """Tokens of one image a row with text behind it; `hidden`, `keys` and `attention` can be given for the rows."""
+    g = torch.Generator().manual_seed(seed)
+    rows, longest = len(counts), max(counts)
+    values = {what: torch.randn(rows, longest + text, width, generator=g) for what in ("hidden", "keys")} | given
+    hidden, keys = values["hidden"], values["keys"]
+    seen = dict.fromkeys(ATTENTION, given["attention"][..., :longest]) if "attention" in given else {}
+    scores = given.get("encoder", dict.fromkeys((0.25, -1), keys[:, :longest, 0]))
+    seen["encoder_attention"] = {layer: one[:, None] for layer, one in scores.items()}
+    seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
+    behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}
+    if "text_mask" in given:
+        behind["mask"] = given["text_mask"]
+    return visual_tokens(
+        hidden[:, :longest], counts, keep=keep, text=behind, grids=grids, keys=keys[:, :longest], **seen,
+        final_norm=lambda hidden: hidden / hidden.pow(2).mean(-1, keepdim=True).sqrt(),
+    )  # fmt: skip
+
+
+ATTENTION = ("last_row_attention", "received_attention", "next_row_attention")
+
+
+def raster(counts: list[int], grids: list[tuple[int, int, int] | None]) -> Patches:
+    """Patches in raster order; of an unknown grid they are one row. Padding is in no tile."""
+    cells = torch.zeros(6, len(counts), max(counts), dtype=torch.long)
+    cells[0] = -1
+    for row, count in enumerate(counts):
+        _, height, width = grids[row] or (1, 1, count)
+        for i in range(count):
+            place = (i // (height * width), i // width % height, i % width)
+            cells[:, row, i] = torch.tensor([*place, height, width, 1])
+    return Patches(*cells, tiles=int(cells[0].max()) + 1)
+
+
+def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
+    keep = tokenprune.method(name, **options).select(tokens).keep
+    assert keep.dtype == torch.bool and not (keep & ~tokens.mask).any()
+    return [row.nonzero().flatten().tolist() for row in keep]
+
+
+def unit(x: Tensor) -> Tensor:
+    return x.float() / x.float().norm(dim=-1, keepdim=True)
+
+
+def naive_divprune(features: Tensor, keep: int) -> list[int]:
+    distance = 1 - unit(features) @ unit(features).T
+    count = len(features)
+    picks: list[int] = []
+    for _ in range(keep):
+        best, best_distance = -1, -torch.inf
+        for i in range(count):
+            others = picks or [j for j in range(count) if j != i]
+            nearest = min((float(distance[j, i]) for j in others), default=torch.inf)
+            if i not in picks and nearest > best_distance:
+                best, best_distance = i, nearest
+        picks.append(best)
+    return picks
+
+
+def naive_dart(
+    states: Tensor, keys: Tensor, text: Tensor, text_keys: Tensor, keep: int, images=4, texts=4
+) -> list[int]:
+    """states, text: after the final norm. Image pivots first, then text pivots, each by falling norm of its key."""
+
+    def largest(rows: Tensor, number: int) -> list[int]:
+        norms = [float(row.abs().sum()) for row in rows.float()]
+        return sorted(range(len(norms)), key=lambda i: (-norms[i], i))[:number]
+
+    kept = largest(keys, min(images, keep))
+    pivots = [states[i] for i in kept] + [text[i] for i in largest(text_keys, texts)]
+    left = keep - len(kept)
+    for number, pivot in enumerate(pivots):
+        share = left // len(pivots) + (number < left % len(pivots))
+        pool = [i for i in range(len(states)) if i not in kept]
+        likeness = {i: float(unit(states[i]) @ unit(pivot)) for i in pool}
+        kept += sorted(pool, key=lambda i: (likeness[i], i))[:share]
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("name", MODEL_METHODS)
+@pytest.mark.parametrize(("counts", "keep"), [([9], [4]), ([12, 5, 1], [12, 2, 1]), ([30, 31], [1, 29])])
+def test_exact_counts(name: str, counts: list[int], keep: list[int]) -> None:
+    attention = torch.rand(len(counts), 2, max(counts) + 6)
+    assert [len(row) for row in chosen(name, made_up(counts, keep, attention=attention))] == keep
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_divprune(seed: int) -> None:
+    features = torch.randn(2, 17, 8, generator=torch.Generator().manual_seed(seed))
+    picks = [naive_divprune(features[0], 17), naive_divprune(features[1, :11], 11)]
+    for keep in range(1, 12):
+        got = chosen("divprune", made_up([17, 11], [keep + 6, keep], text=0, hidden=features))
+        assert got == [sorted(picks[0][: keep + 6]), sorted(picks[1][:keep])]  # the prefix property is in this
+    scale = 2.0 ** torch.randint(-3, 4, (2, 17, 1))
+    turn = torch.linalg.qr(torch.randn(8, 8))[0]
+    want = chosen("divprune", made_up([17, 11], [6, 5], text=0, hidden=features))
+    assert chosen("divprune", made_up([17, 11], [6, 5], text=0, hidden=features * scale)) == want
+    assert chosen("divprune", made_up([17, 11], [6, 5], text=0, hidden=features @ turn)) == want
+    # Each pick is farthest from those before it, and the distances fall.
+    distance, last = 1 - unit(features[0]) @ unit(features[0]).T, torch.inf
+    for number in range(1, 17):
+        nearest = distance[picks[0][:number]].amin(0)
+        rest = [i for i in range(17) if i not in picks[0][:number]]
+        assert nearest[picks[0][number]] == nearest[rest].max() <= last
+        last = float(nearest[picks[0][number]])
+
+
+def test_divprune_with_duplicates() -> None:
+    distinct = torch.eye(5, 8).repeat_interleave(4, 0)[None]
+    for keep in range(1, 21):
+        (got,) = chosen("divprune", made_up([20], [keep], text=0, hidden=distinct))
+        assert len(got) == keep
+        assert len({i // 4 for i in got}) == min(keep, 5)  # a duplicate never takes the place of something new
+    for hidden in (torch.ones(1, 9, 8), torch.zeros(1, 9, 8)):
+        assert [len(chosen("divprune", made_up([9], [k], text=0, hidden=hidden))[0]) for k in (1, 5, 9)] == [1, 5, 9]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("images", "texts"), [(4, 4), (1, 0), (2, 9), (6, 3)])
+@pytest.mark.parametrize("keep", [1, 3, 8, 13, 19])
+def test_dart(seed: int, images: int, texts: int, keep: int) -> None:
+    tokens = made_up([20, 20], [keep, 20], seed=seed)
+    text, text_keys = tokens.final_norm(tokens.text.hidden), tokens.text.keys
+    want = naive_dart(tokens.normed[0], tokens.keys[0], text[0], text_keys[0], keep, images, texts)
+    options = dict(pivot_image=images, pivot_text=texts)
+    assert chosen("dart", tokens, **options)[0] == want
+    values = {
+        "hidden": torch.cat([tokens.hidden, tokens.text.hidden], dim=1),
+        "keys": torch.cat([tokens.keys, tokens.text.keys], dim=1),
+    }
+    for change in (
+        {"keys": values["keys"] * 4},  # one factor for all keys leaves their order
+        {"hidden": values["hidden"] * 2.0 ** torch.randint(-2, 3, (2, 26, 1))},  # cosines know no length
+        {"keys": values["keys"].repeat(1, 1, 3)},  # keys repeated for grouped queries
+    ):
+        assert chosen("dart", made_up([20, 20], [keep, 20], **{**values, **change}), **options)[0] == want
+    # The authors' count: whole shares for every pivot, the image pivots on top.
+    pivots = images + texts
+    assert tokenprune.method("dart", **options, exact=False).budget(500, 131) == images + pivots * (131 // pivots)
+
+
+def test_dart_takes_duplicates_of_a_pivot_last() -> None:
+    hidden, keys = torch.randn(1, 12, 8), torch.ones(1, 12, 8)
+    keys[0, 2] = 9
+    hidden[0, [5, 7]] = hidden[0, 2].clone()
+    for keep in range(1, 11):
+        tokens = made_up([12], [keep], text=0, hidden=hidden, keys=keys)
+        (got,) = chosen("dart", tokens, pivot_image=1, pivot_text=0)
+        assert 2 in got and not {5, 7} & set(got)
+
+
+@pytest.mark.parametrize("grid", [(1, 4, 4), (1, 3, 7), (1, 7, 3), (1, 1, 9), (1, 6, 5), (3, 4, 2), None])
+def test_pool(grid: tuple[int, int, int] | None) -> None:
+    frames, height, width = grid or (1, 1, 10)
+    count = frames * height * width
+    for keep in range(1, count + 1):
+        tokens = made_up([count], [keep], text=0, grids=[grid])
+        selection = tokenprune.method("pool").select(tokens)
+        kept, assign = selection.keep[0].nonzero().flatten().tolist(), selection.assign[0].tolist()
+        assert len(kept) == keep
+        assert set(assign) == set(kept) and all(assign[i] == i for i in kept)  # a partition; each absorbs itself
+        heights: list[int] = []
+        for target in kept:
+            members = [i for i in range(count) if assign[i] == target]
+            rows, columns = {i // width for i in members}, {i % width for i in members}
+            assert len(members) == len(rows) * len(columns)  # a full rectangle
+            assert max(rows) - min(rows) < len(rows) and max(columns) - min(columns) < len(columns)
+            heights.append(len(rows))
+            # The one that stays is in the middle.
+            assert abs(target // width - sum(rows) / len(rows)) <= 0.5
+            assert abs(target % width - sum(columns) / len(columns)) <= 0.5
+        assert max(heights) - min(heights) <= 1
+
+
+def test_random() -> None:
+    one = chosen("random", made_up([30, 20], [9, 7]), seed=3)
+    assert one == chosen("random", made_up([30, 20], [9, 7], seed=1), seed=3)
+    assert one != chosen("random", made_up([30, 20], [9, 7]), seed=4)
+    assert [one[1]] == chosen("random", made_up([20], [7]), seed=3)  # whatever else is in the batch
+    often = torch.zeros(30)
+    for seed in range(300):
+        often[chosen("random", made_up([30], [10]), seed=seed)[0]] += 1
+    assert often.min() > 60 and often.max() < 140
+
+
+@pytest.mark.parametrize("count", [1, 7, 16, 36])
+def test_uniform(count: int) -> None:
+    for keep in range(1, count + 1):
+        (got,) = chosen("uniform", made_up([count], [keep], text=0))
+        assert len(got) == keep
+        gaps = [b - a for a, b in pairwise(got)]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+        assert abs(got[0] - (count - 1 - got[-1])) <= 1  # as far from the start as from the end
+
+
+def naive_uniform(keep: int, grid: tuple[int, int, int]) -> list[int]:
+    """Points spread over frames, those of a frame over its rows, those of a row over its columns."""
+    frames, height, width = grid
+    kept = []
+    for frame in range(frames):
+        here = sum(math.floor((j + 0.5) * frames / keep) == frame for j in range(keep))
+        if not here:
+            continue
+        rows = next(r for r in range(1, height + 1) if here <= r * width)  # as few as must be
+        while rows < min(height, here) and (rows + 0.5) ** 2 < here * height / width:  # nearer to squares with one more
+            rows += 1
+        for i in range(rows):
+            row = math.floor((i + 0.5) * height / rows)
+            number = sum(math.floor((j + 0.5) * rows / here) == i for j in range(here))
+            columns = [math.floor((j + 0.5) * width / number) for j in range(number)]
+            kept += [frame * height * width + row * width + column for column in columns]
+    return kept
+
+
+@pytest.mark.parametrize(
+    "grid", [(1, 4, 4), (1, 6, 5), (1, 3, 11), (1, 11, 3), (1, 1, 7), (1, 7, 1), (5, 3, 4)], ids=str
+)
+def test_uniform_over_a_grid(grid: tuple[int, int, int]) -> None:
+    frames, height, width = grid
+    count = frames * height * width
+    for keep in range(1, count + 1):
+        tokens = made_up([count, 9], [keep, 2], text=0, grids=[grid, None])  # beside one whose grid nobody knows
+        got, other = chosen("uniform", tokens)
+        assert got == naive_uniform(keep, grid) and len(got) == keep
+        assert other == chosen("uniform", made_up([9], [2], text=0))[0]
+        per_frame = [sum(i // (height * width) == frame for i in got) for frame in range(frames)]
+        assert max(per_frame) - min(per_frame) <= 1
+
+
+def test_uniform_leaves_no_column_out() -> None:
+    """At a quarter of 16 x 16, every second row and every second column; not four columns of every row."""
+    (got,) = chosen("uniform", made_up([256], [64], text=0, grids=[(1, 16, 16)]))
+    assert got == [16 * row + column for row in range(1, 16, 2) for column in range(1, 16, 2)]
+    (one,) = chosen("uniform", made_up([256], [1], text=0, grids=[(1, 16, 16)]))
+    assert one == [8 * 16 + 8]
+
+
+def test_top() -> None:
+    inf, nan = torch.inf, torch.nan
+    score = torch.tensor([[1.0, 3.0, 3.0, 2.0, nan], [-inf, nan, -inf, 9.0, 9.0]])
+    for keep, want in (([1, 1], [[1], [0]]), ([2, 2], [[1, 2], [0, 1]]), ([4, 3], [[0, 1, 2, 3], [0, 1, 2]])):
+        got = Selection.top(score, made_up([5, 3], keep)).keep
+        assert [row.nonzero().flatten().tolist() for row in got] == want
+
+
+def test_methods_are_frozen_and_described() -> None:
+    for name in METHODS:
+        info = tokenprune.method_info(name)
+        assert info.summary.endswith((".", "!")) and len(info.summary) < 300
+        assert info.paper and info.site in Site and info.needs <= set(tokenprune.available_observables())
+        method = tokenprune.method(name)
+        assert method.name == name and method == tokenprune.method(name, **info.options)
+        assert not (method.query_aware and method.prefix_cache_safe)
+        for option in info.options:
+            with pytest.raises(FrozenInstanceError):
+                setattr(method, option, 1)

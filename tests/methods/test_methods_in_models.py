@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each method inside real models keeps what a naive loop over the unpatched model's own tensors would keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from basics import MODEL_METHODS, pieces
+from families import FAMILIES as EVERY_FAMILY
+from tests.methods.test_methods import naive_dart, naive_divprune
+from zoo import ANYRES, FAMILIES, Family
+
+
+@torch.no_grad()
+def look_inside(family: Family, model: Any, inputs: Any, layer: int) -> tuple[Tensor, Any]:
+    """The unpatched model's hidden states at the input of `layer` (0: the embeddings), and its output."""
+    seen: list[Tensor] = []
+    module = model.get_submodule(family.decoder).layers[layer]
+
+    def look(module: Any, args: tuple, kwargs: dict) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    handle = module.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        out = model(**inputs, output_attentions=model.config._attn_implementation == "eager")
+    finally:
+        handle.remove()
+    return seen[0], out
+
+
+def kept_of(model: Any, inputs: Any, method: str, keep: float, **options: Any) -> list[set[int]]:
+    with torch.no_grad(), tokenprune.patched(model, method, keep=keep, record=True, **options):
+        model(**inputs)
+        return [set(row) for row in tokenprune.stats(model).cuts[-1].kept]
+
+
+def compare(kept: list[set[int]], family: Family, inputs: Any, choose: Any) -> None:
+    for row, row_pieces in enumerate(pieces(family, inputs)):
+        for piece in row_pieces:
+            want = {piece[i] for i in choose(row, piece, max(1, round(0.3 * len(piece))))}
+            assert kept[row] & set(piece) == want
+
+
+def test_divprune_in_a_model(family: Family, model) -> None:
+    inputs = family.make_inputs(images=(1, 2))
+    embeds, _ = look_inside(family, model, inputs, 0)
+    kept = kept_of(model, inputs, "divprune", 0.3)
+    compare(kept, family, inputs, lambda row, piece, k: naive_divprune(embeds[row, piece], k))
+
+
+@pytest.mark.parametrize("texts", [4, 0])
+@torch.no_grad()
+def test_dart_in_a_model(texts: int, family: Family, model) -> None:
+    inputs = family.make_inputs(images=(1, 2))
+    hidden, out = look_inside(family, model, inputs, 2)
+    normed = model.get_submodule(family.decoder).norm(hidden)
+    keys = out.past_key_values.layers[1].keys.transpose(1, 2).flatten(2)
+    text = inputs["attention_mask"].bool() & ~family.visual_mask(model, inputs)
+
+    def choose(row: int, piece: list[int], keep: int) -> list[int]:
+        behind = [i for i in text[row].nonzero().flatten().tolist() if i > piece[-1]]
+        text_states, text_keys = normed[row, behind], keys[row, behind]
+        return naive_dart(normed[row, piece], keys[row, piece], text_states, text_keys, keep, texts=texts)
+
+    compare(kept_of(model, inputs, "dart", 0.3, pivot_text=texts), family, inputs, choose)
+
+
+@pytest.mark.parametrize("query", ["last", "all"])
+@pytest.mark.parametrize("layer", [1, 2, 3])
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_fastv_in_a_model(query: str, layer: int, padding: str, family: Family, build) -> None:
+    """Ranked as the attention weights of an eager model rank, on either back end."""
+    inputs = family.make_inputs(images=(1, 2), padding=padding)
+    attention = look_inside(family, build(family, "eager"), inputs, 0)[1].attentions[layer - 1].mean(1)
+    real = inputs["attention_mask"].bool()
+
+    def choose(row: int, piece: list[int], keep: int) -> list[int]:
+        places = real[row].nonzero().flatten()
+        if query == "last":
+            score = attention[row, places[-1], piece]  # zeros where a sliding window ends: ties go to the first
+        else:
+            rows = attention[row][places][:, piece]
+            score = rows.sum(0) / (rows > 0).sum(0)  # the mean over those who may see it
+        return score.argsort(descending=True, stable=True)[:keep].tolist()
+
+    for attn in ("eager", "sdpa"):
+        kept = kept_of(build(family, attn), inputs, "fastv", 0.3, layer=layer, query=query)
+        compare(kept, family, inputs, choose)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, grid", [("llava_onevision", None), ("qwen2_5_vl", (4, 2, 2)), ("qwen3_vl", (4, 2, 2))])
+def test_a_video_is_no_square(name: str, grid: Any, build) -> None:
+    """A number of tokens that is a square says nothing of a video's shape, as it does of a picture's."""
+    seen = []
+
+    class Look(tokenprune.Method):
+        name = "look"
+
+        def select(self, tokens: tokenprune.VisualTokens) -> tokenprune.Selection:
+            seen.extend(zip(tokens.counts, tokens.grids, strict=True))
+            return tokenprune.Selection.top(tokens.mask.float(), tokens)
+
+    family = FAMILIES[name]
+    frames = 2 if grid is None else 4  # of 4 tokens, in LLaVA-OneVision with a newline behind the last
+    with tokenprune.patched(build(family), Look(), keep=0.5):
+        build(family)(**family.make_inputs(video=frames, images=(0,)))
+    assert seen == [(9 if grid is None else 16, grid)]
+
+
+SHAPES = {
+    "llava": ("llava", {}, [(36, (1, 6, 6))] * 2),
+    "gemma3": ("gemma3", {}, [(16, (1, 4, 4))] * 2),
+    "a tile": ("internvl", dict(sizes=(1,)), [(16, (1, 4, 4))] * 2),
+    "four tiles": ("internvl", dict(sizes=(4,)), [(64, None)] * 2),
+    "the whole view alone": ("idefics3", dict(sizes=((0, 0),)), [(16, (1, 4, 4))] * 2),
+    "three tiles and the whole view": ("smolvlm", dict(sizes=((1, 3),)), [(64, None)] * 2),
+    "rows of a known number": ("qwen2_vl", dict(sizes=((4, 16),)), [(16, (1, 2, 8))] * 2),
+    # A base view of 4 x 4, and 4 x 4 again with a newline behind each row.
+    "newlines": ("llava_next", dict(sizes=((16, 16),)), [(36, None)] * 2),
+    "newlines, too": ("llava_onevision", dict(sizes=((16, 16),)), [(36, None)] * 2),
+    "queries": ("blip-2", {}, [(16, None)] * 2),
+    "a tower for any shape": ("llava_pixtral", dict(sizes=((16, 64),)), [(64, None)] * 2),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SHAPES)
+def test_only_a_square_is_taken_for_a_square(name: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the number of tokens says of an image's shape depends on the family."""
+    monkeypatch.setitem(ANYRES, (16, 16), 36)
+    seen = []
+
+    class Look(tokenprune.Method):
+        name = "look"
+
+        def select(self, tokens: tokenprune.VisualTokens) -> tokenprune.Selection:
+            seen.extend(zip(tokens.counts, tokens.grids, strict=True))
+            return tokenprune.Selection.top(tokens.mask.float(), tokens)
+
+    kind, given, want = SHAPES[name]
+    family = EVERY_FAMILY[kind]
+    with tokenprune.patched(build(family), Look(), keep=0.5):
+        build(family)(**family.make_inputs(**given))
+    assert seen == want
+
+
+CONFIGURED = [
+    *map(tokenprune.method, MODEL_METHODS),
+    tokenprune.method("dart", pivot_text=0),
+    tokenprune.method("vscan", stage2=False),
+]
+
+
+def asked_twice(family: Family, model: Any, method: Any) -> tuple[list[set[int]], list[set[int]]]:
+    inputs = family.make_inputs(images=(2, 1))
+    other = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    other["input_ids"][:, -4:] = torch.arange(100, 104)
+    return kept_of(model, inputs, method, 0.3), kept_of(model, other, method, 0.3)
+
+
+@pytest.mark.parametrize("method", [one for one in CONFIGURED if one.prefix_cache_safe], ids=str)
+def test_another_question_same_tokens(method: Any, family: Family, model) -> None:
+    """What is safe with a prefix cache keeps the same tokens whatever is asked behind the picture."""
+    one, other = asked_twice(family, model, method)
+    assert one == other
+
+
+@pytest.mark.parametrize("method", [one for one in CONFIGURED if one.query_aware], ids=str)
+def test_another_question_other_tokens(method: Any, build) -> None:
+    answers = [asked_twice(family, build(family), method) for family in FAMILIES.values()]
+    assert any(one != other for one, other in answers)

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vscan against naive loops written from its description, on made-up tokens and on towers' own attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from basics import pieces
+from oracle import close, generate_logits, reduced, survivors
+from tests.methods.test_methods import made_up, raster, unit
+from tests.tower.test_encoder_attention import BATCHES, CASES, naive_scores
+from tokenprune import Budget, BudgetError, OptionError, Selection
+from tokenprune.accounting import DecoderShape
+from tokenprune.tokens import Patches
+from zoo import FAMILIES, Family
+
+
+def naive_share(counts: list[int], wanted: int) -> list[int]:
+    """Proportional, rounded up as long as there is something left to give."""
+    return [
+        -(-wanted * sum(counts[: i + 1]) // sum(counts)) - -(-wanted * sum(counts[:i]) // sum(counts))
+        for i in range(len(counts))
+    ]
+
+
+def best(places: list[int], score: Any, number: int) -> list[int]:
+    return sorted(places, key=lambda i: (-score[i], i))[:number]
+
+
+def window_of(cell: list[int], side: int) -> tuple[int, int]:
+    _, row, column, height, width, _ = cell
+    return min(row // side, max(height // side, 1) - 1), min(column // side, max(width // side, 1) - 1)
+
+
+def naive_pick(cells: list[list[int]], local: Tensor, last: Tensor, wanted: int, share=0.5, side=None) -> list[int]:
+    """cells: of each token tile, row, column, height, width, size; tile -1 is no patch and is kept besides."""
+    local, last = local.tolist(), last.tolist()
+    kept = [i for i, cell in enumerate(cells) if cell[0] < 0]
+    wanted = max(1, wanted - len(kept))
+    tiles = sorted({cell[0] for cell in cells} - {-1})
+    groups = [[i for i, cell in enumerate(cells) if cell[0] == tile] for tile in tiles]
+    for group, number in zip(groups, naive_share([len(g) for g in groups], wanted), strict=True):
+        near: list[int] = []
+        side_here = side or (4 if cells[group[0]][5] > 1 else 6)
+        inside: dict[tuple[int, int], list[int]] = {}
+        for i in group:
+            inside.setdefault(window_of(cells[i], side_here), []).append(i)
+        while len(near) < int(number * share):  # a round: the best of each window that is not picked yet
+            nexts = [best([i for i in w if i not in near], local, 1) for w in inside.values()]
+            near += best([i for one in nexts for i in one], local, int(number * share) - len(near))
+        kept += near + best([i for i in group if i not in near], last, number - len(near))
+    return sorted(kept)
+
+
+def naive_targets(cells: list[list[int]], kept: list[int], features: Tensor) -> list[int]:
+    picked = [i for i in kept if cells[i][0] >= 0]
+    likeness = (unit(features) @ unit(features).T).tolist()
+    targets = []
+    for i, cell in enumerate(cells):
+        own = [j for j in picked if cells[j][0] == cell[0]] or picked
+        targets.append(i if i in kept else max(own, key=lambda j: (likeness[i][j], -j)))
+    return targets
+
+
+def cells_of(patches: Patches, row: int, count: int) -> list[list[int]]:
+    return torch.stack([x for x in vars(patches).values() if isinstance(x, torch.Tensor)])[:, row, :count].T.tolist()
+
+
+def scan(count: Any, keep: Any, grids: list, seed: int = 0, **more: Any) -> tuple[Any, Selection]:
+    options = {k: more.pop(k) for k in ("local", "window", "merge") if k in more}
+    g = torch.Generator().manual_seed(seed)
+    scores = {layer: torch.rand(len(count), max(count), generator=g) for layer in (0.25, -1)}
+    tokens = made_up(count, keep, text=0, seed=seed, grids=grids, **{"encoder": scores, **more})
+    return tokens, tokenprune.method("vscan", **options).select(tokens)
+
+
+GRIDS = [[(1, 6, 6), (1, 12, 12)], [(1, 7, 5), (1, 1, 9)], [(3, 4, 6), (5, 1, 2)], [(1, 13, 10), (2, 8, 9)]]
+
+
+@pytest.mark.parametrize("grids", GRIDS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 2, "local": 0.7}, {"local": 0}, {"local": 1, "window": 3}], ids=str)
+def test_stage_1(grids: list, options: dict) -> None:
+    counts = [a * b * c for a, b, c in grids]
+    patches = raster(counts, grids)
+    patches.tile[0, ::7] = -1  # newlines
+    patches.size[1] = 4
+    for share in (0.05, 0.3, 0.95):
+        keep = [max(1, round(share * n)) for n in counts]
+        tokens, selection = scan(counts, keep, grids, patches=patches, **options)
+        for row, count in enumerate(counts):
+            cells = cells_of(patches, row, count)
+            local, last = (tokens.encoder_attention(layer)[row, 0] for layer in (0.25, -1))
+            want = naive_pick(cells, local, last, keep[row], options.get("local", 0.5), options.get("window"))
+            assert selection.keep[row].nonzero().flatten().tolist() == want
+            targets = naive_targets(cells, want, tokens.hidden[row])
+            assert selection.assign[row, :count].tolist() == targets and (selection.assign[row, count:] == -1).all()
+            newlines = sum(cell[0] < 0 for cell in cells)
+            assert len(want) == max(keep[row], newlines + 1)
+    assert scan(counts, keep, grids, merge=False)[1].assign is None
+
+
+@pytest.mark.parametrize(("grid", "size", "keep"), [((24, 24), 1, 96), ((24, 24), 1, 288), ((16, 16), 4, 64)], ids=str)
+def test_both_codes_where_the_windows_divide(grid: tuple[int, int], size: int, keep: int) -> None:
+    """The exact top of each window (LLaVA), and the greedy walk under a cap (Qwen), pick the same as ours."""
+    count, side = grid[0] * grid[1], 4 if size > 1 else 6
+    patches = raster([count], [(1, *grid)])
+    patches.size[:] = size
+    tokens, selection = scan([count], [keep], [None], patches=patches)
+    cells = cells_of(patches, 0, count)
+    local, last = (tokens.encoder_attention(layer)[0, 0].tolist() for layer in (0.25, -1))
+    near = keep // 2
+    tops, walk, used = [], [], {}
+    places = {window_of(cell, side) for cell in cells}
+    for window in places:
+        tops += best([i for i in range(count) if window_of(cells[i], side) == window], local, near // len(places))
+    for i in best(list(range(count)), local, count):
+        window = window_of(cells[i], side)
+        if len(walk) < near and used.get(window, 0) < -(-near // len(places)):
+            walk.append(i)
+            used[window] = used.get(window, 0) + 1
+    assert near % len(places) == 0 and sorted(tops) == sorted(walk)
+    far = best([i for i in range(count) if i not in tops], last, keep - near)
+    assert selection.keep[0].nonzero().flatten().tolist() == sorted(tops + far)
+
+
+def test_every_window_and_never_twice() -> None:
+    """Each window has its part; scores of zero, negative ones and NaN make no token be picked twice."""
+    for seed, (height, width) in enumerate([(1, 1), (3, 11), (5, 5), (9, 8), (13, 6), (2, 40)]):
+        count = height * width
+        g = torch.Generator().manual_seed(seed)
+        for keep in range(1, count + 1, 1 + count // 9):
+            scores = {0.25: torch.rand(1, count, generator=g), -1: torch.full((1, count), -torch.inf)}
+            scores[0.25][0, ::3] = torch.nan
+            tokens, selection = scan([count], [keep], [(1, height, width)], window=3, encoder=scores)
+            assert int(selection.keep.sum()) == keep
+            cells = cells_of(tokens.patches, 0, count)
+            used = {window_of(cell, 3): [0, 0] for cell in cells}
+            for cell, kept in zip(cells, selection.keep[0].tolist(), strict=True):
+                used[window_of(cell, 3)][0] += kept
+                used[window_of(cell, 3)][1] += 1
+            assert all(kept >= min(size, keep // 2 // len(used)) for kept, size in used.values())
+
+
+def test_merging_conserves_what_there_is() -> None:
+    """Sizes times means are the sum of all; and a token that is not picked can be anywhere."""
+    tokens, selection = scan([36], [9], [(1, 6, 6)])
+    kept, assign = selection.keep[0].nonzero().flatten().tolist(), selection.assign[0]
+    size = torch.bincount(assign, minlength=36)
+    mean = torch.stack([tokens.hidden[0, assign == i].mean(0) for i in kept])
+    close((mean * size[kept, None]).sum(0), tokens.hidden[0].sum(0))
+    assert int(size.sum()) == 36
+    rest = [i for i in range(36) if i not in kept]
+    swapped = torch.arange(36)
+    swapped[rest] = torch.tensor(rest)[torch.randperm(len(rest), generator=torch.Generator().manual_seed(1))]
+    _, other = scan([36], [9], [(1, 6, 6)], hidden=tokens.hidden[:, swapped])
+    assert torch.equal(other.keep, selection.keep) and torch.equal(other.assign[0], assign[swapped])
+
+
+def test_long_sequences_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, whole = scan([144], [30], [(1, 12, 12)])
+    monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", 7 * 30)
+    assert torch.equal(scan([144], [30], [(1, 12, 12)])[1].assign, whole.assign)
+
+
+# -- the schedule ------------------------------------------------------------------------------------------------------
+
+SCHEDULES = [  # layers, tokens, keep, tokens of stage 1, of stage 2; the first are the paper's
+    (32, 576, 64, 96, 32),
+    (32, 576, 128, 192, 64),
+    (32, 576, 192, 288, 96),
+    (28, 1200, 1 / 9, 200, 67),
+    (32, 576, 0.5, 432, 144),
+    (32, 576, 0.8, 576, 346),
+    (32, 576, 500, 576, 424),
+    (32, 100, 500, 100, 100),
+    (32, 576, Budget(average_tokens=64.0), 96, 32),
+    (32, 576, Budget(kv_share=0.5), 432, 144),
+    (27, 50, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("layers", "count", "keep", "first", "second"), SCHEDULES, ids=str)
+def test_schedule(layers: int, count: int, keep: Any, first: int, second: int) -> None:
+    shape = DecoderShape(layers, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
+    budget = Budget.of(keep)
+    got, arrives = [], count
+    for method, part in tokenprune.method("vscan").stages(budget, layers):
+        about = dict(layer=method.cut_layer, shape=shape, text_tokens=0, original=[count])
+        (number,) = part.resolve([arrives], **about)
+        arrives = min(arrives, max(1, method.budget(arrives, number)))  # as the engine does
+        got.append((method.name, method.site, method.cut_layer, arrives))
+    assert got == [("vscan", "PRE_LLM", 0, first), ("vscan", "IN_LLM", layers // 2, second)]
+
+
+def test_schedules_that_cannot_be() -> None:
+    method = tokenprune.method("vscan")
+    with pytest.raises(BudgetError, match="by itself"):
+        method.stages(Budget(keep=0.5, per="prompt"), 32)
+    with pytest.raises(OptionError, match="layer=32"):
+        tokenprune.method("vscan", layer=32).stages(Budget(keep=0.5), 32)
+    ((first, budget),) = tokenprune.method("vscan", stage2=False).stages(Budget(flops_share=0.5), 32)
+    assert budget == Budget(flops_share=0.5) and first.prefix_cache_safe and not method.prefix_cache_safe
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(layer=0), dict(layer=4), dict(window=0), dict(stage2=1), dict(merge=None), dict(local=1.5),
+        dict(local=True),
+        dict(local_layer=1.0), dict(local_layer="2"), dict(local_layer=3), dict(local_layer=-4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options(options: dict, build) -> None:
+    with pytest.raises(OptionError, match="vscan.*" + str(next(iter(options.values()))).removeprefix("-")):
+        tokenprune.patch(build(FAMILIES["llava"]), "vscan", keep=0.3, **options)
+
+
+# -- in models ---------------------------------------------------------------------------------------------------------
+
+
+def cuts_of(model: Any, inputs: Any, keep: Any = 0.3, **options: Any) -> list:
+    with torch.no_grad(), tokenprune.patched(model, "vscan", keep=keep, record=True, **options):
+        model(**inputs)
+        return tokenprune.stats(model).cuts
+
+
+@pytest.mark.parametrize(("family", "batch"), [case for case in CASES if "text" not in case.id])
+@torch.no_grad()
+def test_stage_1_in_a_model(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that the towers' own attention maps, and the decoder's own embeddings, ask for."""
+    model, inputs = build(family, "eager"), family.make_inputs(**BATCHES[batch])
+    cells, scores = naive_scores(family, model, inputs, monkeypatch, (0.25, -1))
+    embeds: list[Tensor] = []
+    layer = model.get_submodule(family.decoder).layers[0]
+    handle = layer.register_forward_pre_hook(lambda module, args: embeds.append(args[0]))
+    model(**inputs)
+    handle.remove()
+    (cut,) = cuts_of(build(family), inputs, stage2=False)
+    flat = family.visual_mask(model, inputs).nonzero().tolist()
+    number = {tuple(place): i for i, place in enumerate(flat)}
+    for row, row_pieces in enumerate(pieces(family, inputs)):
+        for piece in row_pieces:
+            own = [number[row, place] for place in piece]
+            keep = max(1, round(0.3 * len(piece)))
+            local, last = (scores[layer][own].mean(1) for layer in (0.25, -1))
+            want = naive_pick([cells[i] for i in own], local, last, keep)
+            assert set(cut.kept[row]) & set(piece) == {piece[i] for i in want}
+            targets = naive_targets([cells[i] for i in own], want, embeds[0][row, piece])
+            groups: dict[int, list[int]] = {}
+            for i, target in enumerate(targets):
+                groups.setdefault(piece[target], []).append(piece[i])
+            assert {k: v for k, v in cut.sources[row].items() if k in piece} == groups
+
+
+@pytest.mark.parametrize("layer", [1, 2, 3])
+@torch.no_grad()
+def test_stage_2_is_the_next_layers_own_row(layer: int, family: Family, build) -> None:
+    """Ranked as the attention map of an eager model that was cut by stage 1 alone ranks, at the very layer."""
+    model, inputs = build(family, "eager"), family.make_inputs(images=(1, 2))
+    vscan, shape = tokenprune.method("vscan", layer=layer), DecoderShape.from_config(model.config.get_text_config())
+    (first, budget), (_, share) = vscan.stages(Budget(keep=0.4), 4)
+    with tokenprune.patched(model, first, keep=budget, record=True):
+        maps = model(**inputs, output_attentions=True).attentions
+        (before,) = tokenprune.stats(model).cuts
+    rows = maps[layer].mean(1)[:, -1]  # padding is on the left
+    cuts = cuts_of(build(family), inputs, 0.4, layer=layer)
+    assert cuts[0].kept == before.kept and cuts[1].layer == layer
+    for row, row_pieces in enumerate(pieces(family, inputs)):
+        slot = {place: i - len(before.kept[row]) for i, place in enumerate(before.kept[row])}
+        for piece in row_pieces:
+            left = [place for place in piece if place in slot]
+            score = torch.stack([rows[row, slot[place]] for place in left])
+            about = dict(layer=layer, shape=shape, text_tokens=0, original=[len(piece)])
+            (keep,) = share.resolve([len(left)], **about)
+            want = {left[i] for i in score.argsort(descending=True, stable=True)[:keep].tolist()}
+            assert set(cuts[1].kept[row]) & set(piece) == want
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_next", "gemma3"])
+@torch.no_grad()
+def test_stage_2_behind_a_cache(name: str, build) -> None:
+    """A picture in a later turn: the last token attends to what is cached, too."""
+    family = FAMILIES[name]
+    model, inputs = build(family, "eager"), family.make_inputs(only=0)
+    early = torch.arange(20, 32)[None]
+    mask = torch.ones(1, 12 + inputs["input_ids"].shape[1], dtype=torch.long)
+    second = tokenprune.method("vscan").stages(Budget(keep=0.3), 4)[1][0]
+
+    def talk(**more: Any) -> Any:
+        past = model(early, use_cache=True).past_key_values
+        return model(**{**inputs, "attention_mask": mask}, past_key_values=past, **more)
+
+    row = talk(output_attentions=True).attentions[2].mean(1)[0, -1]
+    with tokenprune.patched(model, second, keep=0.3, record=True):
+        talk()
+        (cut,) = tokenprune.stats(model).cuts
+    ((piece,),) = pieces(family, inputs)
+    start = row.shape[0] - inputs["input_ids"].shape[1]  # a sliding layer has lost its oldest slots
+    score = row[[start + place for place in piece]]
+    want = {12 + piece[i] for i in score.argsort(descending=True, stable=True)[: round(0.3 * len(piece))].tolist()}
+    assert set(cut.kept[0]) & {12 + place for place in piece} == want
+
+
+@torch.no_grad()
+def test_cache_lengths_and_averages(family: Family, model) -> None:
+    inputs = family.make_inputs(images=(1, 0))
+    with tokenprune.patched(model, "vscan", keep=0.3):
+        cache = model(**inputs).past_key_values
+        stats = tokenprune.stats(model)
+    length, (count,) = inputs["input_ids"].shape[1], [sum(row) for row in inputs.counts if row]
+    first, _, second, _ = stats.visual_tokens_per_layer
+    assert stats.visual_tokens_per_layer == [first, first, second, second] and count > first > second
+    assert stats.visual_tokens_average / count == pytest.approx(0.3, abs=0.04)
+    for layer, held in enumerate(cache.layers):
+        tokens = length - count + (first if layer < 2 else second)
+        window = held.sliding_window - 1 if getattr(held, "is_sliding", False) else tokens
+        assert held.keys.shape[-2] == min(tokens, window) or len(inputs["input_ids"]) > 1
+
+
+@torch.no_grad()
+def test_questions_and_sites(family: Family, model) -> None:
+    """Stage 1 does not see the question, `generate` chooses as a forward does, and positions stay those of the prompt:
+    the oracle agrees to what comes out."""
+    inputs = family.make_inputs(images=(2, 1))
+    other = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    other["input_ids"][:, -4:] = torch.arange(100, 104)
+    cuts, others = cuts_of(model, inputs), cuts_of(model, other)
+    assert cuts[0].kept == others[0].kept and cuts[0].sources == others[0].sources
+    with tokenprune.patched(model, "vscan", keep=0.3, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        written = tokenprune.stats(model).cuts
+    assert written[0].kept == cuts[0].kept and written[0].sources == cuts[0].sources
+    with reduced(family, model, written, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+COMPOSED = [
+    (["vscan", tokenprune.method("fastv", layer=3)], [0.4, 0.6]),  # fastv reads layer 2, where vscan cuts by its own
+    (
+        [tokenprune.method("fastv", layer=1), "vscan"],
+        [0.6, 0.4],
+    ),  # the layout that stage 2 looks ahead on is cut already
+    ([tokenprune.method("vscan", stage2=False), "dart"], 0.5),
+    (["divprune", tokenprune.method("vscan", layer=1).stages(Budget(keep=0.3), 4)[1][0]], 0.5),
+]
+
+
+@pytest.mark.parametrize(
+    ("methods", "keep"), COMPOSED, ids=["vscan fastv", "fastv vscan", "stage 1 dart", "divprune stage 2"]
+)
+@torch.no_grad()
+def test_composition(methods: list, keep: Any, family: Family, model) -> None:
+    inputs = family.make_inputs(images=(1, 2))
+    with tokenprune.patched(model, methods, keep=keep, record=True):
+        got, cuts = model(**inputs).logits, tokenprune.stats(model).cuts
+    alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
+    with reduced(family, model, cuts, alive.shape[1]):
+        close(got[alive], model(**inputs).logits[alive])
+
+
+@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
+@torch.no_grad()
+def test_beams(batch: dict, family: Family, model) -> None:
+    """Pictures are encoded once, and their features then repeated for each beam."""
+    inputs = family.make_inputs(**batch)
+    beams = dict(max_new_tokens=3, num_beams=2)
+    (cut, _) = cuts_of(model, inputs)
+    with tokenprune.patched(model, "vscan", keep=0.3, record=True):
+        got = model.generate(**inputs, **beams)
+        cuts = tokenprune.stats(model).cuts
+    assert cuts[0].kept == [row for row in cut.kept for _ in range(2)]
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        assert torch.equal(got, model.generate(**inputs, **beams))
+
+
+def test_a_layer_for_a_stage_that_is_off() -> None:
+    with pytest.raises(OptionError, match="layer=2 is where stage 2 cuts"):
+        tokenprune.method("vscan", stage2=False, layer=2)

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that act on pixels, with real processors: how many tokens they leave, and that nothing stays changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.clip.image_processing_clip import CLIPImageProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+import tokenprune
+from basics import METHODS, snapshot
+from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, state, written
+from tokenprune import (
+    UnsupportedSetupError,
+    count_visual_tokens,
+    patch_processor,
+    unpatch_processor,
+)
+from tokenprune.integrations.shared.pixel_counts import PixelCounts
+from zoo import FAMILIES
+
+INFOS = [tokenprune.method_info(name) for name in METHODS]
+PIXEL_METHODS = [info.name for info in INFOS if issubclass(info.cls, tokenprune.ResizeMethod)]
+KEEPS = [0.75, 0.5, 0.25, 1 / 9, 0.04]
+
+
+@pytest.fixture
+def demo() -> Any:
+    return demo_model()
+
+
+# -- the shipped LLaVA model: the target size shrinks, and the tower interpolates
+
+
+@pytest.mark.parametrize("keep, patches", [(0.95, 16), (0.5, 11), (0.25, 8), (0.1, 5), (0.02, 2), (0.001, 1)])
+@torch.no_grad()
+def test_llava_shrinks_to_whole_patches(demo: Any, keep: float, patches: int) -> None:
+    processor = llava()
+    with tokenprune.patched(demo, "downsample", keep=keep, processor=processor):
+        inputs = asked(processor, photo(300, 200), photo(50, 90))
+        assert inputs["pixel_values"].shape == (2, 3, 14 * patches, 14 * patches)
+        assert int((inputs["input_ids"] == demo.config.image_token_id).sum()) == 2 * patches**2
+        logits = demo(**inputs).logits
+        stats = tokenprune.stats(demo)
+        written_tokens = demo.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert stats.visual_tokens_in == stats.visual_tokens_out == 2 * patches**2
+    assert stats.visual_tokens_full == 2 * 16**2
+    assert stats.pixel_keep_ratio == stats.as_dict()["pixel_keep_ratio"] == patches**2 / 16**2
+    assert "of 512 without the method on pixels" in repr(stats)
+    assert torch.isfinite(logits).all()
+    assert written_tokens.shape[1] > inputs["input_ids"].shape[1]
+
+
+@torch.no_grad()
+def test_llava_sees_the_small_picture(demo: Any) -> None:
+    """The same as what a user would do by hand: a smaller size, and interpolated positions."""
+    processor, picture = llava(), photo(300, 200)
+    with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
+        inputs = asked(processor, picture)
+        patched = demo(**inputs).logits
+    small = llava()
+    small.image_processor = CLIPImageProcessor(**{**small.image_processor.to_dict(), **SMALL})
+    by_hand = asked(small, picture)
+    assert torch.equal(by_hand["pixel_values"], inputs["pixel_values"])
+    features = demo.model.vision_tower(
+        by_hand["pixel_values"], interpolate_pos_encoding=True, output_hidden_states=True
+    )
+    hidden = features.hidden_states[demo.config.vision_feature_layer]
+    embeds = demo.get_input_embeddings()(by_hand["input_ids"])
+    keep = hidden[:, 1:] if demo.config.vision_feature_select_strategy == "default" else hidden
+    visual = demo.model.multi_modal_projector(keep)
+    mask = (by_hand["input_ids"] == demo.config.image_token_id).unsqueeze(-1)
+    want = demo(inputs_embeds=embeds.masked_scatter(mask, visual), attention_mask=by_hand["attention_mask"]).logits
+    assert torch.allclose(patched, want, atol=1e-4)
+
+
+SMALL = {"size": {"shortest_edge": 112}, "crop_size": {"height": 112, "width": 112}}
+
+
+@torch.no_grad()
+def test_unpatch_gives_all_back(demo: Any) -> None:
+    processor, picture = llava(), photo(300, 200)
+    before, model_before = state(processor), snapshot(demo)
+    inputs = asked(processor, picture)
+    logits = demo(**inputs).logits
+    tokenprune.patch(demo, "downsample", keep=0.25, processor=processor)
+    assert state(processor)[0] != before[0]
+    assert state(processor)[1:] == before[1:], "a patched processor prints and saves as it did"
+    assert isinstance(processor.image_processor, CLIPImageProcessor)
+    tokenprune.unpatch(demo)
+    assert state(processor) == before
+    assert snapshot(demo) == model_before
+    after = asked(processor, picture)
+    assert all(torch.equal(after[name], inputs[name]) for name in inputs)
+    assert torch.equal(demo(**after).logits, logits)
+
+
+@torch.no_grad()
+def test_pixels_of_another_processor_are_refused(demo: Any) -> None:
+    processor = llava()
+    foreign = asked(llava(), photo(200, 200))
+    patched = tokenprune.patched(demo, "downsample", keep=0.25, processor=processor)
+    with patched, pytest.raises(UnsupportedSetupError, match="full size"):
+        demo(**foreign)
+    demo(**foreign)
+
+
+@torch.no_grad()
+def test_composed_with_a_method_in_the_decoder(demo: Any) -> None:
+    processor = llava()
+    with tokenprune.patched(demo, ["downsample", "divprune"], keep=[0.25, 0.5], processor=processor):
+        inputs = asked(processor, photo(200, 200))
+        demo(**inputs)
+        stats = tokenprune.stats(demo)
+    assert (stats.visual_tokens_in, stats.visual_tokens_out) == (64, 32)
+
+
+# -- processors that follow the picture's size
+
+SIZES = [(60, 90), (150, 40), (200, 200), (31, 170), (400, 330)]
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"size": {"shortest_edge": 64, "longest_edge": 10**6}},
+        {"size": {"shortest_edge": 400 * 64, "longest_edge": 10**6}},  # all pictures are enlarged
+        {"size": {"shortest_edge": 64, "longest_edge": 100 * 64}},  # all pictures are reduced
+    ],
+    ids=["as they are", "enlarged", "reduced"],
+)
+def test_qwen_keeps_the_share(settings: dict, size: tuple[int, int], keep: float) -> None:
+    processor = Qwen2VLImageProcessor(patch_size=4, **settings)
+    full = processor(photo(*size))["image_grid_thw"][0] // 2
+    patch_processor(processor, "downsample", keep=keep)
+    made = processor(photo(*size))
+    small = made["image_grid_thw"][0] // 2
+    assert len(made["pixel_values"]) == 4 * small[1] * small[2]
+    wanted = keep * float(full[1] * full[2])
+    assert abs(float(small[1] * small[2]) - wanted) <= max(1, float(min(small[1], small[2])) / 2)
+    short = 1 if size[0] < size[1] else 2
+    assert abs(float(small[short]) - float(full[short]) * keep**0.5) < 1
+
+
+def test_qwen_picture_is_resized_once() -> None:
+    """The processor finds a picture that it need not touch."""
+    processor = Qwen2VLImageProcessor(**LIMITS)
+    picture = photo(160, 240)
+    by_hand = processor(picture.resize((120, 80), Image.Resampling.BICUBIC))
+    patch_processor(processor, keep=0.25)
+    patched = processor(picture)
+    assert torch.equal(patched["image_grid_thw"], by_hand["image_grid_thw"])
+    assert torch.equal(patched["pixel_values"], by_hand["pixel_values"])
+
+
+@pytest.mark.parametrize("method", PIXEL_METHODS)
+def test_qwen_pictures_do_not_depend_on_their_companions(method: str) -> None:
+    """Also where they lie around the processor's lower limit; pages of text stay whole under dynres."""
+    processor = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 101 * 64, "longest_edge": 10**6})
+    lines = (np.random.default_rng(0).random((200, 200)) < 0.3).astype(np.uint8) * 255
+    pages = [
+        Image.fromarray(lines[:height, :width]).convert("RGB") for height, width in ((83, 83), (40, 60), (200, 99))
+    ]
+    pictures = [photo(200, 200), photo(20, 30), *pages, photo(83, 83)]
+    patch_processor(processor, method, keep=0.4)
+    together = processor(pictures)
+    alone = [processor(picture) for picture in pictures]
+    assert torch.equal(together["image_grid_thw"], torch.cat([one["image_grid_thw"] for one in alone]))
+    assert torch.equal(together["pixel_values"], torch.cat([one["pixel_values"] for one in alone]))
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.25, 0.1])
+@pytest.mark.parametrize(
+    "name", ["LlavaNextImageProcessor", "LlavaOnevisionImageProcessor", "Lfm2VlImageProcessor", "PixtralImageProcessor"]
+)
+def test_tiles_come_as_close_as_they_can(name: str, keep: float) -> None:
+    """No picture of the same shape and smaller size is closer to the share than the one that was made."""
+    processor = COUNTED[name].make()
+    for size in [(190, 190), (64, 150), (150, 33), (30, 20)]:
+        full = count_visual_tokens(processor, *size)
+        patch_processor(processor, keep=keep)
+        made = written(processor, photo(*size))
+        unpatch_processor(processor)
+        assert written(processor, photo(*size)) == full
+        others = [
+            count_visual_tokens(processor, max(1, round(size[0] * step / 40)), max(1, round(size[1] * step / 40)))
+            for step in range(1, 41)
+        ]
+        assert abs(made - keep * full) <= min(abs(other - keep * full) for other in others) + 0.05 * full
+        assert made <= full
+
+
+@torch.no_grad()
+def test_the_count_without_the_method(build: Any) -> None:
+    """Told of whatever the processor made for a prompt: in one call or several, copied for beams, beside plain text."""
+    family = FAMILIES["qwen2_vl"]
+    model, processor = build(family), Qwen2VLImageProcessor(**LIMITS)
+
+    def told(*sizes: tuple[int, int], images: Any = None, calls: int = 1, **generate: Any) -> int | None:
+        """What the statistics say of pictures of these sizes, made in so many calls of the processor."""
+        each = len(sizes) // calls
+        made = [
+            processor([photo(*size) for size in sizes[start : start + each]], return_tensors="pt")
+            for start in range(0, len(sizes), each)
+        ]
+        grids = torch.cat([one["image_grid_thw"] for one in made])
+        inputs = family.make_inputs(
+            images=images or [1] * len(sizes), sizes=[tuple(grid[1:]) for grid in grids.tolist()]
+        )
+        inputs.update({key: torch.cat([one[key] for one in made]) for key in made[0]})
+        model.generate(**inputs, max_new_tokens=2, **generate)
+        return tokenprune.stats(model).visual_tokens_full
+
+    full = {size: processor(photo(*size), return_tensors="pt")["image_grid_thw"].prod().item() // 4
+            for size in ((48, 64), (64, 64), (32, 48))}  # fmt: skip
+    with tokenprune.patched(model, "downsample", keep=0.25, processor=processor):
+        assert told((48, 64)) == full[48, 64] == 48
+        assert told((48, 64), (64, 64)) == full[48, 64] + full[64, 64]
+        assert told((48, 64), (64, 64), calls=2) == full[48, 64] + full[64, 64]
+        assert told((48, 64), (64, 64), (32, 48), images=[2, 0, 1]) == sum(full.values())
+        assert told((48, 64), (64, 64), num_beams=3) == 3 * (full[48, 64] + full[64, 64])
+        # Not known: pictures that another processor made.
+        other = Qwen2VLImageProcessor(**LIMITS)(photo(16, 96), return_tensors="pt")
+        inputs = family.make_inputs(rows=1, sizes=[tuple(other["image_grid_thw"][0, 1:].tolist())])
+        inputs.update(other)
+        model(**inputs)
+        assert tokenprune.stats(model).visual_tokens_full is tokenprune.stats(model).pixel_keep_ratio is None
+        assert "without" not in repr(tokenprune.stats(model))
+    with tokenprune.patched(model, "divprune", keep=0.25):
+        model(**inputs)
+        assert tokenprune.stats(model).visual_tokens_full is None
+
+
+def test_a_count_that_is_not_known_is_not_told() -> None:
+    counts = PixelCounts()
+    assert counts.full([12]) is None
+    counts.note(12, 48)
+    assert (counts.full([12]), counts.full([12, 12]), counts.full([0, 12]), counts.full([24])) == (48, 96, 48, None)
+    counts.note(12, 48)
+    assert counts.full([12]) == 48
+    counts.note(12, 50)  # which of the two?
+    assert counts.full([12]) is None
+    for _ in range(63):
+        counts.note(13, 52)
+    assert (counts.full([12]), counts.full([13])) == (50, 52)
+    counts.note(13, 52)
+    assert counts.full([12]) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep", [0.5, 0.25])
+def test_tiny_models_take_the_pixels(keep: float, build: Any) -> None:
+    """Qwen2-VL's tiny model with the processor of its sizes: fewer patches, and placeholders to match."""
+    family = FAMILIES["qwen2_vl"]
+    model = build(family)
+    processor = Qwen2VLImageProcessor(**LIMITS)
+    picture = photo(48, 64)
+    with tokenprune.patched(model, "downsample", keep=keep, processor=processor):
+        made = processor(picture, return_tensors="pt")
+        grid = made["image_grid_thw"][0].tolist()
+        inputs = family.make_inputs(rows=1, sizes=[tuple(grid[1:])])
+        inputs.update(made)
+        logits = model(**inputs).logits
+        stats = tokenprune.stats(model)
+    assert stats.visual_tokens_in == grid[1] * grid[2] // 4 == pytest.approx(keep * 48, abs=2)
+    assert stats.visual_tokens_full == 48
+    assert torch.isfinite(logits).all()
+
+
+# -- all kinds of pictures
+
+
+def test_all_kinds_of_pictures_are_taken(tmp_path: Any) -> None:
+    processor = Qwen2VLImageProcessor(**LIMITS)
+    picture = photo(64, 96)
+    array = np.asarray(picture)
+    picture.save(tmp_path / "photo.png")
+    kinds = [
+        picture,
+        array,
+        array.transpose(2, 0, 1),
+        torch.from_numpy(array.copy()),
+        torch.from_numpy(array.copy()).permute(2, 0, 1),
+        picture.convert("P"),
+        picture.convert("RGBA"),
+    ]
+    by_path = patch_processor(Qwen2VLImageProcessorPil(**LIMITS), keep=0.25)
+    assert by_path(str(tmp_path / "photo.png"))["image_grid_thw"].tolist() == [[1, 8, 12]]
+    patch_processor(processor, keep=0.25)
+    for kind in kinds:
+        assert processor(kind)["image_grid_thw"].tolist() == [[1, 8, 12]], type(kind)
+    stack = torch.from_numpy(np.stack([array, array])).permute(0, 3, 1, 2)
+    for many in ([picture, array], [[picture], [array]], stack, (picture, picture)):
+        assert processor(many)["image_grid_thw"].tolist() == [[1, 8, 12]] * 2
+    # Values are near those of the same picture resized by PIL, whatever it came as.
+    want = processor(picture)["pixel_values"]
+    for kind in kinds[1:5]:
+        assert (processor(kind)["pixel_values"] - want).abs().max() < 0.3, type(kind)
+    floats = torch.from_numpy(array.copy()).permute(2, 0, 1) / 255
+    made = processor(floats, do_rescale=False)["pixel_values"]
+    assert (made - want).abs().max() < 0.3
+
+
+def test_what_a_picture_is_made_of_stays() -> None:
+    picture = photo(64, 96)
+    array, palette = np.array(picture), picture.convert("P")
+    processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), keep=0.25)
+    # Palette indices must not be interpolated, nor taken from the nearest pixel.
+    want = processor(palette.convert("RGB"))["pixel_values"]
+    assert torch.equal(processor(palette)["pixel_values"], want)
+    # The resized array has its channels where the original had them, and where the call says they are.
+    told = processor(array, input_data_format="channels_last")["pixel_values"]
+    assert torch.equal(told, processor(array)["pixel_values"])
+
+
+@pytest.mark.parametrize("nothing", [[], [[]]], ids=str)
+def test_no_pictures_are_left_to_the_processor(nothing: list) -> None:
+    def outcome(processor: Any) -> Any:
+        try:
+            return list(processor(nothing))
+        except Exception as error:
+            return type(error), str(error)
+
+    processor = Qwen2VLImageProcessor(**LIMITS)
+    before = outcome(processor)
+    assert outcome(patch_processor(processor, keep=0.25)) == before
+
+
+def test_a_text_without_pictures_passes(demo: Any) -> None:
+    processor = llava()
+    with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
+        inputs = processor(text=["what?"], return_tensors="pt")
+        demo(**inputs)
+        assert tokenprune.stats(demo).visual_tokens_in == 0
+
+
+# -- keep = 1
+
+
+@pytest.mark.parametrize("method", PIXEL_METHODS)
+def test_keep_one_is_the_identity(method: str, demo: Any) -> None:
+    for processor in (llava(), Qwen2VLImageProcessor(patch_size=4), COUNTED["LlavaNextImageProcessor"].make()):
+        pictures = dict(images=[photo(90, 40)])
+        if hasattr(processor, "tokenizer"):
+            pictures["text"] = ["<image>"]
+        before = processor(**pictures, return_tensors="pt")
+        if processor.__class__.__name__ == "LlavaProcessor":
+            tokenprune.patch(demo, method, keep=1.0, processor=processor)
+        else:
+            patch_processor(processor, method, keep=1.0)
+        after = processor(**pictures, return_tensors="pt")
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        if tokenprune.is_patched(demo):
+            tokenprune.unpatch(demo)
+        else:
+            unpatch_processor(processor)
+
+
+@torch.no_grad()
+def test_four_sites_in_one_patch_each_tell_what_they_took() -> None:
+    """dynres shrinks the picture, tome merges in the tower, divprune drops at the entry, fastv inside the decoder."""
+    model, processor = demo_model(), llava()
+    picture = photo(256, 256)
+    plan = ["dynres", "tome", "divprune", "fastv"]
+
+    def run(keep) -> tokenprune.Stats:
+        with torch.no_grad(), tokenprune.patched(model, plan, keep=keep, processor=processor):
+            inputs = processor(images=[picture], text=["<image> What is this?"], return_tensors="pt")
+            model(**inputs)
+            return tokenprune.stats(model)
+
+    stats = run([0.6, 0.5, 0.75, 0.5])
+    assert [(one.method, one.site, one.layer) for one in stats.removals] == [
+        ("tome", "IN_ENCODER", 0), ("divprune", "PRE_LLM", 0), ("fastv", "IN_LLM", 2),
+    ]  # fmt: skip
+    entered = stats.visual_tokens_in
+    assert entered < 256  # dynres
+    shares = [one.after / one.before for one in stats.removals]
+    assert shares == pytest.approx([0.5, 0.75, 0.5], abs=0.02)
+    assert [one.before for one in stats.removals] == [entered, *(one.after for one in stats.removals[:-1])]
+    assert stats.visual_tokens_out == stats.removals[-1].after
+    assert stats.as_dict()["removals"][0]["method"] == "tome"
+    one_keep = run(0.7)
+    assert one_keep.visual_tokens_out == pytest.approx(one_keep.visual_tokens_in * 0.7**3, abs=2)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches on processors: what is refused and why, what a call may say, and processors patched without a model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+from transformers.models.siglip.image_processing_siglip import SiglipImageProcessor
+
+import tokenprune
+from basics import METHODS
+from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, state, tokenizer, written
+from tokenprune import (
+    AlreadyPatchedError,
+    Budget,
+    BudgetError,
+    NotPatchedError,
+    OptionError,
+    UnsupportedSetupError,
+    patch_processor,
+    unpatch_processor,
+)
+from zoo import FAMILIES
+
+INFOS = [tokenprune.method_info(name) for name in METHODS]
+PIXEL_METHODS = [info.name for info in INFOS if issubclass(info.cls, tokenprune.ResizeMethod)]
+
+
+@pytest.fixture
+def demo() -> Any:
+    return demo_model()
+
+
+# -- errors
+
+FIXED = ["internvl", "gemma3", "idefics3", "smolvlm"]
+
+
+@pytest.mark.parametrize("method", PIXEL_METHODS)
+def test_errors_leave_the_model_alone(method: str, demo: Any, build: Any) -> None:
+    processor = llava()
+    before = state(processor)
+    for family in FIXED:
+        with pytest.raises(UnsupportedSetupError, match="as many tokens"):
+            tokenprune.patch(build(FAMILIES[family]), method, keep=0.5, processor=processor)
+    wrong: list[tuple[type[Exception], dict]] = [
+        (OptionError, dict(keep=0.5)),
+        (OptionError, dict(keep=0.5, processor=tokenizer())),
+        (BudgetError, dict(keep=64, processor=processor)),
+        (BudgetError, dict(keep=Budget(kv_share=0.5), processor=processor)),
+        (OptionError, dict(keep=0.5, processor=processor, layer=2)),
+    ]
+    for error, arguments in wrong:
+        with pytest.raises(error):
+            tokenprune.patch(demo, method, **arguments)
+        assert not tokenprune.is_patched(demo)
+    assert state(processor) == before
+    with tokenprune.patched(demo, "divprune", processor=processor, guard="off"):  # nothing to do for it
+        assert state(processor) == before
+    with pytest.raises(OptionError, match="does not act on pixels"):
+        tokenprune.patch(demo, "divprune", processor=processor.image_processor)  # the guard has nothing to read with
+
+
+def test_one_patch_on_a_processor(demo: Any, build: Any) -> None:
+    processor = llava()
+    tokenprune.patch(demo, "downsample", keep=0.5, processor=processor)
+    with pytest.raises(AlreadyPatchedError, match=r"downsample \(.*0\.5"):
+        tokenprune.patch(build(FAMILIES["llava"]), "downsample", keep=0.5, processor=processor)
+    with pytest.raises(NotPatchedError, match="together with a model"):
+        unpatch_processor(processor)
+    tokenprune.patch(demo, "downsample", keep=0.25, processor=processor, replace=True)
+    assert asked(processor, photo(90, 90))["pixel_values"].shape[-1] == 112
+    tokenprune.unpatch(demo)
+    assert asked(processor, photo(90, 90))["pixel_values"].shape[-1] == 224
+
+
+def test_a_processor_that_would_undo_it_is_refused(build: Any) -> None:
+    """Not one whose tokens can be counted, but it says that it makes one size of all pictures."""
+    with pytest.raises(UnsupportedSetupError, match="save nothing"):
+        tokenprune.patch(build(FAMILIES["qwen2_vl"]), "downsample", keep=0.5, processor=SiglipImageProcessor())
+
+
+def test_settings_of_the_call_are_heard(demo: Any) -> None:
+    processor, picture = llava(), photo(300, 200)
+    with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
+        for size in (112, {"shortest_edge": 112}):
+            made = processor.image_processor(picture, size=size, crop_size=112, return_tensors="pt")
+            assert made["pixel_values"].shape[-2:] == (56, 56)
+        with pytest.raises(UnsupportedSetupError, match="do_resize"):
+            processor.image_processor(picture, do_resize=False)
+    qwen = patch_processor(Qwen2VLImageProcessor(**LIMITS), keep=0.25)
+    most = {"shortest_edge": 64, "longest_edge": 64 * 64}
+    assert qwen(photo(160, 160), size=most)["image_grid_thw"].tolist() == [[1, 8, 8]]
+    assert qwen(photo(160, 160), min_pixels=64, max_pixels=64 * 64)["image_grid_thw"].tolist() == [[1, 8, 8]]
+
+
+def test_placeholders_of_the_whole_processor_match() -> None:
+    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(**LIMITS), tokenizer(), Qwen2VLVideoProcessor())
+    pictures = [photo(160, 80), photo(64, 64), photo(33, 130)]
+    full = written(processor, *pictures)
+    patch_processor(processor, keep=0.25)
+    inputs = processor(images=pictures, text=["<image><image>", "<image>"])
+    made = [t * h * w // 4 for t, h, w in torch.as_tensor(inputs["image_grid_thw"]).tolist()]
+    assert written(processor, *pictures) == sum(made) == pytest.approx(full / 4, abs=6)
+    token = tokenizer().convert_tokens_to_ids("<image>")
+    assert [row.count(token) for row in inputs["input_ids"]] == [made[0] + made[1], made[2]]
+    unpatch_processor(processor)
+    assert written(processor, *pictures) == full
+
+
+# -- the processor alone
+
+
+def test_patch_processor_is_the_same_as_with_a_model(build: Any) -> None:
+    family, picture = FAMILIES["qwen2_vl"], photo(70, 90)
+    with_model, alone = (Qwen2VLImageProcessor(patch_size=4) for _ in range(2))
+    before = state(alone)
+    with tokenprune.patched(build(family), "downsample", keep=0.3, processor=with_model):
+        want = with_model(picture)
+    assert patch_processor(alone, "downsample", keep=0.3) is alone
+    made = alone(picture)
+    assert torch.equal(made["pixel_values"], want["pixel_values"])
+    assert torch.equal(made["image_grid_thw"], want["image_grid_thw"])
+    assert copy.deepcopy(alone)(picture)["image_grid_thw"].tolist() == made["image_grid_thw"].tolist()
+    assert unpatch_processor(alone) is alone
+    assert state(alone) == before
+
+
+def test_patch_processor_replaces_only_when_asked() -> None:
+    processor = patch_processor(Qwen2VLImageProcessor(), keep=0.5)
+    with pytest.raises(AlreadyPatchedError, match="downsample"):
+        patch_processor(processor, keep=0.25)
+    patch_processor(processor, keep=0.25, replace=True)
+    assert processor(photo(560, 560))["image_grid_thw"].tolist() == [[1, 20, 20]]
+    unpatch_processor(processor)
+    with pytest.raises(NotPatchedError, match="patch_processor"):
+        unpatch_processor(processor)
+
+
+def test_patch_processor_says_what_it_cannot_do() -> None:
+    with pytest.raises(OptionError, match="downsample"):
+        patch_processor(Qwen2VLImageProcessor(), "divprune")
+    with pytest.raises(UnsupportedSetupError, match=r"tokenprune\.patch\(model"):
+        patch_processor(llava())
+    with pytest.raises(UnsupportedSetupError, match="as many tokens"):
+        patch_processor(GotOcr2ImageProcessor(crop_to_patches=True))
+    with pytest.raises(OptionError, match="whole processor"):
+        patch_processor(COUNTED["LlavaNextImageProcessor"].make().image_processor)
+    with pytest.raises(OptionError, match="pass the model's processor"):
+        patch_processor(None)
+    with pytest.raises(BudgetError, match="share"):
+        patch_processor(Qwen2VLImageProcessor(), keep=64)
+    with pytest.raises(OptionError, match="sharpness"):
+        patch_processor(Qwen2VLImageProcessor(), sharpness=1)
+
+
+def test_a_list_of_methods_is_refused_with_the_way_out() -> None:
+    with pytest.raises(OptionError, match=r"one method.*tokenprune\.patch"):
+        tokenprune.patch_processor(llava(), ["dynres", "tome"])
+
+
+def test_an_unknown_processor_is_refused_with_the_way_out() -> None:
+    with pytest.raises(UnsupportedSetupError, match=r"SiglipImageProcessor makes tokens is not known.*'pool', instead"):
+        tokenprune.patch_processor(SiglipImageProcessor(), "dynres")
+
+
+@pytest.mark.parametrize("method", ["downsample", "dynres"])
+def test_what_makes_no_pixels_is_named(method: str) -> None:
+    was = dict(vars(tokenizer()))
+    with pytest.raises(
+        OptionError, match=f"a {type(tokenizer()).__name__} makes none; give the model's whole processor"
+    ):
+        tokenprune.patch_processor(tokenizer(), method, keep=0.5)
+    assert vars(tokenizer()) == was

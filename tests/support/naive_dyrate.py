@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dyrate from its specification, in plain loops over an unpatched eager model that is handed masks step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from basics import pieces
+from oracle import without
+from zoo import Family
+
+OPTIONS = dict(
+    rate="attn_mass", layer=3, k_min=0.1, max_rate=1.0, monotone=True, batch_policy="ragged", grid=10, ema=0.5,
+    warmup=4, update_every=8, schedule=(),
+)  # fmt: skip
+
+
+class Naive:
+    """kept: for each row the visual positions that layers from the cut on attend to. rates, counts: of each step."""
+
+    def __init__(self, family: Family, model: Any, inputs: Any, keep: float, options: dict[str, Any]) -> None:
+        self.keep, self.options = keep, OPTIONS | options
+        self.pieces = pieces(family, inputs)
+        self.visual = [[place for piece in row for place in piece] for row in self.pieces]
+        self.real = inputs["attention_mask"].bool()
+        self.length = self.real.shape[1]
+        self.kept: list[list[int]] = []
+        self.prefill: list[list[int]] = []
+        self.rate: list[float] = []
+        self.history: list[list[Tensor]] = [[] for _ in self.visual]  # per row, the masses of each step
+        self.rates: list[list[float]] = []
+        self.counts: list[list[int]] = []
+
+    def alive(self, width: int) -> Tensor:
+        alive = torch.ones(len(self.visual), width, dtype=torch.bool)
+        for row, visual in enumerate(self.visual):
+            alive[row, visual] = False
+            alive[row, self.kept[row]] = True
+        return alive
+
+    def see(self, weights: Tensor) -> None:
+        """weights: `[B, H, Q, S]` of the layer before the cut, S all tokens so far."""
+        total = weights.shape[-1]
+        step = total - self.length
+        for row, visual in enumerate(self.visual):
+            last = int(self.real[row].nonzero().max()) if step == 0 else 0
+            attention = weights[row, :, last] if step == 0 else weights[row, :, -1]
+            self._see_row(row, visual, attention, step)
+        if step:
+            self._drop(step, weights[:, :, -1].mean(1))
+            self.rates.append(list(self.rate))
+            self.counts.append([len(row) for row in self.kept])
+
+    def _see_row(self, row: int, visual: list[int], attention: Tensor, step: int) -> None:
+        masses = torch.zeros(len(attention), 4)
+        for place in range(attention.shape[1]):
+            if place >= self.length:
+                kind = 3
+            elif place in visual:
+                kind = 1
+            else:
+                kind = 0 if not visual or place < visual[0] else 2
+            masses[:, kind] += attention[:, place]
+        self.history[row].append(masses)
+        if step == 0:
+            score = attention.mean(0)
+            kept = []
+            for piece in self.pieces[row]:
+                number = max(1, round(self.keep * len(piece)))
+                kept += sorted(piece, key=lambda place: (-float(score[place]), place))[:number]
+            self.prefill.append(sorted(kept))
+            self.kept.append(sorted(kept))
+            self.rate.append(1 - len(kept) / len(visual) if visual else 0.0)
+
+    def _drop(self, step: int, score: Tensor) -> None:
+        o = self.options
+        if o["rate"] == "attn_mass" and (step <= o["warmup"] or (step - o["warmup"] - 1) % o["update_every"]):
+            return
+        cut = [len(kept) < len(visual) for kept, visual in zip(self.prefill, self.visual, strict=True)]
+        rates = [min(self._rate(row, step), o["max_rate"]) if cut[row] else 0.0 for row in range(len(cut))]
+        if o["batch_policy"] == "shared":
+            rates = [max(rates) if one else 0.0 for one in cut]
+        for row, visual in enumerate(self.visual):
+            if not cut[row]:
+                continue
+            self.rate[row] = max(rates[row], self.rate[row]) if o["monotone"] else rates[row]
+            number = math.ceil((1 - self.rate[row]) * len(visual) - 1e-6)
+            number = max(number, 1, math.ceil(o["k_min"] * len(visual) - 1e-6))
+            pool = self.kept[row] if o["monotone"] else self.prefill[row]
+            ranked = sorted(pool, key=lambda place: (-float(score[row, place]), place))
+            self.kept[row] = sorted(ranked[:number])
+
+    def _rate(self, row: int, step: int) -> float:
+        o = self.options
+        if o["rate"] == "schedule":
+            return o["schedule"][min(step, len(o["schedule"])) - 1]
+        shares = []
+        for masses in self.history[row]:
+            mean = masses.mean(0).tolist()
+            shares.append(mean[1] / max(mean[1] + mean[2] + mean[3], 1e-12))
+        average = shares[0]
+        for share in shares[1:]:
+            average = o["ema"] * average + (1 - o["ema"]) * share
+        start = len(self.prefill[row]) / len(self.visual[row])
+        low = min(o["k_min"], start)
+        left = min(1.0, average / shares[0]) if shares[0] else 0.0
+        rate = 1 - (low + (start - low) * left)
+        return min(math.floor(rate * o["grid"] + 1e-6), o["grid"] - 1) / o["grid"]
+
+
+@contextmanager
+def naive(family: Family, model: Any, inputs: Any, keep: float, **options: Any) -> Iterator[Naive]:
+    """Within, the unpatched eager `model` computes what dyrate would."""
+    state = Naive(family, model, inputs, keep, options)
+    decoder = model.get_submodule(family.decoder)
+    cut = state.options["layer"]
+    seen: dict[str, Any] = {}
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        seen["weights"] = output[1]
+
+    def enter(module: Any, args: tuple, kwargs: dict, index: int = 0) -> tuple:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        cache = kwargs["past_key_values"]
+        total = int(cache.layers[0].get_seq_length())  # layer 0 holds this call's tokens already
+        if index == cut:
+            weights = seen.pop("weights")
+            # A sliding layer sees the last tokens only.
+            state.see(torch.nn.functional.pad(weights, (total - weights.shape[-1], 0)))
+        alive = state.alive(state.length)
+        mask = without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config)
+        return args, kwargs | {"attention_mask": mask}
+
+    handles = [decoder.layers[cut - 1].self_attn.register_forward_hook(look)]
+    for index in range(cut, len(decoder.layers)):
+        layer = decoder.layers[index]
+        handles.append(
+            layer.register_forward_pre_hook(lambda m, a, k, index=index: enter(m, a, k, index), with_kwargs=True)
+        )
+    try:
+        yield state
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that act in the vision tower: what leaves it, what the decoder gets, and the model afterwards."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from basics import pieces, snapshot
+from oracle import close, generate_logits, reduced, survivors
+from tests.methods.test_tome import naive
+from tokenprune import Budget, BudgetError, OptionError, Site, UnsupportedSetupError
+from tokenprune.integrations.hf.encoder_record import record_of
+from zoo import FAMILIES, Family
+
+SUPPORTED = ["llava", "llava_next", "llava_onevision"]
+PACKED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]  # test_packed_encoder.py
+BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "one row": {"only": 1}}
+
+
+@pytest.fixture(params=SUPPORTED)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def tower_of(model: Any) -> Any:
+    return model.model.vision_tower
+
+
+def tiles(model: Any, count: int = 2, seed: int = 0) -> Tensor:
+    side = model.config.vision_config.image_size
+    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def blocks_of(tower: Any) -> list[Any]:
+    return list(next(m.layers for m in tower.modules() if isinstance(getattr(m, "layers", None), torch.nn.ModuleList)))
+
+
+@contextmanager
+def tokens_in_mlps(model: Any) -> Iterator[list[int]]:
+    """How many tokens each MLP of the tower gets, in order of the calls."""
+    seen: list[int] = []
+    handles = [
+        block.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1]))
+        for block in blocks_of(tower_of(model))
+    ]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+@torch.no_grad()
+def naive_tower(
+    tower: Any, pixels: Tensor, plan: list[int], proportional: bool
+) -> tuple[list[Tensor], list[list[int]]]:
+    """One picture through the blocks in plain loops: features on the full grid after each block, and final groups."""
+    embed = tower.embeddings(pixels[None])
+    x = (tower.pre_layrnorm(embed) if hasattr(tower, "pre_layrnorm") else embed)[0]
+    protected = int(hasattr(tower, "pre_layrnorm"))
+    groups = [[i] for i in range(len(x))]
+    grids = [x]
+    for block, r in zip(blocks_of(tower), plan, strict=True):
+        at = block.self_attn
+        h = block.layer_norm1(x)
+        q, k, v = (
+            p(h).view(len(x), at.num_heads, at.head_dim).transpose(0, 1) for p in (at.q_proj, at.k_proj, at.v_proj)
+        )
+        logits = q @ k.transpose(1, 2) * at.head_dim**-0.5
+        if proportional:
+            logits = logits + torch.tensor([float(len(group)) for group in groups]).log()
+        x = x + at.out_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        joined, _ = naive(k.mean(0), r, protected)
+        weight = torch.tensor([float(len(group)) for group in groups])
+        x = torch.stack([(x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in joined])
+        groups = [[i for member in members for i in groups[member]] for members in joined]
+        x = x + block.mlp(block.layer_norm2(x))
+        grid = torch.empty(len(grids[0]), x.shape[1])
+        for feature, group in zip(x, groups, strict=True):
+            grid[group] = feature
+        grids.append(grid)
+    return grids, groups
+
+
+@pytest.mark.parametrize("proportional", [True, False])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@torch.no_grad()
+def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+    model = build(family, attn)
+    pixels, plan = tiles(model), [4, 0, 3] if family.name == "llava_onevision" else [5, 4, 0]
+    with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
+        got = tower_of(model)(pixels, output_hidden_states=True)
+    for row, picture in enumerate(pixels):
+        grids, groups = naive_tower(tower_of(model), picture, plan, proportional)
+        assert sorted(i for group in groups for i in group) == list(range(len(grids[0])))
+        assert len(groups) == len(grids[0]) - sum(plan)
+        for stage, want in enumerate(grids):
+            close(got.hidden_states[stage][row], want)
+        last = got.last_hidden_state[row]
+        norm = tower_of(model).post_layernorm if family.name == "llava_onevision" else torch.nn.Identity()
+        close(last, norm(grids[-1]))
+
+
+@torch.no_grad()
+def test_tokens_really_leave_between_attention_and_mlp(family: Family, model) -> None:
+    inputs = family.make_inputs()
+    count = tower_of(model).embeddings(tiles(model)).shape[1]
+    last = 0 if family.name == "llava_onevision" else 1  # of LLaVA's tower the last block is not read
+    plan = [3] * (3 - last) + [0] * last
+    with tokenprune.patched(model, "tome", r=3), tokens_in_mlps(model) as seen:
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    assert seen == [count - 3, count - 6, count - 6 - plan[2]]
+    entered = stats.encoder_tokens_per_layer
+    pictures = entered[0] // count
+    assert entered == [pictures * n for n in (count, count - 3, count - 6)]
+
+
+@torch.no_grad()
+def test_a_batch_equals_its_single_pictures(family: Family, model) -> None:
+    pixels = tiles(model, 3)
+    with tokenprune.patched(model, "tome", keep=0.5):
+        batch = tower_of(model)(pixels, output_hidden_states=True)
+        for row in range(3):
+            alone = tower_of(model)(pixels[row : row + 1], output_hidden_states=True)
+            for got, want in zip(batch.hidden_states, alone.hidden_states, strict=True):
+                close(got[row], want[0], 1e-6)
+
+
+@pytest.mark.parametrize("proportional", [True, False])
+@torch.no_grad()
+def test_merging_duplicates_changes_nothing(proportional: bool) -> None:
+    """k equal tokens of size 1 are one token of size k, with proportional attention and only with it."""
+    family = FAMILIES["llava"]
+    model = family.build()
+    model.model.vision_tower.embeddings.position_embedding.weight.zero_()
+    # Neighbours are equal, so that each pair has one at an even and one at an odd place. The class token is at place 0.
+    picture = tiles(model, 1).view(1, 3, 6, 4, 3, 2, 4)
+    pixels = picture[..., :1, :].expand_as(picture).reshape(1, 3, 24, 24)
+    want = tower_of(model)(pixels, output_hidden_states=True).hidden_states
+    with tokenprune.patched(model, "tome", r=[18], proportional=proportional), tokens_in_mlps(model) as seen:
+        got = tower_of(model)(pixels, output_hidden_states=True).hidden_states
+    assert seen == [19, 19, 19]
+    worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
+    assert worst < 1e-5 if proportional else worst > 1e-3
+
+
+# -- what the decoder gets
+
+
+@contextmanager
+def with_features(model: Any, output: Any) -> Iterator[None]:
+    """The unpatched model, with the pictures' features as a patched tower made them."""
+    original = model.model.get_image_features
+
+    @functools.wraps(original)  # generate() reads the signature
+    def features(*args: Any, **kwargs: Any) -> Any:
+        return copy.copy(output)
+
+    model.model.get_image_features = features
+    try:
+        yield
+    finally:
+        del model.model.get_image_features
+
+
+def image_arguments(inputs: dict) -> dict[str, Any]:
+    return {name: inputs[name] for name in ("pixel_values", "image_sizes", "batch_num_images") if name in inputs}
+
+
+def groups_of(features: list[Tensor]) -> list[list[list[int]]]:
+    """Per picture the places of features that are equal to the bit. Newlines, equal too, count for themselves."""
+    found = []
+    for picture in features:
+        groups: list[list[int]] = []
+        for place, feature in enumerate(picture):
+            same = [group for group in groups if torch.equal(picture[group[0]], feature)]
+            same[0].append(place) if same else groups.append([place])
+        found.append(groups)
+    return found
+
+
+def expected_sources(family: Family, model: Any, inputs: Any, features: list[Tensor]) -> list[dict[int, list[int]]]:
+    newline = getattr(model.model, "image_newline", None)
+    sources, picture = [], 0
+    for places in pieces(family, inputs):
+        row: dict[int, list[int]] = {}
+        for position in places:
+            for group in groups_of([features[picture]])[0]:
+                is_newline = newline is not None and torch.equal(features[picture][group[0]], newline)
+                for part in [[place] for place in group] if is_newline else [group]:
+                    row[position[part[0]]] = [position[place] for place in part]
+            picture += 1
+        sources.append(row)
+    return sources
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@torch.no_grad()
+def test_the_decoder_sees_one_token_of_each_group(family: Family, model, batch: str) -> None:
+    inputs = family.make_inputs(**BATCHES[batch])
+    with tokenprune.patched(model, "tome", keep=0.4, record=True):
+        got = model(**inputs).logits
+        stats = tokenprune.stats(model)
+        output = model.model.get_image_features(**image_arguments(inputs))
+    (cut,) = stats.cuts
+    want = expected_sources(family, model, inputs, output.pooler_output)
+    assert (cut.site, cut.layer, cut.method) == (Site.IN_ENCODER, 0, "tome")
+    assert cut.sources == want
+    assert stats.visual_tokens_in == sum(map(sum, inputs.counts))
+    assert stats.visual_tokens_out == sum(map(len, want)) < stats.visual_tokens_in
+    assert stats.visual_tokens_per_layer == [stats.visual_tokens_out] * 4
+    visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
+    alive = survivors(cut, inputs["input_ids"].shape[1])
+    assert torch.equal(alive & ~visual, real & ~visual)
+    assert [row.nonzero().flatten().tolist() for row in alive & visual] == [sorted(row) for row in want]
+    # By hand: the unpatched decoder on what is left of each row, at its positions.
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    embeds[visual] = torch.cat(output.pooler_output)
+    begin = real.long().cumsum(1) - 1
+    for row in range(len(alive)):
+        left = alive[row].nonzero().flatten()
+        hidden = model.model.language_model(
+            inputs_embeds=embeds[row, left][None], position_ids=left[None], attention_mask=torch.ones(1, len(left))
+        ).last_hidden_state
+        assert begin[row, left[0]] >= 0
+        close(got[row, left], model.lm_head(hidden)[0])
+
+
+def test_keep_is_the_share_of_patches() -> None:
+    model = FAMILIES["llava"].build()
+    inputs = FAMILIES["llava"].make_inputs(images=(2, 1))
+    for keep, left in ((0.5, 18), (0.25, 9), (0.9, 32), (20, 20), (36, 36), (1000, 36)):
+        with tokenprune.patched(model, "tome", keep=keep):
+            model(**inputs)
+            assert tokenprune.stats(model).visual_tokens_out == 3 * left
+
+
+@pytest.mark.parametrize("method", ["tome", ["tome", "fastv"], ["tome", "divprune"], ["tome", "pool", "dart"]])
+@pytest.mark.parametrize("batch", ["ragged", "one row"])
+@torch.no_grad()
+def test_generate_and_composition(family: Family, model, batch: str, method: Any) -> None:
+    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
+    inputs = family.make_inputs(**BATCHES[batch])
+    with tokenprune.patched(model, method, keep=0.5, record=True):
+        logits, stats = model(**inputs).logits, tokenprune.stats(model)
+        got, tokens, _ = generate_logits(model, inputs, 4)
+        # A choice that hangs on the last bit may fall otherwise in generate, which hands other masks over.
+        forward_cuts, cuts = stats.cuts, tokenprune.stats(model).cuts
+        output = model.model.get_image_features(**image_arguments(inputs))
+    names = [method] if isinstance(method, str) else method
+    assert [cut.method for cut in cuts] == names
+    assert stats.visual_tokens_per_layer[0] <= 0.75 * stats.visual_tokens_in
+    if len(names) > 1:
+        assert stats.visual_tokens_out < 0.45 * stats.visual_tokens_in
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(forward_cuts[-1], length)
+    with with_features(model, output), reduced(family, model, forward_cuts, length):
+        close(logits[alive], model(**inputs).logits[alive])
+    with with_features(model, output), reduced(family, model, cuts, length):
+        want, _, _ = generate_logits(model, inputs, 4, tokens=tokens)
+    close(got, want)
+
+
+@torch.no_grad()
+def test_beams_and_samples(family: Family, model) -> None:
+    """generate() repeats each row; the copies of a row merge as the row does."""
+    inputs = family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, "tome", keep=0.5, record=True):
+        model(**inputs)
+        (cut,) = tokenprune.stats(model).cuts
+        beams = model.generate(**inputs, max_new_tokens=4, num_beams=3)
+        assert tokenprune.stats(model).cuts[0].sources == [row for row in cut.sources for _ in range(3)]
+        model.generate(**inputs, max_new_tokens=2, do_sample=True, num_return_sequences=2)
+        assert tokenprune.stats(model).cuts[0].kept == [row for row in cut.kept for _ in range(2)]
+        alone = model.generate(**family.make_inputs(images=(2, 1), only=1), max_new_tokens=4, num_beams=3)
+    assert torch.equal(beams[1, -4:], alone[0, -4:])
+
+
+@torch.no_grad()
+def test_per_prompt_budget_of_a_composed_method(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, ["tome", "fastv"], keep=[0.5, Budget(keep=0.5, per="prompt")], record=True):
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    assert stats.visual_tokens_per_layer == [54, 54, 27, 27]
+    assert stats.cuts[0].sources is not None
+
+
+# -- the model afterwards
+
+
+@torch.no_grad()
+def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
+    inputs = family.make_inputs()
+    before, was = model(**inputs).logits, snapshot(model)
+    tokenprune.patch(model, "tome", keep=0.5)
+    assert snapshot(model) != was
+    assert not torch.equal(model(**inputs).logits, before)
+    model.generate(**inputs, max_new_tokens=2)
+    tokenprune.unpatch(model)
+    assert snapshot(model) == was
+    assert torch.equal(model(**inputs).logits, before)
+
+
+@torch.no_grad()
+def test_a_failing_forward_leaves_nothing_behind(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, "tome", keep=0.5):
+        want = model(**inputs).logits
+        handle = blocks_of(tower_of(model))[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**inputs)
+        handle.remove()
+        assert torch.equal(model(**inputs).logits, want)
+
+
+@torch.no_grad()
+def test_a_deep_copy_merges_on_its_own(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, "tome", keep=0.5):
+        want = model(**inputs).logits
+        twin = copy.deepcopy(model)
+    assert tokenprune.is_patched(twin)
+    assert torch.equal(twin(**inputs).logits, want)
+    assert tokenprune.stats(twin).visual_tokens_out == 36
+    tokenprune.unpatch(twin)
+    assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
+
+
+@torch.no_grad()
+def test_threads_do_not_mix(build) -> None:
+    family = FAMILIES["llava_next"]
+    model = build(family)
+    batches = [image_arguments(family.make_inputs(seed=seed, images=(1 + seed % 2, 1))) for seed in range(4)]
+    with tokenprune.patched(model, "tome", keep=0.5):
+        want = [model.model.get_image_features(**batch) for batch in batches]
+        got: list[Any] = [None] * 4
+
+        def work(index: int) -> None:
+            with torch.no_grad():
+                for _ in range(10):
+                    got[index] = model.model.get_image_features(**batches[index])
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for one, other in zip(got, want, strict=True):
+        assert all(map(torch.equal, one.pooler_output, other.pooler_output))
+        assert all(map(torch.equal, record_of(one).groups, record_of(other).groups))
+
+
+def test_gradients_flow_through_merged_tokens(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
+    with tokenprune.patched(model, "tome", keep=0.5):
+        model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
+    for name, parameter in tower_of(model).named_parameters():
+        if ".layers.0." in name or ".layers.1." in name:
+            # A bias of the keys moves no softmax.
+            assert "k_proj.bias" in name or parameter.grad.abs().sum() > 0, name
+
+
+@torch.no_grad()
+def test_bfloat16(family: Family) -> None:
+    model = family.build().bfloat16()
+    inputs = family.make_inputs()
+    inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    with tokenprune.patched(model, "tome", keep=0.5):
+        assert model(**inputs).logits.isfinite().all()
+        assert 0.45 < tokenprune.stats(model).keep_ratio < 0.65
+
+
+# -- what is refused, and said
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SUPPORTED + PACKED])
+def test_other_families_say_why(name: str, build) -> None:
+    model = build(FAMILIES[name])
+    was = snapshot(model)
+    with pytest.raises(UnsupportedSetupError, match=f"tome cannot act in the tower of '{name}': it"):
+        tokenprune.patch(model, "tome", keep=0.5)
+    assert snapshot(model) == was and not tokenprune.is_patched(model)
+
+
+REFUSED = {
+    "share too small": (dict(keep=0.1), BudgetError, "at most half"),
+    "another budget": (dict(keep=Budget(kv_share=0.5)), BudgetError, "share of its patches"),
+    "a shared budget": (dict(keep=Budget(keep=0.5, per="prompt")), BudgetError, "share of its patches"),
+    "contradiction": (dict(keep=1.0, r=4), OptionError, "leave out one"),
+    "too long": (dict(r=[1] * 4), OptionError, "only 3 blocks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_changes(case: str, build) -> None:
+    options, error, words = REFUSED[case]
+    model = build(FAMILIES["llava"])
+    was = snapshot(model)
+    with pytest.raises(error, match=words):
+        tokenprune.patch(model, "tome", **options)
+    assert snapshot(model) == was
+
+
+def test_attention_without_a_bias_is_refused(build) -> None:
+    model = copy.deepcopy(build(FAMILIES["llava"]))
+    model.set_attn_implementation({"vision_config": "flex_attention"})
+    with pytest.raises(UnsupportedSetupError, match="proportional=False"):
+        tokenprune.patch(model, "tome", keep=0.5)
+
+
+def test_towers_read_at_several_layers_are_refused(build) -> None:
+    model = copy.deepcopy(build(FAMILIES["llava"]))
+    model.config.vision_feature_layer = [-2, -1]
+    with pytest.raises(UnsupportedSetupError, match="several tower layers"):
+        tokenprune.patch(model, "tome", keep=0.5)
+
+
+@torch.no_grad()
+def test_refused_on_the_way(build) -> None:
+    llava, onevision = FAMILIES["llava"], FAMILIES["llava_onevision"]
+    model, inputs = build(llava), llava.make_inputs()
+    encoded = model.model.get_image_features(inputs["pixel_values"])
+    with tokenprune.patched(model, "tome", keep=0.5):
+        with pytest.raises(UnsupportedSetupError, match="vision_feature_layer=-2, not for -1"):
+            model(**inputs, vision_feature_layer=-1)
+        plain = {name: value for name, value in inputs.items() if name != "pixel_values"}
+        with pytest.raises(UnsupportedSetupError, match="not encoded by the patched model"):
+            model(**plain, mm_encoder_outputs={"image": encoded})
+        model(**plain | {"input_ids": plain["input_ids"].clamp(min=16)})  # text alone
+    model = build(onevision)
+    with tokenprune.patched(model, "tome", keep=0.5):
+        with pytest.raises(UnsupportedSetupError, match="video features"):
+            model(**onevision.make_inputs(video=True))
+        with pytest.raises(UnsupportedSetupError, match="interpolates"):
+            # One tile's worth of features for two tiles.
+            arguments = image_arguments(onevision.make_inputs(rows=1))
+            model.model.get_image_features(**arguments, vision_aspect_ratio="anyres_max_1")
+
+
+def test_gradient_checkpointing_is_refused(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
+    model.train()
+    tower_of(model).gradient_checkpointing_enable()
+    with (
+        tokenprune.patched(model, "tome", keep=0.5),
+        pytest.raises(UnsupportedSetupError, match="checkpointing"),
+    ):
+        model(**inputs)
+
+
+@torch.no_grad()
+def test_a_later_method_that_has_nothing_left_to_do_cuts_nothing(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, ["tome", "fastv"], keep=[0.5, 20], record=True):
+        model(**inputs)
+        assert [cut.method for cut in tokenprune.stats(model).cuts] == ["tome"]

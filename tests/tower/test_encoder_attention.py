@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention inside the vision tower, as methods see it: the scores, and which patches a visual token is made of."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForImageTextToText, LlavaConfig
+
+import tokenprune
+from basics import MODEL_METHODS, snapshot
+from oracle import close, reduced
+from tokenprune import Method, OptionError, Selection, Site, TokenPruneError, UnsupportedSetupError
+from tokenprune.integrations.hf import patches
+from zoo import FAMILIES, IMAGE, TEXT, Family
+
+# Which blocks of the zoo's towers are meant by a quarter of the depth, and by the last one that is read. CLIP's last
+# block is read by nobody; Qwen2.5-VL's blocks 0 and 2 attend in windows.
+BLOCKS = {
+    0.25: dict.fromkeys(FAMILIES, 0) | {"qwen2_5_vl": 1},
+    -1: dict.fromkeys(FAMILIES, 2) | dict.fromkeys(("llava", "llava_next"), 1)
+    | dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), 3),
+}  # fmt: skip
+CLASS_TOKEN = {"llava", "llava_next", "internvl"}
+
+
+def tower_of(model: Any) -> Any:
+    base = model.model
+    return next(getattr(base, n) for n in ("vision_tower", "visual", "vision_model") if hasattr(base, n))
+
+
+def projector_of(model: Any) -> Any:
+    base = model.model
+    return next(
+        getattr(at, name)
+        for at, name in ((base, "multi_modal_projector"), (base, "connector"), (getattr(base, "visual", 0), "merger"))
+        if hasattr(at, name)
+    )
+
+
+def attentions_of(model: Any) -> list[Any]:
+    tower = tower_of(model)
+    names = ("layers", "layer", "blocks")
+    blocks = next(getattr(m, n) for m in tower.modules() for n in names if hasattr(m, n))
+    return [next(getattr(b, n) for n in ("self_attn", "attn", "attention") if hasattr(b, n)) for b in blocks]
+
+
+@torch.no_grad()
+def naive_scores(
+    family: Family, model: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch, layers: tuple
+) -> tuple[list[list[int]], dict[Any, Tensor]]:
+    """Of each placeholder in reading order: tile, row, column, height, width, size; and for each layer `[tokens, H]`.
+
+    From the attention maps of the unpatched eager tower. What a token is made of is found by comparing the decoder's
+    embeddings with what the projector made of the patches.
+    """
+    attentions = attentions_of(model)
+    maps: dict[int, list[Tensor]] = {id(attention): [] for attention in attentions}
+    module = sys.modules[type(attentions[0]).__module__]
+    original = module.eager_attention_forward
+
+    def record(attention: Any, *args: Any, **kwargs: Any) -> Any:
+        output, weights = original(attention, *args, **kwargs)
+        if id(attention) in maps:
+            maps[id(attention)].append(weights)
+        return output, weights
+
+    projected: list[Tensor] = []
+    embeds: list[Tensor] = []
+    decoder = model.get_submodule(family.decoder)
+    handles = [
+        projector_of(model).register_forward_hook(lambda m, args, out: projected.append(out)),
+        decoder.layers[0].register_forward_pre_hook(lambda m, args: embeds.append(args[0])),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "eager_attention_forward", record)
+        model(**inputs)
+    for handle in handles:
+        handle.remove()
+
+    scores = {}
+    for layer in layers:
+        weights = maps[id(attentions[BLOCKS[layer][family.name]])]
+        if family.name in CLASS_TOKEN:
+            per_tile = [tile[:, 0, 1:].T for w in weights for tile in w]
+        else:
+            per_tile = [tile.mean(1).T for w in weights for tile in w]
+        scores[layer] = per_tile
+    candidates = list(made_of(family, model, projected))
+    vectors = torch.stack([vector for vector, _, _ in candidates])
+    visual = embeds[0][family.visual_mask(model, inputs)]
+    distance, found = torch.cdist(visual, vectors, compute_mode="donot_use_mm_for_euclid_dist").min(1)
+    cells, results = [], {layer: [] for layer in layers}
+    flat = {layer: torch.cat(scores[layer]) for layer in layers}
+    for vector, gap, place in zip(visual, distance.tolist(), found.tolist(), strict=True):
+        if gap > 1e-4:
+            assert torch.equal(vector, model.model.image_newline), "no token is made of unknown patches"
+            cells.append([-1] * 6)
+        else:
+            cells.append(list(candidates[place][1]))
+        for layer in layers:
+            patches = candidates[place][2]
+            mean = flat[layer][patches].mean(0)
+            results[layer].append(torch.zeros_like(mean) if gap > 1e-4 else mean)
+    if family.name.startswith("qwen"):  # places on the grid follow from the order of the prompt
+        grids = [grid for name in ("video_grid_thw", "image_grid_thw") for grid in inputs.get(name, torch.zeros(0, 3))]
+        cells = [
+            [1000 * number + t, row, column, int(h) // 2, int(w) // 2, 4]
+            for number, (frames, h, w) in enumerate(grids)
+            for t in range(int(frames)) for row in range(int(h) // 2) for column in range(int(w) // 2)
+        ]  # fmt: skip
+    return cells, {layer: torch.stack(results[layer]) for layer in layers}
+
+
+def made_of(family: Family, model: Any, projected: list[Tensor]) -> Any:
+    """Yield (feature, cell, numbers of its patches in the order of the tower) of all that tokens may be."""
+    start = tile = 0
+    for features in projected:
+        if features.ndim == 2:  # four patches to a token, one after the other
+            for i, vector in enumerate(features):
+                yield vector, [0] * 6, list(range(start + 4 * i, start + 4 * i + 4))
+            start += 4 * len(features)
+            continue
+        vision = model.config.vision_config
+        pixels, patch = (x[0] if isinstance(x, (list, tuple)) else x for x in (vision.image_size, vision.patch_size))
+        side = pixels // patch
+        for vectors in features:
+            grid = math.isqrt(len(vectors))
+            times = side // grid
+            for i, vector in enumerate(vectors):
+                own = patches_at(i // grid, i % grid, times, side, start)
+                yield vector, [tile, i // grid, i % grid, grid, grid, times**2], own
+            if family.video and grid == side:  # frames of a video are averaged two by two
+                half, square = grid // 2, vectors.view(grid // 2, 2, grid // 2, 2, -1).mean((1, 3))
+                for row in range(half):
+                    for column in range(half):
+                        own = patches_at(row, column, 2, side, start)
+                        yield square[row, column], [tile, row, column, half, half, 4], own
+            start += side * side
+            tile += 1
+
+
+def patches_at(row: int, column: int, times: int, side: int, start: int) -> list[int]:
+    return [
+        start + (row * times + down) * side + column * times + right for down in range(times) for right in range(times)
+    ]
+
+
+BATCHES = {
+    "pictures": {"images": (1, 2)},
+    "video": {"video": True, "images": (1, 1)},
+    "text beside": {"images": (0, 3)},
+}
+
+
+def make_seer(layers: tuple = (0.25, -1), site: str = "PRE_LLM") -> tuple[Any, list]:
+    """A method that keeps what the tower's class token, or all its patches, look at, and notes what it saw."""
+    seen: list[Any] = []
+
+    @dataclass(frozen=True)
+    class Seer(Method):
+        """Keep what the tower attends to."""
+
+        layer: int = 1
+
+        @property
+        def encoder_layers(self) -> tuple:
+            return layers
+
+        def select(self, tokens: Any) -> Selection:
+            maps = {layer: tokens.encoder_attention(layer) for layer in layers}
+            seen.append(SimpleNamespace(maps=maps, patches=tokens.patches, segments=tokens.segments))
+            return Selection.top(maps[layers[-1]].mean(1), tokens)
+
+    Seer.name, Seer.site, Seer.needs = "seer", Site(site), frozenset({"encoder_attention"})
+    return Seer(), seen
+
+
+CASES = [
+    pytest.param(family, batch, id=f"{name}-{batch}")
+    for name, family in FAMILIES.items()
+    for batch in BATCHES
+    if batch != "video" or family.video
+]
+
+
+@pytest.mark.parametrize(("family", "batch"), CASES)
+@torch.no_grad()
+def test_scores_and_places(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a method sees is what the maps of the eager tower say, on either back end, in a forward and in generate."""
+    inputs = family.make_inputs(**BATCHES[batch])
+    model = build(family, "eager")
+    cells, scores = naive_scores(family, model, inputs, monkeypatch, (0.25, -1))
+    flat = {tuple(place): i for i, place in enumerate(family.visual_mask(model, inputs).nonzero().tolist())}
+    method, seen = make_seer(site="IN_LLM" if batch == "text beside" else "PRE_LLM")
+    for model in (build(family), build(family, "eager")):
+        with tokenprune.patched(model, method, keep=0.5):
+            model(**inputs)
+            model.generate(**inputs, max_new_tokens=1)
+    assert len(seen) == 4
+    for saw in seen:
+        for segment, (row, count) in enumerate(zip(saw.segments.row, saw.segments.counts, strict=True)):
+            own = [flat[row, place] for place in saw.segments.position[segment, :count].tolist()]
+            for layer, got in saw.maps.items():
+                assert got.dtype == torch.float32
+                close(got[segment, :, :count].T, scores[layer][own], 1e-6)
+                assert not got[segment, :, count:].any()
+            assert int(saw.patches.tile.max()) < saw.patches.tiles
+            got = torch.stack([x for x in vars(saw.patches).values() if isinstance(x, torch.Tensor)])[:, segment]
+            want = [cells[i] for i in own]
+            first = min(cell[0] for cell in want if cell[0] >= 0)
+            for cell, other in zip(want, got[:, :count].T.tolist(), strict=True):
+                assert other[0] == -1 if cell[0] < 0 else other == [cell[0] - first, *cell[1:]]
+            assert (got[0, count:] == -1).all()
+
+
+def packed_stand_in(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **kwargs):
+    """What a flash kernel does with several sequences on one axis."""
+    lengths = cu_seq_lens_q.diff().tolist()
+    parts = [x.split(lengths, 2) for x in (query, key, value)]
+    out = [scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in zip(*parts, strict=True)]
+    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("flash_packed_stand_in", packed_stand_in)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@torch.no_grad()
+def test_flash_attention_in_the_tower(name: str, build) -> None:
+    family = FAMILIES[name]
+    inputs = family.make_inputs(images=(1, 2), video=True)
+    flash = family.build()
+    tower_of(flash).config._attn_implementation = "flash_packed_stand_in"
+    method, seen = make_seer()
+    for model in (build(family), flash):
+        with tokenprune.patched(model, method, keep=0.5):
+            model(**inputs)
+    for layer in (0.25, -1):
+        close(seen[1].maps[layer], seen[0].maps[layer])
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize(("name", "side"), [("llava", 1), ("mistral3", 2)])
+@torch.no_grad()
+def test_pictures_of_any_size_on_one_axis(name: str, side: int, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixtral's tower, in LLaVA and Mistral 3: scores are of one picture's patches, not of all that a call encodes."""
+    vision = dict(model_type="pixtral", hidden_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=64,
+                  patch_size=4, intermediate_size=32, head_dim=16)  # fmt: skip
+    more = dict(spatial_merge_size=2) if side == 2 else dict(vision_feature_select_strategy="full")
+    config = CONFIG_MAPPING[name](
+        text_config={**TEXT, "model_type": "mistral"}, vision_config=vision, image_token_id=IMAGE,
+        vision_feature_layer=-1, **more,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=attn).eval()
+    for block in model.model.vision_tower.transformer.layers:
+        block.attention.q_proj.weight.normal_()  # far from even attention
+        block.attention.k_proj.weight.normal_()
+    sizes, pixels = torch.tensor([[24, 16], [16, 40], [8, 8]]), torch.randn(3, 3, 24, 40)
+    counts = [h // 4 // side * (w // 4 // side) for h, w in sizes.tolist()]
+    ids = torch.tensor([[5, *(token for n in counts for token in [*[IMAGE] * n, 7])]])
+    inputs = dict(input_ids=ids, pixel_values=pixels, image_sizes=sizes)
+    method, seen = make_seer((0, -1))
+    with tokenprune.patched(model, method, keep=0.5):
+        model(**inputs)
+    maps: list[Tensor] = []
+    module = sys.modules[type(model.model.vision_tower).__module__]
+    original = module.eager_attention_forward
+    monkeypatch.setattr(
+        module, "eager_attention_forward", lambda *a, **k: [out := original(*a, **k), maps.append(out[1])][0]
+    )
+    model.model.vision_tower.config._attn_implementation = "eager"
+    model(**inputs)
+    (saw,) = seen
+    for layer, index in {0: 0, -1: 2}.items():
+        start = 0
+        for segment, (height, width) in enumerate((sizes // 4).tolist()):
+            own = slice(start, start := start + height * width)
+            received = maps[index][0, :, own, own].mean(1)
+            square = received.view(2, height // side, side, width // side, side).mean((2, 4)).flatten(1)
+            close(saw.maps[layer][segment, :, : counts[segment]], square, 1e-6)
+            places = torch.cartesian_prod(torch.arange(height // side), torch.arange(width // side))
+            assert torch.equal(saw.patches.row[segment, : counts[segment]], places[:, 0])
+            assert torch.equal(saw.patches.column[segment, : counts[segment]], places[:, 1])
+            assert saw.patches.tile[segment, : counts[segment]].unique().tolist() == [0]
+            assert (saw.patches.height[segment, 0], saw.patches.width[segment, 0]) == (height // side, width // side)
+            assert saw.patches.size[segment, 0] == side**2
+
+
+@torch.no_grad()
+def test_any_block_can_be_read(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index from the front, also of a block that nobody reads; from the back of what is read; a share."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family, "eager"), family.make_inputs()
+    method, seen = make_seer((0, 1, 2, -2, 0.9))
+    with tokenprune.patched(model, method, keep=0.5):
+        model(**inputs)
+    for layer, block in {0: 0, 1: 1, 2: 2, -2: 0, 0.9: 1}.items():
+        monkeypatch.setitem(BLOCKS, layer, {"llava": block})
+        want = naive_scores(family, model, inputs, monkeypatch, (layer,))[1][layer]
+        close(seen[0].maps[layer].transpose(1, 2).flatten(0, 1), want, 1e-6)
+    for layer in (3, -3, 1.5):
+        with pytest.raises(OptionError, match=f"{layer}"):
+            tokenprune.patch(model, make_seer((layer,))[0], keep=0.5)
+    with pytest.raises(OptionError, match=r"block 2 .* windows.*\[1, 3\]"):
+        tokenprune.patch(build(FAMILIES["qwen2_5_vl"]), make_seer((2,))[0], keep=0.5)
+
+
+@torch.no_grad()
+def in_one_thread(model: Any, job: Any) -> Tensor:
+    return model(**job).logits
+
+
+def test_threads(family: Family, model) -> None:
+    """Two threads in the tower at once see their own pictures."""
+    jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (1, 0)])]
+    with tokenprune.patched(model, "vscan", keep=0.3):
+        alone = [in_one_thread(model, job) for job in jobs]
+        meet = threading.Barrier(len(jobs))
+
+        def wait(*_: Any) -> None:
+            meet.wait(20)
+
+        handle = attentions_of(model)[0].register_forward_pre_hook(wait)
+        try:
+            with ThreadPoolExecutor(len(jobs)) as pool:
+                together = list(pool.map(lambda job: in_one_thread(model, job), jobs))
+        finally:
+            handle.remove()
+    for got, want in zip(together, alone, strict=True):
+        assert torch.equal(got, want)
+
+
+# -- what cannot work --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused(build) -> None:
+    """Of the methods and families that the suite runs, every pair: no test may pass by leaving one out."""
+    refused = set()
+    for family in FAMILIES.values():
+        for method in MODEL_METHODS:
+            try:
+                with tokenprune.patched(build(family), method, keep=0.3):
+                    pass
+            except UnsupportedSetupError:
+                refused.add((method, family.name))
+    assert refused == set()
+
+
+def test_towers_that_are_not_known(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = dict(model_type="dinov2", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16,
+                  patch_size=4)  # fmt: skip
+    config = LlavaConfig(text_config={**TEXT, "model_type": "llama"}, vision_config=vision, image_token_id=IMAGE)
+    model = AutoModelForImageTextToText.from_config(config)
+    was = snapshot(model)
+    with pytest.raises(UnsupportedSetupError, match=r"knows the towers CLIP.*not Dinov2Model"):
+        tokenprune.patch(model, "vscan", keep=0.3)
+    assert snapshot(model) == was and not tokenprune.is_patched(model)
+    monkeypatch.delitem(patches.PATCH_LAYOUTS, "internvl")
+    with pytest.raises(UnsupportedSetupError, match=r"'internvl'.*patch_layout"):
+        tokenprune.patch(build(FAMILIES["internvl"]), "vscan", keep=0.3)
+
+
+@torch.no_grad()
+def test_features_of_an_unpatched_model(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    features = model.model.get_image_features(inputs["pixel_values"], vision_feature_layer=-2)
+    rest = {key: value for key, value in inputs.items() if key != "pixel_values"}
+    with tokenprune.patched(model, "vscan", keep=0.3):
+        with pytest.raises(UnsupportedSetupError, match="pass pixels"):
+            model(**rest, mm_encoder_outputs={"image": features})
+        model(**inputs)
+    with tokenprune.patched(model, make_seer((0,))[0], keep=0.3):
+        other = model.model.get_image_features(inputs["pixel_values"], vision_feature_layer=-2)
+    with tokenprune.patched(model, "vscan", keep=0.3), pytest.raises(TokenPruneError, match="pass pixels"):
+        model(**rest, mm_encoder_outputs={"image": other})
+
+
+@torch.no_grad()
+def test_features_that_are_interpolated(build) -> None:
+    """So many tiles that LLaVA-OneVision makes them smaller: none is a patch any more."""
+    family = FAMILIES["llava_onevision"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with (
+        tokenprune.patched(model, "vscan", keep=0.3),
+        pytest.raises(UnsupportedSetupError, match="interpolates"),
+    ):
+        model.model.get_image_features(
+            inputs["pixel_values"], inputs["image_sizes"], vision_feature_layer=-1,
+            vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_1",
+        )  # fmt: skip
+
+
+def test_not_beside_a_merge_in_the_tower(build) -> None:
+    model = build(FAMILIES["llava"])
+    with pytest.raises(OptionError, match=r"vscan.*tome"):
+        tokenprune.patch(model, ["tome", "vscan"], keep=0.5)
+    tokenprune.patch(model, ["tome", "vscan"], keep=[1.0, 0.5])
+    tokenprune.unpatch(model)
+
+
+@torch.no_grad()
+def test_a_class_token_among_the_features() -> None:
+    """vision_feature_select_strategy="full": the class token is a visual token, which is no patch and stays."""
+    family = FAMILIES["llava"]
+    model = family.build()
+    model.config.vision_feature_select_strategy = "full"
+    inputs = family.make_inputs(rows=1)
+    ids = inputs["input_ids"]
+    first = int((ids[0] == IMAGE).long().argmax())
+    inputs["input_ids"] = torch.cat([ids[:, :first], ids[:, first : first + 1], ids[:, first:]], 1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    method, seen = make_seer()
+    with tokenprune.patched(model, method, keep=0.5):
+        model(**inputs)
+    assert seen[0].patches.tile[0].tolist() == [-1] + [0] * 36 and not seen[0].maps[-1][0, :, 0].any()
+    with tokenprune.patched(model, "vscan", keep=0.3, record=True):
+        got = model(**inputs).logits[:, -1]
+        cuts = tokenprune.stats(model).cuts
+    assert first in cuts[0].kept[0] and cuts[0].sources[0][first] == [first]
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        close(got, model(**inputs).logits[:, -1])
+
+
+@torch.no_grad()
+def test_one_patch_in_place_of_another(build) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs()
+    tokenprune.patch(model, "vscan", keep=0.3)
+    first = model(**inputs).logits
+    tokenprune.patch(model, "vscan", keep=0.6, replace=True)
+    assert not torch.equal(model(**inputs).logits, first)
+    tokenprune.patch(model, "vscan", keep=0.3, replace=True)
+    assert torch.equal(model(**inputs).logits, first)
+    tokenprune.unpatch(model)

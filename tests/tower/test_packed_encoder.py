@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging in towers that pack all pictures into one sequence, against plain loops over one frame at a time."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+import tokenprune
+from basics import snapshot
+from oracle import close, generate_logits, reduced, survivors
+from processors import photo
+from tests.methods.test_tome import naive
+from tests.tower.test_encoder import PACKED, with_features
+from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
+from tokenprune.integrations.hf.encoder_record import record_of
+from zoo import FAMILIES, Family
+
+UNIT = 4
+BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "video": {"video": True}}
+
+
+@pytest.fixture(params=PACKED)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def encode(model: Any, inputs: Any) -> dict[str, Any]:
+    """The features of the pictures and videos of a batch."""
+    found = {}
+    for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if inputs.get(pixels) is not None:
+            grid = f"{modality}_grid_thw"
+            found[modality] = getattr(model.model, f"get_{modality}_features")(inputs[pixels], inputs[grid])
+    return found
+
+
+@contextmanager
+def rows_in_mlps(model: Any) -> Iterator[list[int]]:
+    seen: list[int] = []
+    blocks = model.model.visual.blocks
+    handles = [b.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[0])) for b in blocks]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def order_of_windows(height: int, width: int, side: int) -> list[int]:
+    """Units of a frame, numbered row by row, in the order of windows of side x side units."""
+    return [
+        row * width + column
+        for top in range(0, height, side)
+        for left in range(0, width, side)
+        for row in range(top, min(top + side, height))
+        for column in range(left, min(left + side, width))
+    ]
+
+
+@torch.no_grad()
+def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], proportional: bool) -> tuple[Any, list]:
+    """One frame through the blocks in plain loops: features of each unit (row by row), their groups, and deepstack
+    features."""
+    tower = model.model.visual
+    _, h, w = grid.tolist()
+    height, width = h // 2, w // 2
+    start: dict[str, Any] = {}
+
+    def note(module: Any, args: tuple, kwargs: dict) -> None:
+        start.setdefault("x", args[0] if args else kwargs["hidden_states"])
+        start.setdefault("places", kwargs["position_embeddings"])
+
+    handle = tower.blocks[0].register_forward_pre_hook(note, with_kwargs=True)
+    tower(pixels, grid_thw=grid[None])
+    handle.remove()
+    side = tower.window_size // 2 // tower.patch_size if hasattr(tower, "window_size") else max(height, width)
+    order = order_of_windows(height, width, side)
+    windows = {unit: (unit // width // side, unit % width // side) for unit in order}
+    rotate = sys.modules[type(tower).__module__].apply_rotary_pos_emb_vision
+    x = start["x"].view(-1, UNIT, start["x"].shape[-1])  # [units, 4, D] in the order of windows
+    cos, sin = (p.view(len(order), UNIT, -1) for p in start["places"])
+    groups = [[place] for place in range(len(order))]
+    deepstack = []
+    for index, (block, r) in enumerate(zip(tower.blocks, plan, strict=True)):
+        at = block.attn
+        flat = block.norm1(x.flatten(0, 1))
+        q, k, v = at.qkv(flat).view(len(flat), 3, at.num_heads, -1).unbind(1)
+        metric = k.mean(1).view(len(x), -1)
+        places = [group[0] for group in groups]
+        q, k = rotate(q, k, cos[places].flatten(0, 1), sin[places].flatten(0, 1))
+        logits = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+        if proportional:
+            sizes = torch.tensor([float(len(group)) for group in groups]).repeat_interleave(UNIT)
+            logits = logits + sizes.log()
+        if index not in getattr(tower, "fullatt_block_indexes", range(99)):
+            window = torch.tensor([hash(windows[order[place]]) for place in places]).repeat_interleave(UNIT)
+            logits = logits.masked_fill(window[:, None] != window[None, :], -torch.inf)
+        attended = torch.einsum("hij,jhd->ihd", logits.softmax(-1), v).flatten(1)
+        x = x + at.proj(attended).view_as(x)
+        joined = sorted(
+            naive(metric, r(metric) if callable(r) else r, 0)[0]
+        )  # the unit that stays comes first in its group, and keeps its place
+        weight = torch.tensor([float(len(group)) for group in groups])
+        x = torch.stack([(x[m] * weight[m, None, None]).sum(0) / weight[m].sum() for m in joined])
+        groups = [[i for member in members for i in groups[member]] for members in joined]
+        x = x + block.mlp(block.norm2(x.flatten(0, 1))).view_as(x)
+        if index in getattr(tower, "deepstack_visual_indexes", ()):
+            merger = tower.deepstack_merger_list[list(tower.deepstack_visual_indexes).index(index)]
+            deepstack.append(_spread(merger(x.flatten(0, 1)), groups, order))
+    features = _spread(tower.merger(x.flatten(0, 1)), groups, order)
+    groups = [sorted(order[place] for place in group) for group in groups]
+    for feature in deepstack:  # earlier blocks: not all of a group were one yet
+        for group in groups:
+            feature[group] = feature[group].mean(0)
+    return (features, deepstack), groups
+
+
+def above(metric: Tensor, threshold: float) -> int:
+    """How many units DToMe merges: those with a partner more similar than the threshold, half of them at most."""
+    unit = metric / metric.norm(dim=-1, keepdim=True)
+    best = (unit[::2] @ unit[1::2].T).amax(1) if len(metric) > 1 else metric.new_zeros(0)
+    return min(int((best > threshold).sum()), len(metric) // 2)
+
+
+def _spread(merged: Tensor, groups: list[list[int]], order: list[int]) -> Tensor:
+    grid = torch.empty(len(order), merged.shape[1])
+    for feature, group in zip(merged, groups, strict=True):
+        grid[[order[place] for place in group]] = feature
+    return grid
+
+
+@pytest.mark.parametrize("proportional", [True, False])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@torch.no_grad()
+def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+    model, inputs, plan = build(family, attn), family.make_inputs(images=(2, 1)), [4, 0, 3, 2]
+    with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
+        got = encode(model, inputs)["image"]
+    grids, start = inputs["image_grid_thw"], 0
+    for picture, grid in enumerate(grids):
+        patches = int(grid.prod())
+        pixels = inputs["pixel_values"][start : start + patches]
+        (want, deepstack), groups = naive_tower(model, pixels, grid, plan, proportional)
+        close(got.pooler_output[picture], want)
+        for mine, theirs in zip(getattr(got, "deepstack_features", None) or [], deepstack, strict=True):
+            close(mine[picture], theirs)
+        first = {unit: group[0] for group in groups for unit in group}
+        assert record_of(got).groups[picture].tolist() == [first[unit] for unit in range(len(want))]
+        assert len(groups) == len(want) - sum(plan)
+        start += patches
+
+
+def pictures(sizes: list[tuple[int, int]]) -> list[Any]:
+    return [photo(height, width, seed) for seed, (height, width) in enumerate(sizes)]
+
+
+def small_processor() -> Any:
+    return Qwen2VLImageProcessor(patch_size=4, min_pixels=64, max_pixels=10**6)
+
+
+@torch.no_grad()
+def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, build) -> None:
+    model, processor = build(family), small_processor()
+    images = pictures([(48, 64), (48, 64), (32, 56), (64, 40)])
+    thresholds = tokenprune.calibrate(model, images, processor=processor, keep=0.4, batch_size=4)
+    values = thresholds.values[0.4].tolist()
+    assert all(0 < value < 1 for value in values)
+    made = processor(images=images, return_tensors="pt")
+    with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds):
+        got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
+    start, left, total = 0, [], 0
+    for picture, grid in enumerate(made["image_grid_thw"]):
+        patches = int(grid.prod())
+        rules = [partial(above, threshold=value) for value in values]
+        (want, _), groups = naive_tower(model, made["pixel_values"][start : start + patches], grid, rules, True)
+        close(got.pooler_output[picture], want)
+        assert len(record_of(got).groups[picture].unique()) == len(groups)
+        left.append(len(groups) / len(want))
+        start, total = start + patches, total + patches // UNIT
+    assert len(set(left)) > 2  # each picture a share of its own
+    assert 0.3 < sum(left) / 4 < 0.5
+    with pytest.raises(OptionError, match="only the processor"):
+        tokenprune.calibrate(model, [torch.zeros(3, 32, 32)], processor=processor, keep=0.4)
+
+
+@torch.no_grad()
+def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
+    model, processor = build(FAMILIES["qwen2_vl"]), small_processor()
+    images = pictures([(48, 64)] * 5)
+    thresholds = tokenprune.calibrate(model, images, processor=processor, keep=0.5, batch_size=5)
+    made = processor(images=images, return_tensors="pt")
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds):
+        got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
+    units = int(made["image_grid_thw"][0].prod()) // UNIT
+    assert sum(len(groups.unique()) for groups in record_of(got).groups) == 5 * round(0.5 * units)
+
+
+@torch.no_grad()
+def test_exact_dymu_leaves_the_asked_number_of_every_picture(family: Family, build) -> None:
+    model, processor = build(family), small_processor()
+    images = pictures([(48, 64), (32, 56), (64, 40), (24, 24)])
+    thresholds = tokenprune.calibrate(model, images[:1], processor=processor, keep=0.4)
+    made = processor(images=images, return_tensors="pt")
+    with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds, exact=True):
+        got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
+    for groups in record_of(got).groups:
+        assert len(groups.unique()) == round(0.4 * len(groups))
+
+
+@torch.no_grad()
+def test_units_really_leave_between_attention_and_mlp(family: Family, model) -> None:
+    inputs = family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, "tome", r=3), rows_in_mlps(model) as seen:
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    count = sum(map(sum, inputs.counts))
+    assert seen == [UNIT * (count - 9 * block) for block in (1, 2, 3, 4)]
+    assert stats.encoder_tokens_per_layer == [UNIT * count, *seen[:-1]]
+    assert (stats.visual_tokens_in, stats.visual_tokens_out) == (count, count - 36)
+
+
+@torch.no_grad()
+def test_a_batch_equals_its_single_pictures(family: Family, model) -> None:
+    inputs, start = family.make_inputs(images=(2, 2)), 0
+    with tokenprune.patched(model, "tome", keep=0.4):
+        batch = encode(model, inputs)["image"]
+        for picture, grid in enumerate(inputs["image_grid_thw"]):
+            patches = int(grid.prod())
+            pixels = inputs["pixel_values"][start : start + patches]
+            alone = encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"]
+            assert torch.equal(record_of(batch).groups[picture], record_of(alone).groups[0])
+            close(batch.pooler_output[picture], alone.pooler_output[0], 1e-6)
+            start += patches
+
+
+@torch.no_grad()
+def test_frames_of_a_video_merge_each_for_itself(family: Family, model) -> None:
+    inputs = family.make_inputs(video=True)
+    grids = inputs["video_grid_thw"]
+    frames, units = int(grids[0, 0]), int(grids[0, 1:].prod()) // UNIT
+    assert frames > 1
+    for keep, per_frame in ((0.5, [round(0.5 * units)] * frames), (frames * 2 + 1, [3] + [2] * (frames - 1))):
+        with tokenprune.patched(model, "tome", keep=keep):
+            groups = record_of(encode(model, inputs)["video"]).groups[0].view(frames, units)
+        assert [len(set(frame.tolist())) for frame in groups] == per_frame
+        assert all(
+            int(frame.min()) >= i * units and int(frame.max()) < (i + 1) * units for i, frame in enumerate(groups)
+        )
+
+
+@pytest.mark.parametrize("method", ["tome", ["tome", "fastv"], ["tome", "divprune"], ["tome", "pool", "dart"]])
+@pytest.mark.parametrize("batch", BATCHES)
+@torch.no_grad()
+def test_generate_and_composition(family: Family, model, batch: str, method: Any) -> None:
+    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
+    inputs = family.make_inputs(**BATCHES[batch])
+    with tokenprune.patched(model, method, keep=0.5, record=True):
+        logits, stats = model(**inputs).logits, tokenprune.stats(model)
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        forward_cuts, cuts = stats.cuts, tokenprune.stats(model).cuts
+        outputs = encode(model, inputs)
+    assert cuts[0].site == Site.IN_ENCODER and cuts[0].sources is not None
+    assert stats.visual_tokens_per_layer[0] <= 0.75 * stats.visual_tokens_in
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(forward_cuts[-1], length)
+    with with_features_of(model, outputs):
+        with reduced(family, model, forward_cuts, length):
+            close(logits[alive], model(**inputs).logits[alive])
+        with reduced(family, model, cuts, length):
+            want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+@contextmanager
+def with_features_of(model: Any, outputs: dict[str, Any]) -> Iterator[None]:
+    if "video" not in outputs:
+        with with_features(model, outputs["image"]):
+            yield
+        return
+    video = model.model.get_video_features
+
+    def features(pixel_values_videos: Tensor, video_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
+        return copy.copy(outputs["video"])
+
+    model.model.get_video_features = features
+    try:
+        if "image" in outputs:
+            with with_features(model, outputs["image"]):
+                yield
+        else:
+            yield
+    finally:
+        del model.model.get_video_features
+    assert model.model.get_video_features == video
+
+
+@torch.no_grad()
+def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
+    inputs = family.make_inputs()
+    before, was = model(**inputs).logits, snapshot(model)
+    tokenprune.patch(model, "tome", keep=0.5)
+    assert not torch.equal(model(**inputs).logits, before)
+    twin = copy.deepcopy(model)
+    want = model(**inputs).logits
+    assert torch.equal(twin(**inputs).logits, want)
+    tokenprune.unpatch(model)
+    now = {k: v for k, v in snapshot(model).items() if not k.endswith(".rope_deltas")}
+    assert now == {k: v for k, v in was.items() if not k.endswith(".rope_deltas")}
+    assert torch.equal(model(**inputs).logits, before)
+
+
+@torch.no_grad()
+def test_refused(build) -> None:
+    family = FAMILIES["qwen2_vl"]
+    model = copy.deepcopy(build(family))
+    inputs = family.make_inputs()
+    with tokenprune.patched(model, "tome", keep=1):
+        with pytest.raises(BudgetError, match="at most half"):
+            model(**inputs)
+        assert model(input_ids=inputs["input_ids"].clamp(min=16)).logits.isfinite().all()
+    plain = encode(model, inputs)
+    with (
+        tokenprune.patched(model, "tome", keep=0.5),
+        pytest.raises(UnsupportedSetupError, match="not encoded by the patched model"),
+    ):
+        without = {name: value for name, value in inputs.items() if name != "pixel_values"}
+        model(**without, mm_encoder_outputs=plain)
+    model.model.visual.config._attn_implementation_internal = "flash_attention_2"  # loads nothing
+    with pytest.raises(UnsupportedSetupError, match="proportional=False"):
+        tokenprune.patch(model, "tome", keep=0.5)
+    model.model.visual.config._attn_implementation_internal = "sdpa"
+    model.train()
+    model.model.visual.gradient_checkpointing_enable()
+    with (
+        torch.enable_grad(),
+        tokenprune.patched(model, "tome", keep=0.5),
+        pytest.raises(UnsupportedSetupError, match="checkpointing"),
+    ):
+        model(**inputs)
+
+
+def test_gradients_flow_through_merged_units(family: Family, build) -> None:
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
+    with tokenprune.patched(model, "tome", keep=0.5):
+        model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
+    for name, parameter in model.model.visual.blocks.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging in timm's plain vision transformers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from basics import snapshot
+from tests.methods.test_tome import naive
+from tokenprune import BudgetError, OptionError, UnsupportedModelError, UnsupportedSetupError
+
+timm = pytest.importorskip("timm")
+
+TINY = dict(img_size=24, patch_size=4, embed_dim=32, depth=4, num_heads=2, num_classes=10)
+KINDS: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "average": dict(global_pool="avg", class_token=False, init_values=0.5),
+    "average with class token": dict(global_pool="avg", fc_norm=True),
+    "map": dict(global_pool="map", class_token=False),
+    "registers": dict(reg_tokens=4, qk_norm=True, no_embed_class=True),
+}
+
+
+def build(kind: str) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = timm.models.vision_transformer.VisionTransformer(**TINY, **KINDS[kind]).eval()
+        for name, p in model.named_parameters():
+            if p.ndim > 1:
+                torch.nn.init.normal_(p, std=1.5 / math.sqrt(p[0].numel()))
+            elif "norm" not in name:
+                torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+def pictures(count: int = 3) -> Tensor:
+    return torch.randn(count, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def naive_features(model: Any, picture: Tensor, plan: list[int], proportional: bool = True) -> tuple[Tensor, list[int]]:
+    """One picture through the blocks in plain loops: the full grid behind the last block, and tokens after each."""
+    x = model.norm_pre(model._pos_embed(model.patch_embed(picture[None])))[0]
+    groups = [[i] for i in range(len(x))]
+    counts = []
+    for block, r in zip(model.blocks, plan, strict=True):
+        at = block.attn
+        q, k, v = at.qkv(block.norm1(x)).view(len(x), 3, at.num_heads, at.head_dim).permute(1, 2, 0, 3)
+        q, k = at.q_norm(q), at.k_norm(k)
+        weight = torch.tensor([float(len(group)) for group in groups])
+        logits = q @ k.transpose(1, 2) * at.scale + (weight.log() if proportional else 0)
+        x = x + block.ls1(at.proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1)))
+        joined, _ = naive(k.mean(0), r, model.num_prefix_tokens)
+        x = torch.stack([(x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in joined])
+        groups = [[i for member in members for i in groups[member]] for members in joined]
+        x = x + block.ls2(block.mlp(block.norm2(x)))
+        counts.append(len(x))
+    grid = torch.empty(sum(map(len, groups)), x.shape[1])
+    for feature, group in zip(x, groups, strict=True):
+        grid[group] = feature
+    return grid, counts
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_logits_equal_the_naive_loop(kind: str, fused: bool) -> None:
+    model, x = build(kind), pictures()
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    plan = [5, 0, 9, 2]
+    with tokenprune.patched(model, "tome", r=plan):
+        logits, features = model(x), model.forward_features(x)
+        stats = tokenprune.stats(model)
+    for row, picture in enumerate(x):
+        grid, counts = naive_features(model, picture, plan)
+        torch.testing.assert_close(features[row], model.norm(grid), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(logits[row], model.forward_head(model.norm(grid[None]))[0], atol=2e-5, rtol=1e-4)
+    entered = 36 + model.num_prefix_tokens
+    assert stats.encoder_tokens_per_layer == [3 * n for n in (entered, *counts[:-1])]
+    assert (stats.visual_tokens_in, stats.visual_tokens_out) == (108, 60)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_patch_and_unpatch(kind: str) -> None:
+    model, x = build(kind), pictures()
+    before, was = model(x), snapshot(model)
+    assert tokenprune.patch(model, method="tome", keep=0.25) is model
+    assert not torch.equal(model(x), before)
+    stats = tokenprune.stats(model)
+    assert stats.keep_ratio == 0.25 and 0.3 < stats.prefill_flops_ratio < 0.9
+    alone = torch.cat([model(picture[None]) for picture in x])
+    torch.testing.assert_close(model(x), alone, atol=1e-5, rtol=1e-4)
+    tokenprune.unpatch(model)
+    assert snapshot(model) == was
+    assert torch.equal(model(x), before)
+    with tokenprune.patched(model, "tome", keep=1.0):
+        assert torch.equal(model(x), before)
+        assert tokenprune.stats(model).keep_ratio == tokenprune.stats(model).prefill_flops_ratio == 1
+
+
+@torch.no_grad()
+def test_mlps_see_fewer_tokens() -> None:
+    model, seen = build("class token"), []
+    handles = [b.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1])) for b in model.blocks]
+    with tokenprune.patched(model, "tome", r=(4, -1)):
+        model(pictures())
+    assert seen == [29, 24, 22, 22]
+    for handle in handles:
+        handle.remove()
+
+
+def test_deep_copy_and_training() -> None:
+    model, x = build("average"), pictures()
+    tokenprune.patch(model, "tome", keep=0.5)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), model(x))
+    twin.train()(x).sum().backward()
+    assert all(p.grad is not None for p in twin.blocks.parameters())
+    tokenprune.unpatch(twin)
+    assert tokenprune.is_patched(model) and not tokenprune.is_patched(twin)
+    assert not torch.equal(twin.eval()(x), model(x))
+
+
+def test_refused() -> None:
+    model = build("class token")
+    was = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match="no language model, which fastv"):
+        tokenprune.patch(model, ["tome", "fastv"])
+    with pytest.raises(BudgetError, match="at most half"):
+        tokenprune.patch(model, "tome", keep=1)
+    with pytest.raises(OptionError, match="leave out one"):
+        tokenprune.patch(model, "tome", r=2, keep=1.0)
+    with pytest.raises(OptionError, match="processor"):
+        tokenprune.patch(model, "tome", processor=object())
+    with pytest.raises(UnsupportedModelError, match="no plain vision transformer"):
+        tokenprune.patch(timm.create_model("test_convnext"), "tome")
+    assert snapshot(model) == was
+    model.set_grad_checkpointing()
+    with tokenprune.patched(model, "tome"), pytest.raises(UnsupportedSetupError, match="set_grad_checkpointing"):
+        model(pictures())

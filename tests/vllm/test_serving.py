@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the vLLM plugin that need no vLLM: settings, plans, choosing rows. For the engine see tests_vllm/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tokenprune
+from tokenprune import Method, Site, registry
+from tokenprune.base import Selection
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
+from tokenprune.integrations.vllm.families import FAMILIES
+from tokenprune.integrations.vllm.plan import Plan, _decoded, field_name
+from tokenprune.integrations.vllm.runner import chunks, in_small_batches
+from tokenprune.integrations.vllm.select import choose, segments_of
+from tokenprune.integrations.vllm.settings import Setting, servable
+from tokenprune.methods.divprune import DivPrune
+from tokenprune.methods.downsample import Downsample
+from tokenprune.methods.dynres import DynRes
+from tokenprune.methods.pool import Pool
+from tokenprune.methods.random import Random
+from tokenprune.methods.uniform import Uniform
+from tokenprune.setting import IN_LLM
+from tokenprune.tokens import square_grid
+
+SERVER = {"method": "divprune", "keep": 0.25}
+TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted"),
+    [
+        ((SERVER,), Setting(DivPrune(), 0.25)),
+        ((SERVER, {"keep": 0.5}), Setting(DivPrune(), 0.5)),
+        ((SERVER, {"off": True}), Setting()),
+        (({"off": True}, {"method": "pool"}), Setting(Pool(), 0.25)),
+        (({"off": True}, SERVER), Setting(DivPrune(), 0.25)),
+        ((SERVER, {"off": False}), Setting(DivPrune(), 0.25)),
+        (({"method": "random", "seed": 3, "keep": 9}, {"keep": 5}), Setting(Random(3), 5)),
+        # Another method keeps the budget, and none of the options.
+        (({"method": "random", "seed": 3, "keep": 9}, {"method": "uniform"}), Setting(Uniform(), 9)),
+        (({"method": "random", "seed": 3}, {"method": "random"}), Setting(Random(3), 0.25)),
+        (({"method": ["pool"]},), Setting(Pool(), 0.25)),
+        # What acts on pixels, alone and with a method behind the encoder, in any order.
+        (({"method": "downsample"},), Setting(pixels=Downsample(), share=0.25)),
+        ((SERVER, {"method": "dynres", "min_scale": 0.5}), Setting(pixels=DynRes(0.5), share=0.25)),
+        ((SERVER, TWO), Setting(DivPrune(), 0.5, Downsample(), 0.4)),
+        (
+            ({"method": ["random", {"method": "dynres", "min_scale": 0.1}], "keep": 0.5},),
+            Setting(Random(), 0.5, DynRes(0.1), 0.5),
+        ),
+        ((TWO, {"keep": 0.3}), Setting(DivPrune(), 0.3, Downsample(), 0.3)),
+        ((TWO, {"keep": [0.3, 7]}), Setting(DivPrune(), 7, Downsample(), 0.3)),
+        ((TWO, {"method": ["dynres", "divprune"]}), Setting(DivPrune(), 0.25, DynRes(), 0.25)),
+        ((TWO, {"method": "pool"}), Setting(Pool(), 0.25)),
+        ((SERVER, {"per": "frame"}, {"method": "pool"}), Setting(Pool(), 0.25, per="frame")),
+        ((SERVER, {"per": "frame"}, {"per": "image"}), Setting(DivPrune(), 0.25)),
+    ],
+)
+def test_later_layers_win(layers, wanted) -> None:
+    assert Setting.of(*layers) == wanted
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "says"),
+    [
+        (7, OptionError, "must be an object"),
+        ("divprune", OptionError, "must be an object"),
+        (None, OptionError, "must be an object"),
+        ({"method": "divprun"}, UnknownMethodError, "did you mean 'divprune'"),
+        ({"method": 3}, UnknownMethodError, "unknown method"),
+        ({"method": [["divprune"]]}, UnknownMethodError, "unknown method"),
+        ({"method": []}, OptionError, "empty list"),
+        ({"method": ["dynres", "divprune"], "min_scale": 0.5}, OptionError, "ambiguous for several methods"),
+        ({"method": ["dynres", "divprune"], "keep": [0.5]}, BudgetError, "1 entries for 2 methods"),
+        ({"method": ["dynres", {"method": "divprune", "keep": 0.5}]}, OptionError, "beside the methods"),
+        ({"method": ["divprune", "pool"]}, OptionError, "at the same place"),
+        ({"method": ["downsample", "dynres"]}, OptionError, "at the same place"),
+        ({"method": ["dynres", "fastv"]}, OptionError, "Servable are .*divprune"),
+        ({"keep": [0.5, 0.25]}, BudgetError, "2 entries for 1 methods"),
+        ({"per": "prompt"}, OptionError, 'must be "image" or "frame"'),
+        ({"per": ["frame"]}, OptionError, 'must be "image" or "frame"'),
+        ({"method": "downsample", "keep": 20}, BudgetError, "as a share"),
+        ({"method": "dynres", "keep": 0.01}, BudgetError, "smaller min_scale"),
+        ({"method": "dynres", "question_guard": True}, OptionError, "question_guard it reads the question"),
+        ({"keep": 0}, BudgetError, "keeps nothing"),
+        ({"keep": 1.5}, BudgetError, "no share"),
+        ({"keep": -3}, BudgetError, "keeps nothing"),
+        ({"keep": float("nan")}, BudgetError, "must be a number"),
+        ({"keep": "0.5"}, BudgetError, "must be a number"),
+        ({"keep": True}, BudgetError, "must be a number"),
+        ({"keep": None}, BudgetError, "use a float"),
+        ({"keep": {"flops_share": 0.5}}, BudgetError, "must be a number"),
+        ({"off": 1}, OptionError, "true or false"),
+        ({"off": True, "keep": 0.5}, OptionError, "stands alone"),
+        ({"seed": 1}, OptionError, "no option 'seed'"),
+        ({"method": "random", "seed": "x"}, OptionError, "must be an int"),
+        ({"method": "random", "seed": [1]}, OptionError, "must be an int"),
+        ({"padding": "x" * 5000}, OptionError, "characters long"),
+        ({"keep": object()}, OptionError, "what JSON can hold"),
+        ({"method": "fastv"}, OptionError, "Servable are .*divprune"),
+        ({"method": "tome", "r": 3}, OptionError, "settled before the tower runs.*keep decides"),
+        ({"method": "dymu"}, OptionError, "pass exact=True"),
+        ({"method": "dymu", "exact": True, "vtu": "exact"}, OptionError, "leave it out"),
+        ({"method": "vscan"}, OptionError, "vscan: stage2=false"),
+        ({"method": "view_select"}, OptionError, "let clients leave out"),
+    ],
+)
+def test_bad_settings(bad, error, says) -> None:
+    """Each is a ValueError, which a server answers with HTTP 400, and says what to do."""
+    with pytest.raises(error, match=says) as caught:
+        Setting.of(SERVER, bad)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, TokenPruneError)
+
+
+def test_a_setting_without_a_method_is_refused() -> None:
+    with pytest.raises(OptionError, match="names no method"):
+        Setting.of({"keep": 0.5})
+    with pytest.raises(OptionError, match="names no method"):
+        Setting.of({"off": True}, {"keep": 0.5})
+
+
+def test_cache_keys_hold_all_that_matters() -> None:
+    """Written out in full, so that two ways of saying the same share a cache, and nothing else does."""
+    assert Setting.of({"method": "random"}).cache_key() == Setting.of({"method": "random", "seed": 0}).cache_key()
+    keys = [Setting.of(SERVER, more).cache_key() for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})]
+    keys += [Setting.of({"method": "random", "seed": seed}).cache_key() for seed in (0, 1)]
+    keys += [Setting.of(SERVER, {"per": "frame"}).cache_key()]
+    keys += [Setting.of(TWO, more).cache_key() for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})]
+    assert len({str(key) for key in keys}) == len(keys)
+    assert all(key["algorithm"] for key in keys)
+    dynres = {"method": "dynres", "min_scale": 0.3}
+    for setting in ({"method": "random", "seed": 5}, TWO, dynres, {"off": True}, TWO | {"per": "frame"}):
+        assert Setting.of(Setting.of(setting).as_dict()) == Setting.of(setting)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16, 576, 1225])
+@pytest.mark.parametrize("keep", [0.001, 0.25, 0.999, 1.0, 1, 64, 10_000])
+def test_counts_are_those_of_the_budget(count: int, keep: float) -> None:
+    wanted = min(count, keep) if isinstance(keep, int) else min(count, max(1, round(keep * count)))
+    assert Setting(DivPrune(), keep).count(count) == wanted
+
+
+def test_a_method_that_breaks_its_word_is_refused() -> None:
+    """Kept counts have to follow from the shape: a method that decides them by content cannot be served."""
+
+    @registry.register("moody")
+    @dataclass(frozen=True)
+    class Moody(Method):
+        """Keep what is positive."""
+
+        def select(self, tokens) -> Selection:
+            return Selection((tokens.hidden[..., 0] > 0) & tokens.mask)
+
+    @registry.register("reader")
+    @dataclass(frozen=True)
+    class Reader(Method):
+        """Keep what resembles the text."""
+
+        def score(self, tokens):
+            return tokens.hidden @ tokens.text.hidden.mean(1)
+
+    @registry.register("twofold")
+    @dataclass(frozen=True)
+    class Twofold(Method):
+        """Cut twice."""
+
+        def stages(self, budget, layers):
+            return [(DivPrune(), budget), (registry.build("fastv", {}), budget)]
+
+    try:
+        with pytest.raises(OptionError, match="acts at several places"):
+            Setting.of({"method": "twofold", "keep": 0.5})
+        with pytest.raises(OptionError, match="has to follow from the shape alone"):
+            Setting.of({"method": "moody", "keep": 0.5})
+        with pytest.raises(OptionError, match="it reads the text"):
+            Setting.of({"method": "reader", "keep": 0.5})
+        assert not {"moody", "reader", "twofold"} & set(servable())
+    finally:
+        for name in ("moody", "reader", "twofold"):
+            registry._METHODS.pop(name)
+
+
+@pytest.mark.parametrize("declared", [{"by_content_count": True}, {"least": 0}])
+@pytest.mark.parametrize("site", [Site.PRE_LLM, Site.IN_LLM])
+def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> None:
+    """Whatever the method does with features that are made up."""
+    name = "by_sight"
+    needs = ("keys",) if site is Site.IN_LLM else ()
+
+    @registry.register(name, site=site, needs=needs)
+    @dataclass(frozen=True)
+    class BySight(DivPrune):
+        """Keep what looks well."""
+
+        layer: int = 2
+
+    for attribute, value in declared.items():
+        setattr(BySight, attribute, value)
+    try:
+        with pytest.raises(OptionError, match="what it sees decides how many tokens stay"):
+            Setting.of({"method": name, "keep": 0.5} | ({IN_LLM: True} if site is Site.IN_LLM else {}))
+        assert name not in servable() and name not in servable(in_llm=True)
+    finally:
+        registry._METHODS.pop(name)
+
+
+# -- plans
+
+
+def plan(setting: Setting, pieces: str, per_run: bool = False) -> Plan:
+    """pieces: "#" for a placeholder (id 9), other letters for text."""
+    return Plan.make(setting, [9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces], per_run)
+
+
+def test_a_plan_survives_the_journey() -> None:
+    one = plan(Setting(Random(4), 3), "a####b####c", per_run=True)
+    assert Plan.decode(one.encode()) == one
+    assert Plan.decode(plan(Setting(), "####").encode()).setting == Setting()
+
+
+def test_decoded_plans_are_kept_by_their_size() -> None:
+    """A plan of a long video is large, and written short."""
+    _decoded.clear()
+    data = [Plan.make(Setting(DivPrune(), 0.5), [token] * 300_000, None, False).encode() for token in range(9)]
+    for one in data:
+        Plan.decode(one)
+    assert 1 <= len(_decoded) < 9 and _decoded.currsize <= _decoded.maxsize == 64 * 2**20
+    assert Plan.decode(data[-1]) is Plan.decode(data[-1]), "it is decoded each time"
+    huge = Plan.make(Setting(), [1] * 2_000_000, None, False).encode()
+    assert len(Plan.decode(huge).tokens) == 2_000_000 and _decoded.currsize <= _decoded.maxsize
+    _decoded.clear()
+
+
+def test_reduced_prompts() -> None:
+    half = Setting(DivPrune(), 0.5)
+    nine = [9]
+    assert plan(half, "########").reduced() == nine * 4
+    assert plan(half, "s########e").reduced() == [ord("s"), *nine * 4, ord("e")]
+    # The break within the picture needs a place too, and nothing tells which.
+    broken = plan(half, "s####/####e")
+    assert broken.counts == [8] and broken.between == 1
+    assert broken.reduced() == [ord("s"), *nine * 5, ord("e")]
+    tiles = plan(half, "s####/######e", per_run=True)
+    # Each tile's own number is known, so the text between them stays what it is.
+    assert tiles.counts == [4, 6] and tiles.keep == [2, 3] and tiles.rows == 5
+    assert tiles.reduced() == [ord("s"), *nine * 2, ord("/"), *nine * 3, ord("e")]
+    assert not plan(Setting(), "s####/####e").reduces and not plan(Setting(DivPrune(), 1.0), "##").reduces
+
+
+# -- choosing rows
+
+
+@pytest.mark.parametrize("name", ["random", "uniform", "pool", "divprune"])
+@pytest.mark.parametrize("counts", [[16], [12], [4, 4, 9]])
+def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
+    """Against a loop over the segments; columns beyond the width follow with the same weights."""
+    method = registry.build(name, {})
+    rows = torch.randn(sum(counts), 10, generator=torch.Generator().manual_seed(1))
+    keep = [max(1, count // 3) for count in counts]
+    stays, out = choose(method, rows, 6, segments_of(counts, None, "image", rows.device), keep)
+    start = 0
+    for index, (count, number) in enumerate(zip(counts, keep, strict=True)):
+        own = rows[start : start + count]
+        alone = segments_of([count], None, "image", rows.device)
+        if name == "random":  # draws by the segment's place
+            alone.ordinal[0] = index
+        selection = method.select(tokenprune.tokens.VisualTokens(alone, [number], _Hidden(own[None, :, :6])))
+        assert stays[start : start + count].tolist() == selection.keep[0].tolist()
+        for place in selection.keep[0].nonzero().flatten().tolist():
+            members = [place] if selection.assign is None else (selection.assign[0] == place).nonzero().flatten()
+            torch.testing.assert_close(out[start + place], own[members].mean(0))
+        start += count
+
+
+def test_every_frame_has_its_budget() -> None:
+    """Frames of one run split it evenly, a rest goes with the last; runs apart are the frames; pictures do not care."""
+    half, frames = Setting(DivPrune(), 0.5), Setting(DivPrune(), 0.5, per="frame")
+
+    def made(setting: Setting, pieces: str, number: int) -> Plan:
+        return Plan.make(
+            setting, [9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces], False, number
+        )
+
+    one = made(frames, "a#############", 3)
+    assert one.counts == [4, 4, 5] and one.keep == [2, 2, 2] and one.reduced() == [ord("a"), *[9] * 6]
+    stamped = made(frames, "a####bc####d####", 3)
+    assert stamped.keep == [2, 2, 2] and stamped.between == 0 and stamped.rows == 6
+    assert stamped.reduced() == [ord("a"), 9, 9, ord("b"), ord("c"), 9, 9, ord("d"), 9, 9]
+    assert Plan.decode(stamped.encode()) == stamped and Plan.decode(one.encode()) == one
+    assert made(half, "a####bc####d####", 3).counts == [12]
+    assert made(frames, "####b####", 1).counts == [8]
+    for pieces, number in (("####b####", 3), ("####", 5), ("########", 0), ("#####", 3)):
+        with pytest.raises(OptionError, match='"per": "image"'):
+            made(frames, pieces, number)
+
+
+class _Hidden(tokenprune.TokenSource):
+    needs = frozenset()
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+def test_a_known_grid_is_used() -> None:
+    cpu = torch.device("cpu")
+    assert segments_of([12], (1, 3, 4), "image", cpu).grids == [(1, 3, 4)]
+    assert segments_of([12], (1, 2, 4), "image", cpu).grids == [None]
+    assert segments_of([12, 12], (2, 3, 4), "video", cpu).grids == [(1, 3, 4)] * 2
+    assert segments_of([24], (2, 3, 4), "video", cpu).grids == [(2, 3, 4)]
+    assert segments_of([12, 13], (2, 3, 4), "video", cpu).grids == [(1, 3, 4), None]
+    assert segments_of([9, 12], None, "image", cpu).grids == [None, None]
+    assert segments_of([9, 12], None, "image", cpu, square_grid).grids == [(1, 3, 3), None]
+    assert segments_of([9], None, "video", cpu, square_grid).grids == [None]
+
+
+def _image_grid(architecture: str, count: int, tower: str = "clip_vision_model") -> tuple[int, int, int] | None:
+    config = SimpleNamespace(image_seq_length=16, vision_config=SimpleNamespace(model_type=tower))
+    return FAMILIES[architecture].image_grid(count, config)
+
+
+def test_only_a_square_is_taken_for_a_square() -> None:
+    """Newlines and several tiles add up to square numbers, too."""
+    assert _image_grid("LlavaForConditionalGeneration", 36) == (1, 6, 6)
+    assert _image_grid("LlavaForConditionalGeneration", 36, "pixtral") is None
+    assert _image_grid("LlavaForConditionalGeneration", 37) is None
+    assert _image_grid("InternVLForConditionalGeneration", 16) == (1, 4, 4)
+    assert _image_grid("InternVLForConditionalGeneration", 64) is None
+    for name in ("LlavaNext", "LlavaOnevision", "Mistral3", "Qwen2VL"):
+        assert _image_grid(f"{name}ForConditionalGeneration", 36) is None
+
+
+# -- batches of the encoder
+
+
+def item(count: int) -> dict:
+    class Element:
+        data = plan(Setting(DivPrune(), 1), "#" * count).encode()
+
+    return {field_name("image"): Element}
+
+
+def test_batches_of_the_encoder_hold_what_was_measured() -> None:
+    """Counted before reduction: the scheduler would let any number of these one-token pictures through."""
+    items = [("image", item(count)) for count in (4, 4, 4, 20, 1, 9)]
+    made = [[items.index(one) for one in chunk] for chunk in chunks(items, 10)]
+    assert made == [[0, 1], [2], [3], [4, 5]]
+    seen = []
+
+    def group_and_batch(mm_kwargs, *, device=None):
+        seen.append((len(mm_kwargs), device))
+        yield from mm_kwargs
+
+    assert list(in_small_batches(group_and_batch, 10)(items, device="there")) == items
+    assert seen == [(2, "there"), (1, "there"), (1, "there"), (2, "there")]
+    assert list(chunks([("image", {})] * 3, 1)) == [[("image", {})] * 3]  # without plans nothing is known, or changed
+
+
+def test_nothing_else_imports_vllm() -> None:
+    modules = ["tokenprune", "tokenprune.cli", "tokenprune.integrations.hf.engine"]
+    modules += [f"tokenprune.integrations.vllm.{name}" for name in ("settings", "plan", "select", "plugin", "runner")]
+    code = f"import sys; sys.modules['vllm'] = None; import {', '.join(modules)}; tokenprune.available_methods()"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw which patches of the pictures of a prompt, or of a video's frames, a method keeps, drops and merges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers.utils import logging
+
+import tokenprune
+from tokenprune.bench import draw
+from tokenprune.bench.model import Model
+from tokenprune.bench.suite import patched
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.registry import method_class
+
+CELL, _GAP = 16, 6  # pixels of a patch in the drawing, and between frames
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What `tokenprune show` tells of a prompt.
+
+    image: the drawing. before, after: the answers. tokens_in, tokens_out: visual tokens before and after.
+    """
+
+    image: Image.Image
+    before: str
+    after: str
+    tokens_in: int
+    tokens_out: int
+    stats: tokenprune.Stats
+
+
+def show(subject: Model, images: Sequence[Image.Image], question: str, method: str, keep: float | int) -> Shown:
+    """Ask once without and once with `method`, and draw what it kept: of one picture beside it, as the model sees it;
+    of several below each.
+
+    A model that takes videos gets several as a video, unless the method acts on pixels; others get pictures of one
+    prompt. Raises UnsupportedSetupError where the tokens of a picture form no grid, OptionError for a method that
+    chooses between pictures.
+    """
+    draw.check_drawable(method)
+    film = len(images) > 1 and _as_film(subject, method)
+    full = _asked(subject, images, question, film)
+    (before,) = subject.generate(full)
+    seen = _seen(subject, images, question, method, keep, film)
+    if len(images) == 1:
+        original = draw.seen_picture(subject, full, images[0])
+        drawing = row(_drawn(seen, draw.CELL, original), gap=draw.CELL // 2)
+    else:
+        drawing = sheet(seen)
+    return Shown(drawing, before, seen.answer, subject.visual_tokens(full), int(seen.kept.sum()), seen.stats)
+
+
+def fitting(
+    subject: Model, read: Callable[[int], list[Image.Image]], most: int, question: str, method: str
+) -> tuple[list[Image.Image], str | None]:
+    """Return as many frames as the model's context holds beside the question and the answer, and a sentence that says
+    how many were left out; None where none were.
+
+    read: returns frames of a video, or pictures, evenly chosen where there are more than it is told. most: how many are
+    wanted. Raises OptionError where not even one fits.
+    """
+    frames = read(most)
+    wanted, context = len(frames), getattr(subject.adapter.text_config, "max_position_embeddings", None)
+    said = None
+    while context is not None:
+        with _quiet():
+            inputs = _asked(subject, frames, question, len(frames) > 1 and _as_film(subject, method))
+        number, visual = len(frames), subject.visual_tokens(inputs)
+        text = inputs["input_ids"].shape[1] - visual + subject.max_new_tokens
+        if visual + text <= context:
+            break
+        fewer = min(number - 1, (context - text) * number // visual)
+        if fewer < 1:
+            raise OptionError(
+                f"a picture takes {visual // number} tokens and the rest of the prompt {text}, but this model's context"
+                f" is {context}: ask a shorter question, or take a smaller picture"
+            )
+        needed = f"all of them and the question take {visual + text} tokens, and this model's context is {context}"
+        said = said or needed
+        frames = read(fewer)
+    return frames, said and f"{len(frames)} of the {wanted} frames are taken: {said}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the tokenizer from warning of a prompt that is only measured."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a method did with one prompt: its frames, as the model sees them, the grid of each, and for all their tokens
+    `kept` and `groups` as of `draw.patches`."""
+
+    frames: list[Image.Image]
+    grids: list[Grid]
+    kept: np.ndarray
+    groups: np.ndarray
+    answer: str = ""
+    stats: tokenprune.Stats | None = None
+
+
+def look(
+    subject: Model,
+    images: Sequence[Image.Image],
+    question: str,
+    method: str,
+    keep: float | int,
+    film: bool,
+    side: int,
+    **options: Any,
+) -> tuple[Image.Image, int]:
+    """Ask with `method`, and return the drawing of what it kept of each picture, side by side, and how many tokens that
+    is; raises like `show`.
+
+    film: whether the pictures are a video. side: pixels of a drawing's longer side, about. options: of the method.
+    """
+    draw.check_drawable(method)
+    seen = _seen(subject, images, question, method, keep, film, **options)
+    cell = max(2, side // max(max(grid) for grid in seen.grids))
+    return row(_drawn(seen, cell)), int(seen.kept.sum())
+
+
+def _asked(subject: Model, frames: Sequence[Image.Image], question: str, film: bool) -> dict[str, Any]:
+    return subject.film_inputs(frames, question) if film else subject.inputs([list(frames)], [question])
+
+
+def _seen(
+    subject: Model,
+    frames: Sequence[Image.Image],
+    question: str,
+    method: str,
+    keep: float | int,
+    film: bool,
+    **options: Any,
+) -> Seen:
+    with patched(subject, method, keep, film, record=True, **options):
+        inputs = _asked(subject, frames, question, film)
+        grids = grids_of(subject, inputs, len(frames), film)
+        (answer,) = subject.generate(inputs)
+        stats = tokenprune.stats(subject.model)
+    kept, groups = draw.patches(subject, inputs, stats)
+    # A model that merges frames in time has fewer of them: each shows its first.
+    step = math.ceil(len(frames) / len(grids))
+    shown = [
+        frames[place] if film else draw.seen_picture(subject, inputs, frames[place], place)
+        for place in (min(number * step, len(frames) - 1) for number in range(len(grids)))
+    ]
+    return Seen(shown, grids, kept, groups, answer, stats)
+
+
+def _as_film(subject: Model, method: str) -> bool:
+    return takes_video(subject) and method_class(method).site is not tokenprune.Site.PRE_ENCODER
+
+
+def takes_video(subject: Model) -> bool:
+    """Whether both the model and its processor take videos."""
+    able = getattr(subject.processor, "video_processor", None) is not None
+    return able and "video" in subject.adapter.placeholders
+
+
+def grids_of(subject: Model, inputs: dict[str, Any], images: int, film: bool) -> list[Grid]:
+    """Return (height, width) in tokens of each picture or frame of the one prompt, in the order of its tokens."""
+    family, count = subject.model.config.model_type, subject.visual_tokens(inputs)
+    told, pixels = subject.adapter.grids("video" if film else "image", inputs), inputs.get("pixel_values")
+    if not film:
+        if pixels is None:
+            raise UnsupportedSetupError(f"{family!r} takes pictures in a form that `show` does not know")
+        # [1, tiles, 3, H, W] or [tiles, 3, H, W]: its tokens are those of several crops, and overlap in the picture.
+        if (told is None or images == 1) and (pixels.ndim > 4 or (pixels.ndim == 4 and len(pixels) != images)):
+            raise UnsupportedSetupError(
+                f"{family!r} cuts a picture into tiles; `show` draws pictures that are one grid"
+            )
+        side = math.isqrt(count // images)
+        told = told or [(1, side, side)] * images
+    grids = [(height, width) for times, height, width in told or [] for _ in range(times)]
+    if not grids or sum(height * width for height, width in grids) != count:
+        raise UnsupportedSetupError(f"the {count} visual tokens of {family!r} form no grids that `show` knows of")
+    return grids
+
+
+def sheet(seen: Seen) -> Image.Image:
+    """Return the frames side by side, and below each what is kept of it; a group has one colour in all frames."""
+    drawings = _drawn(seen, CELL)
+    originals = [_resized(frame, drawing) for frame, drawing in zip(seen.frames, drawings, strict=True)]
+    upper, lower = row(originals), row(drawings)
+    image = Image.new("RGB", (lower.width, 2 * lower.height + _GAP), "white")
+    image.paste(upper, (0, 0))
+    image.paste(lower, (0, lower.height + _GAP))
+    return image
+
+
+def _drawn(seen: Seen, cell: int, *before: Image.Image) -> list[Image.Image]:
+    """Return the drawing of each frame, behind `before`, in the size of the first drawing."""
+    merged, ends = draw.shared(seen.groups), np.cumsum([height * width for height, width in seen.grids])
+    parts = [array[: ends[-1]] for array in (seen.kept, seen.groups, merged)]
+    own = [slice(end - height * width, end) for (height, width), end in zip(seen.grids, ends, strict=True)]
+    drawings = [
+        draw.draw(frame, *(part[place].reshape(grid) for part in parts), cell=cell)
+        for frame, grid, place in zip(seen.frames, seen.grids, own, strict=True)
+    ]
+    return [*(_resized(one, drawings[0]) for one in before), *drawings]
+
+
+def _resized(image: Image.Image, like: Image.Image) -> Image.Image:
+    return image.convert("RGB").resize(like.size, Image.Resampling.BICUBIC)
+
+
+def row(pictures: Sequence[Image.Image], gap: int = _GAP) -> Image.Image:
+    """Return pictures side by side."""
+    width = sum(picture.width + gap for picture in pictures) - gap
+    image, left = Image.new("RGB", (width, max(picture.height for picture in pictures)), "white"), 0
+    for picture in pictures:
+        image.paste(picture, (left, 0))
+        left += picture.width + gap
+    return image

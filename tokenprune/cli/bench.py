@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune bench`: measure methods, and print what was measured."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenprune.cli.common import (
+    BackendOption,
+    BatchSizeOption,
+    ColumnsOption,
+    DeviceOption,
+    DtypeOption,
+    EngineArgsOption,
+    FramesOption,
+    MaxNewTokensOption,
+    ModelOption,
+    ServerOption,
+    SkipBadOption,
+    SplitOption,
+    SuffixOption,
+    ThreadsOption,
+    print_skipped,
+    read_keeps,
+    show_progress,
+)
+from tokenprune.cli.report import show_runs
+
+if TYPE_CHECKING:
+    from tokenprune.bench.backend import Backend
+    from tokenprune.bench.data import Data
+    from tokenprune.bench.group import Group
+    from tokenprune.bench.model import Model
+    from tokenprune.bench.report.drawing import Wanted
+    from tokenprune.bench.suite import Plan
+
+
+def bench(
+    model: ModelOption = None,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated names; default: all. `random` and `downsample` always run.")
+    ] = "",
+    keep: Annotated[
+        str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
+    ] = "0.5,0.25,0.11",
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Held-out pictures, each with one question of all 8 kinds, default 24; with --data: rows, default "
+            "all. 0: all.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Your own questions: JSON lines of {image|images|video, question, answer|answers, kind?}, a folder "
+            "with such a file, JSON, CSV, Parquet, or a folder of the `datasets` library."
+        ),
+    ] = None,
+    metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed, f1 or cider.")] = "exact",
+    columns: ColumnsOption = "",
+    split: SplitOption = None,
+    skip_bad: SkipBadOption = False,
+    frames: FramesOption = 8,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Keep config, raw predictions and results in this folder; the same command goes on there."),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="With --run: draw what each method keeps on so many questions on which they disagree; default 4.",
+        ),
+    ] = None,
+    sample: Annotated[str, typer.Option(help="With --run: draw these questions instead, such as 3,17.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write raw records as JSON lines, for `tokenprune report`.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with everything, which loads nothing else.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
+    repeats: Annotated[int, typer.Option(min=0, help="Timed runs of each method and keep; 0: no timing.")] = 7,
+    batch_size: BatchSizeOption = 32,
+    backend: BackendOption = "hf",
+    server: ServerOption = None,
+    engine_args: EngineArgsOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    dtype: DtypeOption = "auto",
+    suffix: SuffixOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
+) -> None:
+    """Measure accuracy per kind of question, tokens, FLOPs, KV bytes and time of methods, against no pruning.
+
+    To share the work: accelerate launch --num_processes N -m tokenprune bench ...
+    """
+    from tokenprune.bench import significance
+    from tokenprune.bench.backend import backend_of
+    from tokenprune.bench.data import left_out, load_data, read_columns
+    from tokenprune.bench.group import joined
+    from tokenprune.bench.metrics import metric_named
+    from tokenprune.bench.report.drawing import Wanted
+    from tokenprune.bench.report.runs import finished_run
+    from tokenprune.bench.suite import DEFAULT_PICTURES, Plan
+    from tokenprune.cli.engines import Engines
+
+    engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
+    engines.check()
+    significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
+    wanted = Wanted.of(samples, sample, run, here=backend == "hf")
+    metric_named(metric)
+    plan = Plan(
+        methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+        keeps=read_keeps(keep),
+        pictures=DEFAULT_PICTURES if limit is None else limit,
+        batch_size=batch_size,
+        repeats=repeats,
+    )
+    asked = None
+    if data is not None:
+        asked = load_data(
+            data,
+            skip_bad=skip_bad,
+            columns=read_columns(columns),
+            split=split,
+            frames=frames,
+            limit=limit or 0,
+        )
+    with ExitStack() as stack:
+        pictures = max((len(one.pictures) for one in asked.questions), default=1) if asked is not None else 1
+        subject = engines.open(stack, pictures)
+        subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
+        group = stack.enter_context(joined())
+        if asked is not None and skip_bad:
+            asked = left_out(asked, backend_of(subject).misfits(asked.questions))
+            if group.leads:
+                print_skipped(asked)
+        records = _measure(subject, plan, asked, metric, run, json, group, wanted)
+    if group.leads:
+        show_runs([finished_run(records, run)], html=html, plot=plot)
+
+
+def _measure(
+    subject: Model | Backend,
+    plan: Plan,
+    asked: Data | None,
+    metric: str,
+    run: Path | None,
+    json: Path | None,
+    group: Group,
+    wanted: Wanted,
+) -> list[dict[str, Any]]:
+    from tokenprune.bench.backend import backend_of
+    from tokenprune.bench.lines import Lines
+    from tokenprune.bench.report.drawing import draw_samples
+    from tokenprune.bench.run_folder import RunFolder, config_of
+    from tokenprune.bench.suite import Bench
+
+    questions, about = None, {}
+    if asked is not None:
+        questions, about = asked.questions, {"data": asked.about()}
+        backend_of(subject).begin(questions)  # before a folder is made for what cannot be asked
+    records = []
+    with ExitStack() as stack:
+        step = stack.enter_context(show_progress()) if group.leads else None
+        file = stack.enter_context(Lines(json)) if json is not None and group.leads else None
+        folder = None
+        if run is not None:
+            folder = stack.enter_context(RunFolder(run, config_of(subject, plan, metric, about), group))
+        bench = Bench(subject, plan, step, questions=questions, metric=metric, about=about, folder=folder, group=group)
+        wanted.check(len(bench.examples))
+        for record in bench.records():
+            if file is not None:
+                file.write(record)
+            records.append(record)
+        if run is not None and group.leads:
+            draw_samples(run, subject, bench.examples, records, wanted, step)
+    return records

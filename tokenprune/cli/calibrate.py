@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune calibrate` and `fit-dyrate`: what some methods need for a model before they can act in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenprune.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    ThreadsOption,
+    get_console,
+    load_model,
+    read_keeps,
+    show_progress,
+)
+
+
+def calibrate(
+    images: Annotated[Path, typer.Option(help="Folder of pictures like those that the model will see.")],
+    out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("thresholds.safetensors"),
+    keep: Annotated[str, typer.Option(help="Comma-separated shares of the patches to keep on average.")] = "0.25",
+    schedule: Annotated[
+        str, typer.Option(help="How many tokens each block merges: constant, linear or reverse_linear.")
+    ] = "constant",
+    batch_size: Annotated[int, typer.Option(min=1, help="Pictures whose tokens compete with each other.")] = 32,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget what an interrupted run has done.")] = False,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Find the thresholds that `dymu` needs for a model, on unlabelled pictures."""
+    import tokenprune
+
+    keeps = list(read_keeps(keep))
+    subject = load_model(model, device, threads, dtype, suffix="")
+    with show_progress() as step:
+        found = tokenprune.calibrate(
+            subject.model,
+            images,
+            processor=subject.processor,
+            keep=keeps,
+            schedule=schedule,
+            batch_size=batch_size,
+            progress=step,
+            out=out,
+            resume=not restart,
+        )
+    console = get_console()
+    for share in found.keeps:
+        row = " ".join(f"{value:.3f}" for value in found.values[share].tolist())
+        console.print(f"keep {share:g}: {row}", markup=False, soft_wrap=True)
+    console.print(f"written: {out} (calibrated on {found.images} pictures)", markup=False, soft_wrap=True)
+
+
+def fit_dyrate(
+    out: Annotated[Path, typer.Option(help="The predictor file to write.")] = Path("predictor.safetensors"),
+    images: Annotated[Path | None, typer.Option(help="Folder of pictures; default: drawn scenes.")] = None,
+    question: Annotated[str, typer.Option(help="Asked about each picture of --images.")] = "Describe this picture.",
+    limit: Annotated[int, typer.Option(min=1, help="How many pictures.")] = 24,
+    keep: Annotated[float, typer.Option(help="Share that prefill keeps; use the same with dyrate.")] = 0.5,
+    layer: Annotated[int, typer.Option(help="As in dyrate.")] = 3,
+    grid: Annotated[int, typer.Option(min=1, help="As in dyrate.")] = 10,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 32,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Fit the predictor of `dyrate` to a model: how many visual tokens each step of an answer can do without."""
+    from tokenprune.bench.fitting import fit
+
+    subject = load_model(model, device, threads, suffix="")
+    options = dict(keep=keep, layer=layer, grid=grid, max_new_tokens=max_new_tokens)
+    with show_progress() as step:
+        seen = fit(subject, out, images, question, limit, step, options)
+    console = get_console()
+    console.print(f"{sum(seen.labels)} decode steps; right on {seen.accuracy:.1%} of them; steps a rate:")
+    console.print(", ".join(f"{number / grid:g}: {count}" for number, count in enumerate(seen.labels)), markup=False)
+    console.print(f"written: {out}", markup=False, soft_wrap=True)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each feature of a tower's tiles ended up, for models that crop, reorder and set apart what they hand on."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.transfer import sent
+
+_thread = threading.local()
+
+
+def first_of_group(owner: Tensor, groups: int) -> Tensor:
+    """long `[B, N]` of group numbers below `groups` -> long `[B, N]`: the lowest place with the same number."""
+    places = torch.arange(owner.shape[1], device=owner.device).expand_as(owner)
+    first = owner.new_full((owner.shape[0], groups), owner.shape[1])
+    return first.scatter_reduce(1, owner, places, "amin").gather(1, owner)
+
+
+def take_packed() -> Packed | None:
+    """Return what this thread's last `PackRecorder` noted, and forget it."""
+    packed, _thread.packed = getattr(_thread, "packed", None), None
+    return packed
+
+
+class PackRecorder:
+    """Stands in for a model's `pack_image_features`, and packs the numbers of the features beside the features.
+
+    What comes out tells where each feature ended up, whatever the family does with tiles, padding and newlines. The
+    numbers are packed on the host, where looking at them costs nothing.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.__signature__ = inspect.signature(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        result = self.original(*bound.args, **bound.kwargs)
+        numbers, start = [], 0
+        for picture in bound.arguments["image_features"]:
+            tiles, tokens = picture.shape[:2]
+            numbers.append(numbered(tiles, tokens, torch.device("cpu"), start))
+            start += tiles * tokens
+        bound.arguments["image_features"] = numbers
+        bound.arguments["image_sizes"] = torch.as_tensor(bound.arguments["image_sizes"]).cpu()
+        if bound.arguments.get("image_newline") is not None:
+            bound.arguments["image_newline"] = newline_number(numbers[0].device)
+        pictures = self.original(*bound.args, **bound.kwargs)[0]
+        _thread.packed = Packed(list(pictures), numbers[0].shape[1])
+        return result
+
+
+class Packed:
+    """pictures: float64 `[features, 2]` each, the numbers of the features that were packed, on the host; tokens:
+    features a tile."""
+
+    def __init__(self, pictures: list[Tensor], tokens: int) -> None:
+        self.pictures, self.tokens = pictures, tokens
+
+    def follow(self, groups: Tensor, packed: Tensor) -> Tensor:
+        """groups: long `[tiles, tokens]`, first of each feature's group in its tile; packed: one picture's numbers."""
+        ids = sent(self.numbers(packed), groups.device)
+        tile, token = ids // self.tokens, ids % self.tokens
+        places = torch.arange(len(ids), device=ids.device)
+        # Newlines: each for itself.
+        group = torch.where(ids < 0, groups.numel() + places, tile * self.tokens + groups[tile.clamp(min=0), token])
+        first = torch.full((groups.numel() + len(ids),), len(ids), device=ids.device)
+        return first.scatter_reduce(0, group, places, "amin")[group]
+
+    @staticmethod
+    def numbers(packed: Tensor) -> Tensor:
+        """long `[features]`: for each feature of a picture the number of the one that was packed, -1 for a newline."""
+        ids = packed[:, 0].round().long()
+        if not torch.equal(packed[:, 1], _check(ids.double())):
+            raise UnsupportedSetupError(
+                "this picture has so many tiles that the model interpolates its features, so that none of them is a "
+                "patch of the tower; use a smaller picture, or a method that acts behind the tower"
+            )
+        return ids
+
+
+def numbered(tiles: int, tokens: int, device: torch.device, start: int = 0) -> Tensor:
+    """float64 `[tiles, tokens, 2]`: what stands for the features of a picture while it is packed."""
+    ids = torch.arange(start, start + tiles * tokens, dtype=torch.float64, device=device)
+    # A second channel, so that interpolated numbers do not pass for numbers.
+    return torch.stack([ids, _check(ids)], -1).view(tiles, tokens, 2)
+
+
+def newline_number(device: torch.device) -> Tensor:
+    """float64 `[2]`: what stands for a newline."""
+    return torch.tensor([-1, _check(torch.tensor(-1.0))], dtype=torch.float64, device=device)
+
+
+def _check(ids: Tensor) -> Tensor:
+    return (ids * ids + 3 * ids) % 9973

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types of a method's options, as its fields declare them: checked in one place, and told in words.
+
+    layer: Annotated[int, Ge(1)] = 2
+    mode: Literal["evict", "index"] = "evict"
+    dense_layers: tuple[int, ...] = ()
+
+Understood are bool, int, float (also given as an int), str, `Literal`, `X | None`, `tuple[X, ...]`, `Annotated` with
+bounds of annotated_types (Ge, Gt, Le, Lt), and any other class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import types
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
+
+from tokenprune.errors import OptionError
+
+_BOUNDS = {Ge: (">=", operator.ge), Gt: (">", operator.gt), Le: ("<=", operator.le), Lt: ("<", operator.lt)}
+_WORDS = {bool: "True or False", int: "an int", float: "a number", str: "a text", types.NoneType: "None"}
+
+
+@cache
+def option_types(cls: type) -> dict[str, Any]:
+    """Return the declared type of each option of a method's class, with its bounds."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def check_options(method: Any) -> None:
+    """Raise OptionError for an option of a configured method whose value is not of the type that its field declares."""
+    for name, hint in option_types(type(method)).items():
+        value = getattr(method, name)
+        if not fits(value, hint):
+            raise OptionError(f"{method.name}: {name}={value!r} must be {in_words(hint)}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a type, and within its bounds. True is no number, and NaN is within no bounds."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return fits(value, parts[0]) and all(holds(value, bound) for _, holds, bound in _bounds(parts))
+    if origin is Literal:
+        return any(value == one and type(value) is type(one) for one in parts)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(one, parts[0]) for one in value)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, origin or hint)
+
+
+def in_words(hint: Any) -> str:
+    """Return what a type allows: "an int >= 1", "'evict' or 'index'", "a tuple, each entry an int"."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return in_words(parts[0]) + " and".join(f" {sign} {bound:g}" for sign, _, bound in _bounds(parts))
+    if origin is Literal:
+        return " or ".join(filter(None, (", ".join(map(repr, parts[:-1])), repr(parts[-1]))))
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(in_words, parts))
+    if origin is tuple:
+        return f"a tuple, each entry {in_words(parts[0])}"
+    return _WORDS.get(hint, f"a {getattr(hint, '__name__', hint)}")
+
+
+def _bounds(parts: tuple[Any, ...]) -> list[tuple[str, Any, Any]]:
+    """Return each bound of an `Annotated` as its sign, what compares with it, and the limit."""
+    flat = [one for part in parts[1:] for one in (part if isinstance(part, GroupedMetadata) else [part])]
+    found = [one for one in flat if isinstance(one, BaseMetadata) and type(one) in _BOUNDS]
+    return [(*_BOUNDS[type(one)], getattr(one, type(one).__name__.lower())) for one in found]
+
+
+__all__ = ["check_options", "fits", "in_words", "option_types"]

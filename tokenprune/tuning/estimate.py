@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the search may expect of a candidate, and which candidates are worth more questions, or a test."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from tokenprune.tuning.promise import Promise
+
+CHANCE = 0.05  # to pass: with less, a candidate is not tested, unless there is none that is safer
+_IMAGINED = 2  # answers: one that is lost and one that is won
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """saving: of cost, as a share. chance: to pass the test on the held-out questions, as the search tells it."""
+
+    saving: float
+    chance: float
+
+    @classmethod
+    def of(cls, drops: np.ndarray, saving: float, promise: Promise, held_out: int) -> Estimate:
+        """Normal approximation; as many imagined answers that are lost and won keep few real ones from certainty.
+
+        More answers won than lost count as luck, not as a reserve: else a setting that changes many answers would seem
+        safer than one that changes none.
+        """
+        mean, count = float(drops.mean()), len(drops)
+        spread = math.sqrt((float(((drops - mean) ** 2).sum()) + _IMAGINED) / (count + _IMAGINED))
+        mean = max(mean, 0.0)
+        normal = NormalDist()
+        margin = normal.inv_cdf(promise.confidence) * spread / math.sqrt(held_out)
+        error = spread * math.sqrt(1 / count + 1 / held_out)
+        return cls(saving, normal.cdf((promise.max_drop - mean - margin) / error))
+
+    @property
+    def worth(self) -> float:
+        return self.saving * self.chance
+
+
+def promote(estimates: Sequence[Estimate], places: int) -> list[int]:
+    """Return the indices of the best, by turns the one with the largest expected saving and the safest (among equals:
+    the first)."""
+    good = sorted(range(len(estimates)), key=lambda index: -estimates[index].worth)
+    both = [index for pair in zip(good, safest(estimates), strict=True) for index in pair]
+    return list(dict.fromkeys(both))[:places]
+
+
+def safest(estimates: Sequence[Estimate]) -> list[int]:
+    """Return all indices, those with the largest chance to pass first; equals stay in the given order."""
+    return sorted(range(len(estimates)), key=lambda index: -round(estimates[index].chance, 9))
+
+
+def sequence(estimates: Sequence[Estimate], most: int) -> list[int]:
+    """Return the indices to be tested, at most `most`, in order: first the safest that saves anything, whatever its
+    chance; then those that save more than all before them, each less safe than the one before.
+
+    A further one that passes is worth what it saves beyond the last; one that fails keeps those behind it from being
+    tested. Those are left out with which the expected saving of the last one that passes is smaller. For it the chance
+    to get through several tests lies halfway between that of tests that know nothing of each other and that of tests
+    which only differ in strictness: all are made with the same questions, and hard ones are hard for all.
+    """
+
+    def expected(chosen: Sequence[int]) -> float:
+        value, saved, product, least = 0.0, 0.0, 1.0, 1.0
+        for index in chosen:
+            product, least = product * estimates[index].chance, min(least, estimates[index].chance)
+            value += (product + least) / 2 * (estimates[index].saving - saved)
+            saved = estimates[index].saving
+        return value
+
+    chain: list[int] = []
+    for index in safest(estimates):
+        saving, chance = estimates[index].saving, estimates[index].chance
+        if saving > (estimates[chain[-1]].saving if chain else 0) and (chance >= CHANCE or not chain):
+            chain.append(index)
+    first, rest = chain[:1], chain[1:]
+    subsets = (first + list(one) for size in range(min(most, len(chain))) for one in itertools.combinations(rest, size))
+    return max(subsets, key=expected, default=[])
+
+
+__all__ = ["CHANCE", "Estimate", "promote", "safest", "sequence"]
