@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.kernels.take import top_mask
+from tokenprune.method_repr import ReprIsCall
 
 if TYPE_CHECKING:
     from tokenprune.budget import Budget
@@ -67,8 +68,10 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(ReprIsCall):
     """Base of all methods: a frozen dataclass whose fields are the method's options.
+
+    The repr of a method is its call, `dart(pivot_image=8)`: its name, and the options that differ from their defaults.
 
     A subclass implements `score` (higher is kept), or overrides `select` when its choice is not a plain top-k. It sees
     a read-only `VisualTokens` and never a model, a cache, a mask or position ids.
