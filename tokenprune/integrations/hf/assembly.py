@@ -27,6 +27,7 @@ from tokenprune.integrations.hf.plan import Step
 from tokenprune.integrations.hf.setup_checks import check_steps
 from tokenprune.integrations.hf.unmerging import VirtualUnmerging, check_composition, form_of
 from tokenprune.integrations.places import check_places, place_of
+from tokenprune.observable import Where, observables_of
 
 
 def hf_parts(
@@ -71,7 +72,7 @@ def hf_parts(
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
     cutting = [step.method for step in steps if step.acts]
-    readers = [method for method in cutting if "encoder_attention" in method.needs]
+    readers = [method for method in cutting if observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)]
     if readers:
         if merging := [part.method for part in parts if isinstance(part, TowerPatch)]:
             raise OptionError(

@@ -23,7 +23,6 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import cutting
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cache import slots_handed_out
-from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.decode_state import DecodeState, gather_keys, sum_by_type, to_the_right
 from tokenprune.integrations.hf.masks import sliding_layers
 from tokenprune.integrations.hf.observe import Seen
@@ -99,7 +98,7 @@ def show_keys(call: Call, keys: int | None) -> None:
 def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter, record: bool) -> Tensor:
     """Make the cut of the prefill, and note in the call's state what the decode steps will need."""
     layout, before = call.layout.to(hidden.device), call.segments.to(hidden.device)
-    query = Sources(call, hidden, adapter, Carry([])).last_slot()
+    query = Sources(call, hidden, adapter).last_slot()
     row = _row(call, query, call.past + layout.length)
     hidden = cutting.cut(call, step, hidden, adapter)
     call.state.put(_begin(call, step.method, row, before, record))
