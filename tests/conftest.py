@@ -14,9 +14,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from basics import snapshot
+from selection import is_fast, leave_out_combinations
 from zoo import FAMILIES, Family
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
@@ -24,8 +25,39 @@ _pristine: dict[tuple[str, str], Any] = {}
 _in_use: set[tuple[str, str]] = set()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-combination", action="store_true", help="run the variants too that tests marked pairwise leave out"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--every-combination"):
+        config.hook.pytest_deselected(items=leave_out_combinations(items))
+    for item in items:
+        item.add_marker("fast" if is_fast(item) else "full")
+
+
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    ask_each_config_once()
+
+
+def ask_each_config_once() -> None:
+    """Have `generate` look once at each config for what only a generation config may say.
+
+    transformers builds a default config for that in every call: a third of the time that a tiny model needs.
+    """
+    look = PreTrainedConfig._get_generation_parameters
+    found: dict[int, tuple[PreTrainedConfig, dict[str, Any]]] = {}
+
+    def once(config: PreTrainedConfig) -> dict[str, Any]:
+        if id(config) not in found:
+            found[id(config)] = config, look(config)  # held on to, so that no other gets its id
+        return found[id(config)][1]
+
+    PreTrainedConfig._get_generation_parameters = once
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

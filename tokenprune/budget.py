@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, ClassVar
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.errors import BudgetError
@@ -27,7 +29,8 @@ class Budget:
                      video, such as the decoder sees (Qwen's towers join two); "prompt": all visual tokens of a prompt
                      share it, and compete.
 
-    The last three are solved for the layer at which the method cuts, from closed forms (accounting.py).
+    The last three are solved for the layer at which the method cuts, from closed forms (accounting.py); of a method
+    that cuts several times all of them are averages over the layers (schedule.py).
     Raises BudgetError for anything else, and, when solved, for a target that this layer cannot reach.
     """
 
@@ -84,59 +87,113 @@ class Budget:
         """Whether this keeps every token of any image."""
         return self.keep == 1 and not isinstance(self.keep, numbers.Integral)
 
-    def resolve(self, counts: list[int], *, layer: int, shape: DecoderShape, text_tokens: int) -> list[int]:
+    # What the counts of `resolve` are of: those that arrive at a cut, or ("original", of one of several cuts, see
+    # schedule.py) those that arrived at its method's first one.
+    relative_to: ClassVar[str] = "arriving"
+
+    def resolve(
+        self,
+        counts: Sequence[int],
+        *,
+        layer: int,
+        shape: DecoderShape,
+        text_tokens: int,
+        original: Sequence[int] | None = None,
+    ) -> list[int]:
         """Return how many of each segment's `counts` tokens to keep, at least 1 and at most all, for one prompt.
 
         layer: the decoder layer at whose input the cut is made. shape: the decoder's sizes. text_tokens: tokens of the
-        prompt that are not visual (for flops_share).
+        prompt that are not visual (for flops_share). original: tokens of each segment at the first cut of the method,
+        which only a budget of one of several cuts reads.
         """
-        if self.keep is not None and isinstance(self.keep, numbers.Integral):
+        if self.keep is None:
+            return self.solve([(layer, 1.0)], counts, shape=shape, text_tokens=text_tokens)[0]
+        if isinstance(self.keep, numbers.Integral):
             return [min(int(self.keep), count) for count in counts]
-        if self.keep is not None:
-            return [self._share(count, self.keep) for count in counts]
-        if self.average_tokens is not None:
-            return [
-                self._share(count, self._share_after(self.average_tokens / count, layer, [1] * shape.layers))
-                for count in counts
-            ]
-        if self.kv_share is not None:
-            share = self._share_after(self.kv_share, layer, shape.kv_widths)
+        return [min(count, max(1, round(count * self.keep))) for count in counts]
+
+    def solve(
+        self, cuts: Sequence[tuple[int, float]], counts: Sequence[int], *, shape: DecoderShape, text_tokens: int
+    ) -> list[list[int]]:
+        """Return for each of several cuts how many of each segment's tokens it keeps, so that this budget is what the
+        decoder's layers spend on average; for one prompt.
+
+        cuts: (layer, relative) of each, in order; counts are in proportion to `relative`, which does not rise, but at
+        least 1 and at most all. counts: tokens of each segment in the layers before the first cut. shape, text_tokens:
+        see `resolve`.
+
+        `keep` counts as an average over the layers here, like `average_tokens`: a share, or a number of tokens. Raises
+        BudgetError where the layers before the first cut alone spend it.
+        """
+        cuts = tuple(cuts)
+        if self.flops_share is not None:
+            kept = _kept_for_flops(self, cuts, tuple(counts), shape, text_tokens)
         else:
-            share = self._share_for_flops(sum(counts), layer, shape, text_tokens)
-        return [self._share(count, share) for count in counts]
+            kept = zip(*(_kept_on_average(self, cuts, count, shape) for count in counts), strict=True)
+        return [list(of_cut) for of_cut in kept]
 
-    @staticmethod
-    def _share(count: int, share: float) -> int:
-        return min(count, max(1, round(count * share)))
 
-    def _share_after(self, average: float, layer: int, sizes: list[int]) -> float:
-        """The share r kept from `layer` on so that the mean over layers is `average`: with K layers before it out of T
-        that are alike, (K + (T - K) r) / T = average. sizes: what a token weighs in each layer."""
-        before, behind = sum(sizes[:layer]), sum(sizes[layer:])
-        share = (min(average, 1.0) * (before + behind) - before) / behind if behind else 0.0
-        if share <= 0:
-            raise BudgetError(
-                f"{self} cannot be reached by a cut at layer {layer} of {len(sizes)}: the layers before it alone "
-                f"spend {before / (before + behind):.3f} of the visual tokens; cut earlier or ask for more"
-            )
-        return share
+@lru_cache(maxsize=4096)
+def _kept_on_average(
+    budget: Budget, cuts: tuple[tuple[int, float], ...], count: int, shape: DecoderShape
+) -> tuple[int, ...]:
+    """How many of a segment's `count` tokens each cut keeps; see `Budget.solve`."""
+    sizes = [1] * shape.layers if budget.kv_share is None else shape.kv_widths
+    ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
+    weights = [sum(sizes[layer:end]) for (layer, _), end in zip(cuts, ends, strict=True)]
+    before, whole = sum(sizes[: cuts[0][0]]), sum(sizes)
+    if budget.average_tokens is not None or isinstance(budget.keep, numbers.Integral):
+        share = min(1.0, float(budget.average_tokens or budget.keep) / count)
+    else:
+        share = budget.kv_share or budget.keep
+    if before and before >= share * whole * (1 - 1e-12) and share < 1:
+        raise BudgetError(
+            f"{budget} cannot be reached by a cut at layer {cuts[0][0]} of {shape.layers}: the layers before it alone "
+            f"spend {before / whole:.3f} of the visual tokens; cut earlier or ask for more"
+        )
 
-    def _share_for_flops(self, visual: int, layer: int, shape: DecoderShape, text: int) -> float:
-        """Bisection: FLOPs grow with the share."""
-        full = shape.prefill_flops([text + visual] * shape.layers)
+    def spent(scale: float) -> float:
+        kept = _kept(cuts, count, scale)
+        return before * count + sum(weight * number for weight, number in zip(weights, kept, strict=True))
 
-        def cost(share: float) -> float:
-            return (
-                shape.prefill_flops([text + visual] * layer + [text + share * visual] * (shape.layers - layer)) / full
-            )
+    return tuple(map(round, _kept(cuts, count, _largest(spent, share * whole * count, cuts))))
 
-        if cost(0.0) >= self.flops_share:
-            raise BudgetError(
-                f"{self} cannot be reached by a cut at layer {layer}: text and the layers before it alone cost "
-                f"{cost(0.0):.3f} of the prefill; cut earlier or ask for more"
-            )
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (low, middle) if cost(middle) > self.flops_share else (middle, high)
-        return high
+
+@lru_cache(maxsize=1024)
+def _kept_for_flops(
+    budget: Budget, cuts: tuple[tuple[int, float], ...], counts: tuple[int, ...], shape: DecoderShape, text: int
+) -> tuple[tuple[int, ...], ...]:
+    """For each cut, how many of each segment's `counts` tokens it keeps; see `Budget.solve`."""
+    visual, first = sum(counts), cuts[0][0]
+    ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
+    spans = [end - layer for (layer, _), end in zip(cuts, ends, strict=True)]
+
+    def flops(kept: Sequence[float]) -> float:
+        behind = [text + number for number, span in zip(kept, spans, strict=True) for _ in range(span)]
+        return shape.prefill_flops([text + visual] * first + behind)
+
+    full, least = flops([visual] * len(cuts)), flops([0] * len(cuts))
+    if least >= budget.flops_share * full:
+        raise BudgetError(
+            f"{budget} cannot be reached by a cut at layer {first}: text and the layers before it alone cost "
+            f"{least / full:.3f} of the prefill; cut earlier or ask for more"
+        )
+
+    def spent(scale: float) -> float:
+        return flops([sum(of_cut) for of_cut in zip(*(_kept(cuts, count, scale) for count in counts), strict=True)])
+
+    scale = _largest(spent, budget.flops_share * full, cuts)
+    return tuple(zip(*(map(round, _kept(cuts, count, scale)) for count in counts), strict=True))
+
+
+def _kept(cuts: tuple[tuple[int, float], ...], count: int, scale: float) -> list[float]:
+    return [max(1.0, min(count, scale * relative * count)) for _, relative in cuts]
+
+
+def _largest(spent: Callable[[float], float], target: float, cuts: tuple[tuple[int, float], ...]) -> float:
+    """The largest scale that does not spend more than `target`, by bisection: what is spent grows with the scale."""
+    low, high = 0.0, 1 / min(relative for _, relative in cuts)  # at which every cut keeps all
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (low, middle) if spent(middle) > target else (middle, high)
+    return low

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tokenprune.base import Method
+from tokenprune.base import Pruner
 from tokenprune.tokens import VisualTokens
 
 _MODES = ("evict", "mask", "index")
@@ -29,7 +29,7 @@ class TokenType(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class DecodeMethod(Method):
+class DecodeMethod(Pruner):
     """Base of methods at the site DECODE, whose options are all but how the rate is found.
 
     Layers before `layer` keep every token. At the input of `layer` a first cut is made in prefill, to `keep`; at each

@@ -31,6 +31,13 @@ class Visual:
         )
 
 
+def tokens_per_frame(tokens: int, frames: int, behind: int = 0) -> list[int] | None:
+    """Return how many of a video's `tokens` each of its `frames` has, or None if they do not split evenly. behind:
+    tokens that follow the last frame and are in none (the newline of LLaVA-OneVision)."""
+    size, rest = divmod(tokens - behind, frames) if frames > 0 else (0, 0)
+    return [size] * frames if size > 0 and rest == 0 else None
+
+
 def frame_counts(tokens: int, frames: int) -> list[int] | None:
     """Return how many of a video's `tokens` each of its `frames` has, or None if they do not split evenly. A rest, the
     newline behind a video of LLaVA-OneVision, belongs to the last."""

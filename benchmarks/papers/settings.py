@@ -116,7 +116,8 @@ def _cuts(method: tokenprune.Method, keep: int) -> list[tuple[int, int]]:
     """(layer, tokens from there on) for each cut that a method makes."""
     count, cuts = PATCHES, []
     for stage, budget in method.stages(Budget(keep=keep), SHAPE.layers):
-        kept = budget.resolve([count], layer=stage.cut_layer, shape=SHAPE, text_tokens=0)[0]
+        about = dict(layer=stage.cut_layer, shape=SHAPE, text_tokens=0, original=[PATCHES])
+        kept = budget.resolve([count], **about)[0]
         count = min(count, stage.budget(count, kept))
         cuts.append((stage.cut_layer, count))
     return cuts

@@ -277,6 +277,7 @@ BUDGETS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", SINGLE_CUT)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
@@ -314,6 +315,7 @@ def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
     assert out.past_key_values.get_seq_length() == length
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize(
     "batch",

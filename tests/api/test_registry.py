@@ -324,6 +324,7 @@ def test_what_is_not_asked_for_is_not_there(build) -> None:
         tokenprune.patch(model, "early", keep=0.3)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_merging(layer: int, weighted: bool, family: Family, model) -> None:

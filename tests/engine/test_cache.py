@@ -35,6 +35,7 @@ def longer(inputs: Any, family: Family, sequences: Tensor, more: Tensor) -> dict
     return turn
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
 def test_second_turn(method: Any, batch: dict, family: Family, model) -> None:

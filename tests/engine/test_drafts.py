@@ -82,6 +82,7 @@ def answer(model: Any, inputs: Any, text: Tensor, record: bool, restrict: bool =
     return logits, cache, stats
 
 
+@pytest.mark.pairwise(runs=lambda name, method, batch: method not in REFUSED.get(name, ()))
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
 @pytest.mark.parametrize("method", RECORDED, ids=RECORDED_IDS)
 @pytest.mark.parametrize("name", SLIDING)

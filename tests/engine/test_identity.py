@@ -9,7 +9,8 @@ import torch
 import tokenprune
 from basics import METHODS, MODEL_METHODS, check_takes
 from oracle import generate_logits
-from zoo import Family
+from tokenprune.registry import method_class
+from zoo import FAMILIES, Family
 
 BATCHES = {
     "left": {},
@@ -21,11 +22,18 @@ BATCHES = {
 
 
 # With 1.0 view_select still leaves out what the question does not name: see test_view_select.py.
-@pytest.fixture(params=[name for name in METHODS if not tokenprune.method_info(name).cls.chooses_pictures])
+@pytest.fixture(params=[name for name in METHODS if not issubclass(method_class(name), tokenprune.ImageChooser)])
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def takes(method: str, family: str, batch: str) -> bool:
+    """Return whether the test runs; where it does not, it skips and says why."""
+    on_videos = tokenprune.method_info(method).site is tokenprune.Site.ATTENTION
+    return bool(FAMILIES[family].video) or not (on_videos or batch == "video")
+
+
+@pytest.mark.pairwise(runs=takes)
 @torch.no_grad()
 @pytest.mark.parametrize("batch", BATCHES)
 def test_forward_is_bit_equal(method: str, family: Family, model, batch: str) -> None:

@@ -82,6 +82,7 @@ AttentionInterface.register("flash_stand_in", flash_stand_in)
 AttentionMaskInterface.register("flash_stand_in", ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
 
 
+@pytest.mark.pairwise(runs=lambda family, **_: family != "gemma3")
 @pytest.mark.parametrize(
     "batch",
     [{"images": (2, 1)}, {"images": (2, 1), "padding": None}, {"only": 0}],

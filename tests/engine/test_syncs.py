@@ -108,6 +108,7 @@ def next_step(family: Family, inputs: Any, token: int) -> dict[str, Any]:
 _baselines: dict[Any, int] = {}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
@@ -185,6 +186,7 @@ def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.Mon
     assert len(reading.found) == (not arrived)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("decides", [True, False])
 @pytest.mark.parametrize("mode", ["evict", "mask", "index"])
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)

@@ -67,6 +67,7 @@ class NextProbe(Probe):
         return super().select(tokens)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_generate(family: Family, model, method: str, batch: str) -> None:

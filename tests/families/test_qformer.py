@@ -32,6 +32,7 @@ def cuts_of(model: Any, method: str = "random", keep: float = 0.3, **inputs: Any
         return tokenprune.stats(model).cuts
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("batch", [{"only": 0}, {"images": (2, 1), "padding": None}], ids=["one row", "no padding"])

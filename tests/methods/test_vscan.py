@@ -15,6 +15,7 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.methods.test_methods import made_up, raster, unit
 from tests.tower.test_encoder_attention import BATCHES, CASES, naive_scores
 from tokenprune import Budget, BudgetError, OptionError, Selection
+from tokenprune.accounting import DecoderShape
 from tokenprune.tokens import Patches
 from zoo import FAMILIES, Family
 
@@ -179,16 +180,18 @@ SCHEDULES = [  # layers, tokens, keep, tokens of stage 1, of stage 2; the first 
     (32, 100, 500, 100, 100),
     (32, 576, Budget(average_tokens=64.0), 96, 32),
     (32, 576, Budget(kv_share=0.5), 432, 144),
-    (27, 50, 1, 2, 1),
+    (27, 50, 1, 1, 1),
 ]
 
 
 @pytest.mark.parametrize(("layers", "count", "keep", "first", "second"), SCHEDULES, ids=str)
 def test_schedule(layers: int, count: int, keep: Any, first: int, second: int) -> None:
+    shape = DecoderShape(layers, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
     budget = Budget.of(keep)
     got, arrives = [], count
     for method, part in tokenprune.method("vscan").stages(budget, layers):
-        (number,) = part.resolve([arrives], layer=method.cut_layer, shape=None, text_tokens=0)
+        about = dict(layer=method.cut_layer, shape=shape, text_tokens=0, original=[count])
+        (number,) = part.resolve([arrives], **about)
         arrives = min(arrives, max(1, method.budget(arrives, number)))  # as the engine does
         got.append((method.name, method.site, method.cut_layer, arrives))
     assert got == [("vscan", "PRE_LLM", 0, first), ("vscan", "IN_LLM", layers // 2, second)]
@@ -196,8 +199,6 @@ def test_schedule(layers: int, count: int, keep: Any, first: int, second: int) -
 
 def test_schedules_that_cannot_be() -> None:
     method = tokenprune.method("vscan")
-    with pytest.raises(BudgetError, match="flops_share"):
-        method.stages(Budget(flops_share=0.5), 32)
     with pytest.raises(BudgetError, match="by itself"):
         method.stages(Budget(keep=0.5, per="prompt"), 32)
     with pytest.raises(OptionError, match="layer=32"):
@@ -262,7 +263,7 @@ def test_stage_1_in_a_model(family: Family, batch: str, build, monkeypatch: pyte
 def test_stage_2_is_the_next_layers_own_row(layer: int, family: Family, build) -> None:
     """Ranked as the attention map of an eager model that was cut by stage 1 alone ranks, at the very layer."""
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 2))
-    vscan = tokenprune.method("vscan", layer=layer)
+    vscan, shape = tokenprune.method("vscan", layer=layer), DecoderShape.from_config(model.config.get_text_config())
     (first, budget), (_, share) = vscan.stages(Budget(keep=0.4), 4)
     with tokenprune.patched(model, first, keep=budget, record=True):
         maps = model(**inputs, output_attentions=True).attentions
@@ -275,7 +276,8 @@ def test_stage_2_is_the_next_layers_own_row(layer: int, family: Family, build) -
         for piece in row_pieces:
             left = [place for place in piece if place in slot]
             score = torch.stack([rows[row, slot[place]] for place in left])
-            keep = max(1, round(share.keep * len(left)))
+            about = dict(layer=layer, shape=shape, text_tokens=0, original=[len(piece)])
+            (keep,) = share.resolve([len(left)], **about)
             want = {left[i] for i in score.argsort(descending=True, stable=True)[:keep].tolist()}
             assert set(cuts[1].kept[row]) & set(piece) == want
 

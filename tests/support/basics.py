@@ -26,6 +26,7 @@ SINGLE_CUT = [name for name in MODEL_METHODS if len(tokenprune.method(name).stag
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """Everything that a patch may touch: hooks, instance attributes and configs of all modules, weights left out."""
     seen: dict[str, Any] = {}
+    configs: dict[int, Any] = {}  # most modules share one, and writing it out is what takes long
     for name, module in model.named_modules():
         for key, value in module.__dict__.items():
             if key in ("_parameters", "_buffers", "_modules"):
@@ -33,7 +34,9 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
             elif isinstance(value, dict):  # hooks among them
                 value = {k: id(v) for k, v in value.items()}
             elif hasattr(value, "to_dict"):
-                value = (id(value), value.to_dict(), getattr(value, "_attn_implementation", None))
+                if id(value) not in configs:
+                    configs[id(value)] = (id(value), value.to_dict(), getattr(value, "_attn_implementation", None))
+                value = configs[id(value)]
             elif not isinstance(value, (int, float, str, type(None))):
                 value = id(value)
             seen[f"{name}.{key}"] = value

@@ -64,8 +64,7 @@ def test_a_killed_tuning_goes_on(calls: int, tmp_path: Path) -> None:
         tune(MadeUp(calls), tmp_path / "run")
     engine = MadeUp()
     found, _ = tune(engine, tmp_path / "run")
-    # Four batches of the search and six held out, of the unpatched model and of two settings.
-    assert len(engine.asked) == 30 - calls
+    assert len(engine.asked) == 30 - calls  # 4 batches of the search, 6 held out; of three settings
     for one in (whole, found):
         for trial in one.trials:
             trial.timing = None

@@ -36,6 +36,10 @@ class Attachable:
     def _attach(self) -> None:
         raise NotImplementedError
 
+    def on_detach(self, undo: Callable[[], None]) -> None:
+        """Have `undo` called by `detach`."""
+        self._undo.append(undo)
+
     def hook(self, handle: Any) -> None:
         """Keep the handle of a hook, to be removed."""
         self._undo.append(handle.remove)
@@ -57,7 +61,7 @@ class Attachable:
 
     def swap_class(self, instance: Any, cls: type) -> None:
         """Make `instance` one of `cls`, a subclass of its own; it gets back the class that it has now."""
-        self._undo.append(partial(_give_back_class, instance, type(instance), cls))
+        self._undo.append(partial(give_back_class, instance, type(instance), cls))
         instance.__class__ = cls
 
 
@@ -115,7 +119,8 @@ class _Wrapped:
             delattr(self.module, self.name)
 
 
-def _give_back_class(instance: Any, found: type, put: type) -> None:
+def give_back_class(instance: Any, found: type, put: type) -> None:
+    """Make `instance`, which was made one of `put`, one of the class `found` again."""
     # Whoever changed the class since, to one that is not made of ours, has the say.
     if isinstance(instance, put):
         instance.__class__ = found
@@ -129,6 +134,16 @@ def hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:
 def with_hidden_states(hidden: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return the arguments of such a call with others in their place."""
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+
+def with_output(change: Callable[[Any], Any], output: Any) -> Any:
+    """Return what a block, a layer or a decoder gave with `change` applied to its hidden states."""
+    if isinstance(output, tuple):
+        return (change(output[0]), *output[1:])
+    if hasattr(output, "last_hidden_state"):
+        output.last_hidden_state = change(output.last_hidden_state)
+        return output
+    return change(output)
 
 
 def states() -> MutableMapping[Any, Any]:

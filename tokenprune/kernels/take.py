@@ -41,3 +41,20 @@ def top_mask(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tensor:
     """bool `[S, N]`: the `count` (long `[S]`, at most `most`) highest scores of each row among `mask`; ties go to the
     lower index, NaN counts as lowest."""
     return take_in_turn(score[:, None], mask, count[:, None], most)
+
+
+def settle(keep: Tensor, score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    """bool `[S, N]`: `keep` with exactly `count` (long `[S]`) tokens a row: the worst of the kept are dropped, or the
+    best of the dropped are added.
+
+    keep: bool `[S, N]`, of which padding is ignored; score: float `[S, N]`, higher is better, NaN is worst, of equal
+    ones the lower index is better; mask: bool `[S, N]`, False at padding. A row keeps at most all it has.
+    """
+    score = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
+    order = score.argsort(dim=1, descending=True, stable=True)
+    kind = torch.where(mask, keep.to(torch.uint8) + 1, 0)
+    order = order.gather(1, kind.gather(1, order).argsort(dim=1, descending=True, stable=True))
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    return mask & (rank < count[:, None])

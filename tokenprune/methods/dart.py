@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tokenprune.base import Method, Selection, Site
+from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.take import take_in_turn
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
@@ -15,7 +17,7 @@ from tokenprune.tokens import VisualTokens
 
 @register("dart", site=Site.IN_LLM, needs=("keys",), paper="arXiv 2502.11494, EMNLP 2025")
 @dataclass(frozen=True)
-class Dart(Method):
+class Dart(Pruner):
     """Keep the visual tokens that least duplicate a few pivot tokens, after the first decoder layers.
 
     Pivots are the visual tokens, and the text tokens behind the image, whose keys have the largest L1 norm. In turn
@@ -37,6 +39,8 @@ class Dart(Method):
     authors iterate over a Python set, an arbitrary order); norms and cosines in float32; shares are clamped to what is
     left (the authors' code fails); every image has pivots of its own, and text pivots come from the text behind it.
     """
+
+    query_free: ClassVar[Mapping[str, Any]] = {"pivot_text": 0}
 
     layer: int = 2
     pivot_image: int = 4

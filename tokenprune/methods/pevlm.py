@@ -4,9 +4,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
-from tokenprune.base import Method, Site
+from tokenprune.base import AttentionPattern, Site
 from tokenprune.frames import Visual
 from tokenprune.registry import register
 
@@ -15,7 +14,7 @@ _LONG_TEXT = 32  # text between two visuals that is longer than this is a block 
 
 @register("pevlm", site=Site.ATTENTION, paper="arXiv 2506.19651")
 @dataclass(frozen=True)
-class PEVLM(Method):
+class PEVLM(AttentionPattern):
     """Prefill a video in blocks of frames that see the prompt's start and themselves; removes no tokens.
 
     The sink is everything before the first frame and the first frames of the (first) video; the other frames form
@@ -31,7 +30,6 @@ class PEVLM(Method):
     first one starts (as APE and Star Attention do).
     dense_layers: decoder layers, counted from 0, that keep full attention.
     only_single_video: prompts with more than one video or picture keep full attention.
-    implementation: "blocks" (time and memory linear in the frames) or "mask" (one dense mask, for comparison).
 
     Source: Kang et al., "PEVLM: Parallel Encoding for Vision-Language Models". Its body could not be read: the rule is
     from the abstracts of v1-v3 [A], the four ICLR reviews [R], machine-written review summaries of v1 [M] and the
@@ -43,8 +41,6 @@ class PEVLM(Method):
     could not be established and are our decision.
     """
 
-    default_keep: ClassVar[float] = 1.0
-
     sink_frames: int = 8
     block_frames: int = 16
     min_frames: int | None = None
@@ -52,7 +48,6 @@ class PEVLM(Method):
     position_mode: str = "sequential"
     dense_layers: Sequence[int] = ()
     only_single_video: bool = False
-    implementation: str = "blocks"
 
     def __post_init__(self) -> None:
         self._check_int("sink_frames", 1)
@@ -113,5 +108,4 @@ class PEVLM(Method):
 _CHOICES = {
     "sink_mode": ("text+frames", "text"),
     "position_mode": ("sequential", "reuse"),
-    "implementation": ("blocks", "mask"),
 }

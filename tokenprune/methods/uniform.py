@@ -1,27 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Method, Selection, Site
+from tokenprune.base import Pruner, Selection, Site
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+from tokenprune.transfer import sent
 
 
 @register("uniform", site=Site.PRE_LLM, paper="none (baseline)")
 @dataclass(frozen=True)
-class Uniform(Method):
-    """Keep visual tokens at even distances in raster order: a baseline that covers the whole picture."""
+class Uniform(Pruner):
+    """Keep visual tokens spread evenly over rows and columns: a baseline that covers the whole image.
+
+    Where the grid of an image is known, its tokens are kept in rows at even distances, with as many in each, at even
+    distances too; the frames of a video share alike. Where it is not known, tokens are kept at even distances in raster
+    order.
+    """
 
     def select(self, tokens: VisualTokens) -> Selection:
-        # The j-th of k picks is the middle of the j-th of k equal stretches. Integers only: exact for any size.
-        pick = torch.arange(tokens.mask.shape[1], device=tokens.mask.device)
-        budget = tokens.budget[:, None]
-        counts = tokens.mask.sum(1, keepdim=True)
-        index = ((2 * pick + 1) * counts).div(2 * budget.clamp(min=1), rounding_mode="floor")
-        wanted = (pick < budget) & tokens.mask
-        keep = torch.zeros(tokens.mask.shape[0], tokens.mask.shape[1] + 1, dtype=torch.bool, device=tokens.mask.device)
-        keep.scatter_(1, torch.where(wanted, index, tokens.mask.shape[1]), True)
-        return Selection(keep[:, :-1] & tokens.mask, counts=tokens.keep)
+        # Counts and grids are on the host, so the choice is made there, and the device is asked nothing.
+        keep = torch.zeros(tokens.mask.shape, dtype=torch.bool)
+        for segment, (count, number, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
+            keep[segment, spread(count, number, grid)] = True
+        return Selection(sent(keep, tokens.mask.device), counts=tokens.keep)
+
+
+def spread(count: int, keep: int, grid: tuple[int, int, int] | None) -> list[int]:
+    """Return `keep` indices, ascending, that are spread evenly over `count` tokens. grid: (frames, height, width)."""
+    frames, height, width = grid or (1, 1, count)
+    kept = []
+    for frame, of_frame in Counter(even(frames, keep)).items():
+        # As far apart down as across, unless that takes more rows, or tokens in a row, than there are.
+        rows = max(math.ceil(math.sqrt(of_frame * height / width) - 0.5), -(-of_frame // width))
+        rows = min(rows, height, of_frame)
+        in_rows = Counter(even(rows, of_frame)).values()
+        for row, number in zip(even(height, rows), in_rows, strict=True):
+            kept += [(frame * height + row) * width + column for column in even(width, number)]
+    return kept
+
+
+def even(length: int, number: int) -> list[int]:
+    """Return the middles of `number` equal stretches of `range(length)`, ascending; in whole numbers, so exact."""
+    return [(2 * index + 1) * length // (2 * number) for index in range(number)]

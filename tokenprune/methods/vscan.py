@@ -2,25 +2,26 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tokenprune.base import Method, Selection, Site
+from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.registry import register
+from tokenprune.schedule import profile
 from tokenprune.tokens import Patches, VisualTokens
 
 
 @register("vscan", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2505.22654, TMLR 2026", merges=True)
 @dataclass(frozen=True)
-class VScan(Method):
+class VScan(Pruner):
     """Scan the vision tower's attention globally and window by window, merge what is not picked, cut again halfway.
 
     Stage 1, before the decoder: one part of each tile's tokens (or frame's) is picked window by window by the attention
@@ -35,7 +36,7 @@ class VScan(Method):
     stage2: False leaves out stage 2: the choice then knows nothing of the question and is safe with a prefix cache;
     stage 1 keeps all of `keep`.
     local: share in [0, 1] of stage 1's picks that is made window by window.
-    local_layer: the early block, an int (see `Method.encoder_layers`) or a share of the depth between 0 and 1.
+    local_layer: the early block, an int (see `Pruner.encoder_layers`) or a share of the depth between 0 and 1.
     window: side of a window in tokens; None is 6 where a token is one patch, 4 where it is several. What does not fill
     a window belongs to the last one.
     merge: False drops what is not picked.
@@ -50,6 +51,8 @@ class VScan(Method):
     queries are rotated once in tower and decoder (the Qwen code twice, or not at all); a local pick is never picked
     again; a tile of which nothing is picked is merged into the most similar picks of the other tiles.
     """
+
+    query_free: ClassVar[Mapping[str, Any]] = {"stage2": False}
 
     layer: int | None = None
     stage2: bool = True
@@ -92,22 +95,9 @@ class VScan(Method):
             return [(first, budget)]
         layer = layers // 2 if self.layer is None else self.layer
         self._check(1 <= layer < layers, f"layer={layer} is out of range: this decoder has {layers} layers")
-        if budget.is_identity():
-            return [(first, budget)]
-        if budget.flops_share is not None:
-            raise BudgetError(
-                f"vscan cannot solve {budget} for two cuts: say keep, average_tokens or kv_share, or pass stage2=False"
-            )
-        # T1 * layer + T2 * (layers - layer) = average * layers, with T1 = 3 * T2 as far as there are so many.
-        spread = layers / (layer + (layers - layer) / 3)
-        if budget.average_tokens is not None or isinstance(budget.keep, numbers.Integral):
-            average = budget.average_tokens or budget.keep
-            early = Budget(keep=max(1, round(average * spread)))
-            return [(first, early), (_Middle(layer, layers, average), Budget(keep=max(1, round(average))))]
-        share = budget.kv_share or budget.keep
-        early = min(1.0, share * spread)
-        late = (share * layers - early * layer) / (layers - layer) / early
-        return [(first, Budget(keep=float(early))), (_Middle(layer, layers), Budget(keep=min(1.0, late)))]
+        # Stage 1 keeps three times as many as stage 2, as far as there are so many.
+        early, late = profile(layers, ((0, 3.0), (layer, 1.0)), budget)
+        return [(first, early.budget), (_Middle(layer), late.budget)]
 
     def select(self, tokens: VisualTokens) -> Selection:
         patches = tokens.patches
@@ -172,16 +162,13 @@ def most_similar(features: Tensor, picked: Tensor, tile: Tensor, most: int) -> T
 
 
 @dataclass(frozen=True)
-class _Middle(Method):
+class _Middle(Pruner):
     """Stage 2: keep what the last prompt token attends to most in the layer behind the cut.
 
-    layer, layers: where it cuts, out of how many. average: tokens per picture, averaged over the layers, that it and
-    stage 1 are to reach; None leaves it at the share that the budget says.
+    layer: where it cuts.
     """
 
     layer: int
-    layers: int
-    average: float | None = None
 
     name: ClassVar[str] = "vscan"
     site: ClassVar[Site] = Site.IN_LLM
@@ -190,11 +177,6 @@ class _Middle(Method):
     @property
     def query_aware(self) -> bool:
         return True
-
-    def budget(self, count: int, keep: int) -> int:
-        if self.average is None:
-            return keep
-        return round((self.average * self.layers - count * self.layer) / (self.layers - self.layer))
 
     def score(self, tokens: VisualTokens) -> Tensor:
         return tokens.next_row_attention.mean(dim=1)

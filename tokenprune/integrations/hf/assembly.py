@@ -14,7 +14,6 @@ from tokenprune.errors import OptionError
 from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.adapters import adapter_for
 from tokenprune.integrations.hf.block_attention import BlockAttention
-from tokenprune.integrations.hf.cutting import Step
 from tokenprune.integrations.hf.drafts import Drafts
 from tokenprune.integrations.hf.encoder import TowerPatch, tower_patch
 from tokenprune.integrations.hf.encoder_attention import EncoderAttention
@@ -24,9 +23,11 @@ from tokenprune.integrations.hf.lost_pictures import LostPictures
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.pixel_counts import FullCounts
 from tokenprune.integrations.hf.pixels import patch_for
+from tokenprune.integrations.hf.plan import Step
 from tokenprune.integrations.hf.setup_checks import check_steps
 from tokenprune.integrations.hf.unmerging import VirtualUnmerging, check_composition, form_of
 from tokenprune.integrations.places import check_places, place_of
+from tokenprune.observable import Where, observables_of
 
 
 def hf_parts(
@@ -41,15 +42,20 @@ def hf_parts(
     yet, and everything that cannot work is refused."""
     adapter = adapter_for(model)
     layers = len(adapter.decoder.layers)
-    stages = [stage for pair in zip(methods, budgets, strict=True) for stage in pair[0].stages(pair[1], layers)]
-    stages.sort(key=lambda stage: place_of(stage[0]))
-    acting = [method for method, _ in stages]
+    stages = [
+        Step(stage, budget, owner, whole)
+        for owner, (method, whole) in enumerate(zip(methods, budgets, strict=True))
+        for stage, budget in method.stages(whole, layers)
+    ]
+    stages.sort(key=lambda step: place_of(step.method))
+    acting = [step.method for step in stages]
     check_places(acting)
     check_composition(acting)
 
     pixels, steps = [], []
     parts: list[Part] = []
-    for method, budget in stages:
+    for step in stages:
+        method, budget = step.method, step.budget
         match method.site:
             case Site.PRE_ENCODER:
                 pixels.append(patch_for(method, budget, processor, adapter))
@@ -60,13 +66,13 @@ def hf_parts(
             case Site.ATTENTION:
                 parts.append(BlockAttention(adapter, method, budget, acting))
             case Site.PRE_LLM | Site.IN_LLM | Site.DECODE:
-                steps.append(Step(method, budget))
+                steps.append(step)
     if processor is not None and not pixels:
         check_processor(processor, guard, methods)
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
-    cutting = [step.method for step in steps if not step.budget.is_identity()]
-    readers = [method for method in cutting if "encoder_attention" in method.needs]
+    cutting = [step.method for step in steps if step.acts]
+    readers = [method for method in cutting if observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)]
     if readers:
         if merging := [part.method for part in parts if isinstance(part, TowerPatch)]:
             raise OptionError(

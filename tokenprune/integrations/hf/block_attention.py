@@ -8,7 +8,7 @@ one, and only in a prefill whose prompt holds enough frames. All other calls go 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Method
-from tokenprune.block_attention import PADDING, SINK, TAIL, Parts, attend_by_mask, attend_in_blocks
+from tokenprune.base import AttentionPattern, Method
+from tokenprune.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.frames import Visual
@@ -25,44 +25,42 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.copies import of_each_piece
 from tokenprune.integrations.hf.encoder_record import record_of
+from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.masks import sliding_layers
 from tokenprune.integrations.hf.observe import Tap
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.segments import find_segments
 from tokenprune.integrations.hf.setup_checks import reruns_layers
+from tokenprune.observable import observables_of
 from tokenprune.transfer import sent
 
 # What some families' attention functions take that the block attention does not compute.
 _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockPlan:
-    """ids: long `[B, L]`, the block of each token of a call's full sequence, on the CPU (see block_attention.py).
-    layers: those of the decoder that attend so; everywhere: whether these are all."""
+    """ids: long `[B, L]`, the block of each token of a call's full sequence, on the CPU (see block_attention.py)."""
 
     ids: Tensor
-    layers: Sequence[int]
-    everywhere: bool
+    _at: dict[int, tuple[Tensor, dict[Parts, list[int]]]] = field(default_factory=dict)
 
-    def mask(self, embeds: Tensor) -> Tensor:
-        """What the decoder is handed, so that it makes no dense mask that no layer reads."""
-        return torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+    def at(self, layout: Layout | None, layer: int) -> tuple[Tensor, dict[Parts, list[int]]]:
+        """Return the ids of the tokens of `layout` (None: of all), and the rows that have the same parts.
 
-    def at(self, call: Call) -> tuple[Tensor, dict[Parts, list[int]]]:
-        """Return the ids of the tokens that the current layer holds, and the rows that have the same parts."""
-        key = ("blocks", call.group)
-        if key not in call.memo:
+        layer: the first of those that hold these tokens.
+        """
+        if layer not in self._at:
             ids = self.ids
-            if call.layout is not None:
-                layout = call.layout.to(ids.device)
+            if layout is not None:
+                layout = layout.to(ids.device)
                 ids = ids.gather(1, layout.index)
                 ids = ids if layout.valid is None else ids.masked_fill(~layout.valid, PADDING)
             rows: dict[Parts, list[int]] = {}
             for row, of_row in enumerate(ids):
                 rows.setdefault(Parts.of(of_row), []).append(row)
-            call.memo[key] = ids, rows
-        return call.memo[key]
+            self._at[layer] = ids, rows
+        return self._at[layer]
 
 
 class BlockAttention(Part):
@@ -71,7 +69,7 @@ class BlockAttention(Part):
     Raises BudgetError, OptionError or UnsupportedSetupError for what does not go together with attention in blocks.
     """
 
-    def __init__(self, adapter: Adapter, method: Method, budget: Budget, others: Sequence[Method]) -> None:
+    def __init__(self, adapter: Adapter, method: AttentionPattern, budget: Budget, others: Sequence[Method]) -> None:
         super().__init__()
         self.adapter, self.method = adapter, method
         name, layers = method.name, len(adapter.decoder.layers)
@@ -86,7 +84,7 @@ class BlockAttention(Part):
                 "video token; use a method that acts on pictures too, such as divprune"
             )
         for other in others:
-            if "received_attention" in other.reads:
+            if any(one.all_rows for one in observables_of(other.needs)):
                 raise OptionError(
                     f"{other.name} ranks tokens by the attention they receive from all others, but with {name} the "
                     "tokens of a block never see another block, nor the question; use a method that reads the last "
@@ -124,11 +122,13 @@ class BlockAttention(Part):
                 f"gradient checkpointing runs decoder layers a second time, without the blocks of {self.method.name}; "
                 "call model.gradient_checkpointing_disable()"
             )
-        call.blocks = BlockPlan(ids, self.layers, len(self.layers) == len(self.adapter.decoder.layers))
+        call.state.put(BlockPlan(ids))
+        call.maskless |= frozenset(self.layers)
         if self.method.position_mode == "reuse":
             kwargs["position_ids"] = reused_positions(kwargs.get("position_ids"), ids, embeds.device)
-        if call.blocks.everywhere:
-            kwargs["attention_mask"] = call.blocks.mask(embeds)
+        if len(self.layers) == len(self.adapter.decoder.layers):
+            # So that the decoder makes no dense mask that no layer reads.
+            kwargs["attention_mask"] = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
 
     def _plan(self, call: Call, batch: int, length: int) -> Tensor | str | None:
         """Return the block ids of a call's tokens; why there are none, in words; None for a step of decoding."""
@@ -161,7 +161,7 @@ class BlockAttention(Part):
     def _visuals(self, call: Call, batch: int) -> list[list[Visual] | str]:
         """Return the videos and pictures of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.features_per_picture else {}
-        segments = find_segments(call.host.visual, outputs, "image", torch.device("cpu"))
+        segments = find_segments(call.host.masks, outputs, "image", torch.device("cpu"))
         encoded = record_of(call.outputs.get("video")).frames
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
         frames = iter(of_each_piece(encoded or [], videos))
@@ -184,20 +184,18 @@ class BlockAttention(Part):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None] | None:
         call = self.current()
-        if call is None or call.blocks is None:
+        if call is None or (plan := call.state.get(BlockPlan)) is None:
             return None
         if foreign := [name for name in _FOREIGN if kwargs.get(name) is not None]:
             raise UnsupportedSetupError(
                 f"{self.method.name} does not compute attention with {', '.join(foreign)}, which layer {layer} of "
                 f"{self.adapter.config.model_type!r} asks for; keep it as it is with dense_layers=[{layer}]"
             )
-        ids, rows = call.blocks.at(call)
+        ids, rows = plan.at(call.layout, call.groups[-1].first if call.groups else 0)
         # A cache of fixed length has room behind the prompt.
         key, value = key[:, :, : ids.shape[1]], value[:, :, : ids.shape[1]]
         scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)
-        if self.method.implementation == "mask":
-            output = attend_by_mask(query, key, value, ids, scale, dropout)
-        elif len(rows) == 1:
+        if len(rows) == 1:
             output = attend_in_blocks(query, key, value, next(iter(rows)), scale, dropout)
         else:
             outputs = []
@@ -229,7 +227,7 @@ class _BlockTap(Tap):
 
 
 def _ids(starts: list[int], length: int) -> Tensor:
-    """long `[length]`: block ids from what `Method.block_starts` returns; all of it sink without any."""
+    """long `[length]`: block ids from what `AttentionPattern.block_starts` returns; all of it sink without any."""
     ids = torch.full((length,), SINK)
     for number, (start, end) in enumerate(pairwise(starts)):
         ids[start:end] = number + 1

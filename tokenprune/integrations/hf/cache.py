@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 )
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.attachable import give_back_class
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.decode_state import DecodeState
@@ -145,7 +146,7 @@ def restore(cache: Cache) -> None:
     """Make `cache` an ordinary one again (after it was emptied)."""
     if isinstance(cache, _ReducedMixin):
         del cache.tokenprune_reduction
-        cache.__class__ = cache._tokenprune_original
+        give_back_class(cache, cache._tokenprune_original, _ReducedMixin)
 
 
 def check(cache: Cache) -> None:

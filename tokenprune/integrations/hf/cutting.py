@@ -3,79 +3,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.base import Method, Selection
-from tokenprune.budget import Budget
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.carry import Carries, carry_of
+from tokenprune.integrations.hf.layer_input import release
 from tokenprune.integrations.hf.layout import gather_tokens
-from tokenprune.integrations.hf.segments import keep_segments
+from tokenprune.integrations.hf.observe import Seen
+from tokenprune.integrations.hf.plan import Step
+from tokenprune.integrations.hf.row_ends import keep_row_ends
+from tokenprune.integrations.hf.segments import Kept, keep_segments
 from tokenprune.integrations.hf.sources import Sources
 from tokenprune.kernels.join import join
 from tokenprune.tokens import Segments, VisualTokens
 from tokenprune.transfer import sent
-
-
-@dataclass(frozen=True)
-class Step:
-    """One cut of the plan: a method with its budget, at the input of a decoder layer (0: at the decoder's entry)."""
-
-    method: Method
-    budget: Budget
-
-    @property
-    def layer(self) -> int:
-        return self.method.cut_layer
-
-
-@dataclass(frozen=True)
-class Merged:
-    """What is left of a call's visual tokens after a merge in the tower, and the step that it is reported as."""
-
-    step: Step
-    selection: Selection
-
-
-def resolve_budgets(call: Call, steps: dict[int, Step], shape: DecoderShape, length: int) -> bool:
-    """Note which steps will cut tokens of this call; returns whether any will."""
-    visual = [0] * (max(call.segments.row) + 1)
-    for row, count in zip(call.segments.row, call.segments.counts, strict=True):
-        visual[row] += count
-    tokens = call.tokens_per_row(len(visual), length)
-    call.text = [of_row - visuals for of_row, visuals in zip(tokens, visual, strict=False)]
-    counts = call.segments.counts if call.merged is None else call.merged.selection.counts
-    for layer, step in steps.items():
-        keep = _resolve(call, step, counts, shape)
-        if keep != counts:
-            call.cuts.add(layer)
-        counts = keep
-    if call.verdict is not None:
-        call.verdict.conclude(counts, call.report.stats)
-    return bool(call.cuts) or call.merged is not None
-
-
-def _resolve(call: Call, step: Step, counts: list[int], shape: DecoderShape) -> list[int]:
-    """Return how many of each segment's `counts` tokens a step keeps; row by row, so that a batch gives what its rows
-    give alone."""
-    if step.budget.is_identity():
-        return list(counts)
-    keep = list(counts)
-    for row in dict.fromkeys(call.segments.row):
-        places = [place for place, other in enumerate(call.segments.row) if other == row]
-        of_row = [counts[place] for place in places]
-        wanted = step.budget.resolve(of_row, layer=step.layer, shape=shape, text_tokens=call.text[row])
-        for place, count, number in zip(places, of_row, wanted, strict=True):
-            keep[place] = min(count, max(1, step.method.budget(count, number)))
-    if call.verdict is not None:
-        keep = call.verdict.at_least(step, counts, keep)
-    return keep
 
 
 def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
@@ -83,11 +30,16 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     # A model may be spread over devices.
     segments, call.layout = call.segments.to(hidden.device), call.layout.to(hidden.device)
     # Anew: a method before this one may have kept another number than it was asked for.
-    budget = _resolve(call, step, segments.counts, call.report.shape)
-    tokens = VisualTokens(segments, budget, Sources(call, adapter.seen(call.extras, step.layer, hidden), adapter))
+    arrived = call.plan.counts_of(segments)
+    carry = carry_of(call, step, arrived)
+    kept = call.plan.stage(step, arrived, carry.original).kept
+    keep = [number for number, count in zip(kept, arrived, strict=True) if count]
+    seen = adapter.seen(call.extras, step.layer, hidden)
+    tokens = VisualTokens(segments, keep, Sources(call, seen, adapter, step.method.needs, carry))
     with torch.no_grad():
         selection = step.method.select(tokens)
-    call.observation = call.ahead = None
+    call.state.pop(Seen)
+    release(call, step.layer)
     return apply(call, step, selection, hidden, adapter)
 
 
@@ -96,14 +48,19 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     batch = hidden.shape[0]
     segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
     keep, counts = counted_keep(selection, segments, step.method)
+    if counts == segments.counts:
+        return hidden  # nothing leaves, nor does padding
+    if ends := call.host.visual_ends:
+        selection = keep_row_ends(selection, segments, counts, ends)
+        keep = selection.keep & segments.mask
 
     # Places of the visual tokens in the flattened [B * W].
     places = before.inverse[segments.row_index, segments.position] + segments.row_index * before.width
     stays = _without(places, segments.mask & ~keep, before.width, batch)
     if before.valid is not None:
         stays &= before.valid
-    elif call.padding_to_drop is not None:
-        stays &= ~sent(call.padding_to_drop, hidden.device).gather(1, before.index)
+    elif (padding := call.host.padding_to_drop) is not None:
+        stays &= ~sent(padding, hidden.device).gather(1, before.index)
     kept_per_row = list(before.counts)
     for row, count, kept in zip(segments.row, segments.counts, counts, strict=True):
         kept_per_row[row] -= count - kept
@@ -114,7 +71,10 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
         hidden = merge(hidden)
     call.layout, slots = before.cut(stays, kept_per_row)
     call.extras = adapter.cut_extras(call.extras, slots, call.layout, merge)
-    call.segments = keep_segments(segments, keep, counts)
+    kept = Kept.of(keep, counts)
+    call.segments = keep_segments(segments, kept, counts)
+    if (carries := call.state.get(Carries)) is not None:
+        carries.follow(kept)
     call.report.cut(call, step, selection, segments)
     return gather_tokens(hidden, slots, 1)
 
@@ -132,8 +92,11 @@ def counted_keep(selection: Selection, segments: Segments, method: Method) -> tu
     *counts, fine = torch.cat([keep.sum(1), valid.view(1)]).tolist()  # one question for both
     if not fine:
         raise TokenPruneError(_BAD_ASSIGN.format(method.name))
-    if not all(counts):
-        raise TokenPruneError(f"{method.name}.select() keeps nothing of a picture: keep at least one token of each")
+    if method.least and not all(counts):
+        raise TokenPruneError(
+            f"{method.name}.select() keeps nothing of an image: keep at least one token "
+            "of each, or declare least = 0 in the method"
+        )
     if told is not None and list(told) != counts:
         raise TokenPruneError(f"{method.name}.select(): counts says {told}, but keep holds {counts}: leave out counts")
     return keep, counts

@@ -11,6 +11,7 @@ are not accepted yet) decide nothing: what was kept before stays.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,8 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cache import slots_handed_out
 from tokenprune.integrations.hf.decode_state import DecodeState, gather_keys, sum_by_type, to_the_right
 from tokenprune.integrations.hf.masks import sliding_layers
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.hf.observe import Seen
+from tokenprune.integrations.hf.plan import Step
 from tokenprune.integrations.hf.report import note_bytes
 from tokenprune.integrations.hf.sources import Sources
 from tokenprune.statistics import Stats
@@ -33,6 +35,13 @@ from tokenprune.tokens import Segments, require
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache import Reduction
     from tokenprune.integrations.hf.call import Call
+
+
+@dataclass(frozen=True)
+class Decides:
+    """Stands in the state of a call that decides at the input of `layer`."""
+
+    layer: int
 
 
 # -- what the engine calls
@@ -57,25 +66,42 @@ def check_setup(method: DecodeMethod, config: Any, batch: int) -> None:
         )
 
 
-def take_up(call: Call, steps: dict[int, cutting.Step], length: int) -> None:
+def take_up(call: Call, steps: dict[int, Step], length: int) -> None:
     """Go on with what the cache of a call of `length` tokens remembers."""
-    if call.reduction is None or call.reduction.decode is None:
+    if call.decode is None:
         return
-    call.decode = call.reduction.decode
     call.decode.view = None
     step = steps.get(call.decode.layer)
     # Another patch than the one that made the cache leaves it as it is.
     if length == 1 and step is not None and step.method == call.decode.method:
-        call.decides_at = step.layer
+        call.state.put(Decides(step.layer))
 
 
-def cut(call: Call, step: cutting.Step, hidden: Tensor, adapter: Adapter, record: bool) -> Tensor:
-    """Make the cut of the prefill, and note in `call.started` what the decode steps will need."""
+def decides_at(call: Call) -> int | None:
+    """Return the layer at whose input a call decides, None where it does not."""
+    decides = call.state.get(Decides)
+    return None if decides is None else decides.layer
+
+
+def kept_state(call: Call) -> DecodeState | None:
+    """Return what the cache is to remember after a call: of its own cut, or else what it did before."""
+    started = call.state.get(DecodeState)
+    return call.decode if started is None else started
+
+
+def show_keys(call: Call, keys: int | None) -> None:
+    """Have the cache hand the layer that runs next, which holds `keys` keys, those that it is to see."""
+    if call.decode is not None and keys is not None:
+        call.decode.view = call.groups[-1].visible_keys(keys)[1]
+
+
+def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter, record: bool) -> Tensor:
+    """Make the cut of the prefill, and note in the call's state what the decode steps will need."""
     layout, before = call.layout.to(hidden.device), call.segments.to(hidden.device)
     query = Sources(call, hidden, adapter).last_slot()
     row = _row(call, query, call.past + layout.length)
     hidden = cutting.cut(call, step, hidden, adapter)
-    call.started = _begin(call, step.method, row, before, record)
+    call.state.put(_begin(call, step.method, row, before, record))
     return hidden
 
 
@@ -83,12 +109,10 @@ def decide(call: Call) -> None:
     """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
     start, state = time.perf_counter(), call.decode
     row = _row(call, torch.zeros_like(call.layout.index), call.past + 1)  # the one token of the call
-    call.observation = None
+    call.state.pop(Seen)
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict":
         _evict(call.cache, call.reduction, state)
-        call.ragged = call.ragged or call.reduction.ragged
-    call.ragged = call.ragged or state.hides
     state.stats.overhead_ms += 1000 * (time.perf_counter() - start)
 
 
@@ -105,17 +129,17 @@ def finish(call: Call) -> Stats:
 def _row(call: Call, query: Tensor, length: int) -> Tensor:
     """float32 `[B, H, length]`: attention of one token (slot `query`, `[B, 1]`) over logical positions, in the layer
     before the current one."""
-    seen: Observation = require(call.observation, "last_row_attention")
+    seen = require(call.state.get(Seen) and call.state[Seen].before, "last_row_attention")
     with torch.no_grad():
         row = seen.rows(query.to(seen.query.device))[:, :, 0]
-    columns = call.columns[-1][1].to(row.device)[:, -row.shape[2] :]  # a sliding layer sees the last ones
+    columns = call.groups[-1].columns.to(row.device)[:, -row.shape[2] :]  # a sliding layer sees the last ones
     target = torch.where(columns < 0, length, columns)[:, None].expand_as(row)
     return row.new_zeros(*row.shape[:2], length + 1).scatter_add_(2, target, row)[..., :length]
 
 
 def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, record: bool) -> DecodeState:
     """Return the state after the prefill's cut. before: the visual tokens that reached it."""
-    visual = torch.stack([mask.to(before.mask.device) for mask in call.visual.values()]).any(0)
+    visual = call.visual(before.mask.device)
     batch = len(visual)
     position, kept = _places(before, call.segments, visual)
     text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))

@@ -18,14 +18,15 @@ from tokenprune.base import Selection
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.attachable import with_output
 from tokenprune.integrations.blocks import Block, Merger
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
-from tokenprune.integrations.hf.cutting import Merged, Step
 from tokenprune.integrations.hf.encoder_record import open_record, record_of
 from tokenprune.integrations.hf.groups import feature_groups, one_of_each
 from tokenprune.integrations.hf.observe import Observation, Observer
 from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.hf.plan import Merged, Step
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.tokens import Segments
 
@@ -83,7 +84,7 @@ class TowerPatch(Merger, Part):
         selection = self.select(call, call.segments.to(kwargs["inputs_embeds"].device))
         call.report.stats.encoder_tokens_per_layer = self.counts(call)
         if selection is not None:
-            call.merged = Merged(self.step, selection)
+            call.state.put(Merged(self.step, selection))
 
     def select(self, call: Call, segments: Segments) -> Selection | None:
         """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""
@@ -93,7 +94,7 @@ class TowerPatch(Merger, Part):
                     f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
                 )
         groups = {modality: record_of(output).groups for modality, output in call.outputs.items()}
-        return one_of_each(segments, call.host.visual, groups)
+        return one_of_each(segments, call.host.masks, groups)
 
     def counts(self, call: Call) -> list[int]:
         """Tokens that entered each of the tower's blocks, for all pictures of a call."""
@@ -150,11 +151,7 @@ class EncoderPatch(TowerPatch):
         self.end()
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        state = self.state()
-        if isinstance(output, tuple):
-            return (state.restore(output[0]), *output[1:])
-        output.last_hidden_state = state.restore(output.last_hidden_state)
-        return output
+        return with_output(self.state().restore, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         state = self.end()

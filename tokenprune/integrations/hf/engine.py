@@ -20,21 +20,23 @@ from transformers.cache_utils import DynamicCache
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Site
-from tokenprune.integrations.attachable import Attachable, hidden_states, states, with_hidden_states
+from tokenprune.integrations.attachable import Attachable, hidden_states, states, with_hidden_states, with_output
 from tokenprune.integrations.hf import decoding
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
-from tokenprune.integrations.hf.cutting import Step, cut, resolve_budgets
+from tokenprune.integrations.hf.cutting import cut
 from tokenprune.integrations.hf.encoder_record import start_record
 from tokenprune.integrations.hf.entry import cut_entry
 from tokenprune.integrations.hf.features import FeatureRecorder
+from tokenprune.integrations.hf.layer_input import keep_entry, keep_input
 from tokenprune.integrations.hf.layout import Layout
-from tokenprune.integrations.hf.look_ahead import SeenError, look_ahead
-from tokenprune.integrations.hf.observe import Observation, Observer
+from tokenprune.integrations.hf.look_ahead import Probe, SeenError, look_ahead
+from tokenprune.integrations.hf.observe import Observation, Observer, Seen
 from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.hf.plan import Merged, Step, plan_cuts
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.segments import RunsPerImage, check_placeholders, find_segments
-from tokenprune.integrations.hf.setup_checks import READS_LAYER_BEFORE, check_call
+from tokenprune.integrations.hf.setup_checks import check_call, reads_layer_before, reads_next_layer
 from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")
@@ -85,8 +87,8 @@ class Engine(Attachable):
 
     def _observed(self) -> set[int]:
         """The decoder layers whose attention is read."""
-        before = {step.layer - 1 for step in self.steps.values() if step.method.needs & READS_LAYER_BEFORE}
-        return before | {step.layer for step in self.steps.values() if "next_row_attention" in step.method.needs}
+        before = {step.layer - 1 for step in self.steps.values() if reads_layer_before(step.method)}
+        return before | {step.layer for step in self.steps.values() if reads_next_layer(step.method)}
 
     def _record_features(self, modality: str) -> None:
         """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
@@ -107,7 +109,7 @@ class Engine(Attachable):
         return stack[-1] if stack else None
 
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        call = Call(dict(zip(self._parameters, args, strict=False)) | kwargs, reads_text=self._reads_text)
+        call = Call(dict(zip(self._parameters, args, strict=False)) | kwargs)
         self._stack().append(call)
         call.arguments = self.adapter.arguments(call.arguments)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
@@ -115,11 +117,13 @@ class Engine(Attachable):
         pictures = encoded or any(name.startswith("pixel_values") for name in given)
         if pictures and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
-            call.visual = self.adapter.visual_mask(call.arguments)
-            call.host  # noqa: B018
+            self._read_to_host(call)
         for modality in _MODALITIES:
             if encoded.get(modality) is not None:
                 self._match_features(call, modality, encoded[modality])
+
+    def _read_to_host(self, call: Call) -> None:
+        call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
 
     def _leave_base(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._stack().pop()
@@ -146,11 +150,11 @@ class Engine(Attachable):
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output
-        if not call.visual:
-            call.visual = self.adapter.visual_mask(call.arguments)
+        if call.host is None:
+            self._read_to_host(call)
         # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
-        if modality == "image" and modality in call.visual:
-            check_placeholders(modality, call.host.visual[modality], output)
+        if modality == "image" and modality in call.masks:
+            check_placeholders(modality, call.host.masks[modality], output)
 
     # -- the decoder
 
@@ -171,9 +175,8 @@ class Engine(Attachable):
             self._find_segments(call, embeds)
         for part in self.parts:
             part.enter(call, kwargs)
-        cutting = call.segments is not None and resolve_budgets(call, self.steps, self.shape, embeds.shape[1])
-        call.active = cutting or call.reduction is not None
-        if call.active:
+        cutting = call.segments is not None and self._plan(call)
+        if cutting or call.reduction is not None:
             self._activate(call, kwargs, cutting)
         if call.report is not None:
             call.report.add_time(time.perf_counter() - start)
@@ -184,10 +187,10 @@ class Engine(Attachable):
         step = self.adapter.step_within_picture
         runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
         grid_of = self.adapter.image_grid
-        call.segments = find_segments(call.host.visual, outputs, self.per, embeds.device, step, runs, grid_of)
+        behind = self.adapter.behind_video
+        call.segments = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind)
         if call.segments is not None:
-            tokens = call.tokens_per_row(*embeds.shape[:2])
-            call.report = Report(self.shape, call.segments, tokens, embeds.shape[1], self.record)
+            call.report = Report(self.shape, call.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
 
     def _runs_per_image(self, call: Call) -> RunsPerImage | None:
@@ -199,12 +202,27 @@ class Engine(Attachable):
         ids = call.host.ids.tolist()
         return lambda row, runs: self.adapter.runs_per_image(ids[row], runs)
 
+    def _plan(self, call: Call) -> bool:
+        """Plan the cuts of a call, and return whether tokens leave."""
+        merged = call.state.get(Merged)
+        counts = call.segments.counts if merged is None else merged.selection.counts
+        tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
+        call.plan = plan_cuts(self.steps.values(), self.shape, call.segments, counts, tokens, at_least)
+        for part in self.parts:
+            part.planned(call)
+        return bool(call.plan.cuts) or merged is not None
+
+    def _at_least(self, call: Call, step: Step, arrived: list[int], wanted: list[int]) -> list[int]:
+        for part in self.parts:
+            wanted = part.at_least(call, step, arrived, wanted)
+        return wanted
+
     def _activate(self, call: Call, kwargs: dict[str, Any], cutting: bool) -> None:
         """Prepare a call in which tokens are missing: in its cache, or (`cutting`) by cuts of its own. Those at the
         entry are made here."""
         embeds = kwargs["inputs_embeds"]
-        tokens = call.tokens_per_row(*embeds.shape[:2]) if cutting else None
-        call.layout = call.arrival = Layout.full(*embeds.shape[:2], embeds.device, tokens)
+        tokens = call.host.tokens_per_row if cutting else None
+        call.layout = Layout.full(*embeds.shape[:2], embeds.device, tokens)
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         kwargs.pop("logits_to_keep", None)
         if cutting:
@@ -213,10 +231,10 @@ class Engine(Attachable):
                 kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
         if call.segments is not None:
             call.extras = self.adapter.take_extras(kwargs, call.layout)
-        if 0 in call.cuts or call.merged is not None:
+        if call.cuts_at(0) or call.state.get(Merged) is not None:
             cut_entry(call, kwargs, self.steps.get(0), self.adapter)
-        call.arrival = call.layout
-        call.open_group(0)
+        keep_entry(call, [self.steps[layer] for layer in call.plan.cuts] if cutting else [], kwargs["inputs_embeds"])
+        call.groups.append(call.group(0))
 
     def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
         use_cache = kwargs.get("use_cache")
@@ -226,22 +244,15 @@ class Engine(Attachable):
         call = self._call()
         if call is None:
             return None
-        call.leave_cache()
+        call.leave_cache(decoding.kept_state(call))
         if call.report is not None:
             # One assignment: other threads may run the same model.
             self._stats = call.report.finish(call, call.cache or getattr(output, "past_key_values", None))
         elif call.decode is not None:
             self._stats = decoding.finish(call)
-        if call.unmerged is not None:
-            whole = call.unmerged.expand
-        elif not call.active or (call.layout.width == call.layout.length and call.layout.valid is None):
+        if not call.active or call.layout.whole:
             return None
-        else:
-            whole = call.layout.scatter_back
-        if isinstance(output, tuple):
-            return (whole(output[0]), *output[1:])
-        output.last_hidden_state = whole(output.last_hidden_state)
-        return output
+        return with_output(call.layout.scatter_back, output)
 
     # -- decoder layers
 
@@ -254,21 +265,27 @@ class Engine(Attachable):
         if call.extras is not None:
             hidden = self.adapter.before_layer(call.extras, index, hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(hidden, args, kwargs)
-        if index and index == call.decides_at:
+        if index and index == decoding.decides_at(call):
             decoding.decide(call)
+        if index and call.cuts_at(index):
+            args, kwargs = self._cut_layer(call, index, args, kwargs)
         if index and call.starts_group(index):
-            if index in call.cuts:
-                args, kwargs = self._cut_layer(call, index, args, kwargs)
-            call.open_group(index)
-        return call.layer_arguments(index, args, kwargs, self.adapter)
+            call.groups.append(call.group(index))
+        keys = call.key_count(index, self.adapter, kwargs)
+        decoding.show_keys(call, keys)
+        args, kwargs = call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
+        if call.cuts_at(index + 1):
+            keep_input(call, self.steps[index + 1].method, self.adapter, index, args, kwargs)
+        return args, kwargs
 
     def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM: cut the hidden states that arrive at a layer."""
         start = time.perf_counter()
         arrived, step = hidden_states(args, kwargs), self.steps[index]
         hidden = self.adapter.flatten(arrived)
-        if "next_row_attention" in step.method.needs:
-            call.ahead = look_ahead(call, self.adapter, index, args, kwargs)
+        if reads_next_layer(step.method):
+            seen = call.state.get(Seen) or call.state.put(Seen())
+            seen.behind = look_ahead(call, self.adapter, index, args, kwargs)
         if step.method.site is Site.DECODE:
             hidden = decoding.cut(call, step, hidden, self.adapter, self.record)
         else:
@@ -280,16 +297,14 @@ class Engine(Attachable):
         call = self._call()
         if call is None or not call.active or call.extras is None:
             return None
-        if isinstance(output, tuple):
-            return (self.adapter.after_layer(call.extras, index, output[0]), *output[1:])
-        return self.adapter.after_layer(call.extras, index, output)
+        return with_output(partial(self.adapter.after_layer, call.extras, index), output)
 
     def _observe(self, layer: int, observation: Observation) -> None:
         call = self._call()
         if call is None or not call.active:
             return
-        if call.looking:
+        if call.state.get(Probe) is not None:
             raise SeenError(observation)
-        cuts = layer + 1 in call.cuts and self.steps[layer + 1].method.needs & READS_LAYER_BEFORE
-        if cuts or layer + 1 == call.decides_at:
-            call.observation = observation
+        reads = call.cuts_at(layer + 1) and reads_layer_before(self.steps[layer + 1].method)
+        if reads or layer + 1 == decoding.decides_at(call):
+            call.state.put(Seen(before=observation))

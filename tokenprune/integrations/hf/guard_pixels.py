@@ -97,7 +97,7 @@ def looks_of_segments(call: Call, adapter: Adapter) -> SegmentLooks:
     """Match what was seen of a call's pictures with its segments."""
     pieces = []  # (row, first position, its looks)
     for modality, output in call.outputs.items():
-        mask, looks = call.host.visual[modality], record_of(output).looks
+        mask, looks = call.host.masks[modality], record_of(output).looks
         known = output if adapter.features_per_picture else None
         for row, columns, which in _matched(modality, mask, output, known, looks, adapter.step_within_picture):
             pieces.append((row, int(columns[0]), [] if which is None else [(looks, which)]))

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from tokenprune.base import Method, Site
+from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.guard.floors import Floors, shipped
@@ -33,6 +31,7 @@ from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
+    from tokenprune.integrations.hf.plan import Step
 
 logger = logging.getLogger("tokenprune")
 
@@ -63,7 +62,7 @@ def guard_for(
     watched = []
     for method, budget in zip(methods, budgets, strict=True):
         # A choice between pictures was never measured; and what removes no tokens puts none at risk.
-        if budget.is_identity() or method.chooses_pictures or method.site is Site.ATTENTION:
+        if budget.is_identity() or isinstance(method, ImageChooser) or method.site is Site.ATTENTION:
             continue
         floors = {kind: guard.floors.get(kind, table.of(method.name, kind)) for kind in KINDS}
         share = share_of(budget)
@@ -135,17 +134,28 @@ class GuardPart(Part):
             return
         rows, counts = list(call.segments.row), list(call.segments.counts)
         looks = looks_of_segments(call, self.adapter)
-        call.verdict = Verdict(self, call.report.shape, rows, counts, self._read(call), looks)
+        verdict = call.state.put(Verdict(self, call.report.shape, rows, counts, self._read(call), looks))
         if self.settings.mode == "auto":
-            call.verdict.seen = [call.verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
+            verdict.seen = [verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
+
+    def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        return call.state[Verdict].at_least(step, arrived, wanted)
+
+    def planned(self, call: Call) -> None:
+        """All is known of a call but what may still be on its way: warn, and have the statistics tell."""
+        verdict = call.state[Verdict]
+        verdict.conclude(call.plan)
+        call.report.stats.later(partial(_fill, verdict))
+        if self.settings.mode == "warn":
+            if not verdict.looks.ready():
+                self._here()["verdict"] = verdict
+            self._say(verdict)
 
     def _read(self, call: Call) -> dict[int, tuple[str, ...]] | None:
         """The kinds of question of each row; None if prompts cannot be read."""
         if self.tokenizer is None or call.host.ids is None:
             return None
-        text = ~torch.stack(list(call.host.visual.values())).any(0)
-        if call.host.padding is not None:
-            text &= ~call.host.padding
+        text = call.host.real & ~call.host.visual
         kinds = {}
         for row in dict.fromkeys(call.segments.row):
             ids = call.host.ids[row][text[row]][-_READ:].tolist()
@@ -153,14 +163,6 @@ class GuardPart(Part):
         return kinds
 
     # -- what is said
-
-    def conclude(self, verdict: Verdict, stats: Stats) -> None:
-        """All is known of a call but what may still be on its way: warn, and have the statistics tell."""
-        stats.later(partial(_fill, verdict))
-        if self.settings.mode == "warn":
-            if not verdict.looks.ready():
-                self._here()["verdict"] = verdict
-            self._say(verdict)
 
     def _say_late(self) -> None:
         verdict = self._here().get("verdict")

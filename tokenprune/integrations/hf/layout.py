@@ -49,6 +49,11 @@ class Layout:
     def width(self) -> int:
         return self.index.shape[1]
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of the call's tokens are still there, in their own slots."""
+        return self.width == self.length and self.valid is None
+
     @cached_property
     def slot_of(self) -> Tensor:
         """long `[B, length]`: the slot that holds each position, filler included; -1 if there is none."""

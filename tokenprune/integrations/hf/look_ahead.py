@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +15,16 @@ from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.observe import Observation
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Stands in a call's state while a layer is run only to see its queries and keys."""
+
+    layer: int
+
+
 class SeenError(Exception):
     """Ends the run of a layer of which only the attention's queries and keys are wanted; whoever observes the layer
-    raises it while `Call.looking`."""
+    raises it while a `Probe` is under way."""
 
     def __init__(self, observation: Observation) -> None:
         super().__init__("a layer was run only to see its queries and keys")
@@ -29,22 +37,26 @@ def look_ahead(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: di
     The layer runs until its attention function is called, so its own norms, projections and rotary embedding apply,
     whatever the family calls them; the cache is left out, and nothing behind is computed.
     """
-    call.open_group(layer)
-    call.group = -layer  # masks of the uncut layout are remembered apart from those after the cut
-    args, kwargs = call.layer_arguments(layer, args, dict(kwargs), adapter)
-    call.columns.pop()
-    kwargs = {name: None if value is call.cache else value for name, value in kwargs.items()}
-    call.looking = True
-    try:
-        with torch.no_grad():
-            adapter.decoder.layers[layer].forward(*args, **kwargs)  # not a call: that would enter our own hooks
-    except SeenError as seen:
-        observation = seen.observation
-    else:
-        raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")
-    finally:
-        call.looking = False
+    args, kwargs = call.group(layer).arguments(layer, args, kwargs, adapter, call.key_count(layer, adapter, kwargs))
+    observation = attention_of(call, adapter, layer, args, kwargs)
     if held := cached_tokens(call.cache, layer):
         past = adapter.cached_keys(layer, call.cache)[:, :, -held:].to(observation.key.device)
         observation.key = torch.cat([past, observation.key], dim=2)
     return observation
+
+
+def attention_of(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+    """Return what the attention of `layer`, called with `args` and `kwargs`, would see of this call's tokens.
+
+    Raises UnsupportedSetupError for a layer that calls no attention function.
+    """
+    kwargs = {name: None if value is call.cache else value for name, value in kwargs.items()}
+    call.state.put(Probe(layer))
+    try:
+        with torch.no_grad():
+            adapter.decoder.layers[layer].forward(*args, **kwargs)  # not a call: that would enter our own hooks
+    except SeenError as seen:
+        return seen.observation
+    finally:
+        call.state.pop(Probe)
+    raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")

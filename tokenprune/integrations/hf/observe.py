@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tokenprune.errors import UnsupportedModelError
+from tokenprune.errors import TokenPruneError, UnsupportedModelError
+from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.parallel import Join, heads_of_all_ranks
 from tokenprune.kernels.attention import attention_column_means, attention_rows, visible_keys
 
@@ -32,9 +33,10 @@ _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")
 class Observation:
     """What one attention call saw, after rotary embedding and cache update.
 
-    query: `[B, H, Q, Dh]`; key: `[B, Hkv, K, Dh]`; mask: as handed to the attention function; scaling: factor before
-    softmax; causal: what no mask means; starts: where packed sequences begin and end, if several share one axis; join:
-    brings the heads of all processes together, if this one has a part of them. What follows is of all heads.
+    query: `[B, H, Q, Dh]`; key: `[B, Hkv, K, Dh]`; value: `[B, Hkv, K, Dv]`, if it was read; mask: as handed to the
+    attention function; scaling: factor before softmax; causal: what no mask means; starts: where packed sequences begin
+    and end, if several share one axis; join: brings the heads of all processes together, if this one has a part of
+    them. What follows is of all heads.
     """
 
     query: Tensor
@@ -45,10 +47,17 @@ class Observation:
     causal: bool = True
     starts: Tensor | None = None
     join: Join | None = None
+    value: Tensor | None = None
 
     def keys(self, queries: int) -> Tensor:
         """`[B, Q, Hkv * Dh]`: keys of the last `queries` tokens, heads flattened."""
         return self._of_all(self.key[:, :, -queries:]).transpose(1, 2).flatten(2)
+
+    def values(self, queries: int) -> Tensor:
+        """`[B, Q, Hkv * Dv]`: values of the last `queries` tokens, heads flattened."""
+        if self.value is None:
+            raise TokenPruneError("the values of this attention were not read")
+        return self._of_all(self.value[:, :, -queries:]).transpose(1, 2).flatten(2)
 
     @torch.no_grad()
     def rows(self, index: Tensor) -> Tensor:
@@ -76,6 +85,17 @@ class Observation:
     @property
     def _options(self) -> dict[str, Any]:
         return dict(scaling=self.scaling, causal=self.causal, softcap=self.softcap)
+
+
+@dataclass
+class Seen:
+    """What a call has seen of attention for the next cut.
+
+    before: in the layer before it. behind: in the layer behind it, as it would be if nothing was cut.
+    """
+
+    before: Observation | None = None
+    behind: Observation | None = None
 
 
 class _ModuleView:
@@ -106,10 +126,11 @@ class _Taps(list["Tap"]):
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
 
 
-class Tap:
+class Tap(Attachable):
     """Stands at one attention module from `attach` to `detach`, in any order with others."""
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__()
         self.module = module
         if not hasattr(self.config, "_attn_implementation"):
             raise UnsupportedModelError(
@@ -123,7 +144,7 @@ class Tap:
         taps = self.module.__dict__.get("_tokenprune_taps")
         return getattr(self.module, "config", None) if taps is None else taps.config
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         for name in _NAMES:
             ALL_ATTENTION_FUNCTIONS.register(name, observed_attention)
         if "_tokenprune_taps" not in self.module.__dict__:
@@ -132,8 +153,9 @@ class Tap:
             observed._attn_implementation_internal = _NAMES["flash" in (self.config._attn_implementation or "")]
             self.module.config = observed
         self.module._tokenprune_taps.append(self)
+        self.on_detach(self._leave)
 
-    def detach(self) -> None:
+    def _leave(self) -> None:
         taps = self.module._tokenprune_taps
         taps.remove(self)
         if not taps:
@@ -173,7 +195,8 @@ def observed_attention(
     answers = (tap.compute(query, key, value, attention_mask, **kwargs | {"scaling": scaling}) for tap in taps)
     computed = next((answer for answer in answers if answer is not None), None)
     mask = attention_mask if computed is None else computed[1]
-    seen = Observation(query, key, mask, scaling, kwargs.get("softcap"), causal, kwargs.get("cu_seq_lens_q"), taps.join)
+    packed = kwargs.get("cu_seq_lens_q")
+    seen = Observation(query, key, mask, scaling, kwargs.get("softcap"), causal, packed, taps.join, value)
     for tap in taps:
         given = tap.record(seen)
         attention_mask = attention_mask if given is None else given

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokenprune.integrations.attachable import Attachable
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
+    from tokenprune.integrations.hf.plan import Step
 
 
 class Part(Attachable):
@@ -30,5 +31,13 @@ class Part(Attachable):
         """
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
-        """A decoder that is handed `kwargs` is entered; they may be changed. What is to be done in it is left on
-        `call`, whose segments and report are there if it brings pictures."""
+        """A decoder that is handed `kwargs` is entered; they may be changed. What is to be done in it is left in
+        `call.state`; its segments and report are there if it brings pictures."""
+
+    def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        """Return how many tokens of each segment `step` is to keep of those that `arrived`, where its budget asks for
+        `wanted`: not less."""
+        return list(wanted)
+
+    def planned(self, call: Call) -> None:
+        """All cuts of a call are planned: `call.plan` is there."""

@@ -57,11 +57,11 @@ class Report:
         """A cut was made; `call` holds the state after it."""
         self._note(call, call.layout, call.segments.counts, step, selection, before)
 
-    def unmerge(self, call: Call, step: Any) -> None:
-        """Tokens that the tower merged stay one for the decoder's weights, but not for its attention and cache."""
+    def unmerge(self, call: Call, step: Any, selection: Selection, layout: Layout) -> None:
+        """Tokens that the tower merged stay one for the decoder's weights, which run on those of `layout`, but not for
+        its attention and cache."""
         self.whole_attention = True
-        state = call.unmerged
-        self._note(call, state.layout, state.selection.counts, step, state.selection, call.segments)
+        self._note(call, layout, selection.counts, step, selection, call.segments)
 
     def _note(
         self, call: Call, layout: Layout, counts: list[int], step: Any, selection: Selection, before: Segments
@@ -77,7 +77,7 @@ class Report:
         """Return the `Stats`; `cache` holds what the decoder cached, None if it cached nothing."""
         note_bytes(self.stats, call, cache, self.length)
         self.stats.later(self._closed_forms)
-        if call.active and call.unmerged is None and (ends := call.visual_ends()):
+        if call.active and (ends := call.host.visual_ends):
             self.stats.later(partial(_note_lost_ends, call.layout, ends))
         return self.stats
 
@@ -87,7 +87,7 @@ class Report:
         group = next(group for group in reversed(self.groups) if group.first <= layer)
         if group.cut and not self.whole_attention:
             return sum(min(slots, tokens) for tokens in group.tokens)  # at the right end of each row
-        padding = call.padding_to_drop
+        padding = call.host.padding_to_drop
         if padding is None:
             return min(slots, self.length) * len(self.tokens)
         return int((~padding[:, -slots:]).sum())
@@ -131,8 +131,8 @@ def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -
     slots = layout.inverse.cpu()
     if lost := [str(row) for row, position in ends if slots[row, position] < 0]:
         stats.notes.append(
-            f"the last token of the prompt is a visual token that was removed (row {', '.join(lost)}): the output "
-            "there is zero, and so is what generate() takes the first new token from; end the prompt with text"
+            f"the prompt ends with an image that was withdrawn (row {', '.join(lost)}): the output there is zero, and "
+            "so is what generate() takes the first new token from; end the prompt with text"
         )
 
 
@@ -159,7 +159,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int) -> None:
     for index, rows, slots, size in held:
         positions = torch.arange(call.past + length).expand(rows, -1)
         if call.active:
-            positions = next(columns for first, columns in reversed(call.columns) if first <= index)
+            positions = call.group_of(index).columns
         seen.append((size // rows, positions[:, -slots:]))
     stats.later(partial(_note_token_bytes, seen, mask), "kv_bytes_tokens")
 

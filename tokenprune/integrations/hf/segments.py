@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
-from tokenprune.frames import frame_counts
+from tokenprune.frames import frame_counts, tokens_per_frame
 from tokenprune.integrations.hf.copies import of_each_piece
 from tokenprune.integrations.hf.encoder_record import record_of
 from tokenprune.kernels.compact import partition
@@ -22,6 +23,19 @@ from tokenprune.transfer import sent
 
 RunsPerImage = Callable[[int, list[tuple[int, int]]], list[int]]
 GridOf = Callable[[int], tuple[int, int, int] | None]
+
+
+class Piece(NamedTuple):
+    """The placeholders of one image or video, or of a part that has a budget for itself, before they become a segment.
+
+    columns: long `[n]`, on the host. frames: see `Segments`.
+    """
+
+    row: int
+    columns: Tensor
+    grid: tuple[int, int, int] | None
+    modality: str
+    frames: list[int] | None
 
 
 def feature_counts(output: Any) -> list[int] | None:
@@ -56,7 +70,7 @@ def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
 
 def find_segments(
     masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device, step: int = 1,
-    runs_per_image: RunsPerImage | None = None, grid_of: GridOf | None = None,
+    runs_per_image: RunsPerImage | None = None, grid_of: GridOf | None = None, behind_video: int = 0,
 ) -> Segments | None:  # fmt: skip
     """Group placeholders into segments, with tensors on `device`; None if there are none.
 
@@ -66,45 +80,53 @@ def find_segments(
     per: "image"; "frame", where each frame of a video is a segment; or "prompt" for one segment a row. step: from one
     placeholder to the next within a run; 2 where ids for the ends of rows stand between. runs_per_image: tells of a
     row's number and the (first, last + 1) of its runs how many each image consists of; None: one.
-    grid_of: tells of an image's number of tokens its grid, where nothing else does.
+    grid_of: tells of an image's number of tokens its grid, where nothing else does. behind_video: tokens of a video
+    that follow its last frame.
     Raises UnsupportedSetupError for a video whose frames cannot be told.
     """
-    pieces = []  # (row, positions, grid, modality)
+    pieces: list[Piece] = []
     for modality, mask in masks.items():
         rows, columns = mask.nonzero(as_tuple=True)
         if len(rows):
-            found = pieces_of(modality, rows, columns, outputs.get(modality), step, grid_of)
+            found = pieces_of(modality, rows, columns, outputs.get(modality), step, grid_of, behind_video)
             pieces += _by_frame(found, outputs.get(modality)) if per == "frame" and modality == "video" else found
     if not pieces:
         return None
-    pieces.sort(key=lambda piece: (piece[0], int(piece[1][0])))
+    pieces.sort(key=lambda piece: (piece.row, int(piece.columns[0])))
     if runs_per_image is not None:
         pieces = _whole_images(pieces, runs_per_image)
     if per == "prompt":
         pieces = _by_row(pieces)
 
-    counts = [len(piece[1]) for piece in pieces]
-    position = torch.nn.utils.rnn.pad_sequence([piece[1] for piece in pieces], batch_first=True)
+    counts = [len(piece.columns) for piece in pieces]
+    position = torch.nn.utils.rnn.pad_sequence([piece.columns for piece in pieces], batch_first=True)
     mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
     ordinals: list[int] = []
     for index, piece in enumerate(pieces):
-        same_row = index > 0 and pieces[index - 1][0] == piece[0]
+        same_row = index > 0 and pieces[index - 1].row == piece.row
         ordinals.append(ordinals[-1] + 1 if same_row else 0)
     return Segments(
-        row=[piece[0] for piece in pieces],
+        row=[piece.row for piece in pieces],
         ordinal=ordinals,
         counts=counts,
         position=sent(position, device),
         mask=sent(mask, device),
-        grids=[piece[2] for piece in pieces],
-        modality=[piece[3] for piece in pieces],
+        grids=[piece.grid for piece in pieces],
+        modality=[piece.modality for piece in pieces],
+        frames=[piece.frames for piece in pieces],
     )
 
 
 def pieces_of(
-    modality: str, rows: Tensor, columns: Tensor, output: Any, step: int, grid_of: GridOf | None = None
-) -> list[tuple]:
-    """Return (row, columns, grid, modality) of each piece, one with features or an unbroken run; see `find_segments`.
+    modality: str,
+    rows: Tensor,
+    columns: Tensor,
+    output: Any,
+    step: int,
+    grid_of: GridOf | None = None,
+    behind_video: int = 0,
+) -> list[Piece]:
+    """Return the pieces of a modality, one with features or an unbroken run each; see `find_segments`.
 
     rows, columns: long `[n]`, of the modality's placeholders, on the host.
     """
@@ -116,18 +138,21 @@ def pieces_of(
         counts, grids = [b - a for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)], []
     spans = [(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True) if count]
     of_rows = [int(rows[start]) for start, _ in spans]
+    numbers = of_each_piece(record_of(output).frames or [], of_rows)
     pieces = []
-    for row, (start, end), grid in zip(of_rows, spans, of_each_piece(grids, of_rows), strict=True):
-        if grid is None or math.prod(grid) != end - start:
-            grid = grid_of(end - start) if grid_of is not None and modality == "image" else None
-        pieces.append((row, columns[start:end], grid, modality))
+    for row, (start, end), grid, number in zip(of_rows, spans, of_each_piece(grids, of_rows), numbers, strict=True):
+        count = end - start
+        if grid is None or math.prod(grid) != count:
+            grid = grid_of(count) if grid_of is not None and modality == "image" else None
+        frames = [count] if modality == "image" else tokens_per_frame(count, number or 0, behind_video)
+        pieces.append(Piece(row, columns[start:end], grid, modality, frames))
     return pieces
 
 
-def _by_frame(pieces: list[tuple], output: Any) -> list[tuple]:
-    frames = of_each_piece(record_of(output).frames or [], [piece[0] for piece in pieces])
+def _by_frame(pieces: list[Piece], output: Any) -> list[Piece]:
+    frames = of_each_piece(record_of(output).frames or [], [piece.row for piece in pieces])
     split = []
-    for (row, columns, grid, modality), number in zip(pieces, frames, strict=True):
+    for (row, columns, grid, modality, _), number in zip(pieces, frames, strict=True):
         counts = frame_counts(len(columns), number or 0)
         if counts is None:
             raise UnsupportedSetupError(
@@ -135,47 +160,100 @@ def _by_frame(pieces: list[tuple], output: Any) -> list[tuple]:
                 'per="image", which the whole video shares'
             )
         one = None if grid is None else (1, *grid[1:])
-        split += [(row, part, one, modality) for part in columns.split(counts)]
+        split += [Piece(row, part, one, modality, [len(part)]) for part in columns.split(counts)]
     return split
 
 
-def _whole_images(pieces: list[tuple], runs_per_image: RunsPerImage) -> list[tuple]:
+def _whole_images(pieces: list[Piece], runs_per_image: RunsPerImage) -> list[Piece]:
     whole = []
     for row, of_row in groupby(pieces, key=itemgetter(0)):
         tiles = list(of_row)
-        runs = [(int(columns[0]), int(columns[-1]) + 1) for _, columns, _, _ in tiles]
+        runs = [(int(tile.columns[0]), int(tile.columns[-1]) + 1) for tile in tiles]
         ends = accumulate(numbers := runs_per_image(row, runs))
         for number, end in zip(numbers, ends, strict=True):
             first, *_ = image = tiles[end - number : end]
             if number > 1:
-                first = (row, torch.cat([columns for _, columns, _, _ in image]), None, first[3])
+                columns = torch.cat([tile.columns for tile in image])
+                first = Piece(row, columns, None, first.modality, [len(columns)])
             whole.append(first)
     return whole
 
 
-def _by_row(pieces: list[tuple]) -> list[tuple]:
-    merged: dict[int, tuple] = {}
-    for row, columns, grid, modality in pieces:
-        if row in merged:
-            merged[row] = (row, torch.cat([merged[row][1], columns]), None, merged[row][3])
-        else:
-            merged[row] = (row, columns, grid, modality)
+def _by_row(pieces: list[Piece]) -> list[Piece]:
+    merged: dict[int, Piece] = {}
+    for piece in pieces:
+        first = merged.setdefault(piece.row, piece)
+        if first is not piece:
+            columns = torch.cat([first.columns, piece.columns])
+            merged[piece.row] = Piece(piece.row, columns, None, first.modality, None)
     return list(merged.values())
 
 
-def keep_segments(segments: Segments, keep: Tensor, counts: list[int]) -> Segments:
-    """Return the segments after a cut. keep: bool `[S, N]`; counts: its row sums."""
-    order = partition(keep)[:, : max(counts)]
-    limit = sent(counts, keep.device)[:, None]
-    mask = torch.arange(order.shape[1], device=keep.device) < limit
-    position = segments.position.gather(1, order)
+@dataclass(frozen=True)
+class Kept:
+    """Which visual tokens a cut leaves; a segment of which nothing is left is a segment no more.
+
+    before: S and N. alive: which segments are left, S' of them. order: long `[S', N']`, which of their tokens are left,
+    in order. mask: bool `[S', N']`, False for padding.
+    """
+
+    before: tuple[int, int]
+    alive: list[int]
+    order: Tensor
+    mask: Tensor
+
+    @staticmethod
+    def of(keep: Tensor, counts: list[int]) -> Kept:
+        """keep: bool `[S, N]`; counts: its row sums."""
+        alive = [index for index, count in enumerate(counts) if count]
+        rows = keep if len(alive) == len(counts) else keep[sent(alive, keep.device)] if alive else keep[:0]
+        width = max(counts)
+        order = partition(rows)[:, :width] if alive else torch.zeros(0, 0, dtype=torch.long, device=keep.device)
+        limit = sent([counts[index] for index in alive], keep.device)[:, None]
+        return Kept(tuple(keep.shape), alive, order, torch.arange(width, device=keep.device) < limit)
+
+    @property
+    def withdraws(self) -> bool:
+        """Whether nothing is left of some segment."""
+        return len(self.alive) < self.before[0]
+
+    def segments_of(self, values: Any) -> Any:
+        """Return those of S `values` (a list, or a tensor `[S, ...]`) whose segments are left."""
+        if not self.withdraws:
+            return values
+        if isinstance(values, Tensor):
+            return values[sent(self.alive, values.device)] if self.alive else values[:0]
+        return [values[index] for index in self.alive]
+
+    def follow(self, values: Tensor) -> Tensor:
+        """`[S, N, ...]` -> `[S', N', ...]`, zero for padding."""
+        values = self.segments_of(values)
+        order, mask = self.order.to(values.device), self.mask.to(values.device)
+        rows = torch.arange(len(order), device=values.device)[:, None]
+        return values[rows, order].masked_fill(~mask.view(*mask.shape, *[1] * (values.ndim - 2)), 0)
+
+
+def keep_segments(segments: Segments, kept: Kept, counts: list[int]) -> Segments:
+    """Return the segments after a cut. counts: how many tokens are left of each of those before it."""
+    position = kept.follow(segments.position)
+    grids = [g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)]
     return Segments(
-        row=segments.row,
-        ordinal=segments.ordinal,
-        counts=counts,
+        row=kept.segments_of(segments.row),
+        ordinal=kept.segments_of(segments.ordinal),
+        counts=kept.segments_of(counts),
         # Padding must point at a token that is still there.
-        position=torch.where(mask, position, position[:, :1]),
-        mask=mask,
-        grids=[g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)],
-        modality=segments.modality,
+        position=torch.where(kept.mask, position, position[:, :1]),
+        mask=kept.mask,
+        grids=kept.segments_of(grids),
+        modality=kept.segments_of(segments.modality),
+        frames=kept.segments_of(frames_left(segments, counts)),
     )
+
+
+def frames_left(segments: Segments, counts: list[int]) -> list[list[int] | None]:
+    """Return the frames of segments of which `counts` tokens are left: those of a video that was cut are unequal."""
+    known = segments.frames or [None] * len(counts)
+    return [
+        frames if new == old else [new] if modality == "image" and frames is not None else None
+        for frames, new, old, modality in zip(known, counts, segments.counts, segments.modality, strict=True)
+    ]

@@ -3,68 +3,97 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
+from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.hf.layer_input import Inputs
+from tokenprune.integrations.hf.observe import Observation, Seen
 from tokenprune.kernels.compact import partition
-from tokenprune.tokens import Patches, Segments, require
+from tokenprune.tokens import LayerInput, Patches, Segments, TokenSource
 
 
 @dataclass
-class Sources:
-    """Backs a `VisualTokens`: everything a method may read, computed when it asks."""
+class Sources(TokenSource):
+    """Backs a `VisualTokens` in the decoder. hidden: `[B, W, D]`, in the current layout. needs: of the method."""
 
     call: Call
     hidden: Tensor
     adapter: Adapter
+    needs: frozenset[str] = frozenset()
+    carry: Carry = field(default_factory=lambda: Carry([]))
+
+    def remember(self, name: str, value: Any, per_token: bool | None) -> None:
+        self.carry.remember(name, value, per_token)
 
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
-        """long `[S, N]`: the slots of the current layout where the tokens at `position` are."""
         return self.call.layout.inverse[segments.row_index, position].clamp(min=0)
 
-    def gather(self, what: str, position: Tensor, segments: Segments) -> Tensor:
-        values = self.hidden if what == "hidden" else self.observation(what).keys(self.call.layout.width)
-        values = values.to(self.hidden.device)
-        return values[segments.row_index, self.slots(position, segments)]
-
-    def observation(self, what: str) -> Observation:
-        return require(self.call.observation, what)
+    def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
+        return super().at(values.to(self.hidden.device), position, segments)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self.adapter.norm(hidden)
 
-    def attention(self, kind: str) -> Tensor:
-        """float32 `[B, H, W]`: attention over the slots of the current layout."""
-        seen = require(self.call.ahead if kind == "next_row" else self.call.observation, f"{kind}_attention")
-        width = self.call.layout.width
-        if kind in ("last_row", "next_row"):
-            return seen.rows(self.last_slot())[:, :, 0, -width:]
-        padding = self._padding()
-        valid = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
-        if padding is not None:
-            valid = ~padding.gather(1, self.call.layout.index)
-        return seen.received(valid if self.call.layout.valid is None else valid & self.call.layout.valid)
+    @property
+    def before(self) -> Observation:
+        return _observed(self._seen.before)
+
+    @property
+    def behind(self) -> Observation:
+        return _observed(self._seen.behind)
+
+    @property
+    def _inputs(self) -> Inputs:
+        return self.call.state.get(Inputs) or Inputs()
+
+    @property
+    def _seen(self) -> Seen:
+        return self.call.state.get(Seen) or Seen()
+
+    @property
+    def input_before(self) -> LayerInput:
+        found = self._inputs.before
+        return super().input_before if found is None else found
+
+    @property
+    def unrotated(self) -> Observation:
+        return _observed(self._inputs.unrotated)
+
+    def entered(self, position: Tensor, segments: Segments) -> Tensor:
+        entry, arrival = self._inputs.entry, self.call.groups[0].layout if self.call.groups else None
+        if entry is None:  # the cut is at the entry
+            return self.at(self.hidden, position, segments)
+        slots = arrival.slot_of.to(position.device)[segments.row_index, position].clamp(min=0)
+        return entry.to(position.device)[segments.row_index, slots]
 
     @cached_property
     def encoded(self) -> EncodedTokens:
         return EncodedTokens(self.call, self.hidden.device)
 
-    def encoder_attention(self, layer: int | float, segments: Segments) -> Tensor:
-        return self.encoded.attention(layer, segments)
+    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+        return self.encoded.values(key, segments)
 
     def patches(self, segments: Segments) -> Patches:
         return self.encoded.patches(segments)
 
+    def real(self) -> Tensor:
+        layout, padding = self.call.layout, self._padding()
+        real = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
+        if padding is not None:
+            real = ~padding.gather(1, layout.index)
+        return real if layout.valid is None else real & layout.valid
+
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Positions (long `[S, M]`) and mask of the text tokens behind each segment."""
-        text = ~torch.stack(list(self.call.visual.values())).any(0).to(self.hidden.device)
+        text = ~self.call.visual(self.hidden.device)
         padding = self._padding()
         if padding is not None:
             text = text & ~padding
@@ -72,7 +101,7 @@ class Sources:
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         behind = text & (torch.arange(text.shape[1], device=text.device) > last)
         # As many as the host can tell: all text behind the first placeholder of a row.
-        visual = torch.stack(list(self.call.host.visual.values())).any(0)
+        visual = self.call.host.visual
         width = max(1, int(((visual.cumsum(1) > 0) & ~visual).sum(1).max()))
         order = partition(behind)[:, :width]
         mask = behind.gather(1, order)
@@ -84,9 +113,14 @@ class Sources:
         return None if padding is None else padding.to(self.hidden.device)
 
     def last_slot(self) -> Tensor:
-        """long `[B, 1]`: the slot of each row's last token that is not padding."""
         layout, padding = self.call.layout, self._padding()
         if padding is None:
             return layout.index.new_full((layout.index.shape[0], 1), layout.width - 1)
         last = (~padding).long().cumsum(1).argmax(1, keepdim=True)
         return layout.inverse.gather(1, last)
+
+
+def _observed(observation: Observation | None) -> Observation:
+    if observation is None:
+        raise TokenPruneError("the decoder layer at this cut showed no attention: it was left out of this call")
+    return observation

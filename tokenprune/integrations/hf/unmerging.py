@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.base import Method, Selection, Site
-from tokenprune.encoder import VTU_FORMS
+from tokenprune.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.attachable import hidden_states, with_hidden_states
+from tokenprune.integrations.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.exact import ExactAttention
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.hf.plan import Merged
 from tokenprune.integrations.hf.setup_checks import check_arguments, reruns_layers
 from tokenprune.tokens import Segments
 from tokenprune.transfer import sent
@@ -40,7 +40,7 @@ _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
 def form_of(method: Method) -> str:
     """Return which form of unmerging a method asks for by its option `vtu`; raises OptionError for an unknown one."""
-    form = getattr(method, "vtu", "off")
+    form = method.vtu if isinstance(method, EncoderMethod) else "off"
     if form not in VTU_FORMS:
         raise OptionError(f"{method.name}: vtu={form!r} must be one of {', '.join(VTU_FORMS)}")
     return form
@@ -61,18 +61,15 @@ def check_composition(methods: Sequence[Method]) -> None:
 class Unmerged:
     """Which of a call's L tokens are one, and what the attention module that runs now was given.
 
-    selection: what is left of the visual tokens. layout: its W slots hold the first token of each group, text tokens
-    among them. slot: long `[B, L]`, the slot that each token shares; padding takes the last one along, and changes
-    nothing of it. padding: bool `[B, L]`, None without any. hidden: `[B, W, D]`. rotary: cosines and sines of the L
-    positions.
+    layout: its W slots hold the first token of each group, text tokens among them. slot: long `[B, L]`, the slot that
+    each token shares; padding takes the last one along, and changes nothing of it. padding: bool `[B, L]`, None without
+    any. hidden: `[B, W, D]`.
     """
 
-    selection: Selection
     layout: Layout
     slot: Tensor
     padding: Tensor | None = None
     hidden: Tensor | None = None
-    rotary: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def of(
@@ -100,7 +97,7 @@ class Unmerged:
         slot = layout.slot_of.gather(1, first)
         if padding is not None:
             slot = slot.masked_fill(padding, layout.width - 1)
-        return Unmerged(selection, layout, slot, padding)
+        return Unmerged(layout, slot, padding)
 
     def first(self, x: Tensor, dim: int = 1) -> Tensor:
         """`[B, L, D]` -> `[B, W, D]`: the first token of each group; what fills up shorter rows is of no meaning."""
@@ -142,9 +139,9 @@ class VirtualUnmerging(Part):
             )
         self.modules = [adapter.attention_of(index) for index in range(len(self.decoder.layers))]
         self.inputs = [_input_projections(module, form) for module in self.modules]
-        self.exact = [ExactAttention(module, self.state) for module in self.modules] if form == "exact" else []
 
     def _attach(self) -> None:
+        self.hook(self.decoder.register_forward_hook(self._leave_decoder))
         self.hook(self.decoder.layers[0].register_forward_pre_hook(self._enter_layers, with_kwargs=True))
         for module, projections in zip(self.modules, self.inputs, strict=True):
             self.hook(module.register_forward_pre_hook(self._enter_attention, with_kwargs=True))
@@ -152,18 +149,16 @@ class VirtualUnmerging(Part):
                 self.hook(projection.register_forward_pre_hook(self._enter_projection))
                 self.hook(projection.register_forward_hook(self._leave_projection))
             self.hook(getattr(module, _OUTPUT).register_forward_pre_hook(self._enter_output))
-        for part in self.exact:
-            self.attach_part(part)
 
     # -- a call
 
     def state(self) -> Unmerged | None:
         call = self.current()
-        return None if call is None else call.unmerged
+        return None if call is None else call.state.get(Unmerged)
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
-        """Take over what was merged in the tower, so that it is not cut out: `call.merged` to `call.unmerged`."""
-        if call.merged is None:
+        """Take over what was merged in the tower, so that it is not cut out: `Merged` becomes `Unmerged`."""
+        if call.state.get(Merged) is None:
             return
         check_arguments(self.adapter, kwargs)
         if reruns_layers(self.decoder):
@@ -171,15 +166,17 @@ class VirtualUnmerging(Part):
                 "gradient checkpointing runs decoder layers a second time, when it is forgotten which tokens are one; "
                 'call model.gradient_checkpointing_disable(), or use vtu="off"'
             )
-        for part in self.exact:
-            part.check(call.cache)
-        selection, (batch, length) = call.merged.selection, kwargs["inputs_embeds"].shape[:2]
-        segments = call.segments.to(selection.keep.device)
-        call.unmerged = Unmerged.of(selection, segments, batch, length, call.padding_to_drop)
-        call.report.unmerge(call, call.merged.step)
-        call.merged = None
+        merged, (batch, length) = call.state.pop(Merged), kwargs["inputs_embeds"].shape[:2]
+        segments = call.segments.to(merged.selection.keep.device)
+        unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
+        call.report.unmerge(call, merged.step, merged.selection, unmerged.layout)
+        call.state.put(unmerged)
 
     # -- hooks
+
+    def _leave_decoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        state = self.state()
+        return None if state is None else with_output(state.expand, output)
 
     def _enter_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         state = self.state()
@@ -193,7 +190,6 @@ class VirtualUnmerging(Part):
         if state is None:
             return None
         hidden = state.hidden = hidden_states(args, kwargs)
-        state.rotary = kwargs.get("position_embeddings")
         # Takes no memory. Were anything but a shape read from it, the result would show.
         stand_in = hidden.new_full((1,), torch.nan).expand(hidden.shape[0], state.slot.shape[1], hidden.shape[2])
         return with_hidden_states(stand_in, args, kwargs)

@@ -13,10 +13,10 @@ from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.guard.settings import KINDS
 from tokenprune.integrations.hf.guard_pixels import SegmentLooks
-from tokenprune.statistics import Guarded, Stats
+from tokenprune.integrations.hf.plan import Plan, Stage, Step, allowed
+from tokenprune.statistics import Guarded
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.cutting import Step
     from tokenprune.integrations.hf.guarding import GuardPart
 
 
@@ -46,10 +46,12 @@ class Watched:
     def enough(self, kind: str, layer: int, count: int, shape: DecoderShape) -> int:
         """Return how many of a picture's `count` tokens are left behind `layer` when the method is patched with its
         floor."""
+        original = [count]
         for method, share in self.stages[kind]:
-            if method.cut_layer <= layer:
-                number = share.resolve([count], layer=method.cut_layer, shape=shape, text_tokens=0)[0]
-                count = min(count, max(1, method.budget(count, number)))
+            if count and method.cut_layer <= layer:
+                about = dict(layer=method.cut_layer, shape=shape, text_tokens=0, original=original)
+                number = share.resolve([count], **about)[0]
+                count = allowed(method, count, number)
         return count
 
 
@@ -78,17 +80,11 @@ class Verdict:
         """Return how many of each segment's tokens a cut is to leave: at least what its budget says, which is `wanted`,
         and at most what `arrived`."""
         leave = list(wanted)
-        if (watched := self.guard.cuts.get(step.layer)) is None:
-            return leave
-        for place, (count, number) in enumerate(zip(self.counts, wanted, strict=True)):
-            for kind in KINDS:
-                enough = self._floor(watched, kind, step.layer, count)
-                if number >= enough:
-                    continue
-                self.low.setdefault((place, kind), (watched, share_of(watched.budget, count) or number / count))
-                if self.seen and kind in self.seen[place] and arrived[place] > number:
-                    leave[place] = max(leave[place], min(enough, arrived[place]))
-                    self.raised.add(place)
+        watched = self.guard.cuts.get(step.layer)
+        if watched is not None and self.seen:
+            for place, (count, came) in enumerate(zip(self.counts, arrived, strict=True)):
+                enough = [self._floor(watched, kind, step.layer, count) for kind in self.seen[place]]
+                leave[place] = max(leave[place], min(came, max(enough, default=0)))
         return leave
 
     def _floor(self, watched: Watched, kind: str, layer: int, count: int) -> int:
@@ -97,16 +93,27 @@ class Verdict:
             self._enough[key] = watched.enough(kind, layer, count, self.shape)
         return self._enough[key]
 
-    def conclude(self, kept: list[int], stats: Stats) -> None:
-        """All cuts of the call are known. kept: tokens that they leave of each segment."""
-        self.kept = list(kept)
+    def conclude(self, plan: Plan) -> None:
+        """Note what the cuts of a call leave, all of which are planned."""
+        self.kept = list(plan.kept)
+        for stage in plan.stages:
+            if (watched := self.guard.cuts.get(stage.step.layer)) is not None:
+                self._conclude(watched, stage)
         for watched in self.guard.elsewhere:
             for place, count in enumerate(self.counts):
                 share = share_of(watched.budget, count)
                 for kind in KINDS:
                     if share is not None and share < watched.floors[kind]:
                         self.low.setdefault((place, kind), (watched, share))
-        self.guard.conclude(self, stats)
+
+    def _conclude(self, watched: Watched, stage: Stage) -> None:
+        for place, (count, wanted) in enumerate(zip(self.counts, stage.wanted, strict=True)):
+            for kind in KINDS:
+                if wanted < self._floor(watched, kind, stage.step.layer, count):
+                    share = share_of(watched.budget, count) or wanted / count
+                    self.low.setdefault((place, kind), (watched, share))
+            if stage.kept[place] > wanted:
+                self.raised.add(place)
 
     def reasons(self, row: int, value: float | None) -> list[tuple[str, str]]:
         """(source, kind) of all that a segment is exposed to. value: how much its picture looks like text."""

@@ -60,6 +60,8 @@ class Adapter(PatchSource):
     features_per_picture = True
     # Where no such list tells pictures apart: from one placeholder of a picture to the next, at most.
     step_within_picture = 1
+    # Tokens of a video that follow its last frame.
+    behind_video = 0
     # Whether the ids of a prompt tell which runs of placeholders make up an image: see `runs_per_image`.
     reads_prompt = False
 

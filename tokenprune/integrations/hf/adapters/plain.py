@@ -20,6 +20,14 @@ class LlavaAdapter(Adapter):
 
 
 @register_adapter
+class OneVisionAdapter(Adapter):
+    """LLaVA-OneVision puts a newline behind each video."""
+
+    families = ("llava_onevision",)
+    behind_video = 1
+
+
+@register_adapter
 class FixedSizeAdapter(Adapter):
     """InternVL and Gemma 3: every tile, and every picture, becomes the same number of tokens."""
 

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward knows, what its features keep, and that asking for something changes nothing."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import tokenprune
+from tokenprune import Budget
+from tokenprune.accounting import DecoderShape
+from tokenprune.integrations.attachable import Attachable
+from tokenprune.integrations.hf import call as call_module
+from tokenprune.integrations.hf.cache import Reduction, attach, reduction_of
+from tokenprune.integrations.hf.call import Call, FeatureStates, OnHost
+from tokenprune.integrations.hf.layer_inputs import LayerInputs, columns_for
+from tokenprune.integrations.hf.layout import Layout
+from tokenprune.integrations.hf.observe import Observer
+from tokenprune.integrations.hf.part import Part
+from tokenprune.integrations.hf.plan import Step, plan_cuts
+from tokenprune.tokens import Segments
+from zoo import FAMILIES
+
+# Modules of what may or may not be part of a patch: a forward knows none of them.
+FEATURES = {
+    "block_attention", "decoding", "encoder", "exact", "guarding", "look_ahead", "observe", "sources", "unmerging",
+    "verdict",
+}  # fmt: skip
+
+
+@dataclass
+class Mine:
+    value: int = 0
+
+
+def layout_of(*kept: list[int], length: int) -> Layout:
+    keep = torch.zeros(len(kept), length, dtype=torch.bool)
+    for row, positions in enumerate(kept):
+        keep[row, positions] = True
+    return Layout.full(len(kept), length, keep.device).cut(keep, [len(positions) for positions in kept])[0]
+
+
+def segments_of(counts: list[int], rows: list[int]) -> Segments:
+    mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    position = torch.arange(max(counts)).expand(len(counts), -1)
+    return Segments(rows, [0] * len(rows), counts, position, mask, [None] * len(rows), ["image"] * len(rows))
+
+
+# -- the state of features
+
+
+def test_a_feature_finds_its_own_state_by_its_class():
+    state = FeatureStates()
+    assert state.get(Mine) is None and state.pop(Mine) is None
+    with pytest.raises(KeyError):
+        state[Mine]
+    mine = state.put(Mine(3))
+    assert state[Mine] is mine and state.get(Mine) is mine
+    assert state.put(Mine(4)) is state[Mine]
+    assert state.pop(Mine) == Mine(4) and state.get(Mine) is None
+
+
+def test_a_forward_names_no_feature():
+    imported = {
+        part
+        for node in ast.walk(ast.parse(inspect.getsource(call_module)))
+        if isinstance(node, ast.ImportFrom)
+        for part in [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+    }
+    assert not imported & FEATURES
+    assert len(fields(Call)) <= 16
+
+
+# -- what the host knows
+
+
+def test_padding_that_leaves_is_none_of_the_visual_tokens():
+    visual = torch.tensor([[True, True, False, False], [False, False, True, True]])
+    padding = torch.tensor([[True, False, False, True], [True, False, False, False]])
+    host = OnHost({"image": visual, "video": torch.zeros_like(visual)}, padding, None)
+    assert host.padding_to_drop.tolist() == [[False, False, False, True], [True, False, False, False]]
+    assert host.tokens_per_row == [3, 3]
+    assert host.visual_ends == [(1, 3)]
+    assert OnHost({"image": visual}, None, None).padding_to_drop is None
+    assert OnHost({"image": visual}, None, None).tokens_per_row == [4, 4]
+
+
+def test_nothing_is_read_of_the_device_until_it_is_asked_for():
+    ids = torch.tensor([[5, 1, 1, 6]])
+    call = Call({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
+    assert call.host is None
+    call.read_to_host({"image": ids == 1}, with_ids=True)
+    assert call.host.ids.tolist() == ids.tolist()
+    assert call.host.padding.tolist() == [[True, False, False, False]]
+    call.read_to_host({"image": ids == 1}, with_ids=False)
+    assert call.host.ids is None
+
+
+# -- layers
+
+
+def test_columns_are_those_of_the_past_and_then_those_that_remain():
+    layout = layout_of([1, 3], [0, 1, 3], length=4)  # ragged: the first row has an empty slot
+    device = torch.device("cpu")
+    assert columns_for(2, layout, 0, None, device).tolist() == [[-1, 1, 3], [0, 1, 3]]
+    assert columns_for(2, layout, 2, None, device).tolist() == [[0, 1, -1, 3, 5], [0, 1, 2, 3, 5]]
+    slots = [(0, torch.tensor([[0, 1], [0, 1]])), (2, torch.tensor([[1], [-1]]))]
+    reduction = Reduction(2, slots, ragged=True)
+    assert columns_for(1, layout, 2, reduction, device).tolist() == [[0, 1, -1, 3, 5], [0, 1, 2, 3, 5]]
+    assert columns_for(2, layout, 2, reduction, device).tolist() == [[1, -1, 3, 5], [-1, 2, 3, 5]]
+
+
+def test_asking_what_layers_are_handed_leaves_the_call_as_it_is():
+    call = Call({}, layout=layout_of([0, 2], [1, 2], length=3))
+    call.groups.append(call.group(0))
+    before = list(call.groups)
+    one, other = call.group(1), call.group(1)
+    assert call.groups == before and one is not other
+    assert torch.equal(one.columns, other.columns)
+    assert call.group_of(3) is before[0]
+
+
+def test_what_is_made_for_one_layer_serves_the_group():
+    start = LayerInputs(0, layout_of([0, 1, 2], length=3), torch.arange(3)[None], False, 0, None, None)
+    group = LayerInputs(1, layout_of([0, 2], length=3), torch.tensor([[0, 2]]), False, 0, None, start)
+    positions = torch.tensor([[7, 8, 9]])
+    assert group.gathered(positions, -1).tolist() == [[7, 9]]
+    assert group.gathered(positions, -1) is group.gathered(positions, -1)
+    assert start.gathered(positions, -1) is positions
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    made = group.attention_mask(mask, 2, "sdpa", torch.float32)
+    assert made.tolist() == [[[[True, False], [True, True]]]]
+    assert group.attention_mask(mask, 2, "sdpa", torch.float32) is made
+    assert start.attention_mask(mask, 3, "sdpa", torch.float32) is mask
+
+
+# -- plans
+
+
+def plan_of(*steps: Step, at_least: Any = lambda step, arrived, wanted: list(wanted)) -> Any:
+    shape = SimpleNamespace(layers=4, kv_widths=[1] * 4)
+    return plan_cuts(steps, shape, segments_of([8, 4, 8], [0, 0, 1]), [8, 4, 8], [20, 9], at_least)
+
+
+def step(layer: int, keep: float | int) -> Step:
+    return Step(tokenprune.method("fastv", layer=layer), Budget(keep=keep))
+
+
+def test_a_plan_is_a_value():
+    plan = plan_of(step(1, 0.5), step(2, 1.0), step(3, 0.5))
+    assert plan.cuts == {1, 3} and plan.kept == [2, 1, 2] and plan.text == [8, 1]
+    assert [stage.arrived for stage in plan.stages] == [[8, 4, 8], [4, 2, 4]]
+    again = plan.stage(step(3, 0.5), [8, 4, 8], [8, 4, 8])
+    assert again.kept == [4, 2, 4] and plan.kept == [2, 1, 2]
+    with pytest.raises(AttributeError):
+        plan.text = []
+
+
+def test_a_plan_is_raised_where_a_part_asks_for_more():
+    plan = plan_of(step(1, 0.25), at_least=lambda step, arrived, wanted: [max(3, one) for one in wanted])
+    assert plan.stages[0].wanted == [2, 1, 2] and plan.kept == [3, 3, 3]
+    assert plan_of(step(1, 16)).cuts == frozenset()
+
+
+def test_planning_again_says_nothing(caplog):
+    """A warning of the guard belongs to the call, not to the question how many tokens it would keep."""
+    calls = []
+
+    class Watch(Part):
+        def planned(self, call: Call) -> None:
+            calls.append(call)
+
+    family = FAMILIES["llava"]
+    model = family.build()
+    with tokenprune.patched(model, "fastv", keep=0.1, layer=1), torch.no_grad():
+        engine = model._tokenprune_patch.engine
+        engine.parts.append(Watch())
+        model(**family.make_inputs())
+    (call,) = calls
+    assert call.plan.cuts == {1}
+    told = list(caplog.records)
+    again = plan_cuts(
+        engine.steps.values(), engine.shape, call.segments, call.plan.arrived, [40, 40], call.plan.at_least
+    )
+    assert again.kept == call.plan.kept and caplog.records == told
+
+
+# -- attaching
+
+
+def test_everything_that_is_put_on_a_model_is_attached_and_undone_alike():
+    model = FAMILIES["llava"].build()
+    module = model.model.language_model.layers[0].self_attn
+    config, seen = module.config, []
+    first, second = Observer(module, seen.append), Observer(module, seen.append)
+    assert isinstance(first, Attachable)
+    first.attach(), second.attach()
+    first.detach()
+    first.detach()  # a second time does nothing
+    assert module.config is not config
+    second.detach()
+    assert module.config is config
+
+
+def test_a_cache_gets_back_the_class_that_it_had():
+    class Own(DynamicCache):
+        pass
+
+    cache = Own()
+    attach(cache, Reduction(3, [(0, torch.arange(3)[None])], False))
+    assert type(cache) is not Own and isinstance(cache, Own) and cache.get_seq_length() == 3
+    copied = copy.deepcopy(cache)
+    cache.reset()
+    assert type(cache) is Own and reduction_of(cache) is None
+    assert reduction_of(copied).length == 3 and type(copied) is not Own
+
+
+def test_the_shape_of_a_decoder_is_enough_to_plan():
+    shape = DecoderShape.from_config(FAMILIES["llava"].build().config.text_config)
+    steps = [Step(tokenprune.method("fastv", layer=2), Budget(kv_share=0.75))]
+    plan = plan_cuts(steps, shape, segments_of([8], [0]), [8], [12], lambda step, arrived, wanted: list(wanted))
+    assert plan.kept == [4]

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A method of several cuts in a file outside the library, as a user would write it: PyramidDrop (arXiv 2410.17247)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from tokenprune import Budget, Method, Site, VisualTokens
+from tokenprune.schedule import profile
+
+
+@dataclass(frozen=True)
+class Pyramid(Method):
+    """Keep half as many visual tokens behind each quarter of the decoder, ranked by the next layer's last row.
+
+    keep: tokens averaged over the decoder's layers. depths: where it cuts, as shares of the decoder's depth.
+    """
+
+    name: ClassVar[str] = "pyramid"
+    site: ClassVar[Site] = Site.IN_LLM
+    depths: tuple[float, ...] = (0.25, 0.5, 0.75)
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        cuts = [(depth, 0.5 ** (number + 1)) for number, depth in enumerate(self.depths)]
+        return [(PyramidStage(cut.layer), cut.budget) for cut in profile(layers, cuts, budget)]
+
+
+@dataclass(frozen=True)
+class PyramidStage(Method):
+    """One cut of `Pyramid`, at the input of decoder layer `layer`."""
+
+    name: ClassVar[str] = "pyramid"
+    site: ClassVar[Site] = Site.IN_LLM
+    needs: ClassVar[frozenset[str]] = frozenset({"next_row_attention"})
+    layer: int = 1
+
+    @property
+    def query_aware(self) -> bool:
+        return True
+
+    def score(self, tokens: VisualTokens) -> Tensor:
+        return tokens.next_row_attention.mean(dim=1)

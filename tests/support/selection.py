@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose which variants of a test run: all, those that pair every two values, or those of one family of each kind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+import tokenprune
+from families import FAMILIES, REFUSED
+
+# `-m fast` runs one family of each kind, and on families one method of each kind.
+FAST_FAMILIES = {
+    "llava": "one square of patches for each image, a class token, positions on one axis",
+    "llava_onevision": "tiles of an image, videos",
+    "qwen2_5_vl": "a tower that packs all images, positions on three axes",
+    "gemma3": "sliding windows, masks by token type",
+    "instructblip": "a Q-Former",
+    "qwen3_5": "layers that carry a state",
+}
+FAST_METHODS = {
+    "divprune": "chooses before the decoder",
+    "dart": "chooses inside the decoder",
+    "dyrate": "goes on while the answer is written",
+    "tome": "merges in the vision tower",
+    "dynres": "acts on pixels",
+    "pevlm": "acts on attention",
+}
+# What takes long whatever the family: it starts processes, runs a whole benchmark, simulates, or interprets kernels.
+SLOW = {
+    "api/test_cli.py",
+    "api/test_setting.py::test_wild_settings_are_answered",
+    "api/test_two_pass.py",
+    "api/test_ways.py",
+    "bench/test_bench.py",
+    "bench/test_bench_folder.py",
+    "bench/test_bench_runs.py",
+    "bench/test_report_samples.py",
+    "bench/test_speed_benchmarks.py",
+    "bench/test_strip.py",
+    "docs/test_docs.py::test_generated_parts_are_current",
+    "engine/test_drafts.py",
+    "engine/test_syncs.py",
+    "engine/test_tensor_parallel.py",
+    "guard/test_guard.py",
+    "kernels/test_kernels_attention.py",
+    "kernels/test_kernels_dispatch.py::test_triton_is_not_imported_before_a_kernel_runs",
+    "kernels/test_kernels_similarity.py",
+    "methods/test_calibration.py::test_command_line",
+    "methods/test_dymu.py::test_thresholds_ship_for_the_demo_model",
+    "processor/test_view_select.py::test_generate_equals_a_prompt_with_the_kept_views",
+    "processor/test_view_select.py::test_the_benchmark_leaves_it_out",
+    "tuning/test_tune.py",
+    "tuning/test_tuner_promise.py",
+    "vllm/test_serving.py::test_nothing_else_imports_vllm",
+}
+
+
+def names_in(item: pytest.Item) -> set[str]:
+    """Return the names among a test's parameters: strings, and what has a name, such as a family or a method."""
+    given = getattr(item, "callspec", None)
+    values = [] if given is None else [getattr(value, "name", value) for value in given.params.values()]
+    return {value for value in values if isinstance(value, str)}
+
+
+def is_fast(item: pytest.Item) -> bool:
+    """Return whether a test is one of `-m fast`."""
+    place, names = item.nodeid.partition("[")[0].removeprefix("tests/"), names_in(item)
+    families = names & (FAMILIES.keys() | REFUSED.keys())
+    methods = names & set(tokenprune.available_methods()) if families else set()
+    slow = {place, place.partition("::")[0]} & SLOW
+    return not slow and families <= FAST_FAMILIES.keys() and methods <= FAST_METHODS.keys()
+
+
+def covering(variants: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the indices of few variants, in order, that hold every two values of different parameters that any does.
+
+    Greedy: the next one is that with the most pairs which are not held yet, the first of these.
+    """
+    # By identity, because values need not be hashable; those of one parameter are the same objects in all variants.
+    marked = [sorted((name, id(value)) for name, value in variant.items()) for variant in variants]
+    pairs = [set(combinations(values, 2)) or set(values) for values in marked]
+    missing, chosen = set().union(*pairs), []
+    while missing:
+        chosen.append(max(range(len(pairs)), key=lambda index: len(pairs[index] & missing)))
+        missing -= pairs[chosen[-1]]
+    return sorted(chosen)
+
+
+def leave_out_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Remove from `items` those variants of tests marked `pairwise` that hold no new pair of values; return them.
+
+    The marker may be given `runs=`, a function of the test's parameters that says whether a variant runs or skips: one
+    that skips holds no pair.
+    """
+    groups: dict[str, list[Any]] = defaultdict(list)
+    left_out: list[pytest.Item] = []
+    for item in items:
+        marker = item.get_closest_marker("pairwise")
+        if marker is None:
+            continue
+        runs = marker.kwargs.get("runs")
+        if runs is None or runs(**item.callspec.params):
+            groups[item.nodeid.partition("[")[0]].append(item)
+        else:
+            left_out.append(item)
+    for group in groups.values():
+        held = set(covering([item.callspec.params for item in group]))
+        left_out += [item for index, item in enumerate(group) if index not in held]
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+    return left_out

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many visual tokens each cut of a call keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tokenprune.accounting import DecoderShape
+from tokenprune.base import Method, Selection
+from tokenprune.budget import Budget
+from tokenprune.tokens import Segments
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage of a patch: a method with its budget, at the input of a decoder layer (0: at the decoder's entry).
+
+    owner: index of the method that this is a stage of, among those that the patch is composed of. whole: the budget of
+    that method; None: it has this stage only.
+    """
+
+    method: Method
+    budget: Budget
+    owner: int = 0
+    whole: Budget | None = None
+
+    @property
+    def layer(self) -> int:
+        return self.method.cut_layer
+
+    @property
+    def acts(self) -> bool:
+        """Whether the stage runs: it may drop tokens, or looks on behalf of a later stage. A method whose budget keeps
+        everything does neither."""
+        if not self.budget.is_identity():
+            return True
+        return self.method.by_content_count and not (self.whole or self.budget).is_identity()
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What is left of a call's visual tokens after a merge in the tower, and the step that it is reported as."""
+
+    step: Step
+    selection: Selection
+
+
+# What a cut is to leave of each segment, told the step, how many tokens of each arrive, and how many its budget wants.
+AtLeast = Callable[[Step, Sequence[int], Sequence[int]], list[int]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step in one call. arrived, wanted, kept: tokens of each segment that reach it, that its budget asks for, and
+    that it keeps."""
+
+    step: Step
+    arrived: list[int]
+    wanted: list[int]
+    kept: list[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which cuts a call makes, and how many tokens they keep.
+
+    Lists have an entry for each segment of the prompt, 0 where it is withdrawn.
+
+    rows, ordinals: see `Segments`. text: of each row, its tokens that are not visual. arrived: the tokens that
+    reach the first stage. at_least: may have a cut keep more tokens than its budget says. stages: what is known ahead;
+    a method may keep another number than it is asked for, and a later one is then told by `stage`.
+    """
+
+    shape: DecoderShape
+    rows: list[int]
+    ordinals: list[int]
+    text: list[int]
+    arrived: list[int]
+    at_least: AtLeast
+    stages: tuple[Stage, ...] = ()
+
+    @cached_property
+    def cuts(self) -> frozenset[int]:
+        """The layers at whose input a method is asked."""
+        asked = (one for one in self.stages if one.kept != one.arrived or one.step.method.by_content_count)
+        return frozenset(stage.step.layer for stage in asked)
+
+    @property
+    def kept(self) -> list[int]:
+        """What the last stage leaves."""
+        return self.stages[-1].kept if self.stages else self.arrived
+
+    def counts_of(self, segments: Segments) -> list[int]:
+        """Return how many tokens are left of each segment of the prompt. segments: those that are left of these."""
+        left = dict(zip(zip(segments.row, segments.ordinal, strict=True), segments.counts, strict=True))
+        return [left.get(key, 0) for key in zip(self.rows, self.ordinals, strict=True)]
+
+    def original(self, step: Step, arrived: list[int]) -> list[int]:
+        """Return what reaches the first stage of the method that `step` belongs to; `arrived`, where this is it."""
+        return next((stage.arrived for stage in self.stages if stage.step.owner == step.owner), arrived)
+
+    def stage(self, step: Step, arrived: list[int], original: list[int]) -> Stage:
+        """Return what `step` does when `arrived` tokens of each segment reach it; row by row, so that a batch gives
+        what its rows give alone. original: tokens of each that reached the first stage of its method."""
+        wanted = [0] * len(arrived)
+        left = [index for index, count in enumerate(arrived) if count]
+        for row in dict.fromkeys(self.rows[index] for index in left):
+            there = [index for index in left if self.rows[index] == row]
+            shares = step.budget.resolve(
+                [arrived[index] for index in there],
+                layer=step.layer,
+                shape=self.shape,
+                text_tokens=self.text[row],
+                original=[original[index] for index in there],
+            )
+            for index, number in zip(there, shares, strict=True):
+                wanted[index] = allowed(step.method, arrived[index], number)
+        return Stage(step, arrived, wanted, self.at_least(step, arrived, wanted))
+
+
+def allowed(method: Method, count: int, asked: int) -> int:
+    """Return how many of a segment's `count` tokens `method` keeps where its budget asks for `asked`."""
+    return min(count, max(method.least, method.budget(count, asked)))
+
+
+def plan_cuts(
+    steps: Iterable[Step], shape: DecoderShape, segments: Segments,
+    arrived: list[int], tokens: list[int], at_least: AtLeast,
+) -> Plan:  # fmt: skip
+    """Return what `steps`, in order, do in a call with `segments`.
+
+    arrived: how many tokens of each segment reach the first of them. tokens: of each row, padding left out.
+    """
+    text = list(tokens)
+    for row, count in zip(segments.row, segments.counts, strict=True):
+        text[row] -= count
+    plan = Plan(shape, segments.row, segments.ordinal, text, arrived, at_least)
+    for step in steps:
+        if step.acts:
+            plan = replace(plan, stages=(*plan.stages, plan.stage(step, plan.kept, plan.original(step, plan.kept))))
+    return plan

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tokenprune.observable import TowerBlock, register_observable
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.observe import Observation
+
+
+@register_observable("encoder_keys")
+class EncoderKeys(TowerBlock):
+    """float32 `[S, N, H * Dh]`: keys of a block of the vision tower, after rotary embedding where it has one, heads
+    flattened; 0 for tokens that are no patch. A token made of several patches gets their mean.
+
+    layer: one of the method's `encoder_layers`.
+    """
+
+    def of_patches(self, seen: Observation, protected: int) -> Tensor:
+        return seen.key[:, :, protected:]
