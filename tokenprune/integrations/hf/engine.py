@@ -270,7 +270,6 @@ class Engine(Attachable):
         if index and call.starts_group(index):
             call.groups.append(call.group(index))
         keys = call.key_count(index, self.adapter, kwargs)
-        decoding.show_keys(call, keys)
         return call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
 
     def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
