@@ -13,7 +13,7 @@ import enum
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import RegistrationError
+from tokenprune.transfer import sent
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.observe import Observation
@@ -34,6 +35,8 @@ class Where(enum.StrEnum):
     ENTRY = "ENTRY"  # what enters the decoder
     LAYER_BEFORE = "LAYER_BEFORE"  # the attention of the decoder layer before the cut
     NEXT_LAYER = "NEXT_LAYER"  # the attention of the layer behind the cut, if nothing was cut
+    INPUT_BEFORE = "INPUT_BEFORE"  # what the decoder layer before the cut is called with
+    UNROTATED = "UNROTATED"  # the attention of the layer before the cut, if it did not rotate
     TOWER_BLOCK = "TOWER_BLOCK"  # the attention of a block of the vision tower
     TOWER = "TOWER"  # the vision tower as a whole
 
@@ -76,6 +79,7 @@ class Observable:
     by_layer: whether it is read of one block at a time, `tokens.<name>(layer)`, out of the method's `encoder_layers`.
     whole:    whether it takes the whole prompt, with the text behind an image.
     all_rows: whether it takes what all tokens attend to.
+    rotary:   whether it takes rotary positions, which not every decoder has.
     """
 
     name: ClassVar[str] = ""
@@ -86,6 +90,7 @@ class Observable:
     by_layer: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     all_rows: ClassVar[bool] = False
+    rotary: ClassVar[bool] = False
 
     def declared(self, needs: frozenset[str]) -> bool:
         """Return whether a method of these `needs` may read it."""
@@ -145,6 +150,69 @@ class AttentionToTokens(Observable):
         return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
 
 
+class AttentionOfText(Observable):
+    """Base of what the attention of a decoder layer pays from the text behind an image, by head."""
+
+    axes = "SHMN"
+    whole = True
+
+    def observed(self, source: TokenSource) -> Observation:
+        """Return what the attention of the layer saw."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement observed()")
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        position, mask = source.text_after(segments)
+        found = self._to(source, segments, position, source.slots(segments.position, segments))
+        return found.masked_fill(~mask[:, None, :, None], 0).masked_fill(~segments.mask[:, None, None, :], 0)
+
+    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+        """float32 `[S, H, M, M]`, 0 at padding."""
+        found = self._to(source, text.segments, text.position, source.slots(text.position, text.segments))
+        return found.masked_fill(~text.mask[:, None, :, None], 0).masked_fill(~text.mask[:, None, None, :], 0)
+
+    def weighted(self, source: TokenSource, text: TextTokens, weights: Tensor) -> Tensor:
+        """Return float32 `[S, H, N]`, the sum of the text's rows. weights: `[S, M]` or `[S, H, M]`, of each row."""
+        weights = weights.float().masked_fill(~(text.mask if weights.ndim == 2 else text.mask[:, None]), 0)
+        weights = weights.unsqueeze(1) if weights.ndim == 2 else weights
+        slots, total = source.slots(text.segments.position, text.segments), 0.0
+        for rows, part in self._rows(source, text.segments, text.position):
+            total = total + (rows * weights[..., part, None]).sum(2)
+        return total.gather(2, slots[:, None].expand(-1, total.shape[1], -1)).masked_fill(
+            ~text.segments.mask[:, None], 0
+        )
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.rand(sizes.segments, sizes.heads, sizes.text, sizes.tokens, generator=generator)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.rand(sizes.segments, sizes.heads, sizes.text, sizes.text, generator=generator)
+
+    def _to(self, source: TokenSource, segments: Segments, position: Tensor, slots: Tensor) -> Tensor:
+        """Return `[S, H, M, K]`, the attention of the tokens at `position`, `[S, M]`, to those in `slots`, `[S, K]`."""
+        return torch.cat(
+            [
+                rows.gather(3, slots[:, None, None].expand(*rows.shape[:3], -1))
+                for rows, _ in self._rows(source, segments, position)
+            ],
+            dim=2,
+        )
+
+    def _rows(self, source: TokenSource, segments: Segments, position: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Yield `[S, H, R, W]`, the attention of R of the tokens at `position` to all slots, and which R they are."""
+        seen = self.observed(source)
+        slots, device = source.slots(position, segments), position.device
+        batch, heads, width = seen.query.shape[0], seen.query.shape[1], seen.key.shape[2]
+        most = max(segments.ordinal) + 1  # segments of a row ask for their rows side by side
+        row, place = sent(segments.row, device), sent(segments.ordinal, device)
+        step = max(1, _ELEMENTS // max(1, batch * heads * most * width))
+        for start in range(0, slots.shape[1], step):
+            part = slice(start, start + step)
+            own = slots[:, part]
+            index = own.new_zeros(batch, most, own.shape[1]).index_put((row, place), own)
+            found = seen.rows(index.flatten(1)).unflatten(2, (most, -1))
+            yield found[row, :, place][..., -source.width :], part
+
+
 class TowerBlock(Observable):
     """Base of what the attention of a block of the vision tower says of each patch.
 
@@ -165,6 +233,21 @@ class TowerBlock(Observable):
         return source.of_tower((self.name, *layer), segments)
 
 
+class TowerOutput(Observable):
+    """Base of what is made of the vision tower's output, as the projector gets it."""
+
+    where = Where.TOWER
+
+    def of_features(self, features: Tensor, protected: int) -> Tensor:
+        """Return `[rows, patches, C]`, class tokens left out. features: `[rows, tokens, Dv]`, with `protected` class
+        tokens in front."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement of_features()")
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        """float32 `[S, N, C]`; a token made of several patches gets their mean, what is no patch 0."""
+        return source.of_tower((self.name,), segments)
+
+
 class TowerScores(TowerBlock):
     """Base of scores of patches by head: `[S, H, N]`."""
 
@@ -177,6 +260,7 @@ class TowerScores(TowerBlock):
         return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
 
 
+_ELEMENTS = 2**24  # of the attention map that is made at a time
 O = TypeVar("O", bound=type[Observable])  # noqa: E741
 
 _OBSERVABLES: dict[str, Observable] = {}

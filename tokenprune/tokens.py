@@ -88,6 +88,14 @@ class Patches:
     tiles: int
 
 
+@dataclass(frozen=True)
+class LayerInput:
+    """What a decoder layer was called with. hidden: `[B, W, D]`. rotation: (cos, sin), `[B, W, R]` each, or None."""
+
+    hidden: Tensor
+    rotation: tuple[Tensor, Tensor] | None = None
+
+
 class TokenSource:
     """Base of what stands behind a `VisualTokens`: all that an engine knows of the tokens at a cut.
 
@@ -116,6 +124,10 @@ class TokenSource:
     def read_text(self, seen: Observable, text: TextTokens) -> Any:
         """Return the value of an observable for the text behind an image."""
         return seen.of_text(self, text)
+
+    def attention_from(self, seen: Any, tokens: VisualTokens, weights: Tensor) -> Tensor:
+        """Return the sum of rows of text that `VisualTokens.attention_from` returns. seen: the observable."""
+        return seen.weighted(self, tokens.text, weights)
 
     # -- the sequence at the cut
 
@@ -159,6 +171,20 @@ class TokenSource:
     def behind(self) -> Observation:
         """What the attention of the layer behind the cut would see."""
         raise _refused("the attention of the layer behind the cut")
+
+    @property
+    def input_before(self) -> LayerInput:
+        """What the layer before the cut was called with."""
+        raise _refused("what enters the layer before the cut")
+
+    @property
+    def unrotated(self) -> Observation:
+        """What the attention of the layer before the cut would see without rotary embedding."""
+        raise _refused("queries and keys before rotary embedding")
+
+    def entered(self, position: Tensor, segments: Segments) -> Tensor:
+        """Return `[S, N, D]`, what entered the decoder of the tokens at `position`, long `[S, N]`."""
+        raise _refused("what entered the decoder")
 
     def of_tower(self, key: tuple, segments: Segments) -> Tensor:
         """Return `[S, N, C]` of what was read in the vision tower, 0 for padding. key: name of the observable, and the
@@ -294,6 +320,12 @@ class VisualTokens:
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the decoder's final norm to `hidden` `[..., D]`."""
         return self._source.final_norm(hidden)
+
+    def attention_from(self, weights: Tensor, name: str = "text_attention") -> Tensor:
+        """Return float32 `[S, H, N]`: attention from the text behind each image, the rows of its tokens summed with
+        `weights`, `[S, M]` or `[S, H, M]`; memory does not grow with the length of the text. name: "text_attention",
+        which the method has to need, or "next_text_attention"."""
+        return self._source.attention_from(_declared(name, find_observable, self._source, "text"), self, weights)
 
     @property
     def carry(self) -> Mapping[str, Any]:

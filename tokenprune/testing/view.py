@@ -155,6 +155,11 @@ class _Given(TokenSource):
             return _given(value, *layer, f"{seen.name} of block {layer[0]}")
         return value
 
+    def attention_from(self, seen: Observable, tokens: VisualTokens, weights: Tensor) -> Tensor:
+        rows = self.read(seen, tokens)
+        weights = weights if weights.ndim == 3 else weights[:, None]
+        return torch.einsum("shm,shmn->shn", weights.float().expand(rows.shape[:3]), rows.float())
+
     def read_text(self, seen: Observable, text: TextTokens) -> Any:
         if seen.text_name == "normed" and "normed" not in self.of_text:
             return self.final_norm(text.hidden)

@@ -28,6 +28,7 @@ from tokenprune.integrations.hf.cutting import cut
 from tokenprune.integrations.hf.encoder_record import start_record
 from tokenprune.integrations.hf.entry import cut_entry
 from tokenprune.integrations.hf.features import FeatureRecorder
+from tokenprune.integrations.hf.layer_input import keep_entry, keep_input
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.look_ahead import Probe, SeenError, look_ahead
 from tokenprune.integrations.hf.observe import Observation, Observer, Seen
@@ -232,6 +233,7 @@ class Engine(Attachable):
             call.extras = self.adapter.take_extras(kwargs, call.layout)
         if call.cuts_at(0) or call.state.get(Merged) is not None:
             cut_entry(call, kwargs, self.steps.get(0), self.adapter)
+        keep_entry(call, [self.steps[layer] for layer in call.plan.cuts] if cutting else [], kwargs["inputs_embeds"])
         call.groups.append(call.group(0))
 
     def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
@@ -270,7 +272,10 @@ class Engine(Attachable):
         if index and call.starts_group(index):
             call.groups.append(call.group(index))
         keys = call.key_count(index, self.adapter, kwargs)
-        return call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
+        args, kwargs = call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
+        if call.cuts_at(index + 1):
+            keep_input(call, self.steps[index + 1].method, self.adapter, index, args, kwargs)
+        return args, kwargs
 
     def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM: cut the hidden states that arrive at a layer."""

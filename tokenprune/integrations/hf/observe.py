@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tokenprune.errors import UnsupportedModelError
+from tokenprune.errors import TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.attachable import Attachable
 from tokenprune.integrations.hf.parallel import Join, heads_of_all_ranks
 from tokenprune.kernels.attention import attention_column_means, attention_rows, visible_keys
@@ -33,9 +33,10 @@ _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")
 class Observation:
     """What one attention call saw, after rotary embedding and cache update.
 
-    query: `[B, H, Q, Dh]`; key: `[B, Hkv, K, Dh]`; mask: as handed to the attention function; scaling: factor before
-    softmax; causal: what no mask means; starts: where packed sequences begin and end, if several share one axis; join:
-    brings the heads of all processes together, if this one has a part of them. What follows is of all heads.
+    query: `[B, H, Q, Dh]`; key: `[B, Hkv, K, Dh]`; value: `[B, Hkv, K, Dv]`, if it was read; mask: as handed to the
+    attention function; scaling: factor before softmax; causal: what no mask means; starts: where packed sequences begin
+    and end, if several share one axis; join: brings the heads of all processes together, if this one has a part of
+    them. What follows is of all heads.
     """
 
     query: Tensor
@@ -46,10 +47,17 @@ class Observation:
     causal: bool = True
     starts: Tensor | None = None
     join: Join | None = None
+    value: Tensor | None = None
 
     def keys(self, queries: int) -> Tensor:
         """`[B, Q, Hkv * Dh]`: keys of the last `queries` tokens, heads flattened."""
         return self._of_all(self.key[:, :, -queries:]).transpose(1, 2).flatten(2)
+
+    def values(self, queries: int) -> Tensor:
+        """`[B, Q, Hkv * Dv]`: values of the last `queries` tokens, heads flattened."""
+        if self.value is None:
+            raise TokenPruneError("the values of this attention were not read")
+        return self._of_all(self.value[:, :, -queries:]).transpose(1, 2).flatten(2)
 
     @torch.no_grad()
     def rows(self, index: Tensor) -> Tensor:
@@ -187,7 +195,8 @@ def observed_attention(
     answers = (tap.compute(query, key, value, attention_mask, **kwargs | {"scaling": scaling}) for tap in taps)
     computed = next((answer for answer in answers if answer is not None), None)
     mask = attention_mask if computed is None else computed[1]
-    seen = Observation(query, key, mask, scaling, kwargs.get("softcap"), causal, kwargs.get("cu_seq_lens_q"), taps.join)
+    packed = kwargs.get("cu_seq_lens_q")
+    seen = Observation(query, key, mask, scaling, kwargs.get("softcap"), causal, packed, taps.join, value)
     for tap in taps:
         given = tap.record(seen)
         attention_mask = attention_mask if given is None else given

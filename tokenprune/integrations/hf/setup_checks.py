@@ -17,14 +17,14 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.plan import Step
 from tokenprune.observable import Backend, Where, not_served, observables_of
 
-_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER)
+_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED)
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
 
 
 def reads_layer_before(method: Method) -> bool:
     """Return whether a method reads the attention of the decoder layer before its cut."""
-    return bool(observables_of(method.needs, Where.LAYER_BEFORE))
+    return bool(observables_of(method.needs, Where.LAYER_BEFORE, Where.UNROTATED))
 
 
 def reads_next_layer(method: Method) -> bool:
@@ -77,6 +77,12 @@ def check_layers(step: Step, adapter: Adapter) -> None:
         raise OptionError(
             f"{method.name}: layer={layer} reads the attention of that decoder layer, which has none in {family!r}; "
             f"choose one of {attending}"
+        )
+    rotary = [one.name for one in observables_of(method.needs) if one.rotary]
+    if rotary and not hasattr(adapter.decoder, "rotary_emb"):
+        raise OptionError(
+            f"{method.name}: the decoder of {family!r} has no rotary positions, which {', '.join(rotary)} is made of; "
+            "use a method that does not need them"
         )
     if adapter.last_cut is not None and layer > adapter.last_cut[0]:
         raise OptionError(
