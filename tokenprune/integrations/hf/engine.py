@@ -272,7 +272,6 @@ class Engine(Attachable):
         if index and call.starts_group(index):
             call.groups.append(call.group(index))
         keys = call.key_count(index, self.adapter, kwargs)
-        decoding.show_keys(call, keys)
         args, kwargs = call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
         if call.cuts_at(index + 1):
             keep_input(call, self.steps[index + 1].method, self.adapter, index, args, kwargs)
