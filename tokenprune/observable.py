@@ -24,7 +24,7 @@ from tokenprune.errors import RegistrationError
 from tokenprune.transfer import sent
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.observe import Observation
+    from tokenprune.integrations.shared.observation import Observation
     from tokenprune.tokens import Segments, TextTokens, TokenSource
 
 

@@ -18,7 +18,7 @@ from tokenprune.observable import Observable, close_names, find_observable, find
 from tokenprune.transfer import sent
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.observe import Observation
+    from tokenprune.integrations.shared.observation import Observation
 
 
 @dataclass(frozen=True)

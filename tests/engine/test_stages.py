@@ -18,6 +18,9 @@ import tokenprune
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import Budget, Method, Selection, Site, VisualTokens
 from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.hf.segments import Kept, keep_segments
+from tokenprune.integrations.shared.selection import counted_keep
+from tokenprune.tokens import Segments
 from zoo import FAMILIES, Family
 
 Choose = Callable[[VisualTokens], Tensor | Selection]
@@ -414,3 +417,38 @@ def test_later_stages_are_told_the_counts_at_the_first(build: Any) -> None:
     told.clear()
     check(family, model, ["uniform", method], inputs, keep=[0.5, 0.5], guard="off")
     assert set(map(str, told)) == {str(([count // 4], [count // 2]))}
+
+
+# -- the parts
+
+
+def segments_of(counts: list[int], device: str = "cpu") -> Segments:
+    """Segments side by side in one row, behind three tokens of text."""
+    mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    starts = 3 + torch.tensor([0, *counts]).cumsum(0)[:-1]
+    position = torch.where(mask, starts[:, None] + torch.arange(max(counts)), starts[:, None])
+    number = len(counts)
+    made = Segments([0] * number, list(range(number)), counts, position, mask, [None] * number, ["image"] * number)
+    return made.to(torch.device(device))
+
+
+def test_padding_points_at_a_token_that_is_left() -> None:
+    keep = torch.tensor([[False, True, False, True], [False] * 4, [False, False, True, False]])
+    left = keep_segments(segments_of([4, 4, 3]), Kept.of(keep, [2, 0, 1]), [2, 0, 1])
+    assert left.position.tolist() == [[4, 6], [13, 13]] and left.mask.tolist() == [[True, True], [True, False]]
+    assert left.counts == [2, 1] and left.ordinal == [0, 2] and left.row == [0, 0]
+
+
+def test_nothing_is_left_of_anything() -> None:
+    keep = torch.zeros(2, 3, dtype=torch.bool)
+    left = keep_segments(segments_of([3, 2]), Kept.of(keep, [0, 0]), [0, 0])
+    assert len(left) == 0 and left.position.shape == (0, 0) and left.grids == []
+
+
+def test_counts_that_a_method_tells_are_checked_where_no_device_is_asked() -> None:
+    """On another device the host believes what it is told, but not that an image is withdrawn."""
+    segments = segments_of([3, 2], "meta")
+    told = Selection(segments.mask, counts=[0, 2])
+    with pytest.raises(TokenPruneError, match="least"):
+        counted_keep(told, segments, ByContent())
+    assert counted_keep(told, segments, Withdraws())[1] == [0, 2]

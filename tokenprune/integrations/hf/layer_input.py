@@ -14,7 +14,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.attachable import hidden_states
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.look_ahead import attention_of
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.observable import Where, observables_of
 from tokenprune.tokens import LayerInput
 

@@ -16,7 +16,8 @@ from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
 from tokenprune.integrations.hf.layer_input import Inputs
-from tokenprune.integrations.hf.observe import Observation, Seen
+from tokenprune.integrations.hf.observe import Seen
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.kernels.compact import partition
 from tokenprune.tokens import LayerInput, Patches, Segments, TokenSource
 
