@@ -79,6 +79,7 @@ class Observable:
     by_layer: whether it is read of one block at a time, `tokens.<name>(layer)`, out of the method's `encoder_layers`.
     whole:    whether it takes the whole prompt, with the text behind an image.
     all_rows: whether it takes what all tokens attend to.
+    of_frames: whether it is of the frames of whole images and videos.
     rotary:   whether it takes rotary positions, which not every decoder has.
     """
 
@@ -90,6 +91,7 @@ class Observable:
     by_layer: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     all_rows: ClassVar[bool] = False
+    of_frames: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
 
     def declared(self, needs: frozenset[str]) -> bool:
@@ -231,6 +233,21 @@ class TowerBlock(Observable):
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         """float32 `[S, N, C]`."""
         return source.of_tower((self.name, *layer), segments)
+
+
+class TowerOutput(Observable):
+    """Base of what is made of the vision tower's output, as the projector gets it."""
+
+    where = Where.TOWER
+
+    def of_features(self, features: Tensor, protected: int) -> Tensor:
+        """Return `[rows, patches, C]`, class tokens left out. features: `[rows, tokens, Dv]`, with `protected` class
+        tokens in front."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement of_features()")
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        """float32 `[S, N, C]`; a token made of several patches gets their mean, what is no patch 0."""
+        return source.of_tower((self.name,), segments)
 
 
 class TowerScores(TowerBlock):

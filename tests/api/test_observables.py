@@ -75,7 +75,7 @@ def test_a_new_observable_is_one_class(family: Family, model) -> None:
             return source.before.keys(source.width).float().norm(dim=-1)
 
     norms = reader(("key_norms",), lambda tokens: (tokens.key_norms, tokens.text.key_norms, tokens.text.mask))
-    with pytest.raises(OptionError, match="key_norms, and vLLM's layers give keys, last_row_attention, received"):
+    with pytest.raises(OptionError, match="key_norms, and vLLM's layers give keys, last_row_attention,"):
         check_served(tokenprune.method("reader"), in_llm=True)
     inputs = family.make_inputs(images=(1, 2))
     with tokenprune.patched(model, "reader", keep=0.5):
@@ -168,6 +168,23 @@ def test_what_a_back_end_has_not_is_refused_by_name(need: str) -> None:
         if backend not in one.backends:
             with pytest.raises(OptionError, match=f"needs {need}"):
                 check_served(tokenprune.method("reader"), in_llm)
+
+
+@torch.no_grad()
+def test_frames_are_of_whole_videos(build) -> None:
+    """A method that needs them is refused where frames have a budget each, or images share one."""
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(0,), video=True)
+    seen = reader(("frames",), lambda tokens: (tokens.frames, tokens.frame, tokens.counts), "PRE_LLM")
+    for per in ("frame", "prompt"):
+        with pytest.raises(OptionError, match=r'reads frames .*use per="image"'):
+            tokenprune.patch(model, "reader", keep=tokenprune.Budget(keep=0.5, per=per))
+    with tokenprune.patched(model, "reader", keep=0.5):
+        model(**inputs)
+    ((counts,), frame, (count,)) = seen[0]
+    assert len(counts) > 1 and sum(counts) == count and frame[0].bincount().tolist() == counts
+    with pytest.raises(OptionError, match="needs frames"):
+        check_served(tokenprune.method("reader"))
 
 
 # -- base classes of the sites
@@ -268,7 +285,7 @@ def test_engines_ask_a_method_through_its_base_class() -> None:
 
 
 def test_engines_know_no_observable_by_name() -> None:
-    names = set(tokenprune.available_observables()) - {"hidden", "normed", "keys", "patches"}  # words of their own
+    names = {name for name in tokenprune.available_observables() if "_" in name}  # others are words of their own
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value}"
         for path in (PACKAGE / "integrations").rglob("*.py")
