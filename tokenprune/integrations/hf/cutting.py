@@ -16,6 +16,7 @@ from tokenprune.integrations.hf.layer_input import release
 from tokenprune.integrations.hf.layout import gather_tokens
 from tokenprune.integrations.hf.observe import Seen
 from tokenprune.integrations.hf.plan import Step
+from tokenprune.integrations.hf.row_ends import keep_row_ends
 from tokenprune.integrations.hf.segments import Kept, keep_segments
 from tokenprune.integrations.hf.sources import Sources
 from tokenprune.integrations.shared.selection import counted_keep, merge_tokens
@@ -48,6 +49,9 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     keep, counts = counted_keep(selection, segments, step.method)
     if counts == segments.counts:
         return hidden  # nothing leaves, nor does padding
+    if ends := call.host.visual_ends:
+        selection = keep_row_ends(selection, segments, counts, ends)
+        keep = selection.keep & segments.mask
 
     # Places of the visual tokens in the flattened [B * W].
     places = before.inverse[segments.row_index, segments.position] + segments.row_index * before.width

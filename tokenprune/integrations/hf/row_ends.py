@@ -1,159 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a method choose, and take the other tokens out of the sequence."""
+"""Keep the last token of each prompt: what comes out there is what `generate` takes the next token from."""
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from tokenprune.base import Method, Selection
-from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.call import Call
-from tokenprune.integrations.hf.carry import Carries, carry_of
-from tokenprune.integrations.hf.layout import gather_tokens
-from tokenprune.integrations.hf.observe import Seen
-from tokenprune.integrations.hf.plan import Step
-from tokenprune.integrations.hf.segments import Kept, keep_segments
-from tokenprune.integrations.hf.sources import Sources
-from tokenprune.kernels.join import join
-from tokenprune.tokens import Segments, VisualTokens
+from tokenprune.base import Selection
+from tokenprune.tokens import Segments
 from tokenprune.transfer import sent
 
 
-def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
-    """Make one cut: `[B, W, D]` hidden states in, `[B, W', D]` out; the call's layout, segments and extras follow."""
-    # A model may be spread over devices.
-    segments, call.layout = call.segments.to(hidden.device), call.layout.to(hidden.device)
-    # Anew: a method before this one may have kept another number than it was asked for.
-    arrived = call.plan.counts_of(segments)
-    carry = carry_of(call, step, arrived)
-    kept = call.plan.stage(step, arrived, carry.original).kept
-    keep = [number for number, count in zip(kept, arrived, strict=True) if count]
-    seen = adapter.seen(call.extras, step.layer, hidden)
-    tokens = VisualTokens(segments, keep, Sources(call, seen, adapter, step.method.needs, carry))
-    with torch.no_grad():
-        selection = step.method.select(tokens)
-    call.state.pop(Seen)
-    return apply(call, step, selection, hidden, adapter)
+def keep_row_ends(
+    selection: Selection, segments: Segments, counts: Sequence[int], ends: Sequence[tuple[int, int]]
+) -> Selection:
+    """Return `selection` with the tokens at `ends` kept, and as many tokens of each segment as before.
 
+    Where such a token was to leave, it takes the place of the one that was to absorb it; in plain dropping, of the
+    nearest one that stays. Of a segment that is withdrawn as a whole nothing is kept.
 
-def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter: Adapter) -> Tensor:
-    """Take what `selection` leaves out of the sequence; see `cut`."""
-    batch = hidden.shape[0]
-    segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
-    keep, counts = counted_keep(selection, segments, step.method)
-    if counts == segments.counts:
-        return hidden  # nothing leaves, nor does padding
-
-    # Places of the visual tokens in the flattened [B * W].
-    places = before.inverse[segments.row_index, segments.position] + segments.row_index * before.width
-    stays = _without(places, segments.mask & ~keep, before.width, batch)
-    if before.valid is not None:
-        stays &= before.valid
-    elif (padding := call.host.padding_to_drop) is not None:
-        stays &= ~sent(padding, hidden.device).gather(1, before.index)
-    kept_per_row = list(before.counts)
-    for row, count, kept in zip(segments.row, segments.counts, counts, strict=True):
-        kept_per_row[row] -= count - kept
-
-    merge = None
+    counts: how many tokens of each segment stay. ends: (row, position) of prompts that end with a visual token.
+    """
+    at = dict(ends)
+    of = [index for index, row in enumerate(segments.row) if row in at and counts[index]]
+    if not of:
+        return selection
+    device = segments.mask.device
+    rows, place = sent(of, device), sent([[at[segments.row[index]]] for index in of], device)
+    mask, keep = segments.mask[rows], selection.keep[rows] & segments.mask[rows]
+    last = (segments.position[rows] == place) & mask
+    there, index = last.any(1, keepdim=True), last.to(torch.uint8).argmax(1, keepdim=True)
+    # The end of a prompt comes behind all of its visual tokens: the nearest that stays is the last that stays.
+    leaves = (keep * torch.arange(keep.shape[1], device=device)).amax(1, keepdim=True)
+    assign = None
     if selection.assign is not None:
-        merge = partial(merge_tokens, selection=selection, segments=segments, places=places)
-        hidden = merge(hidden)
-    call.layout, slots = before.cut(stays, kept_per_row)
-    call.extras = adapter.cut_extras(call.extras, slots, call.layout, merge)
-    kept = Kept.of(keep, counts)
-    call.segments = keep_segments(segments, kept, counts)
-    if (carries := call.state.get(Carries)) is not None:
-        carries.follow(kept)
-    call.report.cut(call, step, selection, segments)
-    return gather_tokens(hidden, slots, 1)
-
-
-def counted_keep(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, list[int]]:
-    """Return the selection's `keep`, and how many of each segment that are.
-
-    A method that says so itself is believed where asking would let the host wait for the device, and asked nothing
-    else either; the other values are checked (`checked_keep`).
-    """
-    told = selection.counts if isinstance(selection, Selection) else None
-    if told is not None and segments.mask.device.type != "cpu":
-        return checked_form(selection, segments, method), told
-    keep, valid = _with_validity(selection, segments, method)
-    *counts, fine = torch.cat([keep.sum(1), valid.view(1)]).tolist()  # one question for both
-    if not fine:
-        raise TokenPruneError(_BAD_ASSIGN.format(method.name))
-    if method.least and not all(counts):
-        raise TokenPruneError(
-            f"{method.name}.select() keeps nothing of an image: keep at least one token "
-            "of each, or declare least = 0 in the method"
-        )
-    if told is not None and list(told) != counts:
-        raise TokenPruneError(f"{method.name}.select(): counts says {told}, but keep holds {counts}: leave out counts")
-    return keep, counts
-
-
-def checked_keep(selection: Selection, segments: Segments, method: Method) -> Tensor:
-    """Return the selection's `keep`; a third party's method may get any part of it wrong."""
-    keep, valid = _with_validity(selection, segments, method)
-    if not bool(valid):
-        raise TokenPruneError(_BAD_ASSIGN.format(method.name))
-    return keep
-
-
-_BAD_ASSIGN = "{}.select(): assign must hold -1 or the index of a token that is kept"
-
-
-def checked_form(selection: Selection, segments: Segments, method: Method) -> Tensor:
-    """Return the selection's `keep`, checked as far as types and shapes tell."""
-    shape = segments.mask.shape
-    if not isinstance(selection, Selection):
-        raise TokenPruneError(f"{method.name}.select() must return a Selection, not {type(selection).__name__}")
-    parts = {"keep": (torch.bool,), "assign": (torch.long,), "weight": (torch.float32, torch.float16, torch.bfloat16)}
-    for part, dtypes in parts.items():
-        value = getattr(selection, part)
-        if value is None and part != "keep":
-            continue
-        if not isinstance(value, Tensor) or value.dtype not in dtypes or value.shape != shape:
-            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            wanted = f"{str(dtypes[0]).removeprefix('torch.')} {tuple(shape)}"
-            raise TokenPruneError(f"{method.name}.select(): {part} must be {wanted}, not {found}")
-    return selection.keep & segments.mask
-
-
-def _with_validity(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor]:
-    """The selection's `keep`, and whether its `assign` leads to tokens that are kept (bool `[]`)."""
-    keep = checked_form(selection, segments, method)
-    if selection.assign is None:
-        return keep, torch.ones((), dtype=torch.bool, device=keep.device)
-    target = selection.assign.masked_fill(~segments.mask, -1)
-    inside = (target >= -1) & (target < keep.shape[1])
-    kept = (target < 0) | keep.gather(1, target.clamp(0, keep.shape[1] - 1))
-    return keep, (inside & kept).all()
-
-
-def _without(places: Tensor, gone: Tensor, width: int, batch: int) -> Tensor:
-    """bool `[B, W]`: all slots but those at `places` where `gone`."""
-    # What is not gone is written to a scratch entry at the end: no boolean indexing, so no device sync.
-    stays = torch.ones(batch * width + 1, dtype=torch.bool, device=places.device)
-    stays.scatter_(0, torch.where(gone, places, batch * width).flatten(), False)
-    return stays[:-1].view(batch, width)
-
-
-def merge_tokens(features: Tensor, selection: Selection, segments: Segments, places: Tensor) -> Tensor:
-    """Return `[B, W, D]` features in which each kept token is the weighted mean of the tokens assigned to it.
-
-    places: long `[S, N]`, places of the segments' tokens in the flattened `[B * W]`.
-    """
-    flat = features.reshape(-1, features.shape[-1])
-    nowhere = len(flat)
-    weight = torch.ones_like(places, dtype=torch.float32) if selection.weight is None else selection.weight.float()
-    absorbed = segments.mask & (selection.assign >= 0)
-    itself = absorbed & (selection.assign == torch.arange(places.shape[1], device=places.device))
-    own = weight.new_zeros(nowhere + 1).scatter(0, torch.where(itself, places, nowhere).flatten(), weight.flatten())
-    into = places.gather(1, selection.assign.clamp(min=0))
-    target = torch.where(absorbed & ~itself, into, nowhere)
-    return join(flat, None, own[:-1], places.flatten(), target.flatten(), weight.flatten()).view_as(features)
+        into = selection.assign[rows]
+        absorbs = into.gather(1, index)
+        leaves = torch.where(absorbs >= 0, absorbs, leaves)
+        moved = torch.where(into == leaves, index, into).scatter(1, index, index)
+        assign = selection.assign.index_copy(0, rows, torch.where(there, moved, into))
+    swapped = keep.scatter(1, leaves, False).scatter(1, index, True)
+    keep = selection.keep.index_copy(0, rows, torch.where(there, swapped, keep))
+    return dataclasses.replace(selection, keep=keep, assign=assign)
