@@ -24,7 +24,7 @@ from tokenprune.errors import RegistrationError
 from tokenprune.transfer import sent
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.observe import Observation
+    from tokenprune.integrations.shared.observation import Observation
     from tokenprune.tokens import Segments, TextTokens, TokenSource
 
 
@@ -79,6 +79,7 @@ class Observable:
     by_layer: whether it is read of one block at a time, `tokens.<name>(layer)`, out of the method's `encoder_layers`.
     whole:    whether it takes the whole prompt, with the text behind an image.
     all_rows: whether it takes what all tokens attend to.
+    of_frames: whether it is of the frames of whole images and videos.
     rotary:   whether it takes rotary positions, which not every decoder has.
     """
 
@@ -90,6 +91,7 @@ class Observable:
     by_layer: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     all_rows: ClassVar[bool] = False
+    of_frames: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
 
     def declared(self, needs: frozenset[str]) -> bool:

@@ -234,6 +234,19 @@ def test_wrong_tensors_are_refused() -> None:
             visual_tokens(hidden, **{"counts": [9, 5], **more})
 
 
+def test_frames_of_made_up_videos() -> None:
+    """Of images one; of a video by its grid, or as they are given."""
+    hidden = torch.randn(2, 6, 4)
+    tokens = visual_tokens(hidden, [6, 4], grids=[(3, 1, 2), None], modality=["video", "image"])
+    assert tokens.frames == [[2, 2, 2], [4]]
+    assert tokens.frame.tolist() == [[0, 0, 1, 1, 2, 2], [0, 0, 0, 0, -1, -1]]
+    assert tokens.place.tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, -1, -1]]
+    given = visual_tokens(hidden, [6, 4], modality="video", frames=[[1, 5], [4]])
+    assert given.frame.tolist()[0] == [0, 1, 1, 1, 1, 1]
+    with pytest.raises(TokenPruneError, match="not known"):
+        _ = visual_tokens(hidden, modality="video").frame
+
+
 def test_several_images_of_one_prompt() -> None:
     tokens = visual_tokens(torch.randn(3, 4, 2), [4, 2, 3], rows=[0, 0, 1])
     assert tokens.segments.row == [0, 0, 1] and tokens.segments.ordinal == [0, 1, 0]

@@ -170,6 +170,23 @@ def test_what_a_back_end_has_not_is_refused_by_name(need: str) -> None:
                 check_served(tokenprune.method("reader"), in_llm)
 
 
+@torch.no_grad()
+def test_frames_are_of_whole_videos(build) -> None:
+    """A method that needs them is refused where frames have a budget each, or images share one."""
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(0,), video=True)
+    seen = reader(("frames",), lambda tokens: (tokens.frames, tokens.frame, tokens.counts), "PRE_LLM")
+    for per in ("frame", "prompt"):
+        with pytest.raises(OptionError, match=r'reads frames .*use per="image"'):
+            tokenprune.patch(model, "reader", keep=tokenprune.Budget(keep=0.5, per=per))
+    with tokenprune.patched(model, "reader", keep=0.5):
+        model(**inputs)
+    ((counts,), frame, (count,)) = seen[0]
+    assert len(counts) > 1 and sum(counts) == count and frame[0].bincount().tolist() == counts
+    with pytest.raises(OptionError, match="needs frames"):
+        check_served(tokenprune.method("reader"))
+
+
 # -- base classes of the sites
 
 

@@ -10,7 +10,7 @@ from tokenprune.observable import TowerScores, register_observable
 from tokenprune.observables.encoder_received_attention import received
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.observe import Observation
+    from tokenprune.integrations.shared.observation import Observation
 
 
 @register_observable("encoder_attention")

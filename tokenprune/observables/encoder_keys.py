@@ -8,7 +8,7 @@ from torch import Tensor
 from tokenprune.observable import TowerBlock, register_observable
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.observe import Observation
+    from tokenprune.integrations.shared.observation import Observation
 
 
 @register_observable("encoder_keys")

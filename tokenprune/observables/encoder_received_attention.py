@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenprune.observable import TowerScores, register_observable
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.observe import Observation
+    from tokenprune.integrations.shared.observation import Observation
 
 
 @register_observable("encoder_received_attention")

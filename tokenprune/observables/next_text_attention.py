@@ -7,7 +7,7 @@ from tokenprune.observable import AttentionOfText, Where, register_observable
 from tokenprune.tokens import TokenSource
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.observe import Observation
+    from tokenprune.integrations.shared.observation import Observation
 
 
 @register_observable("next_text_attention")

@@ -10,7 +10,7 @@ from tokenprune.observable import Backend, Observable, Sizes, Where, observables
 from tokenprune.tokens import Patches, Segments, TokenSource
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.observe import Observation
+    from tokenprune.integrations.shared.observation import Observation
 
 
 @register_observable("patches")

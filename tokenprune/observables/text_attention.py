@@ -7,7 +7,7 @@ from tokenprune.observable import AttentionOfText, Backend, Where, register_obse
 from tokenprune.tokens import TokenSource
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.observe import Observation
+    from tokenprune.integrations.shared.observation import Observation
 
 
 @register_observable("text_attention")
