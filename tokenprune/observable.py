@@ -39,6 +39,7 @@ class Where(enum.StrEnum):
     UNROTATED = "UNROTATED"  # the attention of the layer before the cut, if it did not rotate
     TOWER_BLOCK = "TOWER_BLOCK"  # the attention of a block of the vision tower
     TOWER = "TOWER"  # the vision tower as a whole
+    FRAMES = "FRAMES"  # which frame of a video tokens are of
 
 
 class Backend(enum.StrEnum):

@@ -252,6 +252,9 @@ class VisualTokens:
         received_attention: Tensor
         next_row_attention: Tensor
         patches: Patches
+        frames: list[list[int]]
+        frame: Tensor
+        place: Tensor
 
     def __getattr__(self, name: str) -> Any:
         seen = _declared(name, find_observable, self._source, "visual tokens")
@@ -271,41 +274,6 @@ class VisualTokens:
     @property
     def grids(self) -> list[tuple[int, int, int] | None]:
         return self.segments.grids
-
-    @property
-    def frames(self) -> list[list[int]]:
-        """How many tokens each frame of each segment has, on the host; an image is one frame. Raises TokenPruneError
-        where the frames of a video are not known."""
-        frames = self.segments.frames or [None] * len(self.segments)
-        if None in frames:
-            raise TokenPruneError(
-                'the frames of a video are not known here: a method that reads them says "frames" in its needs, and '
-                "acts before tokens are removed"
-            )
-        return frames
-
-    @cached_property
-    def frame(self) -> Tensor:
-        """long `[S, N]`: index of each token's frame in its segment; -1 for what is in no frame (a newline behind a
-        video, padding)."""
-        return self._frame_and_place[0]
-
-    @cached_property
-    def place(self) -> Tensor:
-        """long `[S, N]`: index of each token in its frame; -1 for what is in no frame."""
-        return self._frame_and_place[1]
-
-    @cached_property
-    def _frame_and_place(self) -> Tensor:
-        """long `[2, S, N]`; made on the host, so that the device is not asked."""
-        made = torch.full((2, *self.mask.shape), -1)
-        for segment, counts in enumerate(self.frames):
-            length = torch.tensor(counts)
-            frame = torch.arange(len(counts)).repeat_interleave(length)
-            start = (length.cumsum(0) - length).repeat_interleave(length)
-            made[0, segment, : len(frame)] = frame
-            made[1, segment, : len(frame)] = torch.arange(len(frame)) - start
-        return sent(made, self.mask.device)
 
     @cached_property
     def budget(self) -> Tensor:
