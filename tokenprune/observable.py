@@ -234,6 +234,21 @@ class TowerBlock(Observable):
         return source.of_tower((self.name, *layer), segments)
 
 
+class TowerOutput(Observable):
+    """Base of what is made of the vision tower's output, as the projector gets it."""
+
+    where = Where.TOWER
+
+    def of_features(self, features: Tensor, protected: int) -> Tensor:
+        """Return `[rows, patches, C]`, class tokens left out. features: `[rows, tokens, Dv]`, with `protected` class
+        tokens in front."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement of_features()")
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        """float32 `[S, N, C]`; a token made of several patches gets their mean, what is no patch 0."""
+        return source.of_tower((self.name,), segments)
+
+
 class TowerScores(TowerBlock):
     """Base of scores of patches by head: `[S, H, N]`."""
 

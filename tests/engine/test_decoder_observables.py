@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from conftest import pieces
+from basics import pieces
 from oracle import close
 from tokenprune import OptionError, observable, registry
 from tokenprune.observable import Where

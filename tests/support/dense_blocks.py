@@ -19,9 +19,7 @@ from tokenprune.integrations.hf import block_attention
 def dense_mask() -> Iterator[None]:
     """Have patched models attend by one dense mask, where they attend block by block."""
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, parts: Parts, scale: float, dropout: float = 0.0
-    ) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, parts: Parts, scale: float, dropout: float = 0.0) -> Tensor:
         return attend_by_mask(query, key, value, ids_from(parts).expand(len(query), -1), scale, dropout)
 
     with patch.object(block_attention, "attend_in_blocks", attend):

@@ -26,8 +26,8 @@ class PatchPlaces(Observable):
         return bool(observables_of(needs, Where.TOWER, Where.TOWER_BLOCK))
 
     def of_patches(self, seen: Observation, protected: int) -> Tensor:
-        """Return `[rows, H, patches, 0]`: how many patches there are is all that is asked."""
-        return seen.key[:, :, protected:, :0]
+        """Return `[rows, H, patches]`, of any value: how many patches there are is all that is asked."""
+        return seen.key[:, :, protected:, 0]
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Patches:
         return source.patches(segments)

@@ -29,7 +29,7 @@ from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.patches import Placed, picture_sizes, place
 from tokenprune.integrations.hf.segments import feature_total
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
-from tokenprune.observable import Where, find_observable, observables_of
+from tokenprune.observable import TowerOutput, Where, find_observable, observables_of
 from tokenprune.tokens import Patches, Segments
 from tokenprune.transfer import sent
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 # The block in which an observable is read, by its name and the layer that a method named.
 Blocks = dict[tuple, int]
 Seen = dict[tuple[str, int], list[Tensor]]
+OUTPUT = -1  # in the place of a block: the tower's output
 Heads = Callable[[Tensor], Tensor]
 # The blocks that are known, and how many class tokens stand before the patches.
 _CLASS_TOKENS = {
@@ -77,13 +78,13 @@ class EncoderAttention(Part):
         self.blocks: Blocks = {}
         for method in methods:
             self.blocks |= blocks_read(method, len(blocks), adapter.config)
-        for index in set(self.blocks.values()):
+        for index in set(self.blocks.values()) - {OUTPUT}:
             Observer(self.attentions[index], self._record)  # raises what cannot be observed
 
     # -- inside the tower
 
     def _attach(self) -> None:
-        for index in sorted(set(self.blocks.values())):
+        for index in sorted(set(self.blocks.values()) - {OUTPUT}):
             self.attach_part(Observer(self.attentions[index], partial(self._record, index)))
         self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
         self.hook(self.tower.register_forward_hook(self._leave_tower))
@@ -111,8 +112,14 @@ class EncoderAttention(Part):
         state = states().pop(self, None)
         if isinstance(output, tuple):
             raise UnsupportedSetupError(f"{self.name}: the tower must return an output object; use return_dict")
-        if state is not None:
-            open_record(output).attention = state.seen
+        if state is None:
+            return
+        for name, index in state.seen:
+            if index == OUTPUT:
+                features = tower_features(output, self.adapter.config).detach().float()
+                features = features if features.ndim == 3 else features[None]
+                state.seen[name, index].append(find_observable(name).of_features(features, self.protected))
+        open_record(output).attention = state.seen
 
     # -- behind the tower
 
@@ -122,11 +129,12 @@ class EncoderAttention(Part):
         packed = take_packed()
         if state is None:
             return
-        # [rows of the tower, patches, C] each; rows of different length (packed runs) are laid end to end.
+        # [rows of the tower, patches, C] each; where the tower lays images end to end, one row of all patches.
         if not all(state.values()):
             raise UnsupportedSetupError(f"{self.name}: not all blocks of the vision tower showed their attention")
+        on_one_axis = self.adapter.patch_layout in ("runs", "sized")
         layers = [
-            torch.cat(pieces) if len({piece.shape[1] for piece in pieces}) == 1 else torch.cat(pieces, dim=1)
+            torch.cat([piece.flatten(0, 1) for piece in pieces])[None] if on_one_axis else torch.cat(pieces)
             for pieces in state.values()
         ]
         placed = place(self.adapter, modality, arguments, feature_total(output), torch.cat(layers, dim=-1), packed)
@@ -213,11 +221,22 @@ def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
 
     Raises OptionError for blocks that there are not.
     """
-    names = [one.name for one in observables_of(method.needs, Where.TOWER_BLOCK)]
     layers = {layer: block_index(method, layer, depth, config) for layer in method.encoder_layers}
-    return {(name, layer): block for name in names for layer, block in layers.items()} or {
-        ("patches",): read_block(config, depth)
-    }
+    names = [one.name for one in observables_of(method.needs, Where.TOWER_BLOCK)]
+    found = {(name, layer): block for name in names for layer, block in layers.items()}
+    outputs = [one for one in observables_of(method.needs, Where.TOWER) if isinstance(one, TowerOutput)]
+    found |= {(one.name,): OUTPUT for one in outputs}
+    return found or {("patches",): read_block(config, depth)}
+
+
+def tower_features(output: Any, config: Any) -> Tensor:
+    """Return what the projector gets of a tower's output, class tokens included, `[rows, tokens, Dv]` or, where images
+    lie end to end, `[tokens, Dv]`. config: of the whole model."""
+    read = getattr(config, "vision_feature_layer", None)
+    states = getattr(output, "hidden_states", None)
+    if read is None or states is None:
+        return output.last_hidden_state
+    return states[read] if isinstance(read, int) else torch.cat([states[one] for one in read], dim=-1)
 
 
 def empty(blocks: Blocks) -> Seen:

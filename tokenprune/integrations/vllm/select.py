@@ -58,6 +58,9 @@ class _Features(TokenSource):
         placed = self.encoded.placed
         return as_patches(placed.cells[segments.position], segments.mask, placed.tiles)
 
+    def entered(self, position: Tensor, segments: Segments) -> Tensor:
+        return self.at(self.hidden, position, segments)
+
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         raise TokenPruneError("it reads the text, but an image's features are shared by all prompts that hold it")
 

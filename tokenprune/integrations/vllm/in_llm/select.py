@@ -14,8 +14,8 @@ from tokenprune.base import Pruner
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.vllm.select import Grid, Norm, exact_keep
-from tokenprune.observable import Backend, Observable, Where, not_served, observables_of, served_by
-from tokenprune.tokens import Segments, TokenSource, VisualTokens
+from tokenprune.observable import Backend, Observable, not_served, served_by
+from tokenprune.tokens import LayerInput, Segments, TokenSource, VisualTokens
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Seen(TokenSource):
 
     hidden: `[1, W, D]`. observed: what the layer before attended with, if the method needs it. whole: whether this is
     the whole prompt; only then is what stands behind an image known, and may be read. visual: positions of all visual
-    tokens.
+    tokens. entered: what the layer before was called with, if the method needs it.
     """
 
     hidden: Tensor
@@ -33,6 +33,7 @@ class Seen(TokenSource):
     observed: Observation | None
     whole: bool
     visual: list[int] = field(default_factory=list)
+    entered: LayerInput | None = None
 
     def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
         if seen.whole:
@@ -45,6 +46,10 @@ class Seen(TokenSource):
     @property
     def before(self) -> Observation:
         return super().before if self.observed is None else self.observed
+
+    @property
+    def input_before(self) -> LayerInput:
+        return super().input_before if self.entered is None else self.entered
 
     def last_slot(self) -> Tensor:
         return torch.tensor([[self.width - 1]], device=self.hidden.device)
@@ -102,11 +107,12 @@ def probe(method: Pruner) -> None:
         there = ", ".join(served_by(Backend.VLLM_IN_LLM))
         raise TokenPruneError(f"it needs {', '.join(absent)}, and vLLM's layers give {there}")
     generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (2, 1))
-    observed = Observation(query, key, None, 8**-0.5) if observables_of(method.needs, Where.LAYER_BEFORE) else None
+    query, key, value = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (2, 1, 1))
+    observed = Observation(query, key, None, 8**-0.5, value=value)
     hidden = torch.randn(1, 40, 16, generator=generator)
     places = [list(range(2, 18)), list(range(20, 29))]
     norm, visual = torch.nn.functional.normalize, places[0] + places[1]
-    seen = Seen(hidden, method.needs, norm, observed, method.query_aware, visual)
+    entered = LayerInput(torch.randn(1, 40, 16, generator=generator))
+    seen = Seen(hidden, method.needs, norm, observed, method.query_aware, visual, entered)
     segments = segments_of(places, [0, 1], ["image", "image"], [None, None], hidden.device)
     choose(method, segments, [5, 4], seen)
