@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,7 +81,7 @@ def patch(
             f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, "
             "or pass replace=True"
         )
-    made = Attachment(methods, budgets, _parts(model, methods, budgets, record, processor, guard))
+    made = Attachment(model, methods, budgets, _parts(model, methods, budgets, record, processor, guard))
     if present is not None:
         unpatch(model)
     try:
@@ -142,18 +143,35 @@ class Attachment(Attachable):
     """What `patch` leaves on a model: the parts that were attached to it; the last one, the engine, has the
     statistics."""
 
-    def __init__(self, methods: list[Method], budgets: list[Budget], parts: list[Any]) -> None:
+    def __init__(self, model: Any, methods: list[Method], budgets: list[Budget], parts: list[Any]) -> None:
         super().__init__()
         self.methods, self.budgets, self.parts, self.engine = methods, budgets, parts, parts[-1]
+        self.model = model
 
     def _attach(self) -> None:
         for part in self.parts:
             self.attach_part(part)
+        self.wrap(self.model, "extra_repr", self._with_lines)
+
+    def _with_lines(self, extra_repr: Callable[[], str]) -> Callable[[], str]:
+        return partial(_joined, extra_repr, self.lines())
+
+    def lines(self) -> list[str]:
+        """Return what `print(model)` shows of the patch: a line for each method."""
+        return [
+            f"tokenprune: {method!r}, keep={budget.short()}, site={method.site}"
+            for method, budget in zip(self.methods, self.budgets, strict=True)
+        ]
 
     def describe(self) -> str:
         return " + ".join(
             f"{method.name} ({budget})" for method, budget in zip(self.methods, self.budgets, strict=True)
         )
+
+
+def _joined(extra_repr: Callable[[], str], lines: list[str]) -> str:
+    """Return what a module says of itself, with `lines` below it."""
+    return "\n".join([*filter(None, [extra_repr()]), *lines])
 
 
 def _attached(model: Any) -> Attachment:

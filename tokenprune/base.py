@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.kernels.take import top_mask
+from tokenprune.method_repr import ReprIsCall
 
 if TYPE_CHECKING:
     from tokenprune.budget import Budget
@@ -67,12 +68,14 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(ReprIsCall):
     """Base of all methods: a frozen dataclass whose fields are the method's options.
 
     It says who a method is. What a method does is said by the base class of its site, which a method of yours derives
     from: `Pruner` (PRE_LLM, IN_LLM), `EncoderMethod` (IN_ENCODER), `DecodeMethod` (DECODE), `ResizeMethod` or
     `ImageChooser` (PRE_ENCODER), `AttentionPattern` (ATTENTION).
+
+    The repr of a method is its call, `dart(pivot_image=8)`: its name, and the options that differ from their defaults.
 
     name, site, paper, merges: set by `register`.
     needs:        names of the observables that it reads (see `tokenprune.observables`), set by `register`; a property

@@ -61,6 +61,10 @@ class Budget:
         given = [f"{name}={getattr(self, name)!r}" for name in TARGETS if getattr(self, name) is not None]
         return f"Budget({', '.join([*given, f'per={self.per!r}'] if self.per != 'image' else given)})"
 
+    def short(self) -> str:
+        """Return the budget as one writes it behind `keep=`: a number alone where that says it all."""
+        return repr(self) if self.keep is None or self.per != "image" else repr(self.keep)
+
     @staticmethod
     def _check_keep(keep: float | int) -> None:
         if isinstance(keep, numbers.Integral):

@@ -15,7 +15,7 @@ from tokenprune.budget import Budget
 from tokenprune.fingerprint import Fingerprint
 from tokenprune.merging import Merge
 
-VTU_FORMS = ("off", "expanded", "exact")  # of virtual token unmerging
+VTU_FORMS = ("off", "expanded")  # of virtual token unmerging
 Matcher = Callable[[Tensor, list[int] | None], Merge | None]
 
 

@@ -52,6 +52,8 @@ class Attachable:
     def wrap(self, module: nn.Module, name: str, make: Callable[[Any], Any]) -> None:
         """Put `make(method)` in place of the method `name` of the instance `module`. Several parts may wrap the same
         method, and go in any order: the others then stand on what is left."""
+        # What torch.compile returns hands assignments on to the module in it, and holds nothing itself.
+        module = getattr(module, "_orig_mod", module)
         # Partials, not closures, here and as `make`: a deep copy of the model gets its own.
         wrapped = module.__dict__.setdefault(_WRAPPED, {})
         if name not in wrapped:

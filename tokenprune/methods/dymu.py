@@ -30,8 +30,8 @@ class DyMU(EncoderMethod):
     proportional: add the logarithm of a token's size to its attention logits, so that a merged token counts as often as
     its members did.
     max_r: tokens that a block merges in one picture at most; half of them is the limit in any case.
-    vtu: virtual unmerging in the decoder: "off"; "expanded" or "exact" apply its weights to the merged tokens and its
-    attention to all positions. It saves no KV memory; "exact" is a slow reference (docs/vtu.md).
+    vtu: virtual unmerging in the decoder: "off", or "expanded", which applies its weights to the merged tokens and its
+    attention to all positions. It saves no KV memory (docs/vtu.md).
     exact: every picture keeps exactly the number of patches that `keep` asks for: what merges in which block is still
     its content's choice, but no block goes below that number, and where the thresholds would leave more than the blocks
     behind can still merge, the best pairs below the threshold merge too. For those who must know the number before the

@@ -13,9 +13,11 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.carry import Carries, carry_of
+from tokenprune.integrations.hf.layer_input import release
 from tokenprune.integrations.hf.layout import gather_tokens
-from tokenprune.integrations.hf.observe import Inputs, Seen
+from tokenprune.integrations.hf.observe import Seen
 from tokenprune.integrations.hf.plan import Step
+from tokenprune.integrations.hf.row_ends import keep_row_ends
 from tokenprune.integrations.hf.segments import Kept, keep_segments
 from tokenprune.integrations.hf.sources import Sources
 from tokenprune.kernels.join import join
@@ -37,8 +39,7 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     with torch.no_grad():
         selection = step.method.select(tokens)
     call.state.pop(Seen)
-    if (inputs := call.state.get(Inputs)) is not None:
-        inputs.release()
+    release(call, step.layer)
     return apply(call, step, selection, hidden, adapter)
 
 
@@ -49,6 +50,9 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     keep, counts = counted_keep(selection, segments, step.method)
     if counts == segments.counts:
         return hidden  # nothing leaves, nor does padding
+    if ends := call.host.visual_ends:
+        selection = keep_row_ends(selection, segments, counts, ends)
+        keep = selection.keep & segments.mask
 
     # Places of the visual tokens in the flattened [B * W].
     places = before.inverse[segments.row_index, segments.position] + segments.row_index * before.width

@@ -233,8 +233,7 @@ class Engine(Attachable):
             call.extras = self.adapter.take_extras(kwargs, call.layout)
         if call.cuts_at(0) or call.state.get(Merged) is not None:
             cut_entry(call, kwargs, self.steps.get(0), self.adapter)
-        methods = [step.method for layer, step in self.steps.items() if layer and call.cuts_at(layer)]
-        keep_entry(call, methods, kwargs["inputs_embeds"])
+        keep_entry(call, [self.steps[layer] for layer in call.plan.cuts] if cutting else [], kwargs["inputs_embeds"])
         call.groups.append(call.group(0))
 
     def _uses_cache(self, kwargs: dict[str, Any]) -> bool:

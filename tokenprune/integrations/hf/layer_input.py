@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,19 +13,43 @@ from tokenprune.base import Method
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.attachable import hidden_states
 from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.look_ahead import Probe, SeenError
-from tokenprune.integrations.hf.observe import Inputs, Observation
+from tokenprune.integrations.hf.look_ahead import attention_of
+from tokenprune.integrations.hf.observe import Observation
 from tokenprune.observable import Where, observables_of
 from tokenprune.tokens import LayerInput
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
+    from tokenprune.integrations.hf.plan import Step
 
 
-def keep_entry(call: Call, methods: list[Method], embeds: Tensor) -> None:
-    """Keep what enters the decoder, if one of `methods` reads it behind the entry."""
-    if any(observables_of(method.needs, Where.ENTRY) for method in methods):
-        _inputs(call).entry = embeds, call.layout
+@dataclass
+class Inputs:
+    """What a call keeps for the cuts to come.
+
+    entry: `[B, W, D]`, what entered the decoder, in the layout of its arrival; last: the layer of the last cut that
+    reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see
+    without rotation.
+    """
+
+    entry: Tensor | None = None
+    last: int = 0
+    before: LayerInput | None = None
+    unrotated: Observation | None = None
+
+
+def keep_entry(call: Call, steps: list[Step], embeds: Tensor) -> None:
+    """Keep what enters the decoder, if one of `steps` reads it behind the entry."""
+    readers = [step.layer for step in steps if step.layer and observables_of(step.method.needs, Where.ENTRY)]
+    if readers:
+        call.state.put(Inputs(embeds, max(readers)))
+
+
+def release(call: Call, layer: int) -> None:
+    """Let go of what the cut at `layer` was the last to read."""
+    if (inputs := call.state.get(Inputs)) is not None:
+        inputs.before = inputs.unrotated = None
+        inputs.entry = inputs.entry if layer < inputs.last else None
 
 
 def keep_input(
@@ -43,14 +68,10 @@ def keep_input(
         )
     batch = len(hidden)
     turned = rotation and tuple(one.expand(batch, -1, -1) for one in rotation)
-    inputs = _inputs(call)
+    inputs = call.state.get(Inputs) or call.state.put(Inputs())
     inputs.before = LayerInput(hidden, turned)
     if any(one.where is Where.UNROTATED for one in needed):
         inputs.unrotated = unrotated(call, adapter, layer, args, kwargs)
-
-
-def _inputs(call: Call) -> Inputs:
-    return call.state.get(Inputs) or call.state.put(Inputs())
 
 
 def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -70,20 +91,10 @@ def unrotated(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dic
     """
     cos, sin = rotation_of(args, kwargs)
     still = (torch.ones_like(cos), torch.zeros_like(sin))
-    kwargs = {name: None if value is call.cache else value for name, value in kwargs.items()}
     if "position_embeddings" in kwargs:
-        kwargs["position_embeddings"] = still
+        kwargs = kwargs | {"position_embeddings": still}
     args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
-    call.state.put(Probe(layer))
-    try:
-        with torch.no_grad():
-            adapter.decoder.layers[layer].forward(*args, **kwargs)  # not a call: that would enter our own hooks
-    except SeenError as seen:
-        observation = seen.observation
-    else:
-        raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")
-    finally:
-        call.state.pop(Probe)
+    observation = attention_of(call, adapter, layer, args, kwargs)
     if observation.mask is not None:  # keys of earlier turns are not among these
         observation.mask = observation.mask[..., -observation.key.shape[2] :]
     return observation

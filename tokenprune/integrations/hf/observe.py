@@ -22,10 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tokenprune.errors import TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.attachable import Attachable
-from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.parallel import Join, heads_of_all_ranks
 from tokenprune.kernels.attention import attention_column_means, attention_rows, visible_keys
-from tokenprune.tokens import LayerInput
 
 # transformers recognises flash back ends by "flash" in the name.
 _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")
@@ -98,23 +96,6 @@ class Seen:
 
     before: Observation | None = None
     behind: Observation | None = None
-
-
-@dataclass
-class Inputs:
-    """What a call keeps for its cuts.
-
-    entry: `[B, W, D]`, what entered the decoder, and the layout of its slots. before: what the layer before the next
-    cut was called with; unrotated: what its attention would see without rotation.
-    """
-
-    entry: tuple[Tensor, Layout] | None = None
-    before: LayerInput | None = None
-    unrotated: Observation | None = None
-
-    def release(self) -> None:
-        """Let go of what was kept for one cut."""
-        self.before = self.unrotated = None
 
 
 class _ModuleView:

@@ -15,7 +15,8 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
-from tokenprune.integrations.hf.observe import Inputs, Observation, Seen
+from tokenprune.integrations.hf.layer_input import Inputs
+from tokenprune.integrations.hf.observe import Observation, Seen
 from tokenprune.kernels.compact import partition
 from tokenprune.tokens import LayerInput, Patches, Segments, TokenSource
 
@@ -51,6 +52,10 @@ class Sources(TokenSource):
         return _observed(self._seen.behind)
 
     @property
+    def _inputs(self) -> Inputs:
+        return self.call.state.get(Inputs) or Inputs()
+
+    @property
     def _seen(self) -> Seen:
         return self.call.state.get(Seen) or Seen()
 
@@ -64,15 +69,11 @@ class Sources(TokenSource):
         return _observed(self._inputs.unrotated)
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
-        if self._inputs.entry is None:  # the cut is at the entry
+        entry, arrival = self._inputs.entry, self.call.groups[0].layout if self.call.groups else None
+        if entry is None:  # the cut is at the entry
             return self.at(self.hidden, position, segments)
-        embeds, layout = self._inputs.entry
-        slots = layout.inverse.to(position.device)[segments.row_index, position].clamp(min=0)
-        return embeds.to(position.device)[segments.row_index, slots]
-
-    @property
-    def _inputs(self) -> Inputs:
-        return self.call.state.get(Inputs) or Inputs()
+        slots = arrival.slot_of.to(position.device)[segments.row_index, position].clamp(min=0)
+        return entry.to(position.device)[segments.row_index, slots]
 
     @cached_property
     def encoded(self) -> EncodedTokens:

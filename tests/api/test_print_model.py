@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`print(model)` of a patched model shows the patch, and nothing else of the model knows of that."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import tokenprune
+from basics import snapshot
+from tokenprune import Budget, UnsupportedSetupError
+from zoo import FAMILIES
+
+
+@pytest.fixture
+def llava() -> nn.Module:
+    return FAMILIES["llava"].build()  # its own: these tests put things on it
+
+
+def shown(model: nn.Module) -> list[str]:
+    return [line.strip() for line in repr(model).splitlines() if "tokenprune" in line]
+
+
+def test_the_second_line_names_method_keep_and_site(llava) -> None:
+    plain = repr(llava)
+    with tokenprune.patched(llava, "dart", keep=0.25, pivot_image=8):
+        lines = repr(llava).splitlines()
+        assert lines.pop(1) == "  tokenprune: dart(pivot_image=8), keep=0.25, site=IN_LLM"
+        assert "\n".join(lines) == plain
+    assert repr(llava) == plain
+
+
+def test_every_method_of_a_patch_has_a_line(llava) -> None:
+    budget = Budget(average_tokens=7)
+    with tokenprune.patched(llava, [tokenprune.method("fastv", layer=3), "divprune"], keep=[budget, 64]):
+        assert shown(llava) == [
+            "tokenprune: fastv(layer=3), keep=Budget(average_tokens=7), site=IN_LLM",
+            "tokenprune: divprune(), keep=64, site=PRE_LLM",
+        ]
+
+
+def test_the_defaults_are_written_out(llava) -> None:
+    with tokenprune.patched(llava):
+        assert shown(llava) == ["tokenprune: dart(), keep=0.25, site=IN_LLM"]
+
+
+def test_replacing_a_patch_replaces_its_line_and_a_failing_one_leaves_it(llava) -> None:
+    tokenprune.patch(llava, "divprune", keep=0.5)
+    tokenprune.patch(llava, "fastv", keep=0.25, replace=True)
+    assert shown(llava) == ["tokenprune: fastv(), keep=0.25, site=IN_LLM"]
+    with pytest.raises(UnsupportedSetupError):
+        tokenprune.patch(llava, "pevlm", replace=True)
+    assert shown(llava) == ["tokenprune: fastv(), keep=0.25, site=IN_LLM"]
+    tokenprune.unpatch(llava)
+    assert shown(llava) == []
+
+
+def test_undone_to_the_last_attribute_and_no_weight_has_another_name(llava) -> None:
+    was, names = snapshot(llava), list(llava.state_dict())
+    tokenprune.patch(llava, "divprune", keep=0.5)
+    assert list(llava.state_dict()) == names and list(dict(llava.named_modules())) == list(
+        dict(tokenprune.unpatch(llava).named_modules())
+    )
+    assert snapshot(llava) == was
+
+
+def test_what_the_model_says_of_itself_stays(llava) -> None:
+    class Says(type(llava)):
+        def extra_repr(self) -> str:
+            return "of its class"
+
+    llava.__class__ = Says
+    with tokenprune.patched(llava, "divprune", keep=0.5):
+        assert [line.strip() for line in repr(llava).splitlines()[1:3]] == [
+            "of its class",
+            "tokenprune: divprune(), keep=0.5, site=PRE_LLM",
+        ]
+    llava.extra_repr = lambda: "of the instance"
+    with tokenprune.patched(llava, "divprune", keep=0.5):
+        assert "of the instance\n  tokenprune: divprune()" in repr(llava)
+    assert "of the instance" in repr(llava) and not shown(llava)
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+def test_a_copy_has_a_line_of_its_own(llava, way) -> None:
+    with tokenprune.patched(llava, "divprune", keep=0.5):
+        other = way(llava)
+        assert shown(other) == shown(llava) != []
+        tokenprune.unpatch(other)
+        assert not shown(other) and shown(llava)
+    assert repr(other) == repr(llava) and "extra_repr" not in vars(other)
+
+
+def test_a_patch_of_the_inner_model_shows_there(llava) -> None:
+    with tokenprune.patched(llava.model, "divprune", keep=0.5):
+        assert repr(llava).count("tokenprune:") == 1
+        assert repr(llava).index("(model): ") < repr(llava).index("tokenprune:")
+
+
+@torch.no_grad()
+def test_a_compiled_model_shows_it_and_loses_it(llava) -> None:
+    compiled = torch.compile(llava, backend="eager")
+    was = snapshot(llava)
+    tokenprune.patch(compiled, "divprune", keep=0.5)
+    assert len(shown(compiled)) == 1
+    tokenprune.unpatch(compiled)
+    assert not shown(compiled) and snapshot(llava) == was
+
+
+def test_a_timm_model_shows_it() -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    with tokenprune.patched(model, "tome", r=8):
+        assert shown(model) == ["tokenprune: tome(r=8), keep=0.25, site=IN_ENCODER"]
+    assert not shown(model)
