@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.observable import Observable, Sizes, Where, register_observable
+from tokenprune.observable import Observable, Sizes, Where
+from tokenprune.observable_registry import register_observable
 from tokenprune.tokens import Segments, TokenSource
 from tokenprune.transfer import sent
 

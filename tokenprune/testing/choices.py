@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tokenprune.base import Pruner, Selection
 from tokenprune.errors import ConformanceError, TokenPruneError
-from tokenprune.observable import Sizes, Where, available_observables, find_observable
+from tokenprune.observable import Sizes, Where
+from tokenprune.observable_registry import available_observables, find_observable
 from tokenprune.testing.rules import require
 from tokenprune.testing.view import visual_tokens
 from tokenprune.tokens import Patches, VisualTokens

@@ -14,7 +14,7 @@ from tokenprune.budget import Budget
 from tokenprune.decode import DecodeMethod
 from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import ConformanceError
-from tokenprune.observable import available_observables
+from tokenprune.observable_registry import available_observables
 from tokenprune.registry import BASES, build
 from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
