@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from tokenprune.frames import frame_and_place
-from tokenprune.observable import Sizes, register_observable
+from tokenprune.observable import Sizes
+from tokenprune.observable_registry import register_observable
 from tokenprune.observables.frames import Frames, OfFrames
 from tokenprune.tokens import Segments, TokenSource
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 import torch
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.observable import Backend, Observable, Sizes, Where, observables_of, register_observable
+from tokenprune.observable import Backend, Observable, Sizes, Where
+from tokenprune.observable_registry import observables_of, register_observable
 from tokenprune.tokens import Segments, TokenSource
 
 

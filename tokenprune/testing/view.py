@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.observable import Observable, Where, close_names, find_observable, find_observable_of_text
+from tokenprune.observable import Observable, Where
+from tokenprune.observable_registry import close_names, find_observable, find_observable_of_text
 from tokenprune.tokens import Segments, TextTokens, TokenSource, VisualTokens
 
 

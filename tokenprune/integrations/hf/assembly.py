@@ -28,7 +28,8 @@ from tokenprune.integrations.hf.setup_checks import check_steps
 from tokenprune.integrations.hf.unmerging import VirtualUnmerging, check_composition, form_of
 from tokenprune.integrations.hf.video_frames import VideoFrames, compares_frames
 from tokenprune.integrations.places import check_places, place_of
-from tokenprune.observable import Where, observables_of
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
 
 
 def hf_parts(

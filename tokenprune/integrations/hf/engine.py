@@ -28,7 +28,7 @@ from tokenprune.integrations.hf.cutting import cut
 from tokenprune.integrations.hf.encoder_record import start_record
 from tokenprune.integrations.hf.entry import cut_entry
 from tokenprune.integrations.hf.features import FeatureRecorder
-from tokenprune.integrations.hf.layer_input import keep_entry, keep_input
+from tokenprune.integrations.hf.kept_inputs import keep_entry, keep_input
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.look_ahead import Probe, SeenError, look_ahead
 from tokenprune.integrations.hf.observe import Observer, Seen

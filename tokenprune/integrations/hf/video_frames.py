@@ -10,7 +10,8 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.plan import Step
-from tokenprune.observable import Where, observables_of
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
 
 
 def compares_frames(step: Step) -> bool:
