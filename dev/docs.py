@@ -18,7 +18,8 @@ from pathlib import Path
 
 import tokenprune
 from tokenprune.integrations.hf.families import REFUSED, SUPPORTED
-from tokenprune.observable import Backend, Where, find_observable
+from tokenprune.observable import Backend
+from tokenprune.observable_registry import find_observable
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 FAMILIES = FOLDER.parent / "families.md"
@@ -103,7 +104,7 @@ def observables() -> str:
     lines = ["| need | shape | what | Hugging Face | vLLM | vLLM, in the model |", "|---|---|---|---|---|---|"]
     for name in tokenprune.available_observables():
         one = find_observable(name)
-        if one.where is Where.CUT:
+        if name in ("hidden", "normed"):
             continue
         said = " ".join(inspect.cleandoc(type(one).__doc__).split("\n\n")[0].split())
         shape, _, what = said.partition(": ")

@@ -8,17 +8,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.observable import Observable, close_names, find_observable, find_observable_of_text
+from tokenprune.observable import Observable
+from tokenprune.observable_registry import close_names, find_observable, find_observable_of_text
+from tokenprune.token_source import TokenSource
 from tokenprune.transfer import sent
 
-if TYPE_CHECKING:
-    from tokenprune.integrations.hf.observe import Observation
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,118 +89,6 @@ class Patches:
     tiles: int
 
 
-@dataclass(frozen=True)
-class LayerInput:
-    """What a decoder layer was called with. hidden: `[B, W, D]`. rotation: (cos, sin), `[B, W, R]` each, or None."""
-
-    hidden: Tensor
-    rotation: tuple[Tensor, Tensor] | None = None
-
-
-class TokenSource:
-    """Base of what stands behind a `VisualTokens`: all that an engine knows of the tokens at a cut.
-
-    Observables are computed from its members (see `tokenprune.observable`). An engine overrides what it has; what it
-    has not is refused here, with TokenPruneError.
-
-    needs: what the method declared. hidden: `[B, W, D]`, what arrives at the cut, B rows of W slots. carry: what
-    earlier stages of the method remember (see `VisualTokens.remember`).
-    """
-
-    needs: frozenset[str]
-    hidden: Tensor
-
-    @cached_property
-    def carry(self) -> dict[str, Any]:
-        return {}
-
-    def remember(self, name: str, value: Any, per_token: bool | None) -> None:
-        """Keep `value` in `carry`; see `VisualTokens.remember`."""
-        self.carry[name] = value
-
-    def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
-        """Return the value of an observable for visual tokens."""
-        return seen.of_visual(self, tokens.segments, *layer)
-
-    def read_text(self, seen: Observable, text: TextTokens) -> Any:
-        """Return the value of an observable for the text behind an image."""
-        return seen.of_text(self, text)
-
-    def attention_from(self, seen: Any, tokens: VisualTokens, weights: Tensor) -> Tensor:
-        """Return the sum of rows of text that `VisualTokens.attention_from` returns. seen: the observable."""
-        return seen.weighted(self, tokens.text, weights)
-
-    # -- the sequence at the cut
-
-    @property
-    def width(self) -> int:
-        """W, the number of slots."""
-        return self.hidden.shape[1]
-
-    def slots(self, position: Tensor, segments: Segments) -> Tensor:
-        """Return long `[S, N]`, the slots in which the tokens at `position` are."""
-        return position
-
-    def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
-        """Return `[S, N, ...]`, the values `[B, W, ...]` of the tokens at `position`, long `[S, N]`."""
-        return values[segments.row_index, self.slots(position, segments)]
-
-    def last_slot(self) -> Tensor:
-        """Return long `[B, 1]`, the slot of each row's last token that is not padding."""
-        raise _refused("which token is the prompt's last one")
-
-    def real(self) -> Tensor:
-        """Return bool `[B, W]`, False for slots of padding."""
-        raise _refused("which tokens are padding")
-
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return positions, long `[S, M]`, and mask, bool `[S, M]`, of the text tokens behind each segment."""
-        raise _refused("the text")
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` `[..., D]` after the decoder's final norm."""
-        raise _refused("the decoder's final norm")
-
-    # -- what was observed
-
-    @property
-    def before(self) -> Observation:
-        """What the attention of the layer before the cut saw."""
-        raise _refused("the attention of the language model")
-
-    @property
-    def behind(self) -> Observation:
-        """What the attention of the layer behind the cut would see."""
-        raise _refused("the attention of the layer behind the cut")
-
-    @property
-    def input_before(self) -> LayerInput:
-        """What the layer before the cut was called with."""
-        raise _refused("what enters the layer before the cut")
-
-    @property
-    def unrotated(self) -> Observation:
-        """What the attention of the layer before the cut would see without rotary embedding."""
-        raise _refused("queries and keys before rotary embedding")
-
-    def entered(self, position: Tensor, segments: Segments) -> Tensor:
-        """Return `[S, N, D]`, what entered the decoder of the tokens at `position`, long `[S, N]`."""
-        raise _refused("what entered the decoder")
-
-    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
-        """Return `[S, N, C]` of what was read in the vision tower, 0 for padding. key: name of the observable, and the
-        layer if it is read by layer."""
-        raise _refused("the vision tower")
-
-    def patches(self, segments: Segments) -> Patches:
-        """Return where in the vision tower the tokens of `segments` come from."""
-        raise _refused("the vision tower's patches")
-
-
-def _refused(what: str) -> TokenPruneError:
-    return TokenPruneError(f"it reads {what}, which is not known here")
-
-
 @dataclass(frozen=True, eq=False)
 class TextTokens:
     """The text tokens that follow each segment in its row; M are the most behind any.
@@ -236,8 +125,8 @@ class VisualTokens:
     segments: the `Segments` (rows, grids, positions, modality).
 
     Every registered observable that the method declared in its `needs` is an attribute, computed on first use; one that
-    is read of a block of the vision tower is called with the block (`tokens.encoder_attention(layer)`). `hidden` and
-    `normed` are always there. See `tokenprune.observables`, and docs/add-a-method.md for the list.
+    is read of a block of the vision tower is called with the block (`tokens.encoder_attention(layer)`). `hidden`,
+    `normed`, `frame` and `place` are always there. See `tokenprune.observables`, and docs/add-a-method.md for the list.
     """
 
     segments: Segments
@@ -252,6 +141,9 @@ class VisualTokens:
         received_attention: Tensor
         next_row_attention: Tensor
         patches: Patches
+        frames: list[list[int]]
+        frame: Tensor
+        place: Tensor
 
     def __getattr__(self, name: str) -> Any:
         seen = _declared(name, find_observable, self._source, "visual tokens")
@@ -271,41 +163,6 @@ class VisualTokens:
     @property
     def grids(self) -> list[tuple[int, int, int] | None]:
         return self.segments.grids
-
-    @property
-    def frames(self) -> list[list[int]]:
-        """How many tokens each frame of each segment has, on the host; an image is one frame. Raises TokenPruneError
-        where the frames of a video are not known."""
-        frames = self.segments.frames or [None] * len(self.segments)
-        if None in frames:
-            raise TokenPruneError(
-                'the frames of a video are not known here: a method that reads them says "frames" in its needs, and '
-                "acts before tokens are removed"
-            )
-        return frames
-
-    @cached_property
-    def frame(self) -> Tensor:
-        """long `[S, N]`: index of each token's frame in its segment; -1 for what is in no frame (a newline behind a
-        video, padding)."""
-        return self._frame_and_place[0]
-
-    @cached_property
-    def place(self) -> Tensor:
-        """long `[S, N]`: index of each token in its frame; -1 for what is in no frame."""
-        return self._frame_and_place[1]
-
-    @cached_property
-    def _frame_and_place(self) -> Tensor:
-        """long `[2, S, N]`; made on the host, so that the device is not asked."""
-        made = torch.full((2, *self.mask.shape), -1)
-        for segment, counts in enumerate(self.frames):
-            length = torch.tensor(counts)
-            frame = torch.arange(len(counts)).repeat_interleave(length)
-            start = (length.cumsum(0) - length).repeat_interleave(length)
-            made[0, segment, : len(frame)] = frame
-            made[1, segment, : len(frame)] = torch.arange(len(frame)) - start
-        return sent(made, self.mask.device)
 
     @cached_property
     def budget(self) -> Tensor:
@@ -375,7 +232,7 @@ def _declared(name: str, find: Callable[[str], Observable | None], source: Token
     return seen
 
 
-def require(value: Observation | None, what: str) -> Observation:
+def require(value: T | None, what: str) -> T:
     """Return `value`; raise TokenPruneError if it was not observed."""
     if value is None:
         raise TokenPruneError(f"{what!r} was read but not declared: add it to the method's needs in @register(...)")

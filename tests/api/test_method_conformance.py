@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tokenprune
+from pyramid import Pyramid
 from tokenprune import ConformanceError, OptionError, Selection, Site, TokenPruneError, registry
 from tokenprune.encoder import Tower
 from tokenprune.fingerprint import Fingerprint
@@ -146,6 +147,36 @@ def test_a_question_that_is_read_in_secret_is_found() -> None:
     check_method(pruner(aware, "IN_LLM", "aware", needs=("last_row_attention",)))
 
 
+def test_stages_are_checked_with_what_they_carry() -> None:
+    @dataclass(frozen=True)
+    class Second(tokenprune.Pruner):
+        """Keep what the first stage remembers as large."""
+
+        name, site = "second", Site.IN_LLM
+        layer: int = 4
+
+        def score(self, tokens: Any) -> Tensor:
+            return tokens.carry["norms"]
+
+    def note(self: Any, tokens: Any) -> Selection:
+        tokens.remember("norms", tokens.hidden.norm(dim=-1))
+        return Selection(tokens.mask)
+
+    first = pruner({"select": note, "by_content_count": True, "layer": 2}, "IN_LLM", "first")()
+    both = {"stages": lambda self, budget, layers: [(first, budget), (Second(), budget)]}
+    check_method(pruner(both, "IN_LLM", "both"))
+    with pytest.raises(ConformanceError, match="KeyError"):
+        check_method(Second())
+    check_method(Pyramid())
+
+
+def test_a_number_that_content_decides_has_its_least() -> None:
+    none = lambda self, tokens: Selection(torch.zeros_like(tokens.mask))  # noqa: E731
+    with pytest.raises(ConformanceError, match="fewer than 1"):
+        check_method(pruner({"select": none, "by_content_count": True}, name="none"))
+    check_method(pruner({"select": none, "by_content_count": True, "least": 0}, name="withdraws"))
+
+
 def test_a_class_that_is_no_method_is_refused() -> None:
     class Bare(tokenprune.Pruner):
         """No dataclass."""
@@ -232,6 +263,19 @@ def test_wrong_tensors_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(OptionError, match=says):
             visual_tokens(hidden, **{"counts": [9, 5], **more})
+
+
+def test_frames_of_made_up_videos() -> None:
+    """Of images one; of a video by its grid, or as they are given."""
+    hidden = torch.randn(2, 6, 4)
+    tokens = visual_tokens(hidden, [6, 4], grids=[(3, 1, 2), None], modality=["video", "image"])
+    assert tokens.frames == [[2, 2, 2], [4]]
+    assert tokens.frame.tolist() == [[0, 0, 1, 1, 2, 2], [0, 0, 0, 0, -1, -1]]
+    assert tokens.place.tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, -1, -1]]
+    given = visual_tokens(hidden, [6, 4], modality="video", frames=[[1, 5], [4]])
+    assert given.frame.tolist()[0] == [0, 1, 1, 1, 1, 1]
+    with pytest.raises(TokenPruneError, match="not known"):
+        _ = visual_tokens(hidden, modality="video").frame
 
 
 def test_several_images_of_one_prompt() -> None:

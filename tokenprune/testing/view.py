@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,9 @@ from torch import Tensor
 
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.observable import Observable, close_names, find_observable, find_observable_of_text
+from tokenprune.observable import Observable, Where
+from tokenprune.observable_registry import close_names, find_observable, find_observable_of_text
 from tokenprune.tokens import Segments, TextTokens, TokenSource, VisualTokens
-
-# What a `VisualTokens` knows of its segments, as it can be given beside observables.
-_OF_SEGMENTS = ("frame", "place")
 
 
 def visual_tokens(
@@ -48,7 +47,7 @@ def visual_tokens(
     carry:   what earlier stages of the method remember.
     observables: by their names (`tokenprune.available_observables()`), the tensors that the method reads, each
              `[S, N, ...]` or as its documentation says; of one that is read by block of the vision tower a dict
-             {layer: tensor}, or a tensor for every layer. `frame` and `place` may be given as well.
+             {layer: tensor}, or a tensor for every layer.
 
     The method may read what was given: anything else raises TokenPruneError as in the engine. Raises OptionError for a
     name that is no observable, and for shapes that do not fit `hidden`.
@@ -59,18 +58,15 @@ def visual_tokens(
     counts = [hidden.shape[1]] * len(hidden) if counts is None else list(counts)
     if len(counts) != len(hidden) or not all(1 <= count <= hidden.shape[1] for count in counts):
         raise OptionError(f"counts={counts} do not fit hidden {list(hidden.shape)}: give 1 .. N for each of the S")
-    segments = _segments(hidden, counts, rows, grids, modality)
+    segments = _segments(hidden, counts, rows, grids, modality, observables.get("frames"))
     of_text = dict(text or {})
     for name in [name for name in observables if name.startswith("text_") and find_observable(name) is None]:
         of_text[name.removeprefix("text_")] = observables.pop(name)
-    placed = {name: observables.pop(name) for name in _OF_SEGMENTS if name in observables}
     for name, value in observables.items():
         _check(name, value, hidden)
     source = _Given(observables | {"hidden": hidden}, of_text, final_norm)
     source.carry.update(carry or {})
-    tokens = VisualTokens(segments, _kept(keep, counts), source)
-    tokens.__dict__.update(placed)
-    return tokens
+    return VisualTokens(segments, _kept(keep, counts), source)
 
 
 def _check(name: str, value: Any, hidden: Tensor) -> None:
@@ -106,6 +102,7 @@ def _segments(
     rows: Sequence[int] | None,
     grids: Sequence[Any] | None,
     modality: str | Sequence[str],
+    frames: list[list[int]] | None,
 ) -> Segments:
     number, width = hidden.shape[:2]
     rows = list(range(number)) if rows is None else list(rows)
@@ -116,15 +113,25 @@ def _segments(
     # Segments of one row stand behind each other.
     start = torch.tensor([ordinal * width for ordinal in ordinals], device=hidden.device)[:, None]
     mask = place < torch.tensor(counts, device=hidden.device)[:, None]
+    grids = list(grids) if grids is not None else [None] * number
+    modality = [modality] * number if isinstance(modality, str) else list(modality)
     return Segments(
         row=rows,
         ordinal=ordinals,
         counts=counts,
         position=start + place * mask,
         mask=mask,
-        grids=list(grids) if grids is not None else [None] * number,
-        modality=[modality] * number if isinstance(modality, str) else list(modality),
+        grids=grids,
+        modality=modality,
+        frames=frames or [_frames(*one) for one in zip(counts, grids, modality, strict=True)],
     )
+
+
+def _frames(count: int, grid: tuple[int, int, int] | None, modality: str) -> list[int] | None:
+    """Return how many tokens each frame has: an image is one frame, and the grid of a video tells of its frames."""
+    if modality == "image":
+        return [count]
+    return [grid[1] * grid[2]] * grid[0] if grid is not None and math.prod(grid) == count else None
 
 
 @dataclass
@@ -150,6 +157,8 @@ class _Given(TokenSource):
     def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
         if seen.name == "normed" and "normed" not in self.visual:
             return self.final_norm(tokens.hidden)
+        if seen.where is Where.FRAMES and seen.name not in self.visual:
+            return super().read(seen, tokens)
         value = _given(self.visual, seen.name, seen.name)
         if isinstance(value, Mapping):
             return _given(value, *layer, f"{seen.name} of block {layer[0]}")

@@ -15,7 +15,8 @@ from tokenprune.integrations.hf import cache as caches
 from tokenprune.integrations.hf import decoding
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.plan import Step
-from tokenprune.observable import Backend, Where, not_served, observables_of
+from tokenprune.observable import Backend, Where
+from tokenprune.observable_registry import not_served, observables_of
 
 _IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED)
 # Arguments of a decoder that hold one entry per token and are known to the engine.

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.base import Method
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.in_llm.layout import Piece, Share
 from tokenprune.integrations.vllm.in_llm.select import Seen, choose, segments_of
 from tokenprune.integrations.vllm.select import Grid
-from tokenprune.observable import Where, observables_of
-from tokenprune.tokens import LayerInput
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
+from tokenprune.token_source import LayerInput
 
 
 @dataclass(frozen=True)
