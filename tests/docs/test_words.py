@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The field's words, one meaning each: what was called otherwise once does not come back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Pattern (case counts, unless it says otherwise), and what to use instead.
+WORDS = (
+    (r"(?i)picture", "image"),
+    (r"(?i)film", "video"),
+    (r"(?i)how-manieth", "index of this ... in ..."),
+    (r"\b(is|are) told\b", "gets, knows, or a passive with a subject"),
+    (r"\bSeenError\b", "StopForward"),
+    (r"\blook_ahead\b", "probe_layer"),
+    (r"\bof_each_piece\b", "align_per_image"),
+    (r"\bone_of_each\b", "keep_one_per_group"),
+    (r"\bnumber_features\b", "placeholder_to_feature"),
+    (r"\bcounted_keep\b", "validate_selection"),
+    (r"\bto_the_right\b", "right_align"),
+    (r"\bleave_cache\b", "save_to_cache"),
+    (r"\bLate\b", "AsyncValues"),
+    (r"\bsent\(", "to_device("),
+    (r"\bsettled\(", "finalize("),
+    (r"\b(Subject|Outlook)\b", "Model, Estimate"),
+)
+# Not renamed yet: beginnings of paths, and the parts of pages that scripts write from docstrings.
+GENERATED = "generated parts"
+NOT_YET = ("tokenprune/", "README.md", GENERATED)
+# What may stay, by the end of a file's path: words of users' questions, keys and names of files of data.
+ALLOWED = {
+    "view_select.py": (r"image\|picture\|photo", r'"pictures 1 and 3"'),
+    "docs/methods/dyrate.md": (r'"Describe this picture\."',),
+    "docs/serving.md": (r"heldout/pictures/",),
+    "docs/guard.md": (
+        r"guard_pictures\b",
+        r"<!-- pictures:",
+        r"\[pictures, (tiles, )?3, H, W\]",
+        r"Guarded\.picture\b",
+    ),
+    "docs/add-a-family.md": (r"features_per_picture", r"step_within_picture"),
+    "docs/add-a-method.md": (r"shares\(pictures, keep, per\)",),
+}
+
+
+def old_words(text: str, allowed: tuple[str, ...] = (), generated: bool = True) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, word, what to use instead) of a text. generated: whether parts that scripts write are looked at."""
+    inside = False
+    for number, line in enumerate(text.splitlines(), 1):
+        inside = bool(re.match(r"<!-- [\w-]+:begin", line)) or (inside and not re.match(r"<!-- [\w-]+:end", line))
+        if inside and not generated:
+            continue
+        for one in allowed:
+            line = re.sub(one, "", line)
+        for pattern, instead in WORDS:
+            for found in re.finditer(pattern, line):
+                yield number, found[0], instead
+
+
+def files() -> list[Path]:
+    return [*sorted((ROOT / "tokenprune").rglob("*.py")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
+
+
+def allowed_in(path: Path) -> tuple[str, ...]:
+    return tuple(one for end, patterns in ALLOWED.items() if path.as_posix().endswith("/" + end) for one in patterns)
+
+
+def test_old_words_do_not_come_back() -> None:
+    found = []
+    for path in files():
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(tuple(one for one in NOT_YET if one != GENERATED)):
+            for line, word, instead in old_words(path.read_text(), allowed_in(path), GENERATED not in NOT_YET):
+                found.append(f"{name}:{line}: {word!r}; use {instead}")
+    assert not found, "old words (tests/docs/test_words.py):\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("end", ALLOWED)
+def test_what_is_allowed_is_there(end: str) -> None:
+    """An entry that nothing needs any more leaves."""
+    texts = [path.read_text() for path in files() if path.as_posix().endswith("/" + end)]
+    unused = [one for one in ALLOWED[end] if not any(re.search(one, text) for text in texts)]
+    assert texts and not unused, f"take {unused or end} out of ALLOWED"
+
+
+def test_a_word_is_found_with_its_line_and_what_to_use() -> None:
+    text = "An image.\nTwo LostPictures, a film, the how-manieth\n<!-- x:begin (y) -->\nA picture.\n<!-- x:end -->\n"
+    text += "A picture."
+    assert list(old_words(text, generated=False)) == [
+        (2, "Picture", "image"),
+        (2, "film", "video"),
+        (2, "how-manieth", "index of this ... in ..."),
+        (6, "picture", "image"),
+    ]
+    assert [line for line, *_ in old_words(text)] == [2, 2, 2, 4, 6]
+    assert list(old_words("what does the picture show?", (r"the picture show",))) == []
+    assert [instead for *_, instead in old_words("sent(x); absent(x); latest; Late")] == ["AsyncValues", "to_device("]
