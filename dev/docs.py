@@ -18,7 +18,8 @@ from pathlib import Path
 
 import tokenprune
 from tokenprune.integrations.hf.families import REFUSED, SUPPORTED
-from tokenprune.observable import Backend, find_observable
+from tokenprune.observable import Backend
+from tokenprune.observable_registry import find_observable
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 FAMILIES = FOLDER.parent / "families.md"

@@ -219,11 +219,8 @@ class Curious(Pruner):
         text = tokens.text.mask.float()
         asked = tokens.attention_from(text / text.sum(1, keepdim=True)).mean(1)
         about = torch.einsum("shm,shmn->sn", tokens.text.attention.sum(2), tokens.text_attention)
-        values, moved = (
-            tokens.values.float().norm(dim=-1),
-            (tokens.hidden - tokens.previous_hidden).float().norm(dim=-1),
-        )
-        return asked * 100 + about + values + moved
+        moved = (tokens.hidden - tokens.previous_hidden).float().norm(dim=-1)
+        return asked * 100 + about + tokens.values.float().norm(dim=-1) + moved
 
 
 class TestOthers:

@@ -31,7 +31,8 @@ _HOMES = {
         "Site",
     ),
     "tokenprune.decode": ("DecodeMethod",),
-    "tokenprune.observable": ("Observable", "available_observables", "register_observable"),
+    "tokenprune.observable": ("Observable",),
+    "tokenprune.observable_registry": ("available_observables", "register_observable"),
     "tokenprune.encoder": ("EncoderMethod", "Tower"),
     "tokenprune.calibration.run": ("calibrate",),
     "tokenprune.thresholds": ("Thresholds",),
@@ -67,7 +68,8 @@ if TYPE_CHECKING:
     from tokenprune.errors import *  # noqa: F403
     from tokenprune.fitting import fit_dyrate
     from tokenprune.guard.settings import Guard
-    from tokenprune.observable import Observable, available_observables, register_observable
+    from tokenprune.observable import Observable
+    from tokenprune.observable_registry import available_observables, register_observable
     from tokenprune.processors import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.statistics import Cut, Guarded, Removal, Stats

@@ -256,6 +256,7 @@ class AttentionPattern(Method):
 _BASES |= {
     "score": Pruner,
     "select": Pruner,
+    "stages": Pruner,
     "shares": ResizeMethod,
     "choose": ImageChooser,
     "block_starts": AttentionPattern,

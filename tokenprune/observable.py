@@ -8,24 +8,21 @@ observe what `where` says, and refuse what `backends` does not have.
 
 from __future__ import annotations
 
-import difflib
 import enum
-import importlib
-import inspect
-import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from tokenprune.errors import RegistrationError
 from tokenprune.transfer import sent
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.shared.observation import Observation
     from tokenprune.tokens import Segments, TextTokens, TokenSource
+
+
+_ELEMENTS = 2**24  # of the attention map that is made at a time
 
 
 class Where(enum.StrEnum):
@@ -39,6 +36,7 @@ class Where(enum.StrEnum):
     UNROTATED = "UNROTATED"  # the attention of the layer before the cut, if it did not rotate
     TOWER_BLOCK = "TOWER_BLOCK"  # the attention of a block of the vision tower
     TOWER = "TOWER"  # the vision tower as a whole
+    FRAMES = "FRAMES"  # which frame of a video tokens are of
 
 
 class Backend(enum.StrEnum):
@@ -47,6 +45,34 @@ class Backend(enum.StrEnum):
     HF = "hf"
     VLLM = "vllm"
     VLLM_IN_LLM = "vllm_in_llm"
+
+
+class SeenAttention(Protocol):
+    """Queries and keys of one attention call, after rotary embedding: `[B, H, Q, Dh]` and `[B, Hkv, K, Dh]`, of which
+    the last Q keys belong to the queries.
+
+    starts: where packed sequences begin and end, if several share one axis.
+    """
+
+    query: Tensor
+    key: Tensor
+    starts: Tensor | None
+
+    def keys(self, queries: int) -> Tensor:
+        """Return `[B, queries, Hkv * Dh]`, keys of the last `queries` tokens, heads flattened."""
+
+    def values(self, queries: int) -> Tensor:
+        """Return `[B, queries, Hkv * Dv]`, their values."""
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return float32 `[B, H, R, K]`, softmax attention of the queries at `index`, long `[B, R]`."""
+
+    def visible(self, index: Tensor) -> Tensor:
+        """Return bool `[B, 1 or H, R, K]`, which keys these queries may attend to."""
+
+    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+        """Return float32 `[B, H, Q]`, the mean attention that each token receives from the queries that are `valid`,
+        bool `[B, Q]`, and see it."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +105,6 @@ class Observable:
     by_layer: whether it is read of one block at a time, `tokens.<name>(layer)`, out of the method's `encoder_layers`.
     whole:    whether it takes the whole prompt, with the text behind an image.
     all_rows: whether it takes what all tokens attend to.
-    of_frames: whether it is of the frames of whole images and videos.
     rotary:   whether it takes rotary positions, which not every decoder has.
     """
 
@@ -91,7 +116,6 @@ class Observable:
     by_layer: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     all_rows: ClassVar[bool] = False
-    of_frames: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
 
     def declared(self, needs: frozenset[str]) -> bool:
@@ -158,7 +182,7 @@ class AttentionOfText(Observable):
     axes = "SHMN"
     whole = True
 
-    def observed(self, source: TokenSource) -> Observation:
+    def observed(self, source: TokenSource) -> SeenAttention:
         """Return what the attention of the layer saw."""
         raise NotImplementedError(f"{type(self).__name__} does not implement observed()")
 
@@ -225,7 +249,7 @@ class TowerBlock(Observable):
     backends = frozenset({Backend.HF, Backend.VLLM})
     by_layer = True
 
-    def of_patches(self, seen: Observation, protected: int) -> Tensor:
+    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
         """Return `[rows, H, patches]` or `[rows, H, patches, Dh]`, class tokens left out. seen: queries and keys of one
         block, with `protected` class tokens in front of the patches of each row."""
         raise NotImplementedError(f"{type(self).__name__} does not implement of_patches()")
@@ -260,105 +284,3 @@ class TowerScores(TowerBlock):
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
-
-
-_ELEMENTS = 2**24  # of the attention map that is made at a time
-O = TypeVar("O", bound=type[Observable])  # noqa: E741
-
-_OBSERVABLES: dict[str, Observable] = {}
-_loaded = False
-
-
-def register_observable(name: str) -> Callable[[O], O]:
-    """Register a class derived from `Observable` under `name`, the attribute by which methods read it.
-
-    Raises RegistrationError for a name that is taken or no identifier, and for a class that says no `where` or has no
-    docstring.
-    """
-
-    def decorate(cls: O) -> O:
-        if problem := _problem(name, cls):
-            raise RegistrationError(f"cannot register the observable {name!r}: {problem}")
-        cls.name, cls.text_name = name, cls.__dict__.get("text_name") or name
-        _OBSERVABLES[name] = cls()
-        return cls
-
-    return decorate
-
-
-def _problem(name: str, cls: type) -> str | None:
-    from tokenprune.tokens import VisualTokens
-
-    if not name.isidentifier() or name.startswith("_"):
-        return "a name is an identifier that does not begin with an underscore"
-    if not (inspect.isclass(cls) and issubclass(cls, Observable)):
-        return "the class must derive from tokenprune.Observable"
-    if not isinstance(getattr(cls, "where", None), Where):
-        return "the class must say `where` it is observed, out of tokenprune.observable.Where"
-    if unknown := set(cls.backends) - set(Backend):
-        return f"unknown backends {sorted(map(str, unknown))}; known are {', '.join(Backend)}"
-    if not (cls.__dict__.get("__doc__") or "").strip():
-        return "the class needs a docstring"
-    if hasattr(VisualTokens, name):
-        return "VisualTokens has an attribute of this name"
-    present = type(_OBSERVABLES.get(name))
-    if name in _OBSERVABLES and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
-        return f"the name is taken by {present.__module__}.{present.__qualname__}"
-    return None
-
-
-def _load() -> None:
-    """Import our own observables, once."""
-    global _loaded
-    if _loaded:
-        return
-    _loaded = True
-    import tokenprune.observables as ours
-
-    for module in pkgutil.iter_modules(ours.__path__):
-        importlib.import_module(f"{ours.__name__}.{module.name}")
-
-
-def available_observables() -> list[str]:
-    """Return the names of all registered observables, sorted."""
-    _load()
-    return sorted(_OBSERVABLES)
-
-
-def find_observable(name: str) -> Observable | None:
-    """Return the observable registered under `name`, None if there is none."""
-    _load()
-    return _OBSERVABLES.get(name)
-
-
-def find_observable_of_text(name: str) -> Observable | None:
-    """Return the observable that the text behind an image has under `name`, None if there is none."""
-    _load()
-    return next((one for one in _OBSERVABLES.values() if one.text_name == name), None)
-
-
-def observables_of(needs: Iterable[str], *where: Where) -> list[Observable]:
-    """Return those of `needs` that are observed at one of the places `where` (anywhere, if none is given), sorted by
-    name; raise RegistrationError for an unknown one."""
-    _load()
-    if unknown := sorted(set(needs) - set(_OBSERVABLES)):
-        raise RegistrationError(f"unknown needs {unknown}; known are {available_observables()}")
-    found = [_OBSERVABLES[name] for name in sorted(needs)]
-    return [one for one in found if not where or one.where in where]
-
-
-def not_served(needs: Iterable[str], backend: Backend) -> list[str]:
-    """Return those of `needs` that `backend` does not serve, sorted."""
-    return [one.name for one in observables_of(needs) if backend not in one.backends]
-
-
-def served_by(backend: Backend) -> list[str]:
-    """Return the names of the observables, to be declared, that `backend` serves."""
-    return [name for name in available_observables() if backend in (one := _OBSERVABLES[name]).backends
-            and one.where is not Where.CUT]  # fmt: skip
-
-
-def close_names(name: str) -> str:
-    """Return the start of a sentence that offers observables spelt almost like `name`, empty if none is."""
-    close = difflib.get_close_matches(name, available_observables(), n=2, cutoff=0.75)
-    return f"did you mean {' or '.join(map(repr, close))}? " if close else ""

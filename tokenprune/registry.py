@@ -18,7 +18,7 @@ from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, Resi
 from tokenprune.decode import DecodeMethod
 from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
-from tokenprune.observable import available_observables
+from tokenprune.observable_registry import available_observables, need_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def register(
     Raises RegistrationError for a taken name, a class that is no frozen dataclass or has not the base of its site, an
     unknown need, needs that are said twice, or a missing docstring.
     """
-    needs = None if needs is None else frozenset(needs)
+    needs = None if needs is None else frozenset(map(need_of, needs))
 
     def decorate(cls: M) -> M:
         problem = _problem(name, cls, Site(site), needs)

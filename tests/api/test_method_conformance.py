@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tokenprune
+from pyramid import Pyramid
 from tokenprune import ConformanceError, OptionError, Selection, Site, TokenPruneError, registry
 from tokenprune.encoder import Tower
 from tokenprune.fingerprint import Fingerprint
@@ -144,6 +145,36 @@ def test_a_question_that_is_read_in_secret_is_found() -> None:
         check_method(pruner({"select": last, "layer": 2}, site="IN_LLM", needs=("last_row_attention",)))
     aware = {"select": last, "layer": 2, "query_aware": property(lambda self: True)}
     check_method(pruner(aware, "IN_LLM", "aware", needs=("last_row_attention",)))
+
+
+def test_stages_are_checked_with_what_they_carry() -> None:
+    @dataclass(frozen=True)
+    class Second(tokenprune.Pruner):
+        """Keep what the first stage remembers as large."""
+
+        name, site = "second", Site.IN_LLM
+        layer: int = 4
+
+        def score(self, tokens: Any) -> Tensor:
+            return tokens.carry["norms"]
+
+    def note(self: Any, tokens: Any) -> Selection:
+        tokens.remember("norms", tokens.hidden.norm(dim=-1))
+        return Selection(tokens.mask)
+
+    first = pruner({"select": note, "by_content_count": True, "layer": 2}, "IN_LLM", "first")()
+    both = {"stages": lambda self, budget, layers: [(first, budget), (Second(), budget)]}
+    check_method(pruner(both, "IN_LLM", "both"))
+    with pytest.raises(ConformanceError, match="KeyError"):
+        check_method(Second())
+    check_method(Pyramid())
+
+
+def test_a_number_that_content_decides_has_its_least() -> None:
+    none = lambda self, tokens: Selection(torch.zeros_like(tokens.mask))  # noqa: E731
+    with pytest.raises(ConformanceError, match="fewer than 1"):
+        check_method(pruner({"select": none, "by_content_count": True}, name="none"))
+    check_method(pruner({"select": none, "by_content_count": True, "least": 0}, name="withdraws"))
 
 
 def test_a_class_that_is_no_method_is_refused() -> None:

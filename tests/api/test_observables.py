@@ -15,9 +15,19 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from tokenprune import OptionError, RegistrationError, Selection, Site, TokenPruneError, observable, registry
+from tokenprune import (
+    BudgetError,
+    OptionError,
+    RegistrationError,
+    Selection,
+    Site,
+    TokenPruneError,
+    observable_registry,
+    registry,
+)
 from tokenprune.integrations.vllm.servable import check_method as check_served
-from tokenprune.observable import Backend, PerToken, TowerBlock, Where, register_observable
+from tokenprune.observable import Backend, PerToken, TowerBlock, Where
+from tokenprune.observable_registry import register_observable
 from zoo import FAMILIES, Family
 
 PACKAGE = Path(tokenprune.__file__).parent
@@ -27,7 +37,7 @@ PACKAGE = Path(tokenprune.__file__).parent
 def registries_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tokenprune.available_methods()
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    monkeypatch.setattr(observable, "_OBSERVABLES", dict(observable._OBSERVABLES))
+    monkeypatch.setattr(observable_registry, "_OBSERVABLES", dict(observable_registry._OBSERVABLES))
     yield
 
 
@@ -162,12 +172,23 @@ def test_only_what_was_declared_may_be_read(build) -> None:
 
 @pytest.mark.parametrize("need", [n for n in tokenprune.available_observables() if n not in ("hidden", "normed")])
 def test_what_a_back_end_has_not_is_refused_by_name(need: str) -> None:
-    one = observable.find_observable(need)
+    one = observable_registry.find_observable(need)
     for backend, site, in_llm in ((Backend.VLLM, "PRE_LLM", False), (Backend.VLLM_IN_LLM, "IN_LLM", True)):
         reader((need,), lambda tokens: None, site, (-1,))
         if backend not in one.backends:
             with pytest.raises(OptionError, match=f"needs {need}"):
                 check_served(tokenprune.method("reader"), in_llm)
+
+
+def test_a_need_may_be_written_as_it_is_read() -> None:
+    for written, means in (
+        ("text.embeddings", "embeddings"), ("text_embeddings", "embeddings"), ("text.attention", "text_attention"),
+        ("text_attention", "text_attention"), ("text.keys", "keys"), ("text.hidden", "hidden"),
+    ):  # fmt: skip
+        reader((written,), lambda tokens: None)
+        assert tokenprune.method("reader").needs == {means}
+    with pytest.raises(RegistrationError, match=r"unknown needs \['text.nothing'\]"):
+        reader(("text.nothing",), lambda tokens: None)
 
 
 @torch.no_grad()
@@ -177,7 +198,7 @@ def test_frames_are_of_whole_videos(build) -> None:
     model, inputs = build(family), family.make_inputs(images=(0,), video=True)
     seen = reader(("frames",), lambda tokens: (tokens.frames, tokens.frame, tokens.counts), "PRE_LLM")
     for per in ("frame", "prompt"):
-        with pytest.raises(OptionError, match=r'reads frames .*use per="image"'):
+        with pytest.raises(BudgetError, match=r'compares the frames .*say per="image"'):
             tokenprune.patch(model, "reader", keep=tokenprune.Budget(keep=0.5, per=per))
     with tokenprune.patched(model, "reader", keep=0.5):
         model(**inputs)

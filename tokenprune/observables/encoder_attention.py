@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from tokenprune.observable import TowerScores, register_observable
+from tokenprune.observable import SeenAttention, TowerScores
+from tokenprune.observable_registry import register_observable
 from tokenprune.observables.encoder_received_attention import received
-
-if TYPE_CHECKING:
-    from tokenprune.integrations.shared.observation import Observation
 
 
 @register_observable("encoder_attention")
@@ -22,7 +18,7 @@ class EncoderAttention(TowerScores):
     frame. layer: one of the method's `encoder_layers`.
     """
 
-    def of_patches(self, seen: Observation, protected: int) -> Tensor:
+    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
         if not protected or seen.starts is not None:
             return received(seen, protected)
         first = torch.zeros(seen.query.shape[0], 1, dtype=torch.long, device=seen.query.device)

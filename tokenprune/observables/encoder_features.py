@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenprune.observable import TowerOutput, register_observable
+from tokenprune.observable import TowerOutput
+from tokenprune.observable_registry import register_observable
 
 
 @register_observable("encoder_features")

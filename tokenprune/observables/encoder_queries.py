@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from tokenprune.observable import TowerBlock, register_observable
-
-if TYPE_CHECKING:
-    from tokenprune.integrations.shared.observation import Observation
+from tokenprune.observable import SeenAttention, TowerBlock
+from tokenprune.observable_registry import register_observable
 
 
 @register_observable("encoder_queries")
@@ -19,5 +15,5 @@ class EncoderQueries(TowerBlock):
     layer: one of the method's `encoder_layers`.
     """
 
-    def of_patches(self, seen: Observation, protected: int) -> Tensor:
+    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
         return seen.query[:, :, protected:]

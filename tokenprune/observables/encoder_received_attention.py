@@ -2,15 +2,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tokenprune.observable import TowerScores, register_observable
-
-if TYPE_CHECKING:
-    from tokenprune.integrations.shared.observation import Observation
+from tokenprune.observable import SeenAttention, TowerScores
+from tokenprune.observable_registry import register_observable
 
 
 @register_observable("encoder_received_attention")
@@ -21,11 +18,11 @@ class EncoderReceivedAttention(TowerScores):
     layer: one of the method's `encoder_layers`.
     """
 
-    def of_patches(self, seen: Observation, protected: int) -> Tensor:
+    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
         return received(seen, protected)
 
 
-def received(seen: Observation, protected: int) -> Tensor:
+def received(seen: SeenAttention, protected: int) -> Tensor:
     """Return float32 `[rows, H, patches]`: the mean attention that each patch gets."""
     if seen.starts is not None:  # several sequences on one axis
         return replace(seen, mask=None, causal=False).received(starts=seen.starts)

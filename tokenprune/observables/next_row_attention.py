@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenprune.observable import AttentionToTokens, Where, register_observable
+from tokenprune.observable import AttentionToTokens, Where
+from tokenprune.observable_registry import register_observable
 from tokenprune.tokens import TokenSource
 
 

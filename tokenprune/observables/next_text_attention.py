@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tokenprune.observable import AttentionOfText, Where, register_observable
+from tokenprune.observable import AttentionOfText, SeenAttention, Where
+from tokenprune.observable_registry import register_observable
 from tokenprune.tokens import TokenSource
-
-if TYPE_CHECKING:
-    from tokenprune.integrations.shared.observation import Observation
 
 
 @register_observable("next_text_attention")
@@ -18,5 +14,5 @@ class NextTextAttention(AttentionOfText):
     where = Where.NEXT_LAYER
     text_name = "next_attention"
 
-    def observed(self, source: TokenSource) -> Observation:
+    def observed(self, source: TokenSource) -> SeenAttention:
         return source.behind

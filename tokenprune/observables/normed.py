@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenprune.observable import Backend, Observable, Where, register_observable
+from tokenprune.observable import Backend, Observable, Where
+from tokenprune.observable_registry import register_observable
 from tokenprune.observables.hidden import Hidden
 from tokenprune.tokens import Segments, TextTokens, TokenSource
 

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from tokenprune.observable import Backend, Observable, Sizes, Where, observables_of, register_observable
+from tokenprune.observable import Backend, Observable, SeenAttention, Sizes, Where
+from tokenprune.observable_registry import observables_of, register_observable
 from tokenprune.tokens import Patches, Segments, TokenSource
-
-if TYPE_CHECKING:
-    from tokenprune.integrations.shared.observation import Observation
 
 
 @register_observable("patches")
@@ -25,7 +21,7 @@ class PatchPlaces(Observable):
     def declared(self, needs: frozenset[str]) -> bool:
         return bool(observables_of(needs, Where.TOWER, Where.TOWER_BLOCK))
 
-    def of_patches(self, seen: Observation, protected: int) -> Tensor:
+    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
         """Return `[rows, H, patches]`, of any value: how many patches there are is all that is asked."""
         return seen.key[:, :, protected:, 0]
 

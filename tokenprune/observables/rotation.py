@@ -4,7 +4,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenprune.observable import Observable, Sizes, Where, register_observable
+from tokenprune.observable import Observable, Sizes, Where
+from tokenprune.observable_registry import register_observable
 from tokenprune.tokens import Segments, TextTokens, TokenSource
 
 

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tokenprune.observable import AttentionOfText, Backend, Where, register_observable
+from tokenprune.observable import AttentionOfText, Backend, SeenAttention, Where
+from tokenprune.observable_registry import register_observable
 from tokenprune.tokens import TokenSource
-
-if TYPE_CHECKING:
-    from tokenprune.integrations.shared.observation import Observation
 
 
 @register_observable("text_attention")
@@ -20,5 +16,5 @@ class TextAttention(AttentionOfText):
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
     text_name = "attention"
 
-    def observed(self, source: TokenSource) -> Observation:
+    def observed(self, source: TokenSource) -> SeenAttention:
         return source.before

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tokenprune.base import Pruner, Selection
 from tokenprune.errors import ConformanceError, TokenPruneError
-from tokenprune.observable import Sizes, Where, available_observables, find_observable
+from tokenprune.observable import Sizes, Where
+from tokenprune.observable_registry import available_observables, find_observable, find_observable_of_text
 from tokenprune.testing.rules import require
 from tokenprune.testing.view import visual_tokens
 from tokenprune.tokens import Patches, VisualTokens
@@ -31,9 +32,12 @@ class _Case:
     given: dict[str, Any]
     text: dict[str, Tensor]
 
-    def view(self) -> VisualTokens:
-        given = dict(self.given)
-        return visual_tokens(given.pop("hidden"), self.counts, keep=self.keep, text=self.text or None, **given)
+    def view(self, method: Pruner, carry: Mapping[str, Any]) -> VisualTokens:
+        """Return what `method` may see, of what it declared. carry: what earlier stages remember."""
+        given = {name: one for name, one in self.given.items() if find_observable(name).declared(method.needs)}
+        hidden, text = given.pop("hidden"), self.text if method.query_aware else {}
+        text = {name: one for name, one in text.items() if find_observable_of_text(name).declared(method.needs)}
+        return visual_tokens(hidden, self.counts, keep=self.keep, text=text or None, carry=carry, **given)
 
     def alone(self, segment: int) -> _Case:
         """Return one segment without its padding."""
@@ -71,52 +75,57 @@ def _axis(name: str) -> int:
     return find_observable(name).axes.find("N")
 
 
-def check_choices(method: Pruner) -> None:
-    """Raise ConformanceError if what a method chooses among visual tokens breaks a rule."""
+def check_choices(stages: Sequence[Pruner]) -> None:
+    """Raise ConformanceError if what the last of a method's `stages` chooses among visual tokens breaks a rule; those
+    before it are asked first, for what they remember."""
+    method = stages[-1]
     for number, counts in enumerate(_COUNTS):
         for share in _SHARES:
-            case = _case(method, counts, share, seed=number)
-            keep = _kept(method, case, f"of {counts} tokens")
-            again = _kept(method, case, f"of {counts} tokens, the second time")
+            case = _case(stages, counts, share, seed=number)
+            keep = _kept(stages, case, f"of {counts} tokens")
+            again = _kept(stages, case, f"of {counts} tokens, the second time")
             require(torch.equal(keep, again), "it chooses other tokens the second time: draw by tokens.generator(...)")
-            _check_rows(method, case, keep)
-            _check_padding(method, case, keep)
-    case = _case(method, [24, 17, 9, 1], 0.25, seed=7)
+            _check_rows(stages, case, keep)
+            _check_padding(stages, case, keep)
+    case = _case(stages, [24, 17, 9, 1], 0.25, seed=7)
     for dtype in (torch.float16, torch.bfloat16):
-        _kept(method, case.mapped(lambda x, axis, dtype=dtype: x.to(dtype)), f"in {str(dtype).removeprefix('torch.')}")
-    _check_nan(method, case)
-    _check_untouched(method, case)
+        _kept(stages, case.mapped(lambda x, axis, dtype=dtype: x.to(dtype)), f"in {str(dtype).removeprefix('torch.')}")
+    _check_nan(stages, case)
+    _check_untouched(stages, case)
     if not method.query_aware:
         _check_blind(method, case)
 
 
-def _case(method: Pruner, counts: list[int], share: float, seed: int) -> _Case:
-    generator = torch.Generator().manual_seed(seed)
+def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) -> _Case:
+    method, generator = stages[-1], torch.Generator().manual_seed(seed)
+    needs = frozenset().union(*(stage.needs for stage in stages))
+    layers = list(dict.fromkeys(layer for stage in stages for layer in stage.encoder_layers))
     sizes = Sizes(tuple(counts), _TEXT, width=40, heads=2)
     given, text = {}, {}
     for name in available_observables():
         seen = find_observable(name)
-        if not seen.declared(method.needs) or (seen.where is Where.CUT and name != "hidden"):
+        if not seen.declared(needs) or (seen.where is Where.CUT and name != "hidden"):
             continue
-        layers = method.encoder_layers if seen.by_layer else ()
         if seen.by_layer:
             given[name] = {layer: seen.example(sizes, generator) for layer in layers}
         else:
             given[name] = seen.example(sizes, generator)
         of_text = seen.text_example(sizes, generator)
-        if of_text is not None and method.query_aware:
+        if of_text is not None:
             text[seen.text_name] = of_text
     wanted = [min(n, max(1, round(share * n))) for n in counts]
     keep = [min(n, max(1, method.budget(n, one))) for n, one in zip(counts, wanted, strict=True)]
     return _Case(counts, keep, given, text)
 
 
-def _kept(method: Pruner, case: _Case, when: str) -> Tensor:
+def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
     """Return what a method keeps, bool `[S, N]`, checked."""
-    tokens = case.view()
+    method, carry = stages[-1], {}
     try:
         with torch.no_grad():
-            selection = method.select(tokens)
+            for stage in stages:
+                tokens = case.view(stage, carry)
+                selection, carry = stage.select(tokens), tokens.carry
     except TokenPruneError as error:
         raise ConformanceError(f"{when}: {error}") from error
     require(isinstance(selection, Selection), f"select() must return a Selection, not {type(selection).__name__}")
@@ -125,7 +134,11 @@ def _kept(method: Pruner, case: _Case, when: str) -> Tensor:
     require(fine, f"{when}: Selection.keep must be bool [S, N] = {list(tokens.mask.shape)}")
     require(not bool((keep & ~tokens.mask).any()), f"{when}: it keeps padding; look at tokens.mask")
     counts = keep.sum(1).tolist()
-    require(counts == case.keep, f"{when} it keeps {counts}, and its budget is {case.keep}; look at tokens.keep")
+    if method.by_content_count:
+        fine = all(method.least <= count <= most for count, most in zip(counts, case.counts, strict=True))
+        require(fine, f"{when} it keeps {counts}, and fewer than {method.least} of an image is not allowed")
+    else:
+        require(counts == case.keep, f"{when} it keeps {counts}, and its budget is {case.keep}; look at tokens.keep")
     said = selection.counts
     require(said is None or list(said) == counts, f"{when}: Selection.counts says {said}, and it keeps {counts}")
     if selection.assign is not None:
@@ -147,36 +160,36 @@ def _check_merge(method: Pruner, selection: Selection, tokens: VisualTokens, whe
     require(bool(itself.all()), f"{when}: a token that is kept must be assigned to itself")
 
 
-def _check_rows(method: Pruner, case: _Case, keep: Tensor) -> None:
+def _check_rows(stages: Sequence[Pruner], case: _Case, keep: Tensor) -> None:
     for segment, count in enumerate(case.counts):
-        alone = _kept(method, case.alone(segment), f"of one image of {count} tokens")
+        alone = _kept(stages, case.alone(segment), f"of one image of {count} tokens")
         require(
             torch.equal(alone[0], keep[segment, :count]),
             f"image {segment} of a batch of {case.counts} tokens keeps other tokens than alone",
         )
 
 
-def _check_padding(method: Pruner, case: _Case, keep: Tensor) -> None:
-    mask = case.view().mask
+def _check_padding(stages: Sequence[Pruner], case: _Case, keep: Tensor) -> None:
+    mask = torch.arange(max(case.counts)) < torch.tensor(case.counts)[:, None]
 
     def filled(value: Tensor, axis: int) -> Tensor:
         shape = [len(mask), *(mask.shape[1] if a == axis else 1 for a in range(1, value.ndim))]
         return value.masked_fill(~mask.view(shape), 1e4)
 
-    other = _kept(method, case.mapped(filled), "with other values at padding")
+    other = _kept(stages, case.mapped(filled), "with other values at padding")
     require(torch.equal(other, keep), "what stands at padding changes its choice; look at tokens.mask")
 
 
-def _check_nan(method: Pruner, case: _Case) -> None:
+def _check_nan(stages: Sequence[Pruner], case: _Case) -> None:
     def broken(value: Tensor, axis: int) -> Tensor:
         return value.index_fill(axis, torch.tensor([3]), torch.nan)
 
-    _kept(method, case.mapped(broken), "with NaN at a token")
+    _kept(stages, case.mapped(broken), "with NaN at a token")
 
 
-def _check_untouched(method: Pruner, case: _Case) -> None:
+def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
     copy = case.mapped(lambda x, axis: x.clone())
-    _kept(method, copy, "")
+    _kept(stages, copy, "")
     for name, value in case.given.items():
         if isinstance(value, Tensor):
             require(torch.equal(value, copy.given[name]), f"it changes {name}, which it may only read")

@@ -14,7 +14,7 @@ from tokenprune.budget import Budget
 from tokenprune.decode import DecodeMethod
 from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import ConformanceError
-from tokenprune.observable import available_observables
+from tokenprune.observable_registry import available_observables
 from tokenprune.registry import BASES, build
 from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
@@ -48,8 +48,9 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
         elif isinstance(made, AttentionPattern):
             others.check_blocks(made)
         else:
-            for stage, _ in made.stages(Budget.of(0.5), LAYERS):
-                check_choices(stage)
+            stages = [stage for stage, _ in made.stages(Budget.of(0.5), LAYERS)]
+            for number in range(len(stages)):
+                check_choices(stages[: number + 1])
         if isinstance(made, DecodeMethod):
             others.check_rates(made)
 

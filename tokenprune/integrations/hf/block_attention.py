@@ -31,7 +31,7 @@ from tokenprune.integrations.hf.observe import Tap
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.segments import find_segments
 from tokenprune.integrations.hf.setup_checks import reruns_layers
-from tokenprune.observable import observables_of
+from tokenprune.observable_registry import observables_of
 from tokenprune.transfer import sent
 
 # What some families' attention functions take that the block attention does not compute.

@@ -12,7 +12,7 @@ from tokenprune.base import Selection
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.carry import Carries, carry_of
-from tokenprune.integrations.hf.layer_input import release
+from tokenprune.integrations.hf.kept_inputs import release
 from tokenprune.integrations.hf.layout import gather_tokens
 from tokenprune.integrations.hf.observe import Seen
 from tokenprune.integrations.hf.plan import Step

@@ -30,7 +30,8 @@ from tokenprune.integrations.hf.patches import Placed, picture_sizes, place
 from tokenprune.integrations.hf.segments import feature_total
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
-from tokenprune.observable import TowerOutput, Where, find_observable, observables_of
+from tokenprune.observable import TowerOutput, Where
+from tokenprune.observable_registry import find_observable, observables_of
 from tokenprune.tokens import Patches, Segments
 from tokenprune.transfer import sent
 

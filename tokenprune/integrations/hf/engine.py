@@ -28,7 +28,7 @@ from tokenprune.integrations.hf.cutting import cut
 from tokenprune.integrations.hf.encoder_record import start_record
 from tokenprune.integrations.hf.entry import cut_entry
 from tokenprune.integrations.hf.features import FeatureRecorder
-from tokenprune.integrations.hf.layer_input import keep_entry, keep_input
+from tokenprune.integrations.hf.kept_inputs import keep_entry, keep_input
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.look_ahead import Probe, SeenError, look_ahead
 from tokenprune.integrations.hf.observe import Observer, Seen
@@ -273,7 +273,6 @@ class Engine(Attachable):
         if index and call.starts_group(index):
             call.groups.append(call.group(index))
         keys = call.key_count(index, self.adapter, kwargs)
-        decoding.show_keys(call, keys)
         args, kwargs = call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
         if call.cuts_at(index + 1):
             keep_input(call, self.steps[index + 1].method, self.adapter, index, args, kwargs)

@@ -15,11 +15,12 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
-from tokenprune.integrations.hf.layer_input import Inputs
+from tokenprune.integrations.hf.kept_inputs import Inputs
 from tokenprune.integrations.hf.observe import Seen
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.kernels.compact import partition
-from tokenprune.tokens import LayerInput, Patches, Segments, TokenSource
+from tokenprune.token_source import LayerInput, TokenSource
+from tokenprune.tokens import Patches, Segments
 
 
 @dataclass

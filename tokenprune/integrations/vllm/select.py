@@ -16,7 +16,8 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.encoder_attention import Encoded, as_patches
 from tokenprune.integrations.hf.patches import Placed
 from tokenprune.integrations.shared.selection import checked_keep, merge_tokens
-from tokenprune.observable import Backend, Observable, Sizes, TowerScores, Where, observables_of
+from tokenprune.observable import Backend, Observable, Sizes, TowerScores, Where
+from tokenprune.observable_registry import observables_of
 from tokenprune.tokens import Patches, Segments, TokenSource, VisualTokens
 
 Grid = tuple[int, int, int]

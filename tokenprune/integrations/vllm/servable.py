@@ -10,7 +10,8 @@ from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.select import probe
-from tokenprune.observable import Backend, not_served
+from tokenprune.observable import Backend
+from tokenprune.observable_registry import not_served
 from tokenprune.registry import available_methods, method_class
 from tokenprune.setting import IN_LLM
 

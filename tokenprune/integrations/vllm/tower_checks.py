@@ -9,7 +9,8 @@ from tokenprune.base import Method, Pruner
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.encoder_attention import block_index, read_block
 from tokenprune.integrations.hf.patches import PatchSource
-from tokenprune.observable import Where, observables_of
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
 
 # By the model type of the vision config: how many class tokens stand before the patches.
 CLASS_TOKENS = {

@@ -16,8 +16,9 @@ from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.in_llm.layout import Piece, Share
 from tokenprune.integrations.vllm.in_llm.select import Seen, choose, segments_of
 from tokenprune.integrations.vllm.select import Grid
-from tokenprune.observable import Where, observables_of
-from tokenprune.tokens import LayerInput
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
+from tokenprune.token_source import LayerInput
 
 
 @dataclass(frozen=True)

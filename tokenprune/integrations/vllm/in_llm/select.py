@@ -14,8 +14,10 @@ from tokenprune.base import Pruner
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.select import Grid, Norm, exact_keep
-from tokenprune.observable import Backend, Observable, not_served, served_by
-from tokenprune.tokens import LayerInput, Segments, TokenSource, VisualTokens
+from tokenprune.observable import Backend, Observable
+from tokenprune.observable_registry import not_served, served_by
+from tokenprune.token_source import LayerInput, TokenSource
+from tokenprune.tokens import Segments, VisualTokens
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.look_ahead import attention_of
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.observable import Where, observables_of
-from tokenprune.tokens import LayerInput
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
+from tokenprune.token_source import LayerInput
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
