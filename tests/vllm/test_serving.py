@@ -107,7 +107,7 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": "fastv"}, OptionError, "Servable are .*divprune"),
         ({"method": "tome", "r": 3}, OptionError, "settled before the tower runs.*keep decides"),
         ({"method": "dymu"}, OptionError, "pass exact=True"),
-        ({"method": "dymu", "exact": True, "vtu": "exact"}, OptionError, "leave it out"),
+        ({"method": "dymu", "exact": True, "vtu": "expanded"}, OptionError, "leave it out"),
         ({"method": "vscan"}, OptionError, "vscan: stage2=false"),
         ({"method": "view_select"}, OptionError, "let clients leave out"),
     ],
