@@ -89,7 +89,7 @@ class MadeUp(TokenSource):
 
 def visual_tokens(method: Method, count: int, device: torch.device) -> VisualTokens:
     """Return one image of `count` tokens, with everything that `method` may read of it."""
-    from tokenprune.integrations.hf.observe import Observation
+    from tokenprune.integrations.shared.observation import Observation
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     channels = WIDTH[device.type]

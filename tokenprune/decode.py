@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokenprune.base import Pruner
 from tokenprune.tokens import VisualTokens
 
-_MODES = ("evict", "mask", "index")
+_MODES = ("evict", "mask")
 _POLICIES = ("ragged", "shared")
 
 
@@ -55,7 +55,7 @@ class DecodeMethod(Pruner):
         self._check(isinstance(self.monotone, bool), f"monotone={self.monotone!r} must be True or False")
         self._check(
             self.monotone or self.mode != "evict",
-            "monotone=False lets tokens return, which mode='evict' has thrown away: use mode='mask' or mode='index'",
+            "monotone=False lets tokens return, which mode='evict' has thrown away: use mode='mask'",
         )
         self._check_one_of("batch_policy", _POLICIES)
 

@@ -36,6 +36,7 @@ class Where(enum.StrEnum):
     UNROTATED = "UNROTATED"  # the attention of the layer before the cut, if it did not rotate
     TOWER_BLOCK = "TOWER_BLOCK"  # the attention of a block of the vision tower
     TOWER = "TOWER"  # the vision tower as a whole
+    FRAMES = "FRAMES"  # which frame of a video tokens are of
 
 
 class Backend(enum.StrEnum):
@@ -104,7 +105,6 @@ class Observable:
     by_layer: whether it is read of one block at a time, `tokens.<name>(layer)`, out of the method's `encoder_layers`.
     whole:    whether it takes the whole prompt, with the text behind an image.
     all_rows: whether it takes what all tokens attend to.
-    of_frames: whether it is of the frames of whole images and videos.
     rotary:   whether it takes rotary positions, which not every decoder has.
     """
 
@@ -116,7 +116,6 @@ class Observable:
     by_layer: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     all_rows: ClassVar[bool] = False
-    of_frames: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
 
     def declared(self, needs: frozenset[str]) -> bool:

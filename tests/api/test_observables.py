@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from tokenprune import OptionError, RegistrationError, Selection, Site, TokenPruneError, observable_registry, registry
+from tokenprune import (
+    BudgetError,
+    OptionError,
+    RegistrationError,
+    Selection,
+    Site,
+    TokenPruneError,
+    observable_registry,
+    registry,
+)
 from tokenprune.integrations.vllm.servable import check_method as check_served
 from tokenprune.observable import Backend, PerToken, TowerBlock, Where
 from tokenprune.observable_registry import register_observable
@@ -189,7 +198,7 @@ def test_frames_are_of_whole_videos(build) -> None:
     model, inputs = build(family), family.make_inputs(images=(0,), video=True)
     seen = reader(("frames",), lambda tokens: (tokens.frames, tokens.frame, tokens.counts), "PRE_LLM")
     for per in ("frame", "prompt"):
-        with pytest.raises(OptionError, match=r'reads frames .*use per="image"'):
+        with pytest.raises(BudgetError, match=r'compares the frames .*say per="image"'):
             tokenprune.patch(model, "reader", keep=tokenprune.Budget(keep=0.5, per=per))
     with tokenprune.patched(model, "reader", keep=0.5):
         model(**inputs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.observable import Observable
+from tokenprune.observable import Observable, Where
 from tokenprune.observable_registry import close_names, find_observable, find_observable_of_text
 from tokenprune.tokens import Segments, TextTokens, TokenSource, VisualTokens
 
@@ -157,7 +157,7 @@ class _Given(TokenSource):
     def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
         if seen.name == "normed" and "normed" not in self.visual:
             return self.final_norm(tokens.hidden)
-        if seen.of_frames and seen.name not in self.visual:
+        if seen.where is Where.FRAMES and seen.name not in self.visual:
             return super().read(seen, tokens)
         value = _given(self.visual, seen.name, seen.name)
         if isinstance(value, Mapping):

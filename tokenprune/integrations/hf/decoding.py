@@ -3,9 +3,9 @@
 
 What is needed for that lives on the cache, beside its `Reduction`, and follows it when rows are repeated, reordered or
 selected. It is made by the cut in prefill. A later call with one new token observes the layer before the cut, decides,
-and applies the decision to the layers from there on: `evict` takes keys and values out of the cache, `mask` hides them,
-`index` keeps them and hands the attention a gathered view. Calls with several tokens (a user's next turn, drafts that
-are not accepted yet) decide nothing: what was kept before stays.
+and applies the decision to the layers from there on: `evict` takes keys and values out of the cache, `mask` hides them.
+Calls with several tokens (a user's next turn, drafts that are not accepted yet) decide nothing: what was kept before
+stays.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ def take_up(call: Call, steps: dict[int, Step], length: int) -> None:
     """Go on with what the cache of a call of `length` tokens remembers."""
     if call.decode is None:
         return
-    call.decode.view = None
     step = steps.get(call.decode.layer)
     # Another patch than the one that made the cache leaves it as it is.
     if length == 1 and step is not None and step.method == call.decode.method:
@@ -87,12 +86,6 @@ def kept_state(call: Call) -> DecodeState | None:
     """Return what the cache is to remember after a call: of its own cut, or else what it did before."""
     started = call.state.get(DecodeState)
     return call.decode if started is None else started
-
-
-def show_keys(call: Call, keys: int | None) -> None:
-    """Have the cache hand the layer that runs next, which holds `keys` keys, those that it is to see."""
-    if call.decode is not None and keys is not None:
-        call.decode.view = call.groups[-1].visible_keys(keys)[1]
 
 
 def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter, record: bool) -> Tensor:

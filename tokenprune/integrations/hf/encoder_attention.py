@@ -24,10 +24,11 @@ from tokenprune.integrations.attachable import states
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.copies import number_features
 from tokenprune.integrations.hf.encoder_record import open_record, record_of
-from tokenprune.integrations.hf.observe import Observation, Observer
+from tokenprune.integrations.hf.observe import Observer
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.patches import Placed, picture_sizes, place
 from tokenprune.integrations.hf.segments import feature_total
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.observable import TowerOutput, Where
 from tokenprune.observable_registry import find_observable, observables_of

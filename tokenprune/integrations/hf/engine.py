@@ -31,12 +31,13 @@ from tokenprune.integrations.hf.features import FeatureRecorder
 from tokenprune.integrations.hf.kept_inputs import keep_entry, keep_input
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.look_ahead import Probe, SeenError, look_ahead
-from tokenprune.integrations.hf.observe import Observation, Observer, Seen
+from tokenprune.integrations.hf.observe import Observer, Seen
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.plan import Merged, Step, plan_cuts
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.segments import RunsPerImage, check_placeholders, find_segments
 from tokenprune.integrations.hf.setup_checks import check_call, reads_layer_before, reads_next_layer
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")
@@ -272,7 +273,6 @@ class Engine(Attachable):
         if index and call.starts_group(index):
             call.groups.append(call.group(index))
         keys = call.key_count(index, self.adapter, kwargs)
-        decoding.show_keys(call, keys)
         args, kwargs = call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
         if call.cuts_at(index + 1):
             keep_input(call, self.steps[index + 1].method, self.adapter, index, args, kwargs)

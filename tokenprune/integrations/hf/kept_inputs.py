@@ -13,8 +13,9 @@ from tokenprune.base import Method
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.attachable import hidden_states
 from tokenprune.integrations.hf.adapters import Adapter
+from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.look_ahead import attention_of
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.observable import Where
 from tokenprune.observable_registry import observables_of
 from tokenprune.token_source import LayerInput
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 class Inputs:
     """What a call keeps for the cuts to come.
 
-    entry: `[B, W, D]`, what entered the decoder, in the layout of its arrival; last: the layer of the last cut that
+    entry: `[B, W, D]`, what entered the decoder, and the layout of its slots; last: the layer of the last cut that
     reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see
     without rotation.
     """
 
-    entry: Tensor | None = None
+    entry: tuple[Tensor, Layout] | None = None
     last: int = 0
     before: LayerInput | None = None
     unrotated: Observation | None = None
@@ -43,7 +44,7 @@ def keep_entry(call: Call, steps: list[Step], embeds: Tensor) -> None:
     """Keep what enters the decoder, if one of `steps` reads it behind the entry."""
     readers = [step.layer for step in steps if step.layer and observables_of(step.method.needs, Where.ENTRY)]
     if readers:
-        call.state.put(Inputs(embeds, max(readers)))
+        call.state.put(Inputs((embeds, call.layout), max(readers)))
 
 
 def release(call: Call, layer: int) -> None:

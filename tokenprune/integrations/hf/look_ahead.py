@@ -12,7 +12,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cache import cached_tokens
 from tokenprune.integrations.hf.call import Call
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.shared.observation import Observation
 
 
 @dataclass(frozen=True)

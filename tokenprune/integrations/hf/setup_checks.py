@@ -50,12 +50,6 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
                 f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
             )
         check_layers(step, adapter)
-        frames = [one.name for one in observables_of(step.method.needs) if one.of_frames]
-        if frames and step.budget.per != "image":
-            raise OptionError(
-                f"{step.method.name} reads {', '.join(frames)} of whole images and videos, so it cannot have "
-                f'{step.budget}: use per="image"'
-            )
         if step.method.site is Site.PRE_LLM and (seen := observables_of(step.method.needs, *_IN_LAYERS)):
             names = [one.name for one in seen]
             raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {names}: no layer ran yet")

@@ -16,7 +16,8 @@ from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
 from tokenprune.integrations.hf.kept_inputs import Inputs
-from tokenprune.integrations.hf.observe import Observation, Seen
+from tokenprune.integrations.hf.observe import Seen
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.kernels.compact import partition
 from tokenprune.token_source import LayerInput, TokenSource
 from tokenprune.tokens import Patches, Segments
@@ -53,10 +54,6 @@ class Sources(TokenSource):
         return _observed(self._seen.behind)
 
     @property
-    def _inputs(self) -> Inputs:
-        return self.call.state.get(Inputs) or Inputs()
-
-    @property
     def _seen(self) -> Seen:
         return self.call.state.get(Seen) or Seen()
 
@@ -70,11 +67,16 @@ class Sources(TokenSource):
         return _observed(self._inputs.unrotated)
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
-        entry, arrival = self._inputs.entry, self.call.groups[0].layout if self.call.groups else None
+        entry = self._inputs.entry
         if entry is None:  # the cut is at the entry
             return self.at(self.hidden, position, segments)
-        slots = arrival.slot_of.to(position.device)[segments.row_index, position].clamp(min=0)
-        return entry.to(position.device)[segments.row_index, slots]
+        embeds, layout = entry
+        slots = layout.inverse.to(position.device)[segments.row_index, position].clamp(min=0)
+        return embeds.to(position.device)[segments.row_index, slots]
+
+    @property
+    def _inputs(self) -> Inputs:
+        return self.call.state.get(Inputs) or Inputs()
 
     @cached_property
     def encoded(self) -> EncodedTokens:

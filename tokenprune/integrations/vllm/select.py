@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tokenprune.base import Pruner, Selection
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.hf.cutting import checked_keep, merge_tokens
 from tokenprune.integrations.hf.encoder_attention import Encoded, as_patches
 from tokenprune.integrations.hf.patches import Placed
+from tokenprune.integrations.shared.selection import checked_keep, merge_tokens
 from tokenprune.observable import Backend, Observable, Sizes, TowerScores, Where
 from tokenprune.observable_registry import observables_of
 from tokenprune.tokens import Patches, Segments, TokenSource, VisualTokens

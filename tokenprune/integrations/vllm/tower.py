@@ -28,8 +28,8 @@ from tokenprune.integrations.hf.encoder_attention import (
     empty,
     take_patches,
 )
-from tokenprune.integrations.hf.observe import Observation
 from tokenprune.integrations.hf.patches import PatchSource, place
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import Packed, newline_number, numbered
 from tokenprune.integrations.vllm.compat import TESTED
 from tokenprune.integrations.vllm.tower_checks import CLASS_TOKENS, depth_of, heads_of, kind_of

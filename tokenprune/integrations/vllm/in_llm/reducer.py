@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.base import Method
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.in_llm.layout import Piece, Share
 from tokenprune.integrations.vllm.in_llm.select import Seen, choose, segments_of
 from tokenprune.integrations.vllm.select import Grid

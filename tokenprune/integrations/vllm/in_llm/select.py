@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenprune.base import Pruner
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.select import Grid, Norm, exact_keep
 from tokenprune.observable import Backend, Observable
 from tokenprune.observable_registry import not_served, served_by

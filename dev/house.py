@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write "The house in numbers" of docs/architecture.md: files, lines and imports of each folder of the library, before
+it was sorted into folders and now; print what no layout should have.
+
+python dev/house.py                    # rewrite the tables, and print circles and imports that point upward
+python dev/house.py --check            # change nothing; exit with 1 if the tables are out of date
+python dev/house.py --before COMMIT    # take the numbers of "before" from that commit (dev/house_before.json)
+
+An import counts wherever it stands in a file, but under `if TYPE_CHECKING`, which never runs. A circle is a set of
+files (or folders) each of which reaches the others by imports; files that lie in `tokenprune/` itself count as folders
+of their own there. Upward is against the layers of `[tool.importlinter]` in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grimp
+import networkx
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs/architecture.md"
+BEFORE = Path(__file__).with_name("house_before.json")
+BEGIN, END = "<!-- house:begin (dev/house.py) -->", "<!-- house:end -->"
+PACKAGE = "tokenprune"
+Imports = set[tuple[str, str]]
+
+
+def imports_of(root: Path, package: str = PACKAGE) -> Imports:
+    """Return the imports between the modules of the package that lies in `root`: (importer, imported)."""
+    sys.path.insert(0, str(root))
+    try:
+        graph = grimp.build_graph(package, cache_dir=None, exclude_type_checking_imports=True)
+    finally:
+        sys.path.remove(str(root))
+    return {(one, other) for one in graph.modules for other in graph.find_modules_directly_imported_by(one)}
+
+
+def files_of(root: Path, package: str = PACKAGE) -> dict[str, Path]:
+    """Return the file of each module of the package that lies in `root`."""
+    files = {}
+    for path in sorted((root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+def measure(root: Path, package: str = PACKAGE) -> dict[str, Any]:
+    """Return the numbers of the package that lies in `root`."""
+    files, imports = files_of(root, package), imports_of(root, package)
+    folder = {module: path.parent.relative_to(root).as_posix() for module, path in files.items()}
+    # A folder with a file of its own; those of tokenprune/ itself are rooms one by one, for circles.
+    room = {module: module if at == package else at for module, at in folder.items()}
+    out = Counter(folder[one] for one, other in imports if folder[one] != folder[other])
+    rooms = {(room[one], room[other]) for one, other in imports if room[one] != room[other]}
+    table = {}
+    for module, path in files.items():
+        row = table.setdefault(folder[module], {"files": 0, "lines": 0, "imports": out[folder[module]]})
+        row["files"] += 1
+        row["lines"] += len(path.read_text().splitlines())
+    return {
+        "folders": dict(sorted(table.items())),
+        "files": len(files),
+        "lines": sum(row["lines"] for row in table.values()),
+        "longest": max(len(path.read_text().splitlines()) for path in files.values()),
+        "imports": len(imports),
+        "imports between folders": sum(out.values()),
+        "circles of files": circles(imports),
+        "circles of folders": circles(rooms),
+    }
+
+
+def circles(imports: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Return the sets of names that reach each other, the largest first."""
+    found = networkx.strongly_connected_components(networkx.DiGraph(imports))
+    return sorted((sorted(one) for one in found if len(one) > 1), key=lambda one: (-len(one), one))
+
+
+def upward(imports: Imports, contracts: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the imports that point from a lower layer to a higher one, or between siblings that do not import each
+    other.
+
+    contracts: of import-linter; those of the kind "layers" count. A line of layers is the highest first; "a | b" are
+    siblings that do not import each other, "a : b" may.
+    """
+    found = set()
+    for contract in contracts:
+        if contract.get("type") != "layers":
+            continue
+        for container in contract.get("containers") or [""]:
+            place: dict[str, tuple[int, str, bool]] = {}
+            for height, line in enumerate(contract["layers"]):
+                apart = ":" not in line
+                for name in line.replace("|", " ").replace(":", " ").split():
+                    full = f"{container}.{name.strip('()')}".lstrip(".")
+                    place[full] = (height, full, apart)
+            for one, other in imports:
+                here, there = layer_of(one, place), layer_of(other, place)
+                if not here or not there or here[1] == there[1]:
+                    continue
+                if here[0] > there[0] or (here[0] == there[0] and here[2]):
+                    found.add((one, other))
+    return sorted(found)
+
+
+def layer_of(module: str, place: dict[str, tuple[int, str, bool]]) -> tuple[int, str, bool] | None:
+    """Return the entry of `place` for the module, or the nearest package around it that has one."""
+    while module:
+        if module in place:
+            return place[module]
+        module = module.rpartition(".")[0]
+    return None
+
+
+def at_commit(commit: str) -> dict[str, Any]:
+    """Return the numbers of the library as it was at `commit`."""
+    packed = subprocess.run(
+        ["git", "archive", commit, PACKAGE], cwd=ROOT, capture_output=True, check=True
+    ).stdout  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(folder, filter="data")
+        return {"commit": commit} | measure(Path(folder))
+
+
+def table(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return the two tables of the page."""
+    return "\n".join([*whole(before, now), "", *by_folder(before, now)])
+
+
+def whole(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    yield f"| the library | before ({before['commit']}) | now |"
+    yield "|---|---|---|"
+    for name, title in (
+        ("files", "files"),
+        ("lines", "lines"),
+        ("longest", "lines of the longest file"),
+        ("imports", "imports between files"),
+        ("imports between folders", "of these, between folders"),
+    ):
+        yield f"| {title} | {before[name]:,} | {now[name]:,} |"
+    for name in ("circles of files", "circles of folders"):
+        texts = [
+            f"{len(one[name])}, the largest of {len(one[name][0])}" if one[name] else "none" for one in (before, now)
+        ]
+        yield f"| {name} | {texts[0]} | {texts[1]} |"
+
+
+def by_folder(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Folders; imports are those that lead from a folder to another one."""
+    yield "| folder | files | lines | imports of other folders | files now | lines now | imports now |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in sorted({*before["folders"], *now["folders"]}):
+        cells = []
+        for one in (before, now):
+            row = one["folders"].get(name)
+            cells += [f"{row[key]:,}" for key in ("files", "lines", "imports")] if row else ["", "", ""]
+        yield f"| `{name}` | {' | '.join(cells)} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the table is out of date")
+    parser.add_argument("--before", metavar="COMMIT", help="take the left columns from this commit")
+    options = parser.parse_args()
+    if options.before:
+        BEFORE.write_text(json.dumps(at_commit(options.before), indent=1) + "\n")
+    now = measure(ROOT)
+    text = PAGE.read_text()
+    head, _, rest = text.partition(BEGIN)
+    made = f"{head}{BEGIN}\n\n{table(json.loads(BEFORE.read_text()), now)}\n\n{END}{rest.partition(END)[2]}"
+    if options.check:
+        if made != text:
+            print("docs/architecture.md is out of date: run python dev/house.py", file=sys.stderr)
+        return int(made != text)
+    PAGE.write_text(made)
+    for name in ("circles of files", "circles of folders"):
+        print(f"{name}: {len(now[name])}")
+        for one in now[name]:
+            print("  " + ", ".join(one))
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"].get("importlinter")
+    if linter is None:
+        print("imports upward: pyproject.toml has no [tool.importlinter] yet")
+        return 0
+    against = upward(imports_of(ROOT), linter.get("contracts", []))
+    print(f"imports upward: {len(against)}")
+    for one, other in against:
+        print(f"  {one} -> {other}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
