@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tokenprune.base import Method, Selection, Site
+from tokenprune.base import Pruner, Selection, Site
 from tokenprune.bench.model import Model
 from tokenprune.bench.significance import wilson
 from tokenprune.bench.suite import Bench
@@ -19,7 +19,7 @@ from tokenprune.registry import register
 
 @register("replay", site=Site.PRE_LLM, paper="none (a measurement)")
 @dataclasses.dataclass(frozen=True)
-class Replay(Method):
+class Replay(Pruner):
     """Keep the visual tokens that are set from outside."""
 
     kept: ClassVar[Tensor]

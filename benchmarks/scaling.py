@@ -20,9 +20,9 @@ import multiprocessing
 import resource
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,10 +32,10 @@ from rich.progress import track
 from rich.table import Table
 
 import tokenprune
-from tokenprune import Site, VisualTokens
+from tokenprune import Method, Site, VisualTokens
 from tokenprune.accounting import DecoderShape
 from tokenprune.merging import bipartite_match, threshold_match
-from tokenprune.tokens import Patches, Segments
+from tokenprune.tokens import Patches, Segments, TokenSource
 
 COUNTS = (576, 2880, 8192, 16384, 32768)
 WIDTH, HEADS, TEXT, SHARE = {"cuda": 1024, "cpu": 256}, 8, 64, 9
@@ -52,41 +52,55 @@ def selecting_methods() -> list[str]:
     return [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
 
 
-def visual_tokens(count: int, device: torch.device) -> VisualTokens:
-    """One picture of `count` tokens, with everything that a method may read of it; attention is computed on demand."""
-    from tokenprune.integrations.hf.observe import Observation
+@dataclass
+class MadeUp(TokenSource):
+    """One image of `count` tokens with text behind it; what a method reads is computed on demand, as in an engine."""
+
+    hidden: torch.Tensor
+    before: Any
+    count: int
+    needs: frozenset[str]
+
+    @property
+    def behind(self) -> Any:
+        return self.before
+
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:])
+
+    def last_slot(self) -> torch.Tensor:
+        return torch.tensor([[self.width - 1]], device=self.hidden.device)
+
+    def real(self) -> torch.Tensor:
+        return torch.ones(1, self.width, dtype=torch.bool, device=self.hidden.device)
+
+    def text_after(self, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+        text = torch.arange(self.count, self.width, device=self.hidden.device)[None]
+        return text, torch.ones_like(text, dtype=torch.bool)
+
+    def of_tower(self, key: tuple, segments: Segments) -> torch.Tensor:
+        return self.before.keys(self.width)[:, : self.count, :1].float().softmax(1)
+
+    def patches(self, segments: Segments) -> Patches:
+        place = segments.position
+        size = [torch.full_like(place, n) for n in (*segments.grids[0][1:], 1)]
+        return Patches(torch.zeros_like(place), place // size[1], place % size[1], *size, tiles=1)
+
+
+def visual_tokens(method: Method, count: int, device: torch.device) -> VisualTokens:
+    """Return one image of `count` tokens, with everything that `method` may read of it."""
+    from tokenprune.integrations.shared.observation import Observation
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     channels = WIDTH[device.type]
     hidden, keys = (torch.randn(1, count + TEXT, channels, device=device, dtype=dtype) for _ in range(2))
-    place = torch.arange(count, device=device)[None]
-    text = torch.arange(count, count + TEXT, device=device)[None]
-    width = max(w for w in range(1, math.isqrt(count) + 1) if count % w == 0)
     by_head = keys.view(1, count + TEXT, HEADS, -1).transpose(1, 2)
-    seen = Observation(by_head, by_head, None, (channels // HEADS) ** -0.5)
-
-    def attention(kind: str) -> torch.Tensor:
-        if kind == "received":
-            return seen.received(torch.ones(1, count + TEXT, dtype=torch.bool, device=device))
-        return seen.rows(text[:, -1:])[:, :, 0]
-
-    def patches(segments: Segments) -> Patches:
-        size = [torch.full_like(place, n) for n in (count // width, width, 1)]
-        return Patches(torch.zeros_like(place), place // width, place % width, *size, tiles=1)
-
-    values = {"hidden": hidden, "keys": keys}
-    sources = SimpleNamespace(
-        gather=lambda what, where, segments: values[what][segments.row_index, where],
-        final_norm=lambda x: torch.nn.functional.rms_norm(x, (channels,)),
-        attention=attention,
-        slots=lambda where, segments: where,
-        text_after=lambda segments: (text, torch.ones_like(text, dtype=torch.bool)),
-        encoder_attention=lambda layer, segments: keys[:, None, :count, 0].float().softmax(-1),
-        patches=patches,
-    )
-    grid, mask = (1, count // width, width), torch.ones_like(place, dtype=torch.bool)
-    segments = Segments([0], [0], [count], place, mask, [grid], ["image"])
-    return VisualTokens(segments, [count // SHARE], sources)
+    source = MadeUp(hidden, Observation(by_head, by_head, None, (channels // HEADS) ** -0.5), count, method.needs)
+    place = torch.arange(count, device=device)[None]
+    width = max(w for w in range(1, math.isqrt(count) + 1) if count % w == 0)
+    mask = torch.ones_like(place, dtype=torch.bool)
+    segments = Segments([0], [0], [count], place, mask, [(1, count // width, width)], ["image"])
+    return VisualTokens(segments, [count // SHARE], source)
 
 
 def prepared(what: str, name: str, count: int, device: torch.device) -> Callable[[], Any]:
@@ -96,7 +110,8 @@ def prepared(what: str, name: str, count: int, device: torch.device) -> Callable
         keys = torch.randn(1, count, 64, device=device)
         return partial(MERGES[name], keys)
     if what == "selection":
-        method, tokens = tokenprune.method(name), visual_tokens(count, device)
+        method = tokenprune.method(name)
+        tokens = visual_tokens(method, count, device)
 
         def select() -> Any:
             tokens.__dict__.pop("last_row_attention", None)

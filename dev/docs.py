@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of docs/methods, from the registry: the head of each method's page and the index; and of
-docs/families.md, from the table of families.
+"""Write the generated parts of docs/methods, from the registry: the head of each method's page and the index; of
+docs/families.md, from the table of families; and of docs/add-a-method.md, the list of observables.
 
 python dev/docs.py            # rewrite heads, index and families; a page that lacks a head gets one below its title
 python dev/docs.py --check    # exit with 1 where a page is not what this would write (the test suite checks the same)
@@ -18,6 +18,8 @@ from pathlib import Path
 
 import tokenprune
 from tokenprune.integrations.hf.families import REFUSED, SUPPORTED
+from tokenprune.observable import Backend
+from tokenprune.observable_registry import find_observable
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 FAMILIES = FOLDER.parent / "families.md"
@@ -97,6 +99,20 @@ def index() -> str:
     return "\n".join(lines)
 
 
+def observables() -> str:
+    """The rows of what a method may declare in its needs."""
+    lines = ["| need | shape | what | Hugging Face | vLLM | vLLM, in the model |", "|---|---|---|---|---|---|"]
+    for name in tokenprune.available_observables():
+        one = find_observable(name)
+        if name in ("hidden", "normed"):
+            continue
+        said = " ".join(inspect.cleandoc(type(one).__doc__).split("\n\n")[0].split())
+        shape, _, what = said.partition(": ")
+        served = " | ".join(YES[backend in one.backends] for backend in Backend)
+        lines.append(f"| `{name}` | {cell(shape)} | {cell(what)} | {served} |")
+    return "\n".join(lines)
+
+
 def families() -> str:
     """The table of families that work, and that of those that are refused."""
     lines = ["| model type | methods may act | tested with transformers | notes |", "|---|---|---|---|"]
@@ -114,7 +130,12 @@ def written() -> dict[Path, str]:
     for name in tokenprune.available_methods():
         path = FOLDER / f"{name}.md"
         files[path] = page(name, path.read_text() if path.exists() else "")
-    for path, part, table in ((FOLDER / "README.md", "index", index()), (FAMILIES, "families", families())):
+    parts = (
+        (FOLDER / "README.md", "index", index()),
+        (FAMILIES, "families", families()),
+        (FAMILIES.parent / "add-a-method.md", "observables", observables()),
+    )
+    for path, part, table in parts:
         block = re.compile(rf"(<!-- {part}:begin[^\n]*-->\n).*?(<!-- {part}:end -->)", re.DOTALL)
         files[path] = block.sub(lambda match, table=table: f"{match[1]}\n{table}\n\n{match[2]}", path.read_text())
     return files

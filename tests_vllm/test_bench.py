@@ -23,6 +23,7 @@ from tokenprune.bench.suite import Bench, Plan
 from tokenprune.bench.vllm_backend import Chat, VllmBackend
 from tokenprune.bench.vllm_offline import OfflineEngine
 from tokenprune.errors import TokenPruneError, UnknownMethodError
+from tokenprune.tuning import Panel, Promise, Tuner, Tuning, grid
 
 PLAN = Plan(methods=("uniform", "divprune", "pool", "fastv"), keeps=(0.25,), pictures=2, batch_size=8, repeats=0)
 SERVED = ("uniform", "divprune", "pool")
@@ -114,6 +115,21 @@ def test_answers_and_cost_are_those_of_transformers(engine: OfflineEngine, tmp_p
     notes = " ".join(tables.tables(results.summarise([header, *(ours[k] for k in ours if k)]))[0].notes)
     assert "closed form, from the length of the prompt that vLLM reports" in notes and "Skipped fastv" in notes
     assert str(Path.cwd()) not in str(header) and "/" not in header["environment"]["model"]
+
+
+def test_the_tuner_finds_what_it_finds_with_transformers(engine: OfflineEngine) -> None:
+    questions, candidates = load_heldout(limit=5), grid(["uniform", "pool"], [0.5, 0.25])
+
+    def tuned(backend: Backend, batch_size: int) -> Tuning:
+        panel = Panel(backend, questions, batch_size=batch_size)
+        return Tuner(panel, candidates, Promise(0.45), objective="flops", repeats=1).run()
+
+    ours, theirs = tuned(VllmBackend(engine, "", 4), 8), tuned(Counting(load(device="cpu")), 1)
+    for one, other in zip(ours.trials, theirs.trials, strict=True):
+        assert (one.state, one.search, one.held_out, one.drop) == (other.state, 16, other.held_out, other.drop)
+        for name in ("keep_ratio", "prefill_flops_ratio", "kv_bytes"):
+            assert one.cost[name] == pytest.approx(other.cost[name])
+    assert ours.choice is not None and any(one.drop for one in ours.trials)
 
 
 def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from checkpoints import DEEP, photo
 from conftest import Engine, same
 from tokenprune import patched, registry
-from tokenprune.base import Method, Site
+from tokenprune.base import Method, Pruner, Site
 from tokenprune.errors import OptionError
 from tokenprune.methods.dart import Dart
 from tokenprune.methods.fastv import FastV
@@ -205,7 +205,39 @@ class Loud(Method):
         return tokens.hidden.float().norm(dim=-1) + tokens.keys.float().norm(dim=-1)
 
 
+@dataclass(frozen=True)
+class Curious(Pruner):
+    """Keep what the text attends to, what has large values, and what the layer before changed most."""
+
+    layer: int = 2
+
+    @property
+    def query_aware(self) -> bool:
+        return True
+
+    def score(self, tokens: VisualTokens) -> Tensor:
+        text = tokens.text.mask.float()
+        asked = tokens.attention_from(text / text.sum(1, keepdim=True)).mean(1)
+        about = torch.einsum("shm,shmn->sn", tokens.text.attention.sum(2), tokens.text_attention)
+        moved = (tokens.hidden - tokens.previous_hidden).float().norm(dim=-1)
+        return asked * 100 + about + tokens.values.float().norm(dim=-1) + moved
+
+
 class TestOthers:
+    def test_what_the_text_attends_to(self, start: Any, reference: Any) -> None:
+        """Rows of text, values, and what entered the layer before: as the Hugging Face engine sees them."""
+        register = registry.register("curious", site=Site.IN_LLM, needs=("text_attention", "values", "previous_hidden"))
+        try:
+            method = register(Curious)()
+            whole = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
+            engine = start(NAME, setting(method), max_model_len=512, **whole)
+            prompts = mixed(engine, engine.checkpoint.pictures)
+            outputs = engine.generate([engine.request(*one) for one in prompts], 12)
+            for (prompt, images), output in zip(prompts, outputs, strict=True):
+                check(reference(NAME), output, prompt, images, method)
+        finally:
+            registry._METHODS.pop("curious")
+
     @pytest.fixture
     def loud(self) -> Iterator[Method]:
         registry.register("loud", site=Site.IN_LLM, needs=("keys",))(Loud)

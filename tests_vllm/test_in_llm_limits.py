@@ -59,7 +59,7 @@ class Greedy(FastV):
 
 
 class Ahead(FastV):
-    reads = frozenset({"next_row_attention"})
+    needs = frozenset({"next_row_attention"})
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,19 @@ class Seer(Method):
         return sum(tokens.encoder_attention(layer).amax(1) for layer in self.encoder_layers)
 
 
+@register("keyhole", site=Site.PRE_LLM, needs=("encoder_received_attention", "encoder_keys", "encoder_queries"))
+@dataclass(frozen=True)
+class Keyhole(Seer):
+    """Somebody else's: keep what all look at, and what has long keys and queries, in two of the tower's blocks."""
+
+    def score(self, tokens: Any) -> Tensor:
+        keys = sum(tokens.encoder_keys(layer).norm(dim=-1) for layer in self.encoder_layers)
+        queries = sum(tokens.encoder_queries(layer)[..., ::2].sum(-1) for layer in self.encoder_layers)
+        received = sum(tokens.encoder_received_attention(layer).mean(1) for layer in self.encoder_layers)
+        count = tokens.mask.sum(1, keepdim=True)
+        return keys + queries + received * count
+
+
 SETTINGS = [
     {},
     {"keep": 0.7, "local": 0.2, "merge": False},
@@ -48,6 +61,7 @@ SETTINGS = [
     {"window": 2, "local_layer": -1},
     {"method": "seer", "keep": 0.5},
     {"method": "divprune", "keep": 0.5},
+    {"method": "keyhole", "keep": 0.4},
 ]
 
 

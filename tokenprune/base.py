@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method is: where it acts, what it needs to see, and which visual tokens it keeps."""
+"""What a method is: where it acts, what it needs to see, and the base class of the methods of each site."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -71,35 +71,49 @@ class Selection:
 class Method(ReprIsCall):
     """Base of all methods: a frozen dataclass whose fields are the method's options.
 
+    It says who a method is. What a method does is said by the base class of its site, which a method of yours derives
+    from: `Pruner` (PRE_LLM, IN_LLM), `EncoderMethod` (IN_ENCODER), `DecodeMethod` (DECODE), `ResizeMethod` or
+    `ImageChooser` (PRE_ENCODER), `AttentionPattern` (ATTENTION).
+
     The repr of a method is its call, `dart(pivot_image=8)`: its name, and the options that differ from their defaults.
 
-    A subclass implements `score` (higher is kept), or overrides `select` when its choice is not a plain top-k. It sees
-    a read-only `VisualTokens` and never a model, a cache, a mask or position ids.
-
+    name, site, paper, merges: set by `register`.
+    needs:        names of the observables that it reads (see `tokenprune.observables`), set by `register`; a property
+                  where they depend on the options.
+    default_keep: the `keep` of a user who gives none.
+    query_free:   options, by name, under which the choice no longer depends on the question; empty if there are none.
     by_content_count: whether what it sees decides how many tokens stay, up to all: it is then asked even where its
-                      budget is all tokens, as a stage that only looks and remembers. `keep=1.0` asks no stage.
-    least:            the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
+                  budget is all tokens, as a stage that only looks and remembers. `keep=1.0` asks no stage.
+    least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
     """
 
     name: ClassVar[str] = ""
     site: ClassVar[Site] = Site.PRE_LLM
-    needs: ClassVar[frozenset[str]] = frozenset()
     paper: ClassVar[str] = ""
     merges: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
     default_keep: ClassVar[float] = 0.25
-    chooses_pictures: ClassVar[bool] = False
+    query_free: ClassVar[Mapping[str, Any]] = {}
     by_content_count: ClassVar[bool] = False
     least: ClassVar[int] = 1
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # There was one base class once. A class that derives from it, and defines what belongs to a site, goes on
+        # working: it gets the base of that site.
+        super().__init_subclass__(**kwargs)
+        base = next((_BASES[member] for member in _BASES if member in vars(cls)), None)
+        if base is not None:
+            cls.derive_from(base)
+
+    @classmethod
+    def derive_from(cls, base: type[Method]) -> None:
+        """Put `base` in the place of this class among the bases of a subclass; leave one that has it not there."""
+        cls.__bases__ = tuple(base if one is Method else one for one in cls.__bases__)
 
     @property
     def query_aware(self) -> bool:
         """Whether the kept set of an image may change with the question."""
         return False
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Which of its class's `needs` this one reads, with the options it has."""
-        return self.needs
 
     @property
     def prefix_cache_safe(self) -> bool:
@@ -108,14 +122,49 @@ class Method(ReprIsCall):
 
     @property
     def cut_layer(self) -> int:
-        """The decoder layer at whose input the cut is made (0 for PRE_LLM)."""
+        """Index of the decoder layer at whose input the method first cuts; 0 where no layer comes before it."""
+        return 0
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        """Return the methods, each acting at one place, that this one consists of in a decoder of `layers`, with their
+        budgets; most methods are one stage, themselves."""
+        return [(self, budget)]
+
+    def budget(self, count: int, keep: int) -> int:
+        """Return how many of `count` tokens to keep when the user asked for `keep`; most methods keep exactly that."""
+        return keep
+
+    def _check_int(self, option: str, low: int | None = None) -> None:
+        value = getattr(self, option)
+        fine = isinstance(value, int) and not isinstance(value, bool) and (low is None or value >= low)
+        self._check(fine, f"{option}={value!r} must be an int{'' if low is None else f' >= {low}'}")
+
+    def _check(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise OptionError(f"{self.name}: {message}")
+
+
+_BASES: dict[str, type[Method]] = {}  # of a site, by a member that only methods of this site define
+
+
+@dataclass(frozen=True)
+class Pruner(Method):
+    """Base of the methods that choose among visual tokens, at the decoder's entry (PRE_LLM) or inside it (IN_LLM).
+
+    A subclass implements `score` (higher is kept), or overrides `select` when its choice is not a plain top-k. It sees
+    a read-only `VisualTokens` and never a model, a cache, a mask or position ids. A method inside the decoder has a
+    field `layer`, the index of the decoder layer at whose input it cuts.
+    """
+
+    @property
+    def cut_layer(self) -> int:
         return int(getattr(self, "layer", 0)) if self.site in (Site.IN_LLM, Site.DECODE) else 0
 
     @property
     def encoder_layers(self) -> tuple[int | float, ...]:
-        """The blocks of the vision tower whose attention the method reads (needs "encoder_attention"): an int is the
-        index of a block, counted back from the last block that the model reads if negative (-1 is that block itself); a
-        float between 0 and 1 is a share of the depth."""
+        """Blocks of the vision tower that the method reads (needs "encoder_attention" or another observable of a
+        block): an int is the index of a block, counted back from the last block that the model reads if negative (-1 is
+        that block itself); a float between 0 and 1 is a share of the depth."""
         return ()
 
     def score(self, tokens: VisualTokens) -> Tensor:
@@ -135,61 +184,80 @@ class Method(ReprIsCall):
         if score.shape != mask.shape or not ranks or score.device != mask.device:
             found = f"{str(score.dtype).removeprefix('torch.')} {list(score.shape)} on {score.device}"
             raise TokenPruneError(f"{wanted} on {mask.device}, not {found}")
-        # NaN counts as lowest, so that a picture of nothing else keeps its first tokens without a word. To ask for it
+        # NaN counts as lowest, so that an image of nothing else would keep its first tokens in silence. To ask for it
         # the host has to wait for the device; our own methods are known not to need that.
         ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
         if not ours and bool((score.isnan() | ~mask).all(dim=1).any()):
             raise TokenPruneError(f"{wanted}, and all scores of a picture are NaN: that ranks nothing")
         return score
 
-    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        """Return the methods, each acting at one place, that this one consists of in a decoder of `layers`, with their
-        budgets; most methods are one stage, themselves."""
-        return [(self, budget)]
 
-    def budget(self, count: int, keep: int) -> int:
-        """Return how many of `count` tokens to keep when the user asked for `keep`; most methods keep exactly that."""
-        return keep
+@dataclass(frozen=True)
+class ResizeMethod(Method):
+    """Base of the methods that resize images before they are encoded (PRE_ENCODER); a subclass implements `shares`."""
 
-    # -- at the site PRE_ENCODER
-
-    def choose(self, question: str, count: int, most: int) -> list[int]:
-        """Return which of the `count` pictures of a prompt to encode, sorted, at least one; a method with
-        `chooses_pictures` implements this instead of `score`. question: the text behind the last picture. most: how
-        many `keep` allows."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement choose()")
+    site: ClassVar[Site] = Site.PRE_ENCODER
 
     @property
     def reads_question(self) -> bool:
-        """Whether `shares` looks at the question of a picture, which only a whole processor can tell."""
+        """Whether `shares` looks at the question of an image, which only a whole processor can tell."""
         return False
 
     @property
     def by_content(self) -> bool:
-        """Whether a method that acts on pixels gives one picture another share than the next."""
+        """Whether one image may get another share than the next."""
         return False
 
     def shares(self, pictures: Sequence[Picture], keep: float, per: str) -> list[float]:
-        """Return the share of its visual tokens, in (0, 1], that each picture of a processor's call gets; a method that
-        acts on pixels implements this instead of `score`. per: see `Budget`."""
+        """Return the share of its visual tokens, in (0, 1], that each image of a processor's call gets. per: see
+        `Budget`."""
         raise NotImplementedError(f"{type(self).__name__} does not implement shares()")
 
     def check_keep(self, keep: float) -> None:
-        """Raise BudgetError if a method that acts on pixels cannot reach the share `keep`."""
+        """Raise BudgetError if the method cannot reach the share `keep`."""
 
-    # -- at the site ATTENTION
+
+@dataclass(frozen=True)
+class ImageChooser(Method):
+    """Base of the methods that choose which of a prompt's images are encoded (PRE_ENCODER); a subclass implements
+    `choose`."""
+
+    site: ClassVar[Site] = Site.PRE_ENCODER
+    default_keep: ClassVar[float] = 1.0
+
+    def choose(self, question: str, count: int, most: int) -> list[int]:
+        """Return which of the `count` images of a prompt to encode, sorted, at least one. question: the text behind the
+        last image. most: how many `keep` allows."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement choose()")
+
+
+@dataclass(frozen=True)
+class AttentionPattern(Method):
+    """Base of the methods that remove nothing, and change which tokens attend to which in prefill (ATTENTION).
+
+    A subclass implements `block_starts`. It may make fields, which are options then, of:
+    dense_layers: decoder layers, counted from 0, that keep full attention.
+    position_mode: "sequential" keeps the positions of full attention; "reuse" starts every block where the first one
+    starts.
+    """
+
+    site: ClassVar[Site] = Site.ATTENTION
+    default_keep: ClassVar[float] = 1.0
+    dense_layers = ()
+    position_mode = "sequential"
 
     def block_starts(self, visuals: Sequence[Visual], end: int) -> list[int] | str:
         """Return where in a prompt of `end` tokens each context block starts, and at last where the part that attends
         to everything does; or, in words, why the prompt keeps full attention. What comes before the first block is the
-        sink. A method that acts on attention implements this instead of `score`."""
+        sink."""
         raise NotImplementedError(f"{type(self).__name__} does not implement block_starts()")
 
-    def _check_int(self, option: str, low: int | None = None) -> None:
-        value = getattr(self, option)
-        fine = isinstance(value, int) and not isinstance(value, bool) and (low is None or value >= low)
-        self._check(fine, f"{option}={value!r} must be an int{'' if low is None else f' >= {low}'}")
 
-    def _check(self, condition: bool, message: str) -> None:
-        if not condition:
-            raise OptionError(f"{self.name}: {message}")
+_BASES |= {
+    "score": Pruner,
+    "select": Pruner,
+    "stages": Pruner,
+    "shares": ResizeMethod,
+    "choose": ImageChooser,
+    "block_starts": AttentionPattern,
+}

@@ -105,29 +105,3 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, d
             )
         )
     return outputs
-
-
-def attend_by_mask(
-    query: Tensor, key: Tensor, value: Tensor, ids: Tensor, scale: float, dropout: float = 0.0
-) -> Tensor:
-    """The reference of `attend_in_blocks`, for rows with any ids (long `[B, L]`): one dense mask, O(L^2) memory."""
-    allowed = allowed_pairs(ids.to(query.device))
-    output = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=allowed[:, None],
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.masked_fill((ids == PADDING).to(query.device)[:, None, :, None], 0)
-
-
-def allowed_pairs(ids: Tensor) -> Tensor:
-    """bool `[B, L, L]`: which keys (last axis) each query attends to. Padding attends to itself, so that no row is
-    empty."""
-    queries, keys = ids[:, :, None], ids[:, None, :]
-    causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
-    seen = (keys == SINK) | (keys == queries) | ((queries == TAIL) & (keys != PADDING))
-    return causal & seen & (keys != PADDING) | torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)

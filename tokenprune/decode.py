@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tokenprune.base import Method
+from tokenprune.base import Pruner
 from tokenprune.tokens import VisualTokens
 
-_MODES = ("evict", "mask", "index")
+_MODES = ("evict", "mask")
 _POLICIES = ("ragged", "shared")
 
 
@@ -29,7 +29,7 @@ class TokenType(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class DecodeMethod(Method):
+class DecodeMethod(Pruner):
     """Base of methods at the site DECODE, whose options are all but how the rate is found.
 
     Layers before `layer` keep every token. At the input of `layer` a first cut is made in prefill, to `keep`; at each
@@ -55,7 +55,7 @@ class DecodeMethod(Method):
         self._check(isinstance(self.monotone, bool), f"monotone={self.monotone!r} must be True or False")
         self._check(
             self.monotone or self.mode != "evict",
-            "monotone=False lets tokens return, which mode='evict' has thrown away: use mode='mask' or mode='index'",
+            "monotone=False lets tokens return, which mode='evict' has thrown away: use mode='mask'",
         )
         self._check_one_of("batch_policy", _POLICIES)
 

@@ -15,7 +15,7 @@ from tokenprune.budget import Budget
 from tokenprune.fingerprint import Fingerprint
 from tokenprune.merging import Merge
 
-VTU_FORMS = ("off", "expanded", "exact")  # of virtual token unmerging
+VTU_FORMS = ("off", "expanded")  # of virtual token unmerging
 Matcher = Callable[[Tensor, list[int] | None], Merge | None]
 
 
@@ -56,14 +56,16 @@ class EncoderMethod(Method):
     and the way back to the full grid are the engine's.
 
     proportional: add the logarithm of a token's size to its attention logits; make it a field to offer the choice.
-    ragged: whether pictures of one batch may merge different numbers of tokens. Then short rows are padded, which takes
+    ragged: whether images of one batch may merge different numbers of tokens. Then short rows are padded, which takes
     an attention that can mask padding.
+    vtu: virtual unmerging of the merged tokens in the decoder, one of `VTU_FORMS`; make it a field to offer the choice.
     """
 
     site: ClassVar[Site] = Site.IN_ENCODER
     # Not annotated: these are no options, unless a subclass makes them fields.
     proportional = True
     ragged = False
+    vtu = "off"
 
     def is_identity(self, budget: Budget) -> bool:
         """Return whether nothing merges, so that the tower is left alone; raise OptionError for a budget that
@@ -75,6 +77,15 @@ class EncoderMethod(Method):
         """Why a picture may keep another number of patches than `keep` asks for, and which option changes that; None if
         none ever does."""
         return "how many patches a picture keeps is its own affair"
+
+    @property
+    def calibrated_for(self) -> Fingerprint | None:
+        """Fingerprint of the tower that the method was calibrated for; None if it is not calibrated."""
+        return None
+
+    def check_served(self, kind: str, dtype: str, blocks: int) -> None:
+        """Raise OptionError if the method cannot merge in a tower of which no more than this is known: a serving engine
+        keeps the weights in another form. kind: class of its blocks. dtype: such as "bfloat16"."""
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what finds the merge of each of the tower's blocks; None where a block merges nothing.

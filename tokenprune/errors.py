@@ -52,5 +52,9 @@ class RunError(TokenPruneError, RuntimeError):
     """A benchmark cannot go on: its folder belongs to another run or cannot be written, or what it asks fails."""
 
 
+class ConformanceError(TokenPruneError, AssertionError):
+    """A method does not do what every method has to; raised by `tokenprune.testing.check_method`."""
+
+
 class ConfigError(TokenPruneError, ValueError):
     """A file such as `tokenprune.json` cannot be read or written, or is none."""

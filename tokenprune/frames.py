@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
+from torch import Tensor
+
+from tokenprune.transfer import sent
+
 
 @dataclass(frozen=True)
 class Visual:
@@ -36,6 +41,23 @@ def tokens_per_frame(tokens: int, frames: int, behind: int = 0) -> list[int] | N
     tokens that follow the last frame and are in none (the newline of LLaVA-OneVision)."""
     size, rest = divmod(tokens - behind, frames) if frames > 0 else (0, 0)
     return [size] * frames if size > 0 and rest == 0 else None
+
+
+def frame_and_place(frames: Sequence[Sequence[int]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return long `[S, width]` twice: the index of each token's frame in its segment, and of the token in its frame; -1
+    for what is in no frame (a newline behind a video, padding).
+
+    frames: how many tokens each frame of each segment has. Both are made on the host, so that the device is not asked.
+    """
+    made = torch.full((2, len(frames), width), -1)
+    for segment, counts in enumerate(frames):
+        length = torch.tensor(counts)
+        frame = torch.arange(len(counts)).repeat_interleave(length)
+        start = (length.cumsum(0) - length).repeat_interleave(length)
+        made[0, segment, : len(frame)] = frame
+        made[1, segment, : len(frame)] = torch.arange(len(frame)) - start
+    frame, place = sent(made, device)
+    return frame, place
 
 
 def frame_counts(tokens: int, frames: int) -> list[int] | None:

@@ -2,7 +2,7 @@
 """The types of a method's options, as its fields declare them: checked in one place, and told in words.
 
     layer: Annotated[int, Ge(1)] = 2
-    mode: Literal["evict", "index"] = "evict"
+    mode: Literal["evict", "mask"] = "evict"
     dense_layers: tuple[int, ...] = ()
 
 Understood are bool, int, float (also given as an int), str, `Literal`, `X | None`, `tuple[X, ...]`, `Annotated` with

@@ -14,17 +14,24 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from tokenprune.base import Method, Site
+from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site
+from tokenprune.decode import DecodeMethod
 from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
+from tokenprune.observable_registry import available_observables, need_of
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "tokenprune.methods"
-# "hidden" is always there; naming it is allowed.
-NEEDS = frozenset(
-    {"hidden", "keys", "last_row_attention", "received_attention", "next_row_attention", "encoder_attention"}
-)
+# What a method of each site derives from.
+BASES: dict[Site, tuple[type[Method], ...]] = {
+    Site.PRE_ENCODER: (ResizeMethod, ImageChooser),
+    Site.IN_ENCODER: (EncoderMethod,),
+    Site.PRE_LLM: (Pruner,),
+    Site.ATTENTION: (AttentionPattern,),
+    Site.IN_LLM: (Pruner,),
+    Site.DECODE: (DecodeMethod,),
+}
 
 _METHODS: dict[str, type[Method]] = {}
 _loaded = False
@@ -34,7 +41,7 @@ M = TypeVar("M", bound=type[Method])
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """What is known of a method without running it; `query_aware` and `prefix_cache_safe` hold for its default
+    """What is known of a method without running it; `needs`, `query_aware` and `prefix_cache_safe` hold for its default
     options."""
 
     name: str
@@ -50,48 +57,59 @@ class MethodInfo:
 
 
 def register(
-    name: str, *, site: Site | str = Site.PRE_LLM, paper: str = "none", needs: Iterable[str] = (), merges: bool = False
+    name: str,
+    *,
+    site: Site | str = Site.PRE_LLM,
+    paper: str = "none",
+    needs: Iterable[str] | None = None,
+    merges: bool = False,
 ) -> Callable[[M], M]:
-    """Register a frozen dataclass derived from `Method` under `name`.
+    """Register a frozen dataclass derived from the base class of its site (`Pruner` and others) under `name`.
 
     site: where it acts. paper: where it comes from ("arXiv 2403.06764, ECCV 2024", or "none" for a baseline).
-    needs: what the engine must observe for it, out of "keys", "last_row_attention", "received_attention",
-    "next_row_attention" and, at PRE_LLM too, "encoder_attention" (see `Method.encoder_layers`).
+    needs: names of the observables that it reads, such as "keys" (`available_observables()`). None: what its class
+    says itself, by a property `needs` where they depend on the options; else nothing.
     merges: whether kept tokens absorb others.
-    Raises RegistrationError for a taken name, a class that is no frozen dataclass or no Method (at the site IN_ENCODER:
-    no EncoderMethod), an unknown need, or a missing docstring.
+    Raises RegistrationError for a taken name, a class that is no frozen dataclass or has not the base of its site, an
+    unknown need, needs that are said twice, or a missing docstring.
     """
-    needs = frozenset(needs)
+    needs = None if needs is None else frozenset(map(need_of, needs))
 
     def decorate(cls: M) -> M:
         problem = _problem(name, cls, Site(site), needs)
         if problem:
             raise RegistrationError(f"cannot register {name!r}: {problem}")
+        if Pruner in BASES[Site(site)]:
+            cls.derive_from(Pruner)
         cls.name, cls.site, cls.paper, cls.merges = name, Site(site), paper, merges
-        cls.needs = needs - {"hidden"}
+        if needs is not None:
+            cls.needs = needs
         _METHODS[name] = cls
         return cls
 
     return decorate
 
 
-def _problem(name: str, cls: type, site: Site, needs: frozenset[str]) -> str | None:
+def _problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> str | None:
     if not name.isidentifier() or name != name.lower():
         return "a name is a lower-case identifier, like its module"
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
         return "the class must derive from tokenprune.Method"
-    if site is Site.IN_ENCODER and not issubclass(cls, EncoderMethod):
-        return "a method of the site IN_ENCODER must derive from tokenprune.EncoderMethod"
     own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist
     if own is None or not own.frozen:
         return "decorate the class with @dataclass(frozen=True) below @register(...)"
     if not (cls.__dict__.get("__doc__") or "").strip() or cls.__doc__.startswith(f"{cls.__name__}("):
         return "the class needs a docstring; its first sentence is what `tokenprune methods` prints"
-    if unknown := needs - NEEDS:
-        return f"unknown needs {sorted(unknown)}; known are {sorted(NEEDS)}"
+    if needs is not None and isinstance(inspect.getattr_static(cls, "needs"), property):
+        return "its class has a property `needs`, so leave out needs= of @register(...)"
+    if unknown := (needs or frozenset()) - set(available_observables()):
+        return f"unknown needs {sorted(unknown)}; known are {available_observables()}"
     present = _METHODS.get(name)
     if present is not None and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
         return f"the name is taken by {present.__module__}.{present.__qualname__}"
+    if not issubclass(cls, BASES[site]) and not (Pruner in BASES[site] and Method in cls.__bases__):
+        bases = " or ".join(f"tokenprune.{base.__name__}" for base in BASES[site])
+        return f"a method of the site {site} must derive from {bases}"
     return None
 
 
@@ -144,7 +162,7 @@ def method_info(name: str) -> MethodInfo:
         site=cls.site,
         summary=inspect.cleandoc(cls.__doc__).split("\n\n")[0].replace("\n", " "),
         paper=cls.paper,
-        needs=cls.needs,
+        needs=default.needs,
         query_aware=default.query_aware,
         prefix_cache_safe=default.prefix_cache_safe,
         merges=cls.merges,

@@ -7,14 +7,19 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
+from tokenprune.observable import Observable
+from tokenprune.observable_registry import close_names, find_observable, find_observable_of_text
+from tokenprune.token_source import TokenSource
 from tokenprune.transfer import sent
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,26 +69,6 @@ def square_grid(count: int) -> tuple[int, int, int] | None:
 
 
 @dataclass(frozen=True)
-class TextTokens:
-    """The text tokens that follow each segment in its row.
-
-    mask: bool `[S, M]`; hidden: `[S, M, D]`; keys: `[S, M, F]` (needs "keys").
-    """
-
-    mask: Tensor
-    _position: Tensor
-    _gather: Callable[[str, Tensor], Tensor]
-
-    @cached_property
-    def hidden(self) -> Tensor:
-        return self._gather("hidden", self._position)
-
-    @cached_property
-    def keys(self) -> Tensor:
-        return self._gather("keys", self._position)
-
-
-@dataclass(frozen=True)
 class Patches:
     """Where in the vision tower visual tokens come from; all long `[S, N]`.
 
@@ -105,17 +90,67 @@ class Patches:
 
 
 @dataclass(frozen=True, eq=False)
+class TextTokens:
+    """The text tokens that follow each segment in its row; M are the most behind any.
+
+    mask: bool `[S, M]`; position: long `[S, M]`, in this call's sequence.
+    Observables of text are attributes, computed on first use: `hidden` `[S, M, D]`, and `keys` `[S, M, F]` and others
+    for a method that needs those of the visual tokens.
+    """
+
+    mask: Tensor
+    position: Tensor
+    segments: Segments
+    _source: TokenSource = field(repr=False)
+
+    if TYPE_CHECKING:
+        hidden: Tensor
+        normed: Tensor
+        keys: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        seen = _declared(name, find_observable_of_text, self._source, "the text behind an image")
+        value = self._source.read_text(seen, self)
+        self.__dict__[name] = value
+        return value
+
+
+@dataclass(frozen=True, eq=False)
 class VisualTokens:
     """Visual tokens at the place where a method acts. S segments (images), N tokens in the longest, D model width.
 
     mask:     bool `[S, N]`; False marks the padding of short segments: never keep it, never let it influence a score.
+    counts:   how many tokens each segment has, S ints.
     budget:   long `[S]`, how many tokens each segment has to keep; `keep` is the same as a list of int.
     segments: the `Segments` (rows, grids, positions, modality).
+
+    Every registered observable that the method declared in its `needs` is an attribute, computed on first use; one that
+    is read of a block of the vision tower is called with the block (`tokens.encoder_attention(layer)`). `hidden`,
+    `normed`, `frame` and `place` are always there. See `tokenprune.observables`, and docs/add-a-method.md for the list.
     """
 
     segments: Segments
     keep: list[int]
-    _sources: Any = field(repr=False)
+    _source: TokenSource = field(repr=False)
+
+    if TYPE_CHECKING:
+        hidden: Tensor
+        normed: Tensor
+        keys: Tensor
+        last_row_attention: Tensor
+        received_attention: Tensor
+        next_row_attention: Tensor
+        patches: Patches
+        frames: list[list[int]]
+        frame: Tensor
+        place: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        seen = _declared(name, find_observable, self._source, "visual tokens")
+        read = partial(self._source.read, seen, self)
+        value = _ByLayer(read) if seen.by_layer else read()
+        self.__dict__[name] = value
+        return value
 
     @property
     def mask(self) -> Tensor:
@@ -129,113 +164,30 @@ class VisualTokens:
     def grids(self) -> list[tuple[int, int, int] | None]:
         return self.segments.grids
 
-    @property
-    def frames(self) -> list[list[int]]:
-        """How many tokens each frame of each segment has, on the host; an image is one frame. Raises TokenPruneError
-        where the frames of a video are not known."""
-        frames = self.segments.frames or [None] * len(self.segments)
-        if None in frames:
-            raise TokenPruneError(
-                'the frames of a video are not known here: a method that reads them says "frames" in its needs, and '
-                "acts before tokens are removed"
-            )
-        return frames
-
-    @cached_property
-    def frame(self) -> Tensor:
-        """long `[S, N]`: index of each token's frame in its segment; -1 for what is in no frame (a newline behind a
-        video, padding)."""
-        return self._frame_and_place[0]
-
-    @cached_property
-    def place(self) -> Tensor:
-        """long `[S, N]`: index of each token in its frame; -1 for what is in no frame."""
-        return self._frame_and_place[1]
-
-    @cached_property
-    def _frame_and_place(self) -> Tensor:
-        """long `[2, S, N]`; made on the host, so that the device is not asked."""
-        made = torch.full((2, *self.mask.shape), -1)
-        for segment, counts in enumerate(self.frames):
-            length = torch.tensor(counts)
-            frame = torch.arange(len(counts)).repeat_interleave(length)
-            start = (length.cumsum(0) - length).repeat_interleave(length)
-            made[0, segment, : len(frame)] = frame
-            made[1, segment, : len(frame)] = torch.arange(len(frame)) - start
-        return sent(made, self.mask.device)
-
     @cached_property
     def budget(self) -> Tensor:
         return sent(self.keep, self.mask.device)
 
     @cached_property
-    def hidden(self) -> Tensor:
-        """`[S, N, D]`, model dtype: the tokens as they arrive at the cut (PRE_LLM: the projected embeddings)."""
-        return self._sources.gather("hidden", self.segments.position, self.segments)
-
-    @cached_property
-    def normed(self) -> Tensor:
-        """`[S, N, D]`: `hidden` after the decoder's final norm."""
-        return self._sources.final_norm(self.hidden)
+    def text(self) -> TextTokens:
+        """The text tokens after each segment, later images and padding left out."""
+        position, mask = self._source.text_after(self.segments)
+        return TextTokens(mask, position, self.segments, self._source)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the decoder's final norm to `hidden` `[..., D]`."""
-        return self._sources.final_norm(hidden)
+        return self._source.final_norm(hidden)
 
-    @cached_property
-    def keys(self) -> Tensor:
-        """`[S, N, Hkv * Dh]`: keys of the layer before the cut, after rotary embedding, heads flattened (needs
-        "keys")."""
-        return self._sources.gather("keys", self.segments.position, self.segments)
-
-    @cached_property
-    def last_row_attention(self) -> Tensor:
-        """float32 `[S, H, N]`: softmax attention of the last prompt token over each visual token, in the layer before
-        the cut (needs "last_row_attention")."""
-        return self._attention("last_row")
-
-    @cached_property
-    def received_attention(self) -> Tensor:
-        """float32 `[S, H, N]`: mean attention that each visual token receives from all tokens that may see it, in the
-        layer before the cut (needs "received_attention")."""
-        return self._attention("received")
-
-    @cached_property
-    def next_row_attention(self) -> Tensor:
-        """float32 `[S, H, N]`: softmax attention that the last prompt token would pay to each visual token in the layer
-        behind the cut, by that layer's own projections, if nothing was cut (needs "next_row_attention")."""
-        return self._attention("next_row")
-
-    def encoder_attention(self, layer: int | float) -> Tensor:
-        """float32 `[S, H, N]`: attention that visual tokens get in a block of the vision tower (needs
-        "encoder_attention"), 0 for tokens that are no patch.
-
-        The class token's attention to each patch where the tower has one, else the mean over all patches of the tile or
-        frame. A token made of several patches gets their mean. layer: one of the method's `encoder_layers`.
-        """
-        return self._sources.encoder_attention(layer, self.segments)
-
-    @cached_property
-    def patches(self) -> Patches:
-        """Where in the vision tower the tokens come from (needs "encoder_attention")."""
-        return self._sources.patches(self.segments)
-
-    def _attention(self, kind: str) -> Tensor:
-        columns = self._sources.attention(kind)  # [B, H, W] over the slots of the sequence
-        slots = self._sources.slots(self.segments.position, self.segments)
-        columns = columns[self.segments.row_index.squeeze(1)]
-        return columns.gather(2, slots[:, None, :].expand(-1, columns.shape[1], -1))
-
-    @cached_property
-    def text(self) -> TextTokens:
-        """The text tokens after each segment, later pictures and padding left out."""
-        position, mask = self._sources.text_after(self.segments)
-        return TextTokens(mask, position, lambda what, where: self._sources.gather(what, where, self.segments))
+    def attention_from(self, weights: Tensor, name: str = "text_attention") -> Tensor:
+        """Return float32 `[S, H, N]`: attention from the text behind each image, the rows of its tokens summed with
+        `weights`, `[S, M]` or `[S, H, M]`; memory does not grow with the length of the text. name: "text_attention",
+        which the method has to need, or "next_text_attention"."""
+        return self._source.attention_from(_declared(name, find_observable, self._source, "text"), self, weights)
 
     @property
     def carry(self) -> Mapping[str, Any]:
         """What earlier stages of the method remember, by name; to be read only (see `remember`)."""
-        return self._sources.carry
+        return self._source.carry
 
     def remember(self, name: str, value: Any, per_token: bool | None = None) -> None:
         """Keep `value` for later stages of the method, which find it in `carry`.
@@ -244,16 +196,44 @@ class VisualTokens:
         their order, and 0 at padding. Tensors and lists of S entries lose those of images that are withdrawn. All else
         is kept as it is. per_token: False for a tensor that has S and N for its first two sizes by chance alone.
         """
-        self._sources.carry.remember(name, value, per_token)
+        self._source.remember(name, value, per_token)
 
     def generator(self, segment: int, seed: int) -> torch.Generator:
-        """A CPU generator that depends on `seed` and the segment's place in its row only: a batch equals its single
-        rows."""
+        """Return a CPU generator that depends on `seed` and the segment's index in its row only: a batch equals its
+        single rows."""
         return torch.Generator().manual_seed((seed * 1_000_003 + self.segments.ordinal[segment]) % 2**63)
 
 
-def require(value: Tensor | None, what: str) -> Tensor:
-    """Return `value`, or raise: the method reads something that it did not declare in `needs`."""
+class _ByLayer(dict[int | float, Tensor]):
+    """An observable by block of the vision tower; each is computed once."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self._read = read
+
+    def __call__(self, layer: int | float) -> Tensor:
+        return self[layer]
+
+    def __missing__(self, layer: int | float) -> Tensor:
+        self[layer] = self._read(layer)
+        return self[layer]
+
+
+def _declared(name: str, find: Callable[[str], Observable | None], source: TokenSource, of: str) -> Observable:
+    """Return the observable `name`; raise AttributeError if there is none, TokenPruneError if it was not declared."""
+    seen = None if name.startswith("_") else find(name)
+    if seen is None:
+        hint = "" if name.startswith("_") else close_names(name)
+        raise AttributeError(f"{of}: there is no observable {name!r}{f': {hint}' if hint else ''}".rstrip())
+    if not seen.declared(source.needs):
+        raise TokenPruneError(
+            f"{seen.name!r} was read but not declared: add it to the method's needs in @register(...)"
+        )
+    return seen
+
+
+def require(value: T | None, what: str) -> T:
+    """Return `value`; raise TokenPruneError if it was not observed."""
     if value is None:
         raise TokenPruneError(f"{what!r} was read but not declared: add it to the method's needs in @register(...)")
     return value

@@ -307,6 +307,7 @@ def test_questions_of_a_batch_are_asked_at_once(server: Pretender) -> None:
     server.gate = threading.Barrier(4)  # opens when four are there
     replies = engine.ask([Chat((), f"{number}") for number in range(4)], {"off": True}, 1)
     assert [reply.text for reply in replies] == ["0", "1", "2", "3"]
+    assert engine.counted() == tuple(server.counts) == (4 * VISUAL, 4 * VISUAL)  # nothing that others count
     engine.close()
 
 

@@ -175,7 +175,7 @@ def test_budgets_are_hit(papers: Any) -> None:
 
 def test_downsample_comes_to_what_the_settings_say(papers: Any) -> None:
     """By the function that the method itself uses, for 24 x 24 patches."""
-    from tokenprune.integrations.hf.pixels import _patches
+    from tokenprune.integrations.shared.resizing import _patches
 
     for budget in (192, 128, 64):
         one = setting(papers, f"downsample-{budget}")

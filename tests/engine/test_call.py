@@ -88,7 +88,7 @@ def test_padding_that_leaves_is_none_of_the_visual_tokens():
     host = OnHost({"image": visual, "video": torch.zeros_like(visual)}, padding, None)
     assert host.padding_to_drop.tolist() == [[False, False, False, True], [True, False, False, False]]
     assert host.tokens_per_row == [3, 3]
-    assert host.visual_ends() == [(1, 3)]
+    assert host.visual_ends == [(1, 3)]
     assert OnHost({"image": visual}, None, None).padding_to_drop is None
     assert OnHost({"image": visual}, None, None).tokens_per_row == [4, 4]
 

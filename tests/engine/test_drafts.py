@@ -38,9 +38,9 @@ SLIDING = {name: {**FAMILIES, **SPECIAL}[name] for name in ("gemma3", "gemma4", 
 RECORDED = [
     "divprune", "fastv", "pool", "vscan", ["pool", "dart"], "tome",
     *(tokenprune.method("dyrate", layer=2, rate="schedule", schedule=[0.6, 0.8], mode=mode, k_min=0.05)
-      for mode in ("evict", "mask", "index")),
+      for mode in ("evict", "mask")),
 ]  # fmt: skip
-RECORDED_IDS = ["divprune", "fastv", "pool", "vscan", "pool+dart", "tome", "evict", "mask", "index"]
+RECORDED_IDS = ["divprune", "fastv", "pool", "vscan", "pool+dart", "tome", "evict", "mask"]
 
 
 def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:

@@ -12,8 +12,19 @@ import torch
 
 import tokenprune
 from families import FAMILIES as OTHERS
-from tokenprune import Budget, Method, Selection, TokenPruneError, VisualTokens
-from tokenprune.frames import tokens_per_frame
+from tokenprune import (
+    Budget,
+    BudgetError,
+    OptionError,
+    Pruner,
+    Selection,
+    Site,
+    TokenPruneError,
+    UnsupportedSetupError,
+    VisualTokens,
+)
+from tokenprune.frames import frame_and_place, tokens_per_frame
+from tokenprune.integrations.hf.families import VIDEO_FRAMES
 from tokenprune.kernels.temporal import by_frame, same_place
 from zoo import FAMILIES, IMAGE, VIDEO, Family, Inputs
 
@@ -24,22 +35,41 @@ KNOWN = [name for name in VIDEOS if name != UNEQUAL]
 
 
 @dataclass(frozen=True)
-class Watcher(Method):
+class Plain(Pruner):
     """Keeps the first tokens, and what it is told."""
 
-    name: ClassVar[str] = "watcher"
+    name: ClassVar[str] = "plain"
     seen: list[VisualTokens] = field(default_factory=list, hash=False)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        _ = tokens.hidden  # read now: behind the cut it is not there
         self.seen.append(tokens)
         return Selection.top(-torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask).float(), tokens)
 
 
-def watched(model: Any, inputs: Any, keep: Any = 0.5, before: list | None = None) -> VisualTokens:
+@dataclass(frozen=True)
+class Watcher(Plain):
+    """The same, and reads frames."""
+
+    name: ClassVar[str] = "watcher"
+    needs: ClassVar[frozenset[str]] = frozenset({"frames"})
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        _ = tokens.hidden, tokens.frame  # read now: behind the cut they are not there
+        return super().select(tokens)
+
+
+@dataclass(frozen=True)
+class Inside(Watcher):
+    """The same inside the decoder."""
+
+    site: ClassVar[Site] = Site.IN_LLM
+    layer: int = 2
+
+
+def watched(model: Any, inputs: Any, keep: Any = 0.5, method: Any = None) -> VisualTokens:
     """The tokens of a forward, as a method sees them."""
-    watcher = Watcher()
-    with torch.no_grad(), tokenprune.patched(model, [*(before or []), watcher], keep=keep):
+    watcher = Watcher() if method is None else method
+    with torch.no_grad(), tokenprune.patched(model, watcher, keep=keep):
         model(**inputs)
     return watcher.seen[-1]
 
@@ -85,11 +115,13 @@ def test_a_frame_is_what_its_pixels_change(name: str, build: Callable[..., Any])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_image_is_one_frame(name: str, build: Callable[..., Any]) -> None:
     family = FAMILIES[name]
-    tokens = watched(build(family), family.make_inputs(images=(2, 1)))
-    assert tokens.frames == [[count] for count in tokens.counts]
+    tokens = watched(build(family), family.make_inputs(images=(2, 1)), method=Plain())
+    assert tokens.segments.frames == [[count] for count in tokens.counts]
+    frame, place = frame_and_place(tokens.segments.frames, tokens.mask.shape[1], tokens.mask.device)
     index = torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
-    assert torch.equal(tokens.frame, torch.where(tokens.mask, 0, -1))
-    assert torch.equal(tokens.place, torch.where(tokens.mask, index, -1))
+    assert torch.equal(frame, torch.where(tokens.mask, 0, -1)) and torch.equal(
+        place, torch.where(tokens.mask, index, -1)
+    )
 
 
 # The videos of LLaVA-OneVision are one tensor: all have as many frames.
@@ -112,36 +144,106 @@ def test_a_ragged_batch_of_videos_and_images(name: str, second: int, build: Call
 
 
 def test_frames_are_not_known_where_tokens_are_gone(build: Callable[..., Any]) -> None:
-    """Of an image it stays known: what is left of it is one frame."""
+    """Of an image it stays known: what is left of it is one frame. A method that reads them is refused behind a cut."""
     family = FAMILIES["qwen2_5_vl"]
-    inputs = family.make_inputs(images=(1,), video=5)
+    model, inputs = build(family), family.make_inputs(images=(1,), video=5)
 
     @dataclass(frozen=True)
-    class Later(Watcher):
-        site: ClassVar[str] = tokenprune.Site.IN_LLM
+    class Later(Plain):
+        site: ClassVar[Site] = Site.IN_LLM
         layer: int = 2
 
     later = Later()
-    with torch.no_grad(), tokenprune.patched(build(family), ["uniform", later], keep=[0.5, 0.5]):
-        build(family)(**inputs)
+    with torch.no_grad(), tokenprune.patched(model, ["uniform", later], keep=[0.5, 0.5]):
+        model(**inputs)
     (tokens,) = later.seen
-    video, image = tokens.segments.frames
-    assert video is None and image == [tokens.counts[1]]
-    with pytest.raises(TokenPruneError, match="not known"):
-        _ = tokens.frame
+    assert tokens.segments.frames == [None, [tokens.counts[1]]]
+    for first in ("uniform", "tome"):
+        with pytest.raises(OptionError, match=f"{first} removes some of them before"):
+            tokenprune.patch(model, [first, Inside()], keep=0.5)
+    assert not tokenprune.is_patched(model)
+    with tokenprune.patched(model, ["uniform", Inside()], keep=[1.0, 0.5]):
+        model(**inputs)  # what keeps all removes none
+
+
+@torch.no_grad()
+def test_images_are_left_as_they_are(build: Callable[..., Any]) -> None:
+    """And that is said, as it is where a prompt holds nothing else."""
+    family = FAMILIES["qwen2_5_vl"]
+    model = build(family)
+    for method in (Watcher(), Inside()):
+        for images, video in (((1, 2), (5, False)), ((2, 1), False)):
+            inputs = family.make_inputs(images=images, video=video)
+            plain = model(**inputs).logits
+            with tokenprune.patched(model, method, keep=0.5, record=True):
+                logits = model(**inputs).logits
+                stats = tokenprune.stats(model)
+            assert stats.notes == ["watcher: images keep all tokens, because it compares the frames of videos"]
+            if not video:
+                assert torch.equal(logits, plain) and stats.cuts == []
+                continue
+            kept = set(stats.cuts[0].kept[0])
+            places = {token: (inputs["input_ids"][0] == token).nonzero().flatten().tolist() for token in (IMAGE, VIDEO)}
+            assert set(places[IMAGE]) <= kept and len(kept & set(places[VIDEO])) == 10
+    inputs = family.make_inputs(images=(0,), video=5)
+    with tokenprune.patched(model, Watcher(), keep=0.5):
+        model(**inputs)
+        assert tokenprune.stats(model).notes == []
 
 
 @pytest.mark.parametrize("per", ["frame", "prompt"])
 def test_other_scopes(per: str, build: Callable[..., Any]) -> None:
     family = FAMILIES["qwen2_5_vl"]
-    tokens = watched(build(family), family.make_inputs(images=(1,), video=5), Budget(keep=0.5, per=per))
+    model, budget = build(family), Budget(keep=0.5, per=per)
+    tokens = watched(model, family.make_inputs(images=(1,), video=5), budget, Plain())
     assert tokens.segments.frames == ([[4]] * 5 + [[tokens.counts[5]]] if per == "frame" else [None])
+    with pytest.raises(BudgetError, match=f"per=\"image\" in place of per='{per}'"):
+        tokenprune.patch(model, Watcher(), keep=budget)
 
 
-def test_frames_that_nothing_tells(build: Callable[..., Any]) -> None:
-    family = VIDEOS[UNEQUAL]
-    tokens = watched(build(family), family.make_inputs(images=(0,), video=True))
-    assert set(tokens.segments.modality) == {"video"} and tokens.segments.frames == [None] * len(tokens.counts)
+@pytest.mark.parametrize(
+    ("name", "why"), [("llava", "prompts of 'llava' hold none"), (UNEQUAL, f"of '{UNEQUAL}' it is not known")]
+)
+def test_families_that_tell_no_frames(name: str, why: str, build: Callable[..., Any]) -> None:
+    """Refused when the model is patched; a method that does not ask is told nothing."""
+    family = {**OTHERS, **FAMILIES}[name]
+    model = build(family)
+    with pytest.raises(UnsupportedSetupError, match=why):
+        tokenprune.patch(model, Watcher(), keep=0.5)
+    tokenprune.unpatch(tokenprune.patch(model, Watcher(), keep=1.0))  # which asks for nothing
+    if name == UNEQUAL:
+        tokens = watched(model, family.make_inputs(images=(0,), video=True), method=Plain())
+        assert set(tokens.segments.modality) == {"video"} and tokens.segments.frames == [None] * len(tokens.counts)
+
+
+def test_the_table_is_what_is_tested() -> None:
+    assert {VIDEOS[name].kind for name in KNOWN} == VIDEO_FRAMES
+
+
+@torch.no_grad()
+def test_a_video_that_was_encoded_elsewhere_is_refused(build: Callable[..., Any]) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(0,), video=5)
+    pixels = {name: inputs.pop(name) for name in ("pixel_values_videos", "video_grid_thw")}
+    encoded = model.model.get_video_features(**pixels, return_dict=True)
+    with (
+        tokenprune.patched(model, Watcher(), keep=0.5),
+        pytest.raises(UnsupportedSetupError, match="which of the 20 tokens of this one of 'qwen2_5_vl'"),
+    ):
+        model(**inputs, video_grid_thw=pixels["video_grid_thw"], mm_encoder_outputs={"video": encoded})
+
+
+def test_a_method_that_did_not_ask_is_refused(build: Callable[..., Any]) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+
+    @dataclass(frozen=True)
+    class Silent(Plain):
+        def select(self, tokens: VisualTokens) -> Selection:
+            _ = tokens.frame
+            return super().select(tokens)
+
+    with torch.no_grad(), tokenprune.patched(build(family), Silent(), keep=0.5), pytest.raises(TokenPruneError):
+        build(family)(**family.make_inputs(images=(0,), video=5))
 
 
 @pytest.mark.parametrize(

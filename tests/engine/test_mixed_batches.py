@@ -204,15 +204,14 @@ def test_a_row_of_padding_alone(method: str, build) -> None:
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize("form", ["expanded", "exact"])
 @torch.no_grad()
-def test_virtual_unmerging(form: str, padding: str, build) -> None:
+def test_virtual_unmerging(padding: str, build) -> None:
     """The decoder's weights run on as many slots as the longest row has merged tokens; padding has none."""
     family, images = FAMILIES["llava"], (2, 0, 1)
     model, inputs = build(family), family.make_inputs(images=images, padding=padding)
     alone = [family.make_inputs(images=images, only=row) for row in range(len(images))]
     real = inputs["attention_mask"].bool()
-    with tokenprune.patched(model, Merging(vtu=form), keep=0.25, record=True):
+    with tokenprune.patched(model, Merging(), keep=0.25, record=True):
         with watched(family, model) as seen:
             got = model(**inputs, **counted(family, inputs)).logits
         stats = tokenprune.stats(model)

@@ -16,8 +16,12 @@ from torch import Tensor
 
 import tokenprune
 from oracle import close, generate_logits, reduced, survivors
+from tests.engine.test_cache import longer, words
 from tokenprune import Budget, Method, Selection, Site, VisualTokens
 from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.hf.segments import Kept, keep_segments
+from tokenprune.integrations.shared.selection import counted_keep
+from tokenprune.tokens import Segments
 from zoo import FAMILIES, Family
 
 Choose = Callable[[VisualTokens], Tensor | Selection]
@@ -414,3 +418,89 @@ def test_later_stages_are_told_the_counts_at_the_first(build: Any) -> None:
     told.clear()
     check(family, model, ["uniform", method], inputs, keep=[0.5, 0.5], guard="off")
     assert set(map(str, told)) == {str(([count // 4], [count // 2]))}
+
+
+# -- the parts
+
+
+def segments_of(counts: list[int], device: str = "cpu") -> Segments:
+    """Segments side by side in one row, behind three tokens of text."""
+    mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    starts = 3 + torch.tensor([0, *counts]).cumsum(0)[:-1]
+    position = torch.where(mask, starts[:, None] + torch.arange(max(counts)), starts[:, None])
+    number = len(counts)
+    made = Segments([0] * number, list(range(number)), counts, position, mask, [None] * number, ["image"] * number)
+    return made.to(torch.device(device))
+
+
+def test_padding_points_at_a_token_that_is_left() -> None:
+    keep = torch.tensor([[False, True, False, True], [False] * 4, [False, False, True, False]])
+    left = keep_segments(segments_of([4, 4, 3]), Kept.of(keep, [2, 0, 1]), [2, 0, 1])
+    assert left.position.tolist() == [[4, 6], [13, 13]] and left.mask.tolist() == [[True, True], [True, False]]
+    assert left.counts == [2, 1] and left.ordinal == [0, 2] and left.row == [0, 0]
+
+
+def test_nothing_is_left_of_anything() -> None:
+    keep = torch.zeros(2, 3, dtype=torch.bool)
+    left = keep_segments(segments_of([3, 2]), Kept.of(keep, [0, 0]), [0, 0])
+    assert len(left) == 0 and left.position.shape == (0, 0) and left.grids == []
+
+
+def test_counts_that_a_method_tells_are_checked_where_no_device_is_asked() -> None:
+    """On another device the host believes what it is told, but not that an image is withdrawn."""
+    segments = segments_of([3, 2], "meta")
+    told = Selection(segments.mask, counts=[0, 2])
+    with pytest.raises(TokenPruneError, match="least"):
+        counted_keep(told, segments, ByContent())
+    assert counted_keep(told, segments, Withdraws())[1] == [0, 2]
+
+
+# -- what follows a prefill
+
+
+@kind
+@pytest.mark.parametrize("images", [(), (0,)], ids=["all withdrawn", "one withdrawn"])
+@torch.no_grad()
+def test_a_second_turn_behind_a_withdrawal(family: Family, images: tuple[int, ...], build: Any) -> None:
+    """The cache holds the image in the layers before the cut, and nothing of it behind."""
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    method = Staged((Withdraws(2, images_of(*images)), ByContent(3, every(2))))
+    more = words(len(inputs["input_ids"]), 4)
+
+    def talk(forced: list) -> tuple[list[Tensor], list[Tensor]]:
+        first, tokens, out = generate_logits(model, inputs, 3, tokens=forced[0])
+        turn = longer(inputs, family, out.sequences, more)
+        second, later, _ = generate_logits(model, turn, 3, tokens=forced[1], past_key_values=out.past_key_values)
+        return [first, second], [tokens, later]
+
+    with tokenprune.patched(model, method, keep=0.5, record=True):
+        got, tokens = talk([None] * 2)
+        cuts = tokenprune.stats(model).cuts
+    assert [cut.layer for cut in cuts] == ([2, 3] if images else [2])
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _ = talk(tokens)
+    for one, other in zip(got, want, strict=True):
+        close(one, other)
+
+
+@torch.no_grad()
+def test_beams_behind_a_withdrawal(build: Any) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, Withdraws(2, images_of(0)), keep=0.5, record=True):
+        got = model.generate(**inputs, max_new_tokens=5, num_beams=3)
+        cuts = tokenprune.stats(model).cuts
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        want = model.generate(**inputs, max_new_tokens=5, num_beams=3)
+    assert torch.equal(got, want)
+
+
+def test_gradients_flow_to_what_is_left(build: Any) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = family.build(), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, Staged((Withdraws(1, images_of(0)), ByContent(2, every(2)))), keep=0.5):
+        model.train()
+        loss = model(**inputs).logits[:, -3:].float().logsumexp(-1).sum()
+        loss.backward()
+    grads = [p.grad for p in model.model.language_model.layers[-1].parameters()]
+    assert all(grad is not None and bool(grad.isfinite().all()) and bool(grad.any()) for grad in grads)

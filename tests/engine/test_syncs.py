@@ -42,7 +42,7 @@ COUNTS = 1
 TOWER_GRIDS, BLOCK_COUNTS, BLOCK_MEMBERS, BLOCK_PIECES = 1, 1, 2, 1
 SIZES = 3
 # A decision while decoding: its rate, and how many keys stay where the others are thrown away.
-DECISION = {"evict": 2, "mask": 1, "index": 1}
+DECISION = {"evict": 2, "mask": 1}
 TOWER_BLOCKS = 4
 
 
@@ -188,7 +188,7 @@ def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("decides", [True, False])
-@pytest.mark.parametrize("mode", ["evict", "mask", "index"])
+@pytest.mark.parametrize("mode", ["evict", "mask"])
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 @torch.no_grad()
 def test_decoding(family_name: str, mode: str, decides: bool) -> None:

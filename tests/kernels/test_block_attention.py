@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from dense_blocks import allowed_pairs, attend_by_mask, ids_from
 from tokenprune import OptionError
-from tokenprune.block_attention import PADDING, SINK, TAIL, Parts, allowed_pairs, attend_by_mask, attend_in_blocks
+from tokenprune.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.frames import Visual
 
 
@@ -147,12 +148,6 @@ PARTS = [
 ]
 
 
-def ids_from(parts: Parts) -> Tensor:
-    runs = [(PADDING, parts.before), (SINK, parts.sink), *((n + 1, size) for n, size in enumerate(parts.blocks))]
-    runs += [(TAIL, parts.tail), (PADDING, parts.after)]
-    return torch.tensor([which for which, count in runs for _ in range(count)])
-
-
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, scale: float) -> Tensor:
     """[B, H, L, D]: each query alone, over the set of keys that it may see."""
     out = torch.zeros(*query.shape[:3], value.shape[-1])
@@ -236,7 +231,7 @@ def test_half_precision() -> None:
         ({"min_frames": True}, "min_frames"),
         ({"sink_mode": "frames"}, "sink_mode"),
         ({"position_mode": "same"}, "position_mode"),
-        ({"implementation": "cascade"}, "implementation"),
+        ({"implementation": "mask"}, "implementation"),
         ({"dense_layers": 3}, "dense_layers"),
         ({"dense_layers": [-1]}, "dense_layers"),
         ({"only_single_video": 1}, "only_single_video"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import FrozenInstanceError
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,37 +14,34 @@ from torch import Tensor
 
 import tokenprune
 from basics import METHODS, MODEL_METHODS
-from tokenprune import Selection, Site, VisualTokens, registry
-from tokenprune.tokens import Patches, Segments
+from tokenprune import Selection, Site, VisualTokens
+from tokenprune.testing import visual_tokens
+from tokenprune.tokens import Patches
 
 
 def made_up(
     counts: list[int], keep: list[int], *, width: int = 8, text: int = 6, seed: int = 0, grids: list | None = None,
     **given: Any,
 ) -> VisualTokens:  # fmt: skip
-    """Tokens of one picture a row with text behind it; `hidden`, `keys` and `attention` can be given for the rows."""
+    """Tokens of one image a row with text behind it; `hidden`, `keys` and `attention` can be given for the rows."""
     g = torch.Generator().manual_seed(seed)
     rows, longest = len(counts), max(counts)
-    position = torch.arange(longest).expand(rows, -1)
-    mask = position < torch.tensor(counts)[:, None]
     values = {what: torch.randn(rows, longest + text, width, generator=g) for what in ("hidden", "keys")} | given
-    texts = torch.arange(longest, longest + text).expand(rows, -1)
-    sources = SimpleNamespace(
-        gather=lambda what, where, segments: values[what][segments.row_index, where],
+    hidden, keys = values["hidden"], values["keys"]
+    seen = dict.fromkeys(ATTENTION, given["attention"][..., :longest]) if "attention" in given else {}
+    scores = given.get("encoder", dict.fromkeys((0.25, -1), keys[:, :longest, 0]))
+    seen["encoder_attention"] = {layer: one[:, None] for layer, one in scores.items()}
+    seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
+    behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}
+    if "text_mask" in given:
+        behind["mask"] = given["text_mask"]
+    return visual_tokens(
+        hidden[:, :longest], counts, keep=keep, text=behind, grids=grids, keys=keys[:, :longest], **seen,
         final_norm=lambda hidden: hidden / hidden.pow(2).mean(-1, keepdim=True).sqrt(),
-        attention=lambda kind: given["attention"],
-        slots=lambda where, segments: where,
-        text_after=lambda segments: (texts, given.get("text_mask", torch.ones(rows, text, dtype=torch.bool))),
-        encoder_attention=lambda layer, segments: given.get("encoder", {}).get(layer, values["keys"][:, :longest, 0])[
-            :, None
-        ],
-        patches=lambda segments: given.get("patches") or raster(counts, grids or [None] * rows),
-    )
-    segments = Segments(
-        row=list(range(rows)), ordinal=[0] * rows, counts=counts, position=position.where(mask, torch.tensor(0)),
-        mask=mask, grids=grids or [None] * rows, modality=["image"] * rows,
     )  # fmt: skip
-    return VisualTokens(segments, keep, sources)
+
+
+ATTENTION = ("last_row_attention", "received_attention", "next_row_attention")
 
 
 def raster(counts: list[int], grids: list[tuple[int, int, int] | None]) -> Patches:
@@ -152,8 +148,10 @@ def test_dart(seed: int, images: int, texts: int, keep: int) -> None:
     want = naive_dart(tokens.normed[0], tokens.keys[0], text[0], text_keys[0], keep, images, texts)
     options = dict(pivot_image=images, pivot_text=texts)
     assert chosen("dart", tokens, **options)[0] == want
-    everywhere = torch.arange(26).expand(2, -1)
-    values = {what: tokens._sources.gather(what, everywhere, tokens.segments) for what in ("hidden", "keys")}
+    values = {
+        "hidden": torch.cat([tokens.hidden, tokens.text.hidden], dim=1),
+        "keys": torch.cat([tokens.keys, tokens.text.keys], dim=1),
+    }
     for change in (
         {"keys": values["keys"] * 4},  # one factor for all keys leaves their order
         {"hidden": values["hidden"] * 2.0 ** torch.randint(-2, 3, (2, 26, 1))},  # cosines know no length
@@ -273,7 +271,7 @@ def test_methods_are_frozen_and_described() -> None:
     for name in METHODS:
         info = tokenprune.method_info(name)
         assert info.summary.endswith((".", "!")) and len(info.summary) < 300
-        assert info.paper and info.site in Site and info.needs <= registry.NEEDS
+        assert info.paper and info.site in Site and info.needs <= set(tokenprune.available_observables())
         method = tokenprune.method(name)
         assert method.name == name and method == tokenprune.method(name, **info.options)
         assert not (method.query_aware and method.prefix_cache_safe)

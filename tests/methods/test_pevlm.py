@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from transformers import StaticCache
 
 import tests.engine.test_modes  # noqa: F401  (registers flash_stand_in)
 import tokenprune
+from dense_blocks import dense_mask
 from oracle import close, generate_logits, reduced, seen_before
 from tests.kernels.test_block_attention import naive_ids
 from tokenprune import BudgetError, OptionError, UnsupportedSetupError
@@ -25,6 +26,7 @@ from zoo import FAMILIES, VIDEO, Family
 VIDEO_FAMILIES = [family for family in FAMILIES.values() if family.video]
 SINK_FRAMES, BLOCK_FRAMES = 2, 4
 SMALL = dict(sink_frames=SINK_FRAMES, block_frames=BLOCK_FRAMES, min_frames=1)
+WAYS = (nullcontext, dense_mask)  # as the library computes it, and its reference
 # A prompt beside it without video, or with another number of frames where the family can batch these.
 BATCHES: dict[str, dict[str, Any]] = {
     "one row": dict(video=13, images=(0,), rows=1),
@@ -101,8 +103,8 @@ def test_equals_a_dense_mask(batch: str, family: Family, build) -> None:
     with blocked(family, model, ids):
         want = model(**inputs).logits[real]
     assert (model(**inputs).logits[real] - want).abs().max() > 0.1  # it is not full attention
-    for implementation in ("mask", "blocks"):
-        with tokenprune.patched(model, "pevlm", **SMALL, implementation=implementation):
+    for way in WAYS:
+        with tokenprune.patched(model, "pevlm", **SMALL), way():
             out = model(**inputs)
             stats = tokenprune.stats(model)
         close(out.logits[real], want)
@@ -285,22 +287,22 @@ def test_positions(batch: str, family: Family, build) -> None:
 # -- composed ----------------------------------------------------------------------------------------------------------
 
 COMPOSED = [
-    ("random", "mixed", "blocks"),
-    ("divprune", "left", "blocks"),
-    ("pool", "mixed", "blocks"),
-    ("dart", "left", "blocks"),
-    ("fastv", "mixed", "blocks"),
-    ("uniform+fastv", "mixed", "blocks"),
-    ("random+dart", "left", "mask"),
+    ("random", "mixed"),
+    ("divprune", "left"),
+    ("pool", "mixed"),
+    ("dart", "left"),
+    ("fastv", "mixed"),
+    ("uniform+fastv", "mixed"),
+    ("random+dart", "left"),
 ]
 
 
-@pytest.mark.parametrize(("names", "batch", "implementation"), COMPOSED)
-def test_composed(names: str, batch: str, implementation: str, family: Family, build) -> None:
+@pytest.mark.parametrize(("names", "batch"), COMPOSED)
+def test_composed(names: str, batch: str, family: Family, build) -> None:
     """Each token that is left is in the block of the frame that it came from."""
     model, inputs = build(family), family.make_inputs(**BATCHES[batch])
     others = names.split("+")
-    methods = [tokenprune.method("pevlm", **SMALL, implementation=implementation), *others]
+    methods = [tokenprune.method("pevlm", **SMALL), *others]
     with tokenprune.patched(model, methods, keep=[1.0, *[0.5] * len(others)], record=True):
         got, tokens, _ = generate_logits(model, inputs, 2)
         cuts, blocks = tokenprune.stats(model).cuts, tokenprune.stats(model).attention_blocks
@@ -453,9 +455,9 @@ def test_other_back_ends_and_caches(family: Family, build) -> None:
     with tokenprune.patched(build(family), "pevlm", **SMALL):
         want = build(family)(**inputs).logits[real_of(inputs)]
         close(build(family)(**inputs, use_cache=False).logits[real_of(inputs)], want)
-    for implementation in ("mask", "blocks"):
+    for way in WAYS:
         static = StaticCache(config=build(family).config.get_text_config(), max_cache_len=300)
-        with tokenprune.patched(build(family), "pevlm", **SMALL, implementation=implementation):
+        with tokenprune.patched(build(family), "pevlm", **SMALL), way():
             close(build(family)(**inputs, past_key_values=static).logits[real_of(inputs)], want)
             assert tokenprune.stats(build(family)).attention_blocks == 6
     for attention in ("eager", "flash_stand_in"):
@@ -503,8 +505,8 @@ def test_gradients() -> None:
     model, inputs = family.build(), family.make_inputs(**BATCHES["mixed"])  # one of its own, to be trained
     weight = model.get_submodule(family.decoder).layers[1].self_attn.k_proj.weight
     grads = []
-    for implementation in ("blocks", "mask"):
-        with tokenprune.patched(model, "pevlm", **SMALL, implementation=implementation):
+    for way in WAYS:
+        with tokenprune.patched(model, "pevlm", **SMALL), way():
             model(**inputs).logits[real_of(inputs)].square().mean().backward()
         grads.append(weight.grad)
         model.zero_grad()

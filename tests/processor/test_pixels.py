@@ -17,7 +17,6 @@ import tokenprune
 from basics import METHODS, snapshot
 from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, state, written
 from tokenprune import (
-    Site,
     UnsupportedSetupError,
     count_visual_tokens,
     patch_processor,
@@ -27,7 +26,7 @@ from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from zoo import FAMILIES
 
 INFOS = [tokenprune.method_info(name) for name in METHODS]
-PIXEL_METHODS = [info.name for info in INFOS if info.site is Site.PRE_ENCODER and not info.cls.chooses_pictures]
+PIXEL_METHODS = [info.name for info in INFOS if issubclass(info.cls, tokenprune.ResizeMethod)]
 KEEPS = [0.75, 0.5, 0.25, 1 / 9, 0.04]
 
 

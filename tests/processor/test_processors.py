@@ -23,7 +23,6 @@ from tokenprune import (
     BudgetError,
     NotPatchedError,
     OptionError,
-    Site,
     UnsupportedSetupError,
     patch_processor,
     unpatch_processor,
@@ -31,7 +30,7 @@ from tokenprune import (
 from zoo import FAMILIES
 
 INFOS = [tokenprune.method_info(name) for name in METHODS]
-PIXEL_METHODS = [info.name for info in INFOS if info.site is Site.PRE_ENCODER and not info.cls.chooses_pictures]
+PIXEL_METHODS = [info.name for info in INFOS if issubclass(info.cls, tokenprune.ResizeMethod)]
 
 
 @pytest.fixture

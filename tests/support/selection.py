@@ -41,7 +41,7 @@ SLOW = {
     "bench/test_bench_runs.py",
     "bench/test_report_samples.py",
     "bench/test_speed_benchmarks.py",
-    "bench/test_strip.py",
+    "bench/test_contact_sheet.py",
     "docs/test_docs.py::test_generated_parts_are_current",
     "engine/test_drafts.py",
     "engine/test_syncs.py",

@@ -82,8 +82,8 @@ def test_copies_of_an_output_have_a_record_of_their_own(method: str, copied: Any
     assert theirs.grids == mine.grids and theirs.block_tokens == mine.block_tokens
     for name in ("groups", "owners"):
         assert all(map(torch.equal, getattr(theirs, name) or [], getattr(mine, name) or []))
-    for layer, scores in (mine.encoded.scores if mine.encoded else {}).items():
-        assert torch.equal(theirs.encoded.scores[layer], scores)
+    for key, values in (mine.encoded.values if mine.encoded else {}).items():
+        assert torch.equal(theirs.encoded.values[key], values)
 
 
 def test_each_field_has_one_writer() -> None:

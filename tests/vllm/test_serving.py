@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tokenprune
-from tokenprune import Method, registry
+from tokenprune import Method, Site, registry
 from tokenprune.base import Selection
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations.vllm.families import FAMILIES
@@ -26,6 +26,7 @@ from tokenprune.methods.dynres import DynRes
 from tokenprune.methods.pool import Pool
 from tokenprune.methods.random import Random
 from tokenprune.methods.uniform import Uniform
+from tokenprune.setting import IN_LLM
 from tokenprune.tokens import square_grid
 
 SERVER = {"method": "divprune", "keep": 0.25}
@@ -186,6 +187,30 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
             registry._METHODS.pop(name)
 
 
+@pytest.mark.parametrize("declared", [{"by_content_count": True}, {"least": 0}])
+@pytest.mark.parametrize("site", [Site.PRE_LLM, Site.IN_LLM])
+def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> None:
+    """Whatever the method does with features that are made up."""
+    name = "by_sight"
+    needs = ("keys",) if site is Site.IN_LLM else ()
+
+    @registry.register(name, site=site, needs=needs)
+    @dataclass(frozen=True)
+    class BySight(DivPrune):
+        """Keep what looks well."""
+
+        layer: int = 2
+
+    for attribute, value in declared.items():
+        setattr(BySight, attribute, value)
+    try:
+        with pytest.raises(OptionError, match="what it sees decides how many tokens stay"):
+            Setting.of({"method": name, "keep": 0.5} | ({IN_LLM: True} if site is Site.IN_LLM else {}))
+        assert name not in servable() and name not in servable(in_llm=True)
+    finally:
+        registry._METHODS.pop(name)
+
+
 # -- plans
 
 
@@ -246,7 +271,7 @@ def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
         alone = segments_of([count], None, "image", rows.device)
         if name == "random":  # draws by the segment's place
             alone.ordinal[0] = index
-        selection = method.select(tokenprune.tokens.VisualTokens(alone, [number], _Hidden(own[:, :6])))
+        selection = method.select(tokenprune.tokens.VisualTokens(alone, [number], _Hidden(own[None, :, :6])))
         assert stays[start : start + count].tolist() == selection.keep[0].tolist()
         for place in selection.keep[0].nonzero().flatten().tolist():
             members = [place] if selection.assign is None else (selection.assign[0] == place).nonzero().flatten()
@@ -276,12 +301,11 @@ def test_every_frame_has_its_budget() -> None:
             made(frames, pieces, number)
 
 
-class _Hidden:
+class _Hidden(tokenprune.TokenSource):
+    needs = frozenset()
+
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
-
-    def gather(self, what, position, segments) -> torch.Tensor:
-        return self.hidden[position]
 
 
 def test_a_known_grid_is_used() -> None:

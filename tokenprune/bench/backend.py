@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenprune
-from tokenprune.base import Method, Site
+from tokenprune.base import Method, ResizeMethod, Site
 from tokenprune.bench.cost import Prefill, spent
 from tokenprune.bench.data import check_questions, misfits
 from tokenprune.bench.model import Model
@@ -84,7 +84,7 @@ class HfBackend:
     def alone(self, setting: Setting) -> bool:
         """A method that looks at a picture to size it goes picture by picture: in a batch, LLaVA's processor would make
         all of them one size."""
-        return any(method.by_content for method in _methods(setting))
+        return any(isinstance(method, ResizeMethod) and method.by_content for method in _methods(setting))
 
     @contextmanager
     def answering(self, setting: Setting) -> Iterator[Answer]:

@@ -12,6 +12,7 @@ from einops import rearrange, repeat
 from PIL import Image, ImageDraw
 
 import tokenprune
+from tokenprune.base import ImageChooser
 from tokenprune.bench.model import Model
 from tokenprune.errors import OptionError
 from tokenprune.registry import method_class
@@ -22,7 +23,7 @@ _DARK, _BORDER, _TINT = 0.22, (255, 255, 255), 0.35
 
 def check_drawable(method: str) -> None:
     """Raise OptionError for a method of which nothing can be drawn."""
-    if method_class(method).chooses_pictures:
+    if issubclass(method_class(method), ImageChooser):
         raise OptionError(f"{method} chooses between pictures, not within them: there is nothing to draw")
 
 

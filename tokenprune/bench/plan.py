@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import tokenprune
+from tokenprune.base import ImageChooser
 from tokenprune.bench.results import MARKS, UNPATCHED
 from tokenprune.errors import OptionError
 from tokenprune.registry import method_class
@@ -53,7 +54,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         # Every question here has one picture, so that nothing is left to a method that chooses between pictures.
-        fitting = (name for name in tokenprune.available_methods() if not method_class(name).chooses_pictures)
+        fitting = (name for name in tokenprune.available_methods() if not issubclass(method_class(name), ImageChooser))
         names = self.methods or tuple(fitting)
         for name in names:
             method_class(name)  # raises with close matches

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import tokenprune
+from tokenprune.base import ImageChooser
 from tokenprune.bench.asking import Asking
 from tokenprune.bench.backend import Backend, backend_of, patched
 from tokenprune.bench.cost import record as record_of
@@ -140,7 +141,7 @@ class Bench:
             passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
             return self._result(name, keep, passes, None), passes
         try:
-            if method_class(name).chooses_pictures:
+            if issubclass(method_class(name), ImageChooser):
                 raise OptionError(f"{name} chooses between the pictures of a prompt; these questions have one each")
             passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
             record = self._result(name, keep, passes, whole)

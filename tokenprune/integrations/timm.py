@@ -27,7 +27,7 @@ def is_timm(model: Any) -> bool:
 
 def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Budget]) -> TimmPatch:
     """Return the patch of a timm model; raises UnsupportedModelError for anything but merging in a plain one."""
-    if unmerging := [method.name for method in methods if getattr(method, "vtu", "off") != "off"]:
+    if unmerging := [method.name for method in methods if isinstance(method, EncoderMethod) and method.vtu != "off"]:
         raise OptionError(f"{unmerging[0]}: a model of timm has no language model to unmerge tokens in: no vtu=")
     check_places(methods)
     others = [method.name for method in methods if method.site is not Site.IN_ENCODER]

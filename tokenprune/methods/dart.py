@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tokenprune.base import Method, Selection, Site
+from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.take import take_in_turn
+from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 
 
 @register("dart", site=Site.IN_LLM, needs=("keys",), paper="arXiv 2502.11494, EMNLP 2025")
 @dataclass(frozen=True)
-class Dart(Method):
+class Dart(Pruner):
     """Keep the visual tokens that least duplicate a few pivot tokens, after the first decoder layers.
 
     Pivots are the visual tokens, and the text tokens behind the image, whose keys have the largest L1 norm. In turn
@@ -38,16 +42,15 @@ class Dart(Method):
     left (the authors' code fails); every image has pivots of its own, and text pivots come from the text behind it.
     """
 
-    layer: int = 2
-    pivot_image: int = 4
-    pivot_text: int = 4
+    query_free: ClassVar[Mapping[str, Any]] = {"pivot_text": 0}
+
+    layer: Annotated[int, Ge(1)] = 2
+    pivot_image: Annotated[int, Ge(1)] = 4
+    pivot_text: Annotated[int, Ge(0)] = 4
     exact: bool = True
 
     def __post_init__(self) -> None:
-        self._check_int("layer", 1)
-        self._check_int("pivot_image", 1)
-        self._check_int("pivot_text", 0)
-        self._check(isinstance(self.exact, bool), f"exact={self.exact!r} must be True or False")
+        check_options(self)
 
     @property
     def query_aware(self) -> bool:

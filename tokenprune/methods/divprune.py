@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenprune.base import Method, Selection, Site
+from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.farthest import farthest
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
@@ -11,7 +11,7 @@ from tokenprune.tokens import VisualTokens
 
 @register("divprune", site=Site.PRE_LLM, paper="arXiv 2503.02175, CVPR 2025")
 @dataclass(frozen=True)
-class DivPrune(Method):
+class DivPrune(Pruner):
     """Keep the visual tokens that differ most from each other: greedy max-min cosine distance.
 
     The first pick is the token whose nearest other token is farthest away; each further one is the token farthest from

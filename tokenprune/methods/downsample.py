@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.base import Method, Site
+from tokenprune.base import ResizeMethod, Site
 from tokenprune.registry import register
 
 
 @register("downsample", site=Site.PRE_ENCODER, paper="arXiv 2510.07143 (as a baseline)")
 @dataclass(frozen=True)
-class Downsample(Method):
+class Downsample(ResizeMethod):
     """Hand the model a smaller picture: the baseline that needs no library at all.
 
     `keep` is the share of the picture's visual tokens, so both sides shrink by its square root. It acts through the

@@ -9,7 +9,8 @@ from pathlib import Path
 from tokenprune.base import Site
 from tokenprune.budget import Budget
 from tokenprune.encoder import VTU_FORMS, EncoderMethod, Matcher, Tower
-from tokenprune.errors import BudgetError
+from tokenprune.errors import BudgetError, OptionError
+from tokenprune.fingerprint import Fingerprint
 from tokenprune.merging import threshold_match
 from tokenprune.registry import register
 from tokenprune.thresholds import Thresholds, shipped
@@ -29,8 +30,8 @@ class DyMU(EncoderMethod):
     proportional: add the logarithm of a token's size to its attention logits, so that a merged token counts as often as
     its members did.
     max_r: tokens that a block merges in one picture at most; half of them is the limit in any case.
-    vtu: virtual unmerging in the decoder: "off"; "expanded" or "exact" apply its weights to the merged tokens and its
-    attention to all positions. It saves no KV memory; "exact" is a slow reference (docs/vtu.md).
+    vtu: virtual unmerging in the decoder: "off", or "expanded", which applies its weights to the merged tokens and its
+    attention to all positions. It saves no KV memory (docs/vtu.md).
     exact: every picture keeps exactly the number of patches that `keep` asks for: what merges in which block is still
     its content's choice, but no block goes below that number, and where the thresholds would leave more than the blocks
     behind can still merge, the best pairs below the threshold merge too. For those who must know the number before the
@@ -67,6 +68,26 @@ class DyMU(EncoderMethod):
     @property
     def inexact(self) -> str | None:
         return None if self.exact else "each picture keeps a number of its own: pass exact=True"
+
+    @property
+    def calibrated_for(self) -> Fingerprint | None:
+        return None if self.thresholds is None else self.thresholds.fingerprint
+
+    def check_served(self, kind: str, dtype: str, blocks: int) -> None:
+        found = self.thresholds
+        if found is None:
+            raise OptionError(
+                f"{self.name} needs thresholds=PATH in the server's setting, a file by `tokenprune calibrate`: those "
+                "that ship with the package are recognised by weights, which vLLM keeps in another form"
+            )
+        made_for = found.fingerprint.kind, found.fingerprint.dtype, {len(values) for values in found.values.values()}
+        ours = kind, dtype, {blocks}
+        if made_for != ours:
+            told = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
+            raise OptionError(
+                f"{self.name}: these thresholds were calibrated for {told[0]}, and this tower is {told[1]}: run "
+                "`tokenprune calibrate` for this model in the dtype that it is served in"
+            )
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what merges the pairs above each block's threshold."""

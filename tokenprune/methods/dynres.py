@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenprune.base import Method, Site
+from tokenprune.base import ResizeMethod, Site
 from tokenprune.errors import BudgetError
 from tokenprune.registry import register
 
@@ -33,7 +33,7 @@ _FINE = re.compile(
 
 @register("dynres", site=Site.PRE_ENCODER, paper="none (statistics of arXiv 2510.18091)")
 @dataclass(frozen=True)
-class DynRes(Method):
+class DynRes(ResizeMethod):
     """Choose each picture's resolution by its detail: smooth pictures shrink more than busy ones, text stays whole.
 
     `keep` is the share of visual tokens that a picture of middling detail gets, and the average over pictures like

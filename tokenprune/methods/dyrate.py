@@ -28,8 +28,7 @@ class DyRate(DecodeMethod):
     rate: "attn_mass" follows the share of attention that goes to the pictures, without training; "schedule" takes
     `schedule`; "predictor" asks a linear classifier that `tokenprune fit-dyrate` fitted to this model.
     layer: int >= 1; layers before it keep every token, and the attention of the last of these is observed.
-    mode: "evict" frees the memory of dropped tokens; "mask" and "index" keep it, and the attention is given a mask, or
-    a gathered copy without them.
+    mode: "evict" frees the memory of dropped tokens; "mask" keeps it, and the attention is given a mask.
     k_min: smallest share of a prompt's visual tokens, in 0..1; `keep` caps it. At least one token stays.
     max_rate: highest rate, in 0..1.
     monotone: False (not with "evict") lets tokens that prefill kept return.

@@ -7,17 +7,15 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from torch import Tensor
 
-from tokenprune.base import Method, Site
+from tokenprune.base import Pruner, Site
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 
 
-@register(
-    "fastv", site=Site.IN_LLM, needs=("last_row_attention", "received_attention"), paper="arXiv 2403.06764, ECCV 2024"
-)
+@register("fastv", site=Site.IN_LLM, paper="arXiv 2403.06764, ECCV 2024")
 @dataclass(frozen=True)
-class FastV(Method):
+class FastV(Pruner):
     """Keep the visual tokens that the prompt's last token attends to most, after the first decoder layers.
 
     layer: int >= 1, K of the paper: layers 0 .. K-1 see all tokens, and the attention of layer K-1 ranks them.
@@ -43,7 +41,7 @@ class FastV(Method):
         return True
 
     @property
-    def reads(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:
         return frozenset({"last_row_attention" if self.query == "last" else "received_attention"})
 
     def score(self, tokens: VisualTokens) -> Tensor:

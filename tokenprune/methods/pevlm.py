@@ -4,10 +4,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Annotated, Literal
 
-from tokenprune.base import Method, Site
+from annotated_types import Ge
+
+from tokenprune.base import AttentionPattern, Site
 from tokenprune.frames import Visual
+from tokenprune.options import check_options
 from tokenprune.registry import register
 
 _LONG_TEXT = 32  # text between two visuals that is longer than this is a block of its own
@@ -15,7 +18,7 @@ _LONG_TEXT = 32  # text between two visuals that is longer than this is a block 
 
 @register("pevlm", site=Site.ATTENTION, paper="arXiv 2506.19651")
 @dataclass(frozen=True)
-class PEVLM(Method):
+class PEVLM(AttentionPattern):
     """Prefill a video in blocks of frames that see the prompt's start and themselves; removes no tokens.
 
     The sink is everything before the first frame and the first frames of the (first) video; the other frames form
@@ -31,7 +34,6 @@ class PEVLM(Method):
     first one starts (as APE and Star Attention do).
     dense_layers: decoder layers, counted from 0, that keep full attention.
     only_single_video: prompts with more than one video or picture keep full attention.
-    implementation: "blocks" (time and memory linear in the frames) or "mask" (one dense mask, for comparison).
 
     Source: Kang et al., "PEVLM: Parallel Encoding for Vision-Language Models". Its body could not be read: the rule is
     from the abstracts of v1-v3 [A], the four ICLR reviews [R], machine-written review summaries of v1 [M] and the
@@ -43,33 +45,20 @@ class PEVLM(Method):
     could not be established and are our decision.
     """
 
-    default_keep: ClassVar[float] = 1.0
-
-    sink_frames: int = 8
-    block_frames: int = 16
-    min_frames: int | None = None
-    sink_mode: str = "text+frames"
-    position_mode: str = "sequential"
+    sink_frames: Annotated[int, Ge(1)] = 8
+    block_frames: Annotated[int, Ge(1)] = 16
+    min_frames: Annotated[int, Ge(1)] | None = None
+    sink_mode: Literal["text+frames", "text"] = "text+frames"
+    position_mode: Literal["sequential", "reuse"] = "sequential"
     dense_layers: Sequence[int] = ()
     only_single_video: bool = False
-    implementation: str = "blocks"
 
     def __post_init__(self) -> None:
-        self._check_int("sink_frames", 1)
-        self._check_int("block_frames", 1)
-        if self.min_frames is not None:
-            self._check_int("min_frames", 1)
-        for option, values in _CHOICES.items():
-            value = getattr(self, option)
-            self._check(value in values, f"{option}={value!r} must be {' or '.join(map(repr, values))}")
+        check_options(self)
         good = isinstance(self.dense_layers, (list, tuple)) and all(
             isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in self.dense_layers
         )
         self._check(good, f"dense_layers={self.dense_layers!r} must be a list of layers, ints >= 0")
-        self._check(
-            isinstance(self.only_single_video, bool),
-            f"only_single_video={self.only_single_video!r} must be True or False",
-        )
 
     @property
     def fewest_frames(self) -> int:
@@ -108,10 +97,3 @@ class PEVLM(Method):
         if len(firsts) > 1 and 2 * (len(frames) - firsts[-1]) < self.block_frames:
             firsts.pop()
         return [frames[a:b] for a, b in pairwise([*firsts, len(frames)])]
-
-
-_CHOICES = {
-    "sink_mode": ("text+frames", "text"),
-    "position_mode": ("sequential", "reuse"),
-    "implementation": ("blocks", "mask"),
-}

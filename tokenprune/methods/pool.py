@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenprune.base import Method, Selection, Site
+from tokenprune.base import Pruner, Selection, Site
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import sent
@@ -14,7 +14,7 @@ from tokenprune.transfer import sent
 
 @register("pool", site=Site.PRE_LLM, paper="none (baseline)", merges=True)
 @dataclass(frozen=True)
-class Pool(Method):
+class Pool(Pruner):
     """Average neighbouring visual tokens: a low-pass baseline that loses small things and nothing else.
 
     A picture of h x w tokens is cut into exactly as many rectangles as it may keep tokens, of sizes as equal as can be;

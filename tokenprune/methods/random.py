@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenprune.base import Method, Site
+from tokenprune.base import Pruner, Site
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
@@ -15,7 +15,7 @@ from tokenprune.transfer import sent
 
 @register("random", site=Site.PRE_LLM, paper="none (baseline)")
 @dataclass(frozen=True)
-class Random(Method):
+class Random(Pruner):
     """Keep visual tokens drawn at random: the baseline that every method must beat.
 
     seed: int. The draw depends on the seed, the number of tokens and the image's place in its prompt, so that a batch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Method, Selection, Site
+from tokenprune.base import Pruner, Selection, Site
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import sent
@@ -15,7 +15,7 @@ from tokenprune.transfer import sent
 
 @register("uniform", site=Site.PRE_LLM, paper="none (baseline)")
 @dataclass(frozen=True)
-class Uniform(Method):
+class Uniform(Pruner):
     """Keep visual tokens spread evenly over rows and columns: a baseline that covers the whole image.
 
     Where the grid of an image is known, its tokens are kept in rows at even distances, with as many in each, at even

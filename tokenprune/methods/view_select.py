@@ -6,12 +6,12 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenprune.base import Method, Site
+from tokenprune.base import ImageChooser, Site
 from tokenprune.errors import OptionError
 from tokenprune.registry import register
 
@@ -36,7 +36,7 @@ _OPEN = re.compile(
 
 @register("view_select", site=Site.PRE_ENCODER, paper="none (idea of LiteVLM, arXiv 2506.07416)")
 @dataclass(frozen=True)
-class ViewSelect(Method):
+class ViewSelect(ImageChooser):
     """Encode only those of a prompt's pictures that the question names, such as "front left" of six camera views.
 
     A question that names no view gets all of them. So does one that says "all", "each", "other", "except", "which
@@ -62,9 +62,6 @@ class ViewSelect(Method):
     and weights are our decision. Tiles of one picture (LLaVA-NeXT, InternVL) are not chosen: to score a tile by the
     question before it is encoded takes an image tower and a text tower trained together, which a VLM does not have.
     """
-
-    default_keep: ClassVar[float] = 1.0
-    chooses_pictures: ClassVar[bool] = True
 
     views: Sequence[str] = ()
     always_keep: Sequence[str] = ()

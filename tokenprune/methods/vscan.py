@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tokenprune.base import Method, Selection, Site
+from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.compact import gather_tokens, partition
@@ -20,7 +21,7 @@ from tokenprune.tokens import Patches, VisualTokens
 
 @register("vscan", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2505.22654, TMLR 2026", merges=True)
 @dataclass(frozen=True)
-class VScan(Method):
+class VScan(Pruner):
     """Scan the vision tower's attention globally and window by window, merge what is not picked, cut again halfway.
 
     Stage 1, before the decoder: one part of each tile's tokens (or frame's) is picked window by window by the attention
@@ -35,7 +36,7 @@ class VScan(Method):
     stage2: False leaves out stage 2: the choice then knows nothing of the question and is safe with a prefix cache;
     stage 1 keeps all of `keep`.
     local: share in [0, 1] of stage 1's picks that is made window by window.
-    local_layer: the early block, an int (see `Method.encoder_layers`) or a share of the depth between 0 and 1.
+    local_layer: the early block, an int (see `Pruner.encoder_layers`) or a share of the depth between 0 and 1.
     window: side of a window in tokens; None is 6 where a token is one patch, 4 where it is several. What does not fill
     a window belongs to the last one.
     merge: False drops what is not picked.
@@ -50,6 +51,8 @@ class VScan(Method):
     queries are rotated once in tower and decoder (the Qwen code twice, or not at all); a local pick is never picked
     again; a tile of which nothing is picked is merged into the most similar picks of the other tiles.
     """
+
+    query_free: ClassVar[Mapping[str, Any]] = {"stage2": False}
 
     layer: int | None = None
     stage2: bool = True
@@ -159,7 +162,7 @@ def most_similar(features: Tensor, picked: Tensor, tile: Tensor, most: int) -> T
 
 
 @dataclass(frozen=True)
-class _Middle(Method):
+class _Middle(Pruner):
     """Stage 2: keep what the last prompt token attends to most in the layer behind the cut.
 
     layer: where it cuts.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.base import Method, Site
+from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.config import Config
 from tokenprune.errors import OptionError
 from tokenprune.registry import available_methods, method_info
@@ -52,7 +52,7 @@ class Candidate:
     def unfit(self, films: bool) -> str | None:
         """Return why it cannot act on such questions. films: whether any is about a video."""
         for method in self.methods:
-            if method.chooses_pictures:
+            if isinstance(method, ImageChooser):
                 return f"{method.name} chooses between the pictures of a prompt: it has no budget to tune"
             if method.site is Site.ATTENTION and not films:
                 return f"{method.name} acts on videos, and these questions are about pictures only"

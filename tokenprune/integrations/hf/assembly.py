@@ -26,7 +26,10 @@ from tokenprune.integrations.hf.pixels import patch_for
 from tokenprune.integrations.hf.plan import Step
 from tokenprune.integrations.hf.setup_checks import check_steps
 from tokenprune.integrations.hf.unmerging import VirtualUnmerging, check_composition, form_of
+from tokenprune.integrations.hf.video_frames import VideoFrames, compares_frames
 from tokenprune.integrations.places import check_places, place_of
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
 
 
 def hf_parts(
@@ -71,7 +74,7 @@ def hf_parts(
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
     cutting = [step.method for step in steps if step.acts]
-    readers = [method for method in cutting if "encoder_attention" in method.needs]
+    readers = [method for method in cutting if observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)]
     if readers:
         if merging := [part.method for part in parts if isinstance(part, TowerPatch)]:
             raise OptionError(
@@ -79,6 +82,9 @@ def hf_parts(
                 "them on the way: use one of the two"
             )
         parts.append(EncoderAttention(adapter, readers))
+    if any(compares_frames(step) for step in steps):
+        merges = [part.method.name for part in parts if isinstance(part, TowerPatch)]
+        parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
     if cutting or parts:
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
     if not all(budget.is_identity() for budget in budgets):

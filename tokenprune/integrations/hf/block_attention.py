@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Method
-from tokenprune.block_attention import PADDING, SINK, TAIL, Parts, attend_by_mask, attend_in_blocks
+from tokenprune.base import AttentionPattern, Method
+from tokenprune.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.frames import Visual
@@ -31,6 +31,7 @@ from tokenprune.integrations.hf.observe import Tap
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.segments import find_segments
 from tokenprune.integrations.hf.setup_checks import reruns_layers
+from tokenprune.observable_registry import observables_of
 from tokenprune.transfer import sent
 
 # What some families' attention functions take that the block attention does not compute.
@@ -68,7 +69,7 @@ class BlockAttention(Part):
     Raises BudgetError, OptionError or UnsupportedSetupError for what does not go together with attention in blocks.
     """
 
-    def __init__(self, adapter: Adapter, method: Method, budget: Budget, others: Sequence[Method]) -> None:
+    def __init__(self, adapter: Adapter, method: AttentionPattern, budget: Budget, others: Sequence[Method]) -> None:
         super().__init__()
         self.adapter, self.method = adapter, method
         name, layers = method.name, len(adapter.decoder.layers)
@@ -83,7 +84,7 @@ class BlockAttention(Part):
                 "video token; use a method that acts on pictures too, such as divprune"
             )
         for other in others:
-            if "received_attention" in other.reads:
+            if any(one.all_rows for one in observables_of(other.needs)):
                 raise OptionError(
                     f"{other.name} ranks tokens by the attention they receive from all others, but with {name} the "
                     "tokens of a block never see another block, nor the question; use a method that reads the last "
@@ -194,9 +195,7 @@ class BlockAttention(Part):
         # A cache of fixed length has room behind the prompt.
         key, value = key[:, :, : ids.shape[1]], value[:, :, : ids.shape[1]]
         scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)
-        if self.method.implementation == "mask":
-            output = attend_by_mask(query, key, value, ids, scale, dropout)
-        elif len(rows) == 1:
+        if len(rows) == 1:
             output = attend_in_blocks(query, key, value, next(iter(rows)), scale, dropout)
         else:
             outputs = []
@@ -228,7 +227,7 @@ class _BlockTap(Tap):
 
 
 def _ids(starts: list[int], length: int) -> Tensor:
-    """long `[length]`: block ids from what `Method.block_starts` returns; all of it sink without any."""
+    """long `[length]`: block ids from what `AttentionPattern.block_starts` returns; all of it sink without any."""
     ids = torch.full((length,), SINK)
     for number, (start, end) in enumerate(pairwise(starts)):
         ids[start:end] = number + 1

@@ -78,13 +78,6 @@ class _ReducedMixin:
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.tokenprune_reduction.length + query_length, 0
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        decode = self.tokenprune_reduction.decode
-        return (keys, values) if decode is None else decode.seen(keys, values)
-
     def reset(self) -> None:
         super().reset()
         restore(self)

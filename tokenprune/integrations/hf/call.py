@@ -82,6 +82,7 @@ class OnHost:
         """How many tokens of each row are no padding."""
         return (self.real | self.visual).sum(1).tolist()
 
+    @cached_property
     def visual_ends(self) -> list[tuple[int, int]]:
         """Return (row, position) of the last token of each row where that is a visual one, padding left out."""
         last = (self.real * torch.arange(1, self.real.shape[1] + 1)).argmax(1).tolist()

@@ -29,7 +29,6 @@ class DecodeState:
     visual, start, count: long `[B]`, visual tokens of each row, kept by prefill, kept now; on the host, like
     rate: float64 `[B]`, the rate in force.
     masses: float32 `[B, 1 + T, H, 4]`, see `DecodeMethod.next_rate`; times: the logical position of each of T steps.
-    view: long `[B, K]`, the keys that the next layer is to see (mode "index"), None = all.
     """
 
     method: DecodeMethod
@@ -46,7 +45,6 @@ class DecodeState:
     rate: Tensor
     masses: Tensor
     times: list[int]
-    view: Tensor | None = None
 
     @property
     def layer(self) -> int:
@@ -74,24 +72,9 @@ class DecodeState:
         self.times = [time for time in self.times if time < length]
         self.masses = self.masses[:, : 1 + len(self.times)]
 
-    def seen(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values `[B, H, K, D]` that the next layer is to see."""
-        if self.view is None:
-            return keys, values
-        return gather_keys(keys, self.view), gather_keys(values, self.view)
-
-    def arrange(self, columns: Tensor, whole: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the logical positions `[B, K]` of the keys that a layer from the cut on is to see out of `columns`, -1
-        = hidden, and which of these keys they are (None: all). whole: whether `columns` are all that there are."""
-        if not self.hides:
-            return columns, None
-        stays = (columns >= 0) & ~self.gone(columns)
-        if self.method.mode == "mask":
-            return columns.masked_fill(~stays, -1), None
-        # Of what is hidden, a sliding layer may have thrown some away already; how much, only the device knows.
-        hidden = int((self.start - self.count).min()) if whole else 0
-        view, stays = to_the_right(stays, columns.shape[1] - hidden)
-        return columns.gather(1, view).masked_fill(~stays, -1), view
+    def hide(self, columns: Tensor) -> Tensor:
+        """Return the logical positions `[B, K]` of the keys of a layer from the cut on, -1 = those it must not see."""
+        return columns.masked_fill(self.gone(columns), -1) if self.hides else columns
 
     def gone(self, columns: Tensor) -> Tensor:
         """bool like `columns` (logical positions): those of visual tokens that are available but not kept."""

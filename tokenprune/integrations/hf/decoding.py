@@ -3,9 +3,9 @@
 
 What is needed for that lives on the cache, beside its `Reduction`, and follows it when rows are repeated, reordered or
 selected. It is made by the cut in prefill. A later call with one new token observes the layer before the cut, decides,
-and applies the decision to the layers from there on: `evict` takes keys and values out of the cache, `mask` hides them,
-`index` keeps them and hands the attention a gathered view. Calls with several tokens (a user's next turn, drafts that
-are not accepted yet) decide nothing: what was kept before stays.
+and applies the decision to the layers from there on: `evict` takes keys and values out of the cache, `mask` hides them.
+Calls with several tokens (a user's next turn, drafts that are not accepted yet) decide nothing: what was kept before
+stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import cutting
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cache import slots_handed_out
-from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.decode_state import DecodeState, gather_keys, sum_by_type, to_the_right
 from tokenprune.integrations.hf.masks import sliding_layers
 from tokenprune.integrations.hf.observe import Seen
@@ -71,7 +70,6 @@ def take_up(call: Call, steps: dict[int, Step], length: int) -> None:
     """Go on with what the cache of a call of `length` tokens remembers."""
     if call.decode is None:
         return
-    call.decode.view = None
     step = steps.get(call.decode.layer)
     # Another patch than the one that made the cache leaves it as it is.
     if length == 1 and step is not None and step.method == call.decode.method:
@@ -90,16 +88,10 @@ def kept_state(call: Call) -> DecodeState | None:
     return call.decode if started is None else started
 
 
-def show_keys(call: Call, keys: int | None) -> None:
-    """Have the cache hand the layer that runs next, which holds `keys` keys, those that it is to see."""
-    if call.decode is not None and keys is not None:
-        call.decode.view = call.groups[-1].visible_keys(keys)[1]
-
-
 def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter, record: bool) -> Tensor:
     """Make the cut of the prefill, and note in the call's state what the decode steps will need."""
     layout, before = call.layout.to(hidden.device), call.segments.to(hidden.device)
-    query = Sources(call, hidden, adapter, Carry([])).last_slot()
+    query = Sources(call, hidden, adapter).last_slot()
     row = _row(call, query, call.past + layout.length)
     hidden = cutting.cut(call, step, hidden, adapter)
     call.state.put(_begin(call, step.method, row, before, record))

@@ -24,9 +24,10 @@ from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.encoder_record import open_record, record_of
 from tokenprune.integrations.hf.groups import feature_groups, one_of_each
-from tokenprune.integrations.hf.observe import Observation, Observer
+from tokenprune.integrations.hf.observe import Observer
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.plan import Merged, Step
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.tokens import Segments
 

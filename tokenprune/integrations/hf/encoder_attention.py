@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention inside the vision tower, brought to the visual tokens that the patches become.
+"""What the vision tower shows, brought to the visual tokens that the patches become.
 
 Queries and keys of the wanted blocks are read as they reach the attention function (after rotary embedding, once), and
-scores are made of them without an attention map (see kernels/attention.py), for any back end. The scores travel with
-the tower's output, since `generate` encodes pictures before any forward.
+observables are made of them without an attention map (see kernels/attention.py), for any back end. They travel with the
+tower's output, since `generate` encodes images before any forward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -18,23 +18,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Method
+from tokenprune.base import Pruner
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.attachable import states
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.copies import number_features
 from tokenprune.integrations.hf.encoder_record import open_record, record_of
-from tokenprune.integrations.hf.observe import Observation, Observer
+from tokenprune.integrations.hf.observe import Observer
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.patches import Placed, picture_sizes, place
 from tokenprune.integrations.hf.segments import feature_total
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
+from tokenprune.observable import TowerOutput, Where
+from tokenprune.observable_registry import find_observable, observables_of
 from tokenprune.tokens import Patches, Segments
 from tokenprune.transfer import sent
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.call import Call
 
+# The block in which an observable is read, by its name and the layer that a method named.
+Blocks = dict[tuple, int]
+Seen = dict[tuple[str, int], list[Tensor]]
+OUTPUT = -1  # in the place of a block: the tower's output
+Heads = Callable[[Tensor], Tensor]
 # The blocks that are known, and how many class tokens stand before the patches.
 _CLASS_TOKENS = {
     "CLIPEncoderLayer": 1,
@@ -50,38 +58,35 @@ _CLASS_TOKENS = {
 
 
 class EncoderAttention(Part):
-    """Reads the attention of the blocks that `methods` name in their `encoder_layers`.
+    """Reads what `methods` need of the vision tower, in the blocks that they name in their `encoder_layers`.
 
     Raises UnsupportedSetupError for towers that are not known and families whose tokens cannot be traced to patches,
     OptionError for blocks that there are not.
     """
 
-    def __init__(self, adapter: Adapter, methods: Sequence[Method]) -> None:
+    def __init__(self, adapter: Adapter, methods: Sequence[Pruner]) -> None:
         super().__init__()
         self.adapter, self.name = adapter, ", ".join(method.name for method in methods)
         family = adapter.config.model_type
         if adapter.patch_layout is None:
             raise UnsupportedSetupError(
-                f"{self.name} reads attention inside the vision tower, but of {family!r} it is not known how its "
+                f"{self.name} looks into the vision tower, but of {family!r} it is not known how its "
                 "patches become visual tokens; use a method that acts behind the tower, or say so in the adapter's "
                 "patch_layout"
             )
         self.tower, blocks = _find_blocks(adapter, self.name)
         self.protected = _CLASS_TOKENS[type(blocks[0]).__name__]
         self.attentions = [_attention_of(block) for block in blocks]
-        self.places = {
-            layer: self._block(method, layer, len(blocks)) for method in methods for layer in method.encoder_layers
-        }
-        for index in set(self.places.values()):
+        self.blocks: Blocks = {}
+        for method in methods:
+            self.blocks |= blocks_read(method, len(blocks), adapter.config)
+        for index in set(self.blocks.values()) - {OUTPUT}:
             Observer(self.attentions[index], self._record)  # raises what cannot be observed
-
-    def _block(self, method: Method, layer: int | float, depth: int) -> int:
-        return block_index(method, layer, depth, self.adapter.config)
 
     # -- inside the tower
 
     def _attach(self) -> None:
-        for index in sorted(set(self.places.values())):
+        for index in sorted(set(self.blocks.values()) - {OUTPUT}):
             self.attach_part(Observer(self.attentions[index], partial(self._record, index)))
         self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
         self.hook(self.tower.register_forward_hook(self._leave_tower))
@@ -95,64 +100,78 @@ class EncoderAttention(Part):
             given = dict(zip(("pixel_values", "image_sizes"), args, strict=False)) | kwargs
             patch = self.adapter.config.vision_config.patch_size
             lengths = [(height // patch) * (width // patch) for height, width in picture_sizes(given)]
-        states()[self] = _Reading({index: [] for index in self.places.values()}, lengths)
+        states()[self] = _Reading(empty(self.blocks), lengths)
 
     def _record(self, index: int, observation: Observation) -> None:
         state = states().get(self)
         if state is not None:  # else gradient checkpointing runs the block again
-            with torch.no_grad():
-                if observation.starts is None and state.lengths is not None:
-                    ends = [0, *accumulate(state.lengths)]
-                    observation = replace(observation, starts=torch.tensor(ends, device=observation.query.device))
-                state.scores[index].append(patch_scores(observation, self.protected).transpose(1, 2))
+            if observation.starts is None and state.lengths is not None:
+                ends = [0, *accumulate(state.lengths)]
+                observation = replace(observation, starts=torch.tensor(ends, device=observation.query.device))
+            take_patches(state.seen, index, observation, self.protected)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
         state = states().pop(self, None)
         if isinstance(output, tuple):
             raise UnsupportedSetupError(f"{self.name}: the tower must return an output object; use return_dict")
-        if state is not None:
-            open_record(output).attention = state.scores
+        if state is None:
+            return
+        for name, index in state.seen:
+            if index == OUTPUT:
+                features = tower_features(output, self.adapter.config).detach().float()
+                features = features if features.ndim == 3 else features[None]
+                state.seen[name, index].append(find_observable(name).of_features(features, self.protected))
+        open_record(output).attention = state.seen
 
     # -- behind the tower
 
     def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """Pictures were encoded: leave the scores of their visual tokens in the record on `output`."""
+        """Images were encoded: leave what was read of their visual tokens in the record on `output`."""
         state = record_of(output).take_attention()
         packed = take_packed()
         if state is None:
             return
-        # [rows of the tower, patches, H] of each block; rows of different length (packed runs) are laid end to end.
+        # [rows of the tower, patches, C] each; where the tower lays images end to end, one row of all patches.
         if not all(state.values()):
             raise UnsupportedSetupError(f"{self.name}: not all blocks of the vision tower showed their attention")
+        on_one_axis = self.adapter.patch_layout in ("runs", "sized")
         layers = [
-            torch.cat(pieces) if len({piece.shape[1] for piece in pieces}) == 1 else torch.cat(pieces, dim=1)
+            torch.cat([piece.flatten(0, 1) for piece in pieces])[None] if on_one_axis else torch.cat(pieces)
             for pieces in state.values()
         ]
         placed = place(self.adapter, modality, arguments, feature_total(output), torch.cat(layers, dim=-1), packed)
-        scores = dict(zip(state, placed.scores.split([x.shape[-1] for x in layers], dim=-1), strict=True))
-        encoded = Encoded({layer: scores[index] for layer, index in self.places.items()}, placed)
-        open_record(output).encoded = encoded
+        open_record(output).encoded = Encoded.of(placed, self.blocks, state, [x.shape[-1] for x in layers])
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """One forward of a tower. scores: of each block. lengths: of the pictures, if all are on one axis and only a mask
-    tells them apart."""
+    """One forward of a tower. seen: see `empty`. lengths: of the images, if all are on one axis and only a mask tells
+    them apart."""
 
-    scores: dict[int, list[Tensor]]
+    seen: Seen
     lengths: list[int] | None
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """scores: for each of a method's `encoder_layers` float32 `[tokens, H]`, all pictures of a call end to end."""
+    """What was read of visual tokens, all images of a call end to end.
 
-    scores: dict[int | float, Tensor]
+    values: `[tokens, C]`, float32, by name of the observable, with the layer that a method named if it is read by
+    layer.
+    """
+
+    values: dict[tuple, Tensor]
     placed: Placed
+
+    @staticmethod
+    def of(placed: Placed, blocks: Blocks, seen: Seen, channels: list[int]) -> Encoded:
+        """Return what `placed.scores` holds. channels: how many of them belong to each entry of `seen`, in order."""
+        parts = dict(zip(seen, placed.scores.split(channels, dim=-1), strict=True))
+        return Encoded({key: parts[key[0], block] for key, block in blocks.items()}, placed)
 
 
 class EncodedTokens:
-    """What the tower's attention says of a call's visual tokens."""
+    """What the tower shows of a call's visual tokens."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
         # For each position of the prompt the number of its visual token, over all modalities.
@@ -162,8 +181,8 @@ class EncodedTokens:
             encoded, mask = record_of(output).encoded, call.host.masks[modality]
             if encoded is None:
                 raise UnsupportedSetupError(
-                    f"these {modality} features were not encoded by the patched model, so the attention in its vision "
-                    "tower is not known: pass pixels"
+                    f"these {modality} features were not encoded by the patched model, so what its vision tower shows "
+                    "is not known: pass pixels"
                 )
             count = len(encoded.placed.cells)
             numbers = sent(number_features(modality, mask, count) + start, device)
@@ -171,14 +190,16 @@ class EncodedTokens:
             self.parts.append(encoded)
             start += count
 
-    def attention(self, layer: int | float, segments: Segments) -> Tensor:
-        if any(layer not in part.scores for part in self.parts):
+    def values(self, key: tuple, segments: Segments) -> Tensor:
+        """Return float32 `[S, N, C]`; key: see `Encoded`."""
+        if any(key not in part.values for part in self.parts):
             raise UnsupportedSetupError(
-                f"the attention of block {layer} of the vision tower was not read: a method names all that it reads in "
-                "its encoder_layers; features that were encoded under another patch do not have it, then pass pixels"
+                f"the {' of block '.join(map(str, key))} of the vision tower was not read: a method names all that it "
+                "reads in its encoder_layers; features that were encoded under another patch do not have it, then pass "
+                "pixels"
             )
-        flat = torch.cat([part.scores[layer].to(self.device) for part in self.parts])
-        return flat[self._tokens(segments)].masked_fill(~segments.mask.unsqueeze(-1), 0).transpose(1, 2)
+        flat = torch.cat([part.values[key].to(self.device) for part in self.parts])
+        return flat[self._tokens(segments)].masked_fill(~segments.mask.unsqueeze(-1), 0)
 
     def patches(self, segments: Segments) -> Patches:
         cells = torch.cat([part.placed.cells.to(self.device) for part in self.parts])
@@ -196,16 +217,44 @@ def as_patches(cells: Tensor, mask: Tensor, tiles: int) -> Patches:
     return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1), tiles)
 
 
-def patch_scores(seen: Observation, protected: int) -> Tensor:
-    """float32 `[B, H, patches]`: the attention of the class token, else what each patch receives on average."""
-    if seen.starts is not None:  # several sequences on one axis
-        return replace(seen, mask=None, causal=False).received(starts=seen.starts)
-    rows, _, queries = seen.query.shape[:3]
-    first = torch.zeros(rows, 1, dtype=torch.long, device=seen.query.device)
-    if protected:
-        return seen.rows(first)[:, :, 0, protected:]
-    # Patches of padding are keys that nobody sees, and their own rows do not count.
-    return seen.received(seen.visible(first)[:, 0, 0].expand(rows, queries))
+def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
+    """Return which of a tower's `depth` blocks each observable of the tower that a method needs is read in; without
+    any, the last block that the model reads: it tells how many patches there are. config: of the whole model.
+
+    Raises OptionError for blocks that there are not.
+    """
+    layers = {layer: block_index(method, layer, depth, config) for layer in method.encoder_layers}
+    names = [one.name for one in observables_of(method.needs, Where.TOWER_BLOCK)]
+    found = {(name, layer): block for name in names for layer, block in layers.items()}
+    outputs = [one for one in observables_of(method.needs, Where.TOWER) if isinstance(one, TowerOutput)]
+    found |= {(one.name,): OUTPUT for one in outputs}
+    return found or {("patches",): read_block(config, depth)}
+
+
+def tower_features(output: Any, config: Any) -> Tensor:
+    """Return what the projector gets of a tower's output, class tokens included, `[rows, tokens, Dv]` or, where images
+    lie end to end, `[tokens, Dv]`. config: of the whole model."""
+    read = getattr(config, "vision_feature_layer", None)
+    states = getattr(output, "hidden_states", None)
+    if read is None or states is None:
+        return output.last_hidden_state
+    return states[read] if isinstance(read, int) else torch.cat([states[one] for one in read], dim=-1)
+
+
+def empty(blocks: Blocks) -> Seen:
+    """Return a place for what each observable shows in each of its blocks: pieces `[rows, patches, C]`."""
+    return {(key[0], block): [] for key, block in blocks.items()}
+
+
+def take_patches(seen: Seen, block: int, observation: Observation, protected: int, heads: Heads = lambda x: x) -> None:
+    """Add to `seen` what its observables of a block say of patches. protected: class tokens in front of them. heads:
+    brings `[rows, H, ...]` of all devices together."""
+    for name, index in seen:
+        if index == block:
+            with torch.no_grad():
+                found = heads(find_observable(name).of_patches(observation, protected))
+            found = found.transpose(1, 2).float()
+            seen[name, index].append(found if found.ndim == 3 else found.flatten(2))
 
 
 def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module]]:
@@ -218,7 +267,7 @@ def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module
                     return tower, list(blocks)
     found = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
     raise UnsupportedSetupError(
-        f"{name} reads attention inside the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
+        f"{name} looks into the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
         f"and SmolVLM), InternVL, Pixtral and Qwen-VL of transformers, not {found}; use a method that acts behind the "
         "tower"
     )
@@ -228,8 +277,8 @@ def _attention_of(block: nn.Module) -> nn.Module:
     return next(getattr(block, name) for name in ("self_attn", "attn", "attention") if hasattr(block, name))
 
 
-def block_index(method: Method, layer: int | float, depth: int, config: Any) -> int:
-    """Return which of a tower's `depth` blocks a method means by `layer`; see `Method.encoder_layers`.
+def block_index(method: Pruner, layer: int | float, depth: int, config: Any) -> int:
+    """Return which of a tower's `depth` blocks a method means by `layer`; see `Pruner.encoder_layers`.
 
     config: of the whole model. Raises OptionError for blocks that there are not.
     """

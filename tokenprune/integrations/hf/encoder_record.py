@@ -38,9 +38,9 @@ class EncoderRecord:
         `TowerPatch.leave_tokens`, read by its `enter`.
     groups: for each image, for each of its features, the first feature that is the same merged token, long
         `[features]`. Written by `TowerPatch.note`, read by its `enter`.
-    attention: for each block that was read its scores, pieces of float32 `[rows, patches, H]`. Written by
+    attention: for each observable and block that was read, pieces of float32 `[rows, patches, C]`. Written by
         `EncoderAttention` as the tower ends, and taken away by its `note`.
-    encoded: those scores brought to the visual tokens. Written by `EncoderAttention.note`, read by `EncodedTokens`.
+    encoded: the same brought to the visual tokens. Written by `EncoderAttention.note`, read by `EncodedTokens`.
     looks: how much each image looks like text. Written by `GuardPart.note`, read by guard_pixels.py.
     """
 
@@ -49,7 +49,7 @@ class EncoderRecord:
     owners: Tensor | list[Tensor] | None = None
     block_tokens: list[int] | None = None
     groups: list[Tensor] | None = None
-    attention: dict[int, list[Tensor]] | None = None
+    attention: dict[tuple[str, int], list[Tensor]] | None = None
     encoded: Encoded | None = None
     looks: Late | None = None
 
@@ -64,7 +64,7 @@ class EncoderRecord:
 
         return replace(self, owners=moved(self.owners), groups=moved(self.groups))
 
-    def take_attention(self) -> dict[int, list[Tensor]] | None:
+    def take_attention(self) -> dict[tuple[str, int], list[Tensor]] | None:
         """Return `attention`, and let go of it: it is large."""
         attention, self.attention = self.attention, None
         return attention

@@ -28,14 +28,16 @@ from tokenprune.integrations.hf.cutting import cut
 from tokenprune.integrations.hf.encoder_record import start_record
 from tokenprune.integrations.hf.entry import cut_entry
 from tokenprune.integrations.hf.features import FeatureRecorder
+from tokenprune.integrations.hf.kept_inputs import keep_entry, keep_input
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.look_ahead import Probe, SeenError, look_ahead
-from tokenprune.integrations.hf.observe import Observation, Observer, Seen
+from tokenprune.integrations.hf.observe import Observer, Seen
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.plan import Merged, Step, plan_cuts
 from tokenprune.integrations.hf.report import Report
 from tokenprune.integrations.hf.segments import RunsPerImage, check_placeholders, find_segments
-from tokenprune.integrations.hf.setup_checks import READS_LAYER_BEFORE, check_call
+from tokenprune.integrations.hf.setup_checks import check_call, reads_layer_before, reads_next_layer
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")
@@ -86,8 +88,8 @@ class Engine(Attachable):
 
     def _observed(self) -> set[int]:
         """The decoder layers whose attention is read."""
-        before = {step.layer - 1 for step in self.steps.values() if step.method.needs & READS_LAYER_BEFORE}
-        return before | {step.layer for step in self.steps.values() if "next_row_attention" in step.method.needs}
+        before = {step.layer - 1 for step in self.steps.values() if reads_layer_before(step.method)}
+        return before | {step.layer for step in self.steps.values() if reads_next_layer(step.method)}
 
     def _record_features(self, modality: str) -> None:
         """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
@@ -232,6 +234,7 @@ class Engine(Attachable):
             call.extras = self.adapter.take_extras(kwargs, call.layout)
         if call.cuts_at(0) or call.state.get(Merged) is not None:
             cut_entry(call, kwargs, self.steps.get(0), self.adapter)
+        keep_entry(call, [self.steps[layer] for layer in call.plan.cuts] if cutting else [], kwargs["inputs_embeds"])
         call.groups.append(call.group(0))
 
     def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
@@ -270,15 +273,17 @@ class Engine(Attachable):
         if index and call.starts_group(index):
             call.groups.append(call.group(index))
         keys = call.key_count(index, self.adapter, kwargs)
-        decoding.show_keys(call, keys)
-        return call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
+        args, kwargs = call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
+        if call.cuts_at(index + 1):
+            keep_input(call, self.steps[index + 1].method, self.adapter, index, args, kwargs)
+        return args, kwargs
 
     def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM: cut the hidden states that arrive at a layer."""
         start = time.perf_counter()
         arrived, step = hidden_states(args, kwargs), self.steps[index]
         hidden = self.adapter.flatten(arrived)
-        if "next_row_attention" in step.method.needs:
+        if reads_next_layer(step.method):
             seen = call.state.get(Seen) or call.state.put(Seen())
             seen.behind = look_ahead(call, self.adapter, index, args, kwargs)
         if step.method.site is Site.DECODE:
@@ -300,6 +305,6 @@ class Engine(Attachable):
             return
         if call.state.get(Probe) is not None:
             raise SeenError(observation)
-        reads = call.cuts_at(layer + 1) and self.steps[layer + 1].method.needs & READS_LAYER_BEFORE
+        reads = call.cuts_at(layer + 1) and reads_layer_before(self.steps[layer + 1].method)
         if reads or layer + 1 == decoding.decides_at(call):
             call.state.put(Seen(before=observation))

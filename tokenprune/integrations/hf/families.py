@@ -152,6 +152,14 @@ UNMERGEABLE = {
     for family in families.split()
 }
 
+# Families of whose videos it is tested which tokens are a frame. In video_llama_3 each frame counts as an image, with
+# as many tokens as moved.
+VIDEO_FRAMES = set(
+    "llava_onevision qwen2_vl qwen2_5_vl qwen3_vl llava_next_video video_llava perception_lm qwen3_vl_moe "
+    "qwen2_5_omni_thinker glm4v glm46v glm4v_moe glmga glm_ocr qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker exaone4_5 "
+    "hyperclovax_vision_v2 cosmos3_omni cosmos3_edge muse_glimmer ernie4_5_vl_moe".split()
+)
+
 # Families whose every image (a tile, where each counts as one) is a square of tokens without newlines between; and
 # those that put several such squares into one run of placeholders, where `image_seq_length` tokens are one square. Of
 # others, a number of tokens that happens to be a square says nothing.

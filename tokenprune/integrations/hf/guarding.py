@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.base import Method, Site
+from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.guard.floors import Floors, shipped
@@ -62,7 +62,7 @@ def guard_for(
     watched = []
     for method, budget in zip(methods, budgets, strict=True):
         # A choice between pictures was never measured; and what removes no tokens puts none at risk.
-        if budget.is_identity() or method.chooses_pictures or method.site is Site.ATTENTION:
+        if budget.is_identity() or isinstance(method, ImageChooser) or method.site is Site.ATTENTION:
             continue
         floors = {kind: guard.floors.get(kind, table.of(method.name, kind)) for kind in KINDS}
         share = share_of(budget)

@@ -134,7 +134,7 @@ class LayerInputs:
             return None
 
         def make() -> tuple[Tensor, Any]:
-            columns, _ = self.visible_keys(keys)
+            columns = self.visible_keys(keys)
             if mask is None:
                 return masks.causal_mask(columns >= 0, self.layout.width, attention, dtype), mask
             return masks.gather_mask(mask, self.rows(), self._arrival_columns(columns)), mask
@@ -143,15 +143,12 @@ class LayerInputs:
 
     # -- keys
 
-    def visible_keys(self, keys: int) -> tuple[Tensor, Tensor | None]:
-        """Return the logical positions (long `[B, K']`, -1 = hidden) that a layer sees which holds `keys` keys, and
-        which of these keys they are (long `[B, K']`; None: all of them in order)."""
+    def visible_keys(self, keys: int) -> Tensor:
+        """Return the logical positions (long `[B, keys]`, -1 = hidden) that a layer sees which holds `keys` keys."""
 
-        def make() -> tuple[Tensor, Tensor | None]:
+        def make() -> Tensor:
             columns = self.columns[:, -keys:]  # a sliding layer has thrown its oldest slots away
-            if self.decode is None:
-                return columns, None
-            return self.decode.arrange(columns, whole=columns.shape[1] == self.columns.shape[1])
+            return columns if self.decode is None else self.decode.hide(columns)
 
         return self._once(("keys", keys), make)
 

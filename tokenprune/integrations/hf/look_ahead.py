@@ -12,7 +12,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.cache import cached_tokens
 from tokenprune.integrations.hf.call import Call
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.shared.observation import Observation
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,25 @@ def look_ahead(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: di
     whatever the family calls them; the cache is left out, and nothing behind is computed.
     """
     args, kwargs = call.group(layer).arguments(layer, args, kwargs, adapter, call.key_count(layer, adapter, kwargs))
+    observation = attention_of(call, adapter, layer, args, kwargs)
+    if held := cached_tokens(call.cache, layer):
+        past = adapter.cached_keys(layer, call.cache)[:, :, -held:].to(observation.key.device)
+        observation.key = torch.cat([past, observation.key], dim=2)
+    return observation
+
+
+def attention_of(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+    """Return what the attention of `layer`, called with `args` and `kwargs`, would see of this call's tokens.
+
+    Raises UnsupportedSetupError for a layer that calls no attention function.
+    """
     kwargs = {name: None if value is call.cache else value for name, value in kwargs.items()}
     call.state.put(Probe(layer))
     try:
         with torch.no_grad():
             adapter.decoder.layers[layer].forward(*args, **kwargs)  # not a call: that would enter our own hooks
     except SeenError as seen:
-        observation = seen.observation
-    else:
-        raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")
+        return seen.observation
     finally:
         call.state.pop(Probe)
-    if held := cached_tokens(call.cache, layer):
-        past = adapter.cached_keys(layer, call.cache)[:, :, -held:].to(observation.key.device)
-        observation.key = torch.cat([past, observation.key], dim=2)
-    return observation
+    raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")

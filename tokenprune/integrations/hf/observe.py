@@ -16,67 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.attachable import Attachable
-from tokenprune.integrations.hf.parallel import Join, heads_of_all_ranks
-from tokenprune.kernels.attention import attention_column_means, attention_rows, visible_keys
+from tokenprune.integrations.hf.parallel import heads_of_all_ranks
+from tokenprune.integrations.shared.observation import Observation
 
 # transformers recognises flash back ends by "flash" in the name.
 _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")
-
-
-@dataclass
-class Observation:
-    """What one attention call saw, after rotary embedding and cache update.
-
-    query: `[B, H, Q, Dh]`; key: `[B, Hkv, K, Dh]`; mask: as handed to the attention function; scaling: factor before
-    softmax; causal: what no mask means; starts: where packed sequences begin and end, if several share one axis; join:
-    brings the heads of all processes together, if this one has a part of them. What follows is of all heads.
-    """
-
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
-    scaling: float
-    softcap: float | None = None
-    causal: bool = True
-    starts: Tensor | None = None
-    join: Join | None = None
-
-    def keys(self, queries: int) -> Tensor:
-        """`[B, Q, Hkv * Dh]`: keys of the last `queries` tokens, heads flattened."""
-        return self._of_all(self.key[:, :, -queries:]).transpose(1, 2).flatten(2)
-
-    @torch.no_grad()
-    def rows(self, index: Tensor) -> Tensor:
-        """float32 `[B, H, R, K]`: softmax attention of the queries at `index` (long `[B, R]`, in this call's slots),
-        without gradient; 0 for queries that see nothing."""
-        return self._of_all(attention_rows(self.query, self.key, index, self.mask, **self._options))
-
-    def visible(self, index: Tensor) -> Tensor:
-        """bool `[B, 1 or H, R, K]`: which keys the queries at `index` (long `[B, R]`) may attend to."""
-        return visible_keys(self.query, self.key, index, self.mask, causal=self.causal)
-
-    @torch.no_grad()
-    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-        """float32 `[B, H, Q]`: mean attention that each of this call's tokens receives from the tokens that see it,
-        without gradient.
-
-        valid: bool `[B, Q]`, False for padding queries. starts: where the sequences that share the axis begin and end.
-        """
-        own = attention_column_means(self.query, self.key, valid, self.mask, starts, **self._options)
-        return self._of_all(own)
-
-    def _of_all(self, own: Tensor) -> Tensor:
-        return own if self.join is None else self.join(own)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return dict(scaling=self.scaling, causal=self.causal, softcap=self.softcap)
 
 
 @dataclass
@@ -187,7 +136,8 @@ def observed_attention(
     answers = (tap.compute(query, key, value, attention_mask, **kwargs | {"scaling": scaling}) for tap in taps)
     computed = next((answer for answer in answers if answer is not None), None)
     mask = attention_mask if computed is None else computed[1]
-    seen = Observation(query, key, mask, scaling, kwargs.get("softcap"), causal, kwargs.get("cu_seq_lens_q"), taps.join)
+    packed = kwargs.get("cu_seq_lens_q")
+    seen = Observation(query, key, mask, scaling, kwargs.get("softcap"), causal, packed, taps.join, value)
     for tap in taps:
         given = tap.record(seen)
         attention_mask = attention_mask if given is None else given

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, distributed, nn
 
-Join = Callable[[Tensor], Tensor]
+from tokenprune.integrations.shared.observation import Join
 
 
 def heads_of_all_ranks(module: nn.Module) -> Join | None:

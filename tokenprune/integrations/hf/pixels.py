@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenprune.base import Method
+from tokenprune.base import ImageChooser, ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError
 from tokenprune.integrations.attachable import Attachable
@@ -33,7 +33,7 @@ class PixelPatch(Attachable):
     reads questions.
     """
 
-    def __init__(self, method: Method, budget: Budget, processor: Any, adapter: Adapter | None = None) -> None:
+    def __init__(self, method: ResizeMethod, budget: Budget, processor: Any, adapter: Adapter | None = None) -> None:
         super().__init__()
         self.resizer = Resizer(method, budget, processor, adapter)
         self.processor, self.adapter, self.counts = processor, adapter, self.resizer.counts
@@ -88,12 +88,14 @@ class PixelPatch(Attachable):
         return args, kwargs
 
 
-def patch_for(method: Method, budget: Budget, processor: Any, adapter: Adapter | None = None) -> Any:
+def patch_for(
+    method: ResizeMethod | ImageChooser, budget: Budget, processor: Any, adapter: Adapter | None = None
+) -> Any:
     """Return the part of a patch that makes `processor` do what `method` says; raises as `PixelPatch` and `ViewPatch`
     do."""
     from tokenprune.integrations.hf.views import ViewPatch
 
-    return (ViewPatch if method.chooses_pictures else PixelPatch)(method, budget, processor, adapter)
+    return (ViewPatch if isinstance(method, ImageChooser) else PixelPatch)(method, budget, processor, adapter)
 
 
 def patch_on(processor: Any) -> Any:

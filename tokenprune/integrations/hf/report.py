@@ -77,7 +77,7 @@ class Report:
         """Return the `Stats`; `cache` holds what the decoder cached, None if it cached nothing."""
         note_bytes(self.stats, call, cache, self.length)
         self.stats.later(self._closed_forms)
-        if call.active and (ends := call.host.visual_ends()):
+        if call.active and (ends := call.host.visual_ends):
             self.stats.later(partial(_note_lost_ends, call.layout, ends))
         return self.stats
 
@@ -131,8 +131,8 @@ def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -
     slots = layout.inverse.cpu()
     if lost := [str(row) for row, position in ends if slots[row, position] < 0]:
         stats.notes.append(
-            f"the last token of the prompt is a visual token that was removed (row {', '.join(lost)}): the output "
-            "there is zero, and so is what generate() takes the first new token from; end the prompt with text"
+            f"the prompt ends with an image that was withdrawn (row {', '.join(lost)}): the output there is zero, and "
+            "so is what generate() takes the first new token from; end the prompt with text"
         )
 
 

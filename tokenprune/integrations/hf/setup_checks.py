@@ -9,31 +9,50 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from tokenprune.base import Site
+from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import cache as caches
 from tokenprune.integrations.hf import decoding
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.plan import Step
+from tokenprune.observable import Backend, Where
+from tokenprune.observable_registry import not_served, observables_of
 
-# What methods see of the decoder layer before the cut.
-READS_LAYER_BEFORE = {"keys", "last_row_attention", "received_attention"}
+_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED)
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
+
+
+def reads_layer_before(method: Method) -> bool:
+    """Return whether a method reads the attention of the decoder layer before its cut."""
+    return bool(observables_of(method.needs, Where.LAYER_BEFORE, Where.UNROTATED))
+
+
+def reads_next_layer(method: Method) -> bool:
+    """Return whether a method reads the attention that the decoder layer behind its cut would have."""
+    return bool(observables_of(method.needs, Where.NEXT_LAYER))
+
+
+def check_needs(method: Method) -> None:
+    """Raise OptionError for a method that needs what the Hugging Face engine cannot observe."""
+    if missing := not_served(method.needs, Backend.HF):
+        raise OptionError(f"{method.name} needs {', '.join(missing)}, which is not to be had of models of transformers")
 
 
 def check_steps(steps: list[Step], adapter: Adapter) -> None:
     """Raise OptionError for cuts that cannot be made in this decoder, or not together."""
     layers = len(adapter.decoder.layers)
     for step in steps:
+        check_needs(step.method)
         if step.method.site is not Site.PRE_LLM and not 1 <= step.layer < layers:
             raise OptionError(
                 f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
                 f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
             )
         check_layers(step, adapter)
-        if step.method.site is Site.PRE_LLM and (needs := step.method.needs - {"encoder_attention"}):
-            raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {sorted(needs)}: no layer ran yet")
+        if step.method.site is Site.PRE_LLM and (seen := observables_of(step.method.needs, *_IN_LAYERS)):
+            names = [one.name for one in seen]
+            raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {names}: no layer ran yet")
     decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
     for method in decoding_methods:
         decoding.check(method, adapter.decoder, len(decoding_methods) - 1)
@@ -50,15 +69,21 @@ def check_layers(step: Step, adapter: Adapter) -> None:
             f"{method.name}: the decoder of {family!r} has layers that carry a state instead of keys, and no token can "
             "be taken from a state while decoding; use a PRE_LLM or IN_LLM method, which cuts before it is built"
         )
-    if method.needs & READS_LAYER_BEFORE and layer - 1 in adapter.stateful:
+    if reads_layer_before(method) and layer - 1 in adapter.stateful:
         raise OptionError(
             f"{method.name}: layer={layer} reads the attention of decoder layer {layer - 1}, which has none in "
             f"{family!r}; choose a layer behind one of {attending}"
         )
-    if "next_row_attention" in method.needs and layer in adapter.stateful:
+    if reads_next_layer(method) and layer in adapter.stateful:
         raise OptionError(
             f"{method.name}: layer={layer} reads the attention of that decoder layer, which has none in {family!r}; "
             f"choose one of {attending}"
+        )
+    rotary = [one.name for one in observables_of(method.needs) if one.rotary]
+    if rotary and not hasattr(adapter.decoder, "rotary_emb"):
+        raise OptionError(
+            f"{method.name}: the decoder of {family!r} has no rotary positions, which {', '.join(rotary)} is made of; "
+            "use a method that does not need them"
         )
     if adapter.last_cut is not None and layer > adapter.last_cut[0]:
         raise OptionError(

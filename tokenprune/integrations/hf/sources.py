@@ -3,73 +3,99 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.adapters import Adapter
 from tokenprune.integrations.hf.call import Call
 from tokenprune.integrations.hf.carry import Carry
 from tokenprune.integrations.hf.encoder_attention import EncodedTokens
-from tokenprune.integrations.hf.observe import Observation, Seen
+from tokenprune.integrations.hf.kept_inputs import Inputs
+from tokenprune.integrations.hf.observe import Seen
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.kernels.compact import partition
-from tokenprune.tokens import Patches, Segments, require
+from tokenprune.token_source import LayerInput, TokenSource
+from tokenprune.tokens import Patches, Segments
 
 
 @dataclass
-class Sources:
-    """Backs a `VisualTokens`: everything a method may read, computed when it asks."""
+class Sources(TokenSource):
+    """Backs a `VisualTokens` in the decoder. hidden: `[B, W, D]`, in the current layout. needs: of the method."""
 
     call: Call
     hidden: Tensor
     adapter: Adapter
-    carry: Carry
+    needs: frozenset[str] = frozenset()
+    carry: Carry = field(default_factory=lambda: Carry([]))
+
+    def remember(self, name: str, value: Any, per_token: bool | None) -> None:
+        self.carry.remember(name, value, per_token)
 
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
-        """long `[S, N]`: the slots of the current layout where the tokens at `position` are."""
         return self.call.layout.inverse[segments.row_index, position].clamp(min=0)
 
-    def gather(self, what: str, position: Tensor, segments: Segments) -> Tensor:
-        values = self.hidden if what == "hidden" else self.observation(what).keys(self.call.layout.width)
-        values = values.to(self.hidden.device)
-        return values[segments.row_index, self.slots(position, segments)]
+    def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
+        return super().at(values.to(self.hidden.device), position, segments)
 
-    def observation(self, what: str) -> Observation:
-        return require(self._seen.before, what)
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.adapter.norm(hidden)
+
+    @property
+    def before(self) -> Observation:
+        return _observed(self._seen.before)
+
+    @property
+    def behind(self) -> Observation:
+        return _observed(self._seen.behind)
 
     @property
     def _seen(self) -> Seen:
         return self.call.state.get(Seen) or Seen()
 
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        return self.adapter.norm(hidden)
+    @property
+    def input_before(self) -> LayerInput:
+        found = self._inputs.before
+        return super().input_before if found is None else found
 
-    def attention(self, kind: str) -> Tensor:
-        """float32 `[B, H, W]`: attention over the slots of the current layout."""
-        seen = require(self._seen.behind if kind == "next_row" else self._seen.before, f"{kind}_attention")
-        width = self.call.layout.width
-        if kind in ("last_row", "next_row"):
-            return seen.rows(self.last_slot())[:, :, 0, -width:]
-        padding = self._padding()
-        valid = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
-        if padding is not None:
-            valid = ~padding.gather(1, self.call.layout.index)
-        return seen.received(valid if self.call.layout.valid is None else valid & self.call.layout.valid)
+    @property
+    def unrotated(self) -> Observation:
+        return _observed(self._inputs.unrotated)
+
+    def entered(self, position: Tensor, segments: Segments) -> Tensor:
+        entry = self._inputs.entry
+        if entry is None:  # the cut is at the entry
+            return self.at(self.hidden, position, segments)
+        embeds, layout = entry
+        slots = layout.inverse.to(position.device)[segments.row_index, position].clamp(min=0)
+        return embeds.to(position.device)[segments.row_index, slots]
+
+    @property
+    def _inputs(self) -> Inputs:
+        return self.call.state.get(Inputs) or Inputs()
 
     @cached_property
     def encoded(self) -> EncodedTokens:
         return EncodedTokens(self.call, self.hidden.device)
 
-    def encoder_attention(self, layer: int | float, segments: Segments) -> Tensor:
-        return self.encoded.attention(layer, segments)
+    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+        return self.encoded.values(key, segments)
 
     def patches(self, segments: Segments) -> Patches:
         return self.encoded.patches(segments)
 
+    def real(self) -> Tensor:
+        layout, padding = self.call.layout, self._padding()
+        real = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
+        if padding is not None:
+            real = ~padding.gather(1, layout.index)
+        return real if layout.valid is None else real & layout.valid
+
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Positions (long `[S, M]`) and mask of the text tokens behind each segment."""
         text = ~self.call.visual(self.hidden.device)
         padding = self._padding()
         if padding is not None:
@@ -90,9 +116,14 @@ class Sources:
         return None if padding is None else padding.to(self.hidden.device)
 
     def last_slot(self) -> Tensor:
-        """long `[B, 1]`: the slot of each row's last token that is not padding."""
         layout, padding = self.call.layout, self._padding()
         if padding is None:
             return layout.index.new_full((layout.index.shape[0], 1), layout.width - 1)
         last = (~padding).long().cumsum(1).argmax(1, keepdim=True)
         return layout.inverse.gather(1, last)
+
+
+def _observed(observation: Observation | None) -> Observation:
+    if observation is None:
+        raise TokenPruneError("the decoder layer at this cut showed no attention: it was left out of this call")
+    return observation

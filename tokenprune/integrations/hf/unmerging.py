@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.base import Method, Selection, Site
-from tokenprune.encoder import VTU_FORMS
+from tokenprune.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.integrations.hf.adapters import Adapter
-from tokenprune.integrations.hf.exact import ExactAttention
 from tokenprune.integrations.hf.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.part import Part
 from tokenprune.integrations.hf.plan import Merged
@@ -41,7 +40,7 @@ _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
 def form_of(method: Method) -> str:
     """Return which form of unmerging a method asks for by its option `vtu`; raises OptionError for an unknown one."""
-    form = getattr(method, "vtu", "off")
+    form = method.vtu if isinstance(method, EncoderMethod) else "off"
     if form not in VTU_FORMS:
         raise OptionError(f"{method.name}: vtu={form!r} must be one of {', '.join(VTU_FORMS)}")
     return form
@@ -62,17 +61,15 @@ def check_composition(methods: Sequence[Method]) -> None:
 class Unmerged:
     """Which of a call's L tokens are one, and what the attention module that runs now was given.
 
-    layout: its W slots hold the first token of each group, text tokens
-    among them. slot: long `[B, L]`, the slot that each token shares; padding takes the last one along, and changes
-    nothing of it. padding: bool `[B, L]`, None without any. hidden: `[B, W, D]`. rotary: cosines and sines of the L
-    positions.
+    layout: its W slots hold the first token of each group, text tokens among them. slot: long `[B, L]`, the slot that
+    each token shares; padding takes the last one along, and changes nothing of it. padding: bool `[B, L]`, None without
+    any. hidden: `[B, W, D]`.
     """
 
     layout: Layout
     slot: Tensor
     padding: Tensor | None = None
     hidden: Tensor | None = None
-    rotary: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def of(
@@ -142,7 +139,6 @@ class VirtualUnmerging(Part):
             )
         self.modules = [adapter.attention_of(index) for index in range(len(self.decoder.layers))]
         self.inputs = [_input_projections(module, form) for module in self.modules]
-        self.exact = [ExactAttention(module, self.state) for module in self.modules] if form == "exact" else []
 
     def _attach(self) -> None:
         self.hook(self.decoder.register_forward_hook(self._leave_decoder))
@@ -153,8 +149,6 @@ class VirtualUnmerging(Part):
                 self.hook(projection.register_forward_pre_hook(self._enter_projection))
                 self.hook(projection.register_forward_hook(self._leave_projection))
             self.hook(getattr(module, _OUTPUT).register_forward_pre_hook(self._enter_output))
-        for part in self.exact:
-            self.attach_part(part)
 
     # -- a call
 
@@ -172,8 +166,6 @@ class VirtualUnmerging(Part):
                 "gradient checkpointing runs decoder layers a second time, when it is forgotten which tokens are one; "
                 'call model.gradient_checkpointing_disable(), or use vtu="off"'
             )
-        for part in self.exact:
-            part.check(call.cache)
         merged, (batch, length) = call.state.pop(Merged), kwargs["inputs_embeds"].shape[:2]
         segments = call.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
@@ -198,7 +190,6 @@ class VirtualUnmerging(Part):
         if state is None:
             return None
         hidden = state.hidden = hidden_states(args, kwargs)
-        state.rotary = kwargs.get("position_embeddings")
         # Takes no memory. Were anything but a shape read from it, the result would show.
         stand_in = hidden.new_full((1,), torch.nan).expand(hidden.shape[0], state.slot.shape[1], hidden.shape[2])
         return with_hidden_states(stand_in, args, kwargs)

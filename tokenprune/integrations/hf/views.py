@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tokenprune.base import Method
+from tokenprune.base import ImageChooser
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError
 from tokenprune.integrations.attachable import Attachable
@@ -28,7 +28,7 @@ class ViewPatch(Attachable):
     Raises OptionError for anything but a whole processor, BudgetError for a budget that is no number of pictures.
     """
 
-    def __init__(self, method: Method, budget: Budget, processor: Any, adapter: Any = None) -> None:
+    def __init__(self, method: ImageChooser, budget: Budget, processor: Any, adapter: Any = None) -> None:
         super().__init__()
         self.method, self.budget, self.processor, self.adapter = method, budget, processor, adapter
         if budget.keep is None or budget.per != "image":

@@ -91,9 +91,7 @@ class Resizer:
                 "size of picture"
             )
 
-    def change(
-        self, images: Any, kwargs: dict[str, Any], questions: Iterable[str] = ()
-    ) -> tuple[Any, dict[str, Any]]:
+    def change(self, images: Any, kwargs: dict[str, Any], questions: Iterable[str] = ()) -> tuple[Any, dict[str, Any]]:
         """Return the pictures and settings of a processor's call as they have to be.
 
         questions: of each picture, for a method that reads them.

@@ -10,7 +10,7 @@ from typing import Any
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Tower
-from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.fingerprint import Fingerprint
 from tokenprune.integrations.hf.encoder_attention import read_block
 from tokenprune.integrations.vllm.tower_checks import CLASS_TOKENS, check_whole, depth_of, kind_of
@@ -39,8 +39,7 @@ def tower_of(method: EncoderMethod, config: Any) -> ServedTower:
     vision = config.vision_config
     protected, depth = CLASS_TOKENS[kind_of(config)], depth_of(vision)
     tokens = (vision.image_size // vision.patch_size) ** 2 + protected
-    claimed = getattr(getattr(method, "thresholds", None), "fingerprint", None)
-    return ServedTower(tokens, protected, depth, read_block(config, depth) + 1, claimed=claimed)
+    return ServedTower(tokens, protected, depth, read_block(config, depth) + 1, claimed=method.calibrated_for)
 
 
 def check_merging(setting: Any, model_config: Any) -> None:
@@ -61,8 +60,7 @@ def check_merging(setting: Any, model_config: Any) -> None:
     if setting.removes_nothing:
         return
     tower = tower_of(method, config)
-    if hasattr(method, "thresholds"):
-        _check_thresholds(method, tower, model_config)
+    method.check_served(_CLASSES[kind_of(config)], str(model_config.dtype).removeprefix("torch."), tower.blocks)
     method.plan(Budget.of(setting.keep), tower)
 
 
@@ -70,20 +68,3 @@ def _strategy(config: Any) -> str:
     """ "default" if visual tokens are the patches, without the class token."""
     chosen = config.vision_feature_select_strategy
     return "default" if (chosen == "full") == (not CLASS_TOKENS[kind_of(config)]) else chosen
-
-
-def _check_thresholds(method: Any, tower: Tower, model_config: Any) -> None:
-    found = method.thresholds
-    if found is None:
-        raise OptionError(
-            f"{method.name} needs thresholds=PATH in the server's setting, a file by `tokenprune calibrate`: those "
-            "that ship with the package are recognised by weights, which vLLM keeps in another form"
-        )
-    made_for = found.fingerprint.kind, found.fingerprint.dtype, {len(values) for values in found.values.values()}
-    ours = _CLASSES[kind_of(model_config.hf_config)], str(model_config.dtype).removeprefix("torch."), {tower.blocks}
-    if made_for != ours:
-        told = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
-        raise OptionError(
-            f"{method.name}: these thresholds were calibrated for {told[0]}, and this tower is {told[1]}: run "
-            "`tokenprune calibrate` for this model in the dtype that it is served in"
-        )

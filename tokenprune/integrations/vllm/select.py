@@ -6,16 +6,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenprune.base import Method, Selection
+from tokenprune.base import Pruner, Selection
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.hf.cutting import checked_keep, merge_tokens
 from tokenprune.integrations.hf.encoder_attention import Encoded, as_patches
 from tokenprune.integrations.hf.patches import Placed
-from tokenprune.tokens import Patches, Segments, VisualTokens
+from tokenprune.integrations.shared.selection import checked_keep, merge_tokens
+from tokenprune.observable import Backend, Observable, Sizes, TowerScores, Where
+from tokenprune.observable_registry import observables_of
+from tokenprune.tokens import Patches, Segments, TokenSource, VisualTokens
 
 Grid = tuple[int, int, int]
 GridOf = Callable[[int], Grid | None]
@@ -23,41 +26,44 @@ Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class _Features:
-    """Backs a `VisualTokens`: all that a serving engine knows of an item is what the encoder made of it."""
+class _Features(TokenSource):
+    """Backs a `VisualTokens`: all that a serving engine knows of an item is what the encoder made of it.
+
+    hidden: `[1, n, D]`, the rows of an item.
+    """
 
     hidden: Tensor
+    needs: frozenset[str]
     norm: Norm | None = None
     encoded: Encoded | None = None
 
-    def gather(self, what: str, position: Tensor, segments: Segments) -> Tensor:
-        if what != "hidden":
-            raise TokenPruneError(f"it reads {what!r}, and vLLM gives a method nothing but the encoder's features")
-        return self.hidden[position]
+    def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
+        if Backend.VLLM not in seen.backends:
+            raise TokenPruneError(f"it reads {seen.name!r}, and vLLM gives a method nothing but the encoder's features")
+        return super().read(seen, tokens, *layer)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
 
-    def attention(self, kind: str) -> Tensor:
-        raise TokenPruneError(f"it reads the attention of the language model ({kind}), which did not run yet")
-
-    def encoder_attention(self, layer: int | float, segments: Segments) -> Tensor:
-        if self.encoded is None or layer not in self.encoded.scores:
+    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+        if self.encoded is None or key not in self.encoded.values:
             raise TokenPruneError(
-                f"it reads attention of the vision tower ({layer}) without a word of it: a method declares "
-                "encoder_attention in its needs, and names in its encoder_layers all that it reads"
+                f"it reads {key[0]} of the vision tower ({', '.join(map(str, key[1:]))}), which was not read: a method "
+                "names in its encoder_layers all that it reads"
             )
-        of_tokens = self.encoded.scores[layer][segments.position]
-        return of_tokens.masked_fill(~segments.mask.unsqueeze(-1), 0).transpose(1, 2)
+        return self.encoded.values[key][segments.position].masked_fill(~segments.mask.unsqueeze(-1), 0)
 
     def patches(self, segments: Segments) -> Patches:
         if self.encoded is None:
-            raise TokenPruneError("it reads which patches tokens are made of without encoder_attention in its needs")
+            raise TokenPruneError("it reads which patches tokens are made of, and the vision tower was not read")
         placed = self.encoded.placed
         return as_patches(placed.cells[segments.position], segments.mask, placed.tiles)
 
+    def entered(self, position: Tensor, segments: Segments) -> Tensor:
+        return self.at(self.hidden, position, segments)
+
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        raise TokenPruneError("it reads the text, but a picture's features are shared by all prompts that hold it")
+        raise TokenPruneError("it reads the text, but an image's features are shared by all prompts that hold it")
 
 
 def segments_of(
@@ -90,7 +96,7 @@ def _fitting(grid: Grid | None, count: int) -> Grid | None:
 
 
 def choose(
-    method: Method, rows: Tensor, width: int, segments: Segments, keep: list[int], norm: Norm | None = None,
+    method: Pruner, rows: Tensor, width: int, segments: Segments, keep: list[int], norm: Norm | None = None,
     encoded: Encoded | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return bool `[n]`, True where a row stays, and the rows `[n, W]`, merged where the method merges.
@@ -99,7 +105,7 @@ def choose(
     ones (features for deeper layers) are cut and merged alike. keep: how many rows of each segment must stay. encoded:
     what the vision tower says of the rows, for a method that asks for it.
     """
-    tokens = VisualTokens(segments, keep, _Features(rows[:, :width], norm, encoded))
+    tokens = VisualTokens(segments, keep, _Features(rows[None, :, :width], method.needs, norm, encoded))
     with torch.no_grad():
         selection = method.select(tokens)
     stays = exact_keep(selection, segments, method, keep)
@@ -110,7 +116,7 @@ def choose(
     return flat[:-1], rows
 
 
-def exact_keep(selection: Selection, segments: Segments, method: Method, keep: list[int]) -> Tensor:
+def exact_keep(selection: Selection, segments: Segments, method: Pruner, keep: list[int]) -> Tensor:
     """Return the selection's `keep`, bool `[S, N]`; raises TokenPruneError unless it is as many as was asked for."""
     stays = checked_keep(selection, segments, method)
     counts = stays.sum(1).tolist()
@@ -122,7 +128,7 @@ def exact_keep(selection: Selection, segments: Segments, method: Method, keep: l
     return stays
 
 
-def probe(method: Method) -> None:
+def probe(method: Pruner) -> None:
     """Run `method` on made-up features; raises TokenPruneError if it reads what there is not, or keeps other numbers
     than it announces."""
     generator = torch.Generator().manual_seed(0)
@@ -132,9 +138,14 @@ def probe(method: Method) -> None:
         choose(method, rows, 8, segments_of(counts, None, "image", rows.device), keep, encoded=_made_up(method, counts))
 
 
-def _made_up(method: Method, counts: list[int]) -> Encoded:
+def _made_up(method: Pruner, counts: list[int]) -> Encoded:
     """What a tower might have said: each segment is a tile of one row."""
     cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
     generator = torch.Generator().manual_seed(1)
-    scores = {layer: torch.rand(len(cells), 2, generator=generator) for layer in method.encoder_layers}
-    return Encoded(scores, Placed(torch.empty(len(cells), 0), torch.tensor(cells), len(counts)))
+    sizes = Sizes((len(cells),))
+    values = {}
+    for one in observables_of(method.needs, Where.TOWER_BLOCK):
+        for layer in method.encoder_layers:
+            example = one.example(sizes, generator)[0]
+            values[one.name, layer] = example.T if isinstance(one, TowerScores) else example
+    return Encoded(values, Placed(torch.empty(len(cells), 0), torch.tensor(cells), len(counts)))

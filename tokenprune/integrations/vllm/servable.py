@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from tokenprune.base import Method, Site
+import json
+
+from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.select import probe
+from tokenprune.observable import Backend
+from tokenprune.observable_registry import not_served
 from tokenprune.registry import available_methods, method_class
 from tokenprune.setting import IN_LLM
 
@@ -18,7 +22,7 @@ KEY = "tokenprune"
 
 def check_method(method: Method, in_llm: bool = False) -> None:
     """Raise OptionError if vLLM cannot serve this method, saying what to use instead."""
-    reason = _unservable_in_llm(method) if in_llm else _unservable(method)
+    reason = _uncounted(method) or (_unservable_in_llm(method) if in_llm else _unservable(method))
     if reason:
         key = f" with {IN_LLM}" if in_llm else ""
         raise OptionError(
@@ -29,7 +33,14 @@ def check_method(method: Method, in_llm: bool = False) -> None:
 def servable(in_llm: bool = False) -> list[str]:
     """Return the names of the methods that can be served with their default options."""
     reason = _unservable_in_llm if in_llm else _unservable
-    return [name for name in available_methods() if reason(method_class(name)()) is None]
+    return [name for name in available_methods() if not (_uncounted(one := method_class(name)()) or reason(one))]
+
+
+def _uncounted(method: Method) -> str | None:
+    """Return why vLLM cannot tell ahead how many tokens a method leaves; None if it can."""
+    if method.by_content_count or not method.least:
+        return "what it sees decides how many tokens stay, and vLLM has to know before; use the Hugging Face engine"
+    return None
 
 
 def _unservable_in_llm(method: Method) -> str | None:
@@ -48,13 +59,13 @@ def _unservable_in_llm(method: Method) -> str | None:
 
 def _unservable(method: Method) -> str | None:
     if method.site is Site.PRE_ENCODER:
-        if method.chooses_pictures:
+        if isinstance(method, ImageChooser):
             return "vLLM needs all of a prompt's pictures; let clients leave out those that no question is about"
         if method.reads_question:
             return "with question_guard it reads the question, and a picture is shared by all prompts that hold it"
         return None
     if isinstance(method, EncoderMethod):
-        if getattr(method, "vtu", "off") != "off":
+        if method.vtu != "off":
             return f"vtu={method.vtu} changes attention inside the language model; leave it out"
         why = method.inexact
         return why and f"the prompt's length is settled before the tower runs, and {why}"
@@ -68,10 +79,10 @@ def _unservable(method: Method) -> str | None:
     if _stages(method) != [method]:
         return (
             "it acts at several places, and only what enters the language model can be changed; switch the others off "
-            "where it has an option for that (vscan: stage2=false)"
+            f"where it has an option for that{_options(method)}"
         )
-    if missing := method.reads - {"encoder_attention"}:
-        return f"it needs {', '.join(sorted(missing))}, and vLLM's fused layers give no such thing"
+    if missing := not_served(method.needs, Backend.VLLM):
+        return f"it needs {', '.join(missing)}, and vLLM's fused layers give no such thing"
     if method.query_aware:
         return "it reads the question, but a picture's features are shared by all prompts that hold it"
     try:
@@ -79,6 +90,12 @@ def _unservable(method: Method) -> str | None:
     except TokenPruneError as error:
         return str(error)
     return None
+
+
+def _options(method: Method) -> str:
+    """Return the options that switch the others off, as a request writes them; empty if there are none."""
+    options = ", ".join(f"{name}={json.dumps(value)}" for name, value in method.query_free.items())
+    return f" ({method.name}: {options})" if options else ""
 
 
 def _stages(method: Method) -> list[Method]:

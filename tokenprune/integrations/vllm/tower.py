@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores from the vision tower: what its attention says of the patches, for methods that need "encoder_attention".
+"""What the vision tower shows of the patches, for methods that need "encoder_attention" or another observable of it.
 
 vLLM's towers use fused attention, which returns no weights. Its input is queries and keys as they enter the attention
-(after rotary embedding), so a hook there makes the wanted rows or column means of them, in chunks of rows; the tower's
+(after rotary embedding), so a hook there makes the observables of them, in chunks of rows; the tower's
 own work is left alone. The rest (which block is meant, what a token is made of) is code of the Hugging Face side.
 """
 
@@ -18,11 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Method
+from tokenprune.base import Pruner
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.hf.encoder_attention import Encoded, block_index, patch_scores
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.hf.encoder_attention import (
+    Blocks,
+    Encoded,
+    Seen,
+    blocks_read,
+    empty,
+    take_patches,
+)
 from tokenprune.integrations.hf.patches import PatchSource, place
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import Packed, newline_number, numbered
 from tokenprune.integrations.vllm.compat import TESTED
 from tokenprune.integrations.vllm.tower_checks import CLASS_TOKENS, depth_of, heads_of, kind_of
@@ -39,20 +46,20 @@ class TowerReader:
         self.served = PatchSource(model, model.config)
         self.protected, self.depth = CLASS_TOKENS[kind_of(model.config)], depth_of(vision)
         self.heads = heads_of(vision)
-        self._seen: dict[int, list[Tensor]] = {}  # of the call that runs
+        self._seen: Seen = {}  # of the call that runs
         self._lengths: list[int] | None = None
         for index, attention in enumerate(attentions_of(model)):
             attention.register_forward_pre_hook(partial(self._look, index), with_kwargs=True)
 
     @contextmanager
-    def reading(self, methods: Sequence[Method], kwargs: Mapping[str, Any], modality: str) -> Iterator[dict]:
-        """Within, the blocks that `methods` name are read; yields what each showed, pieces `[rows, patches, H]`.
+    def reading(self, methods: Sequence[Pruner], kwargs: Mapping[str, Any], modality: str) -> Iterator[Seen]:
+        """Within, the blocks that `methods` name are read; yields what each showed, pieces `[rows, patches, C]`.
 
         kwargs: what `embed_multimodal` is called with.
         """
-        seen: dict[int, list[Tensor]] = {
-            self._block(method, layer): [] for method in methods for layer in method.encoder_layers
-        }
+        seen: Seen = {}
+        for method in methods:
+            seen |= empty(self._blocks(method))
         self._seen, self._lengths = seen, self._sequences(kwargs, modality)
         try:
             yield seen
@@ -60,21 +67,20 @@ class TowerReader:
             self._seen, self._lengths = {}, None
 
     def encoded(
-        self, method: Method, seen: Mapping[int, list[Tensor]], index: int, outputs: Sequence[Tensor],
+        self, method: Pruner, seen: Seen, index: int, outputs: Sequence[Tensor],
         kwargs: Mapping[str, Any], modality: str,
     ) -> Encoded:  # fmt: skip
         """Return what a method may read of the item at `index` among `outputs`, the model's features of a call."""
-        blocks = {layer: self._block(method, layer) for layer in method.encoder_layers}
-        found = list(dict.fromkeys(blocks.values()))
-        if not all(seen[block] for block in found):
+        blocks = self._blocks(method)
+        own = {key: seen[key] for key in empty(blocks)}
+        if not all(own.values()):
             raise TokenPruneError(f"{method.name}: the vision tower showed no attention; pass pixels, not embeddings")
         # Sequences of different length lie end to end, tiles are rows.
         axis = 1 if self.served.patch_layout in ("runs", "sized") else 0
-        layers = [torch.cat(seen[block], dim=axis) for block in found]
+        layers = [torch.cat(pieces, dim=axis) for pieces in own.values()]
         joined = torch.cat(layers, dim=-1)
         placed = self._place(joined, index, outputs, kwargs, modality)
-        scores = dict(zip(found, placed.scores.split([one.shape[-1] for one in layers], dim=-1), strict=True))
-        return Encoded({layer: scores[block] for layer, block in blocks.items()}, placed)
+        return Encoded.of(placed, blocks, own, [one.shape[-1] for one in layers])
 
     def _place(self, scores: Tensor, index: int, outputs: Sequence[Tensor], kwargs: Mapping, modality: str) -> Any:
         """scores: `[rows of the tower, patches, C]` of all items."""
@@ -123,12 +129,11 @@ class TowerReader:
             return [(height // patch) * (width // patch) for height, width in sizes]
         return None
 
-    def _block(self, method: Method, layer: int | float) -> int:
-        return block_index(method, layer, self.depth, self.served.config)
+    def _blocks(self, method: Pruner) -> Blocks:
+        return blocks_read(method, self.depth, self.served.config)
 
     def _look(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        pieces = self._seen.get(index)
-        if pieces is None:
+        if all(block != index for _, block in self._seen):
             return
         query, key = (kwargs[name] if name in kwargs else args[at] for at, name in enumerate(("query", "key")))
         query, key = (heads_first(x, heads) for x, heads in ((query, module.num_heads), (key, module.num_kv_heads)))
@@ -137,7 +142,7 @@ class TowerReader:
             pairs = zip(query.split(lengths, 2), key.split(lengths, 2), strict=True)
             for queries, keys in pairs:  # the sequences that lie end to end on one axis
                 seen = Observation(queries, keys, None, module.scale, causal=False)
-                pieces.append(all_heads(patch_scores(seen, self.protected), self.heads).transpose(1, 2))
+                take_patches(self._seen, index, seen, self.protected, partial(all_heads, heads=self.heads))
 
 
 def all_heads(x: Tensor, heads: int) -> Tensor:

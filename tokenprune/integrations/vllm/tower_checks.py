@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenprune.base import Method
+from tokenprune.base import Method, Pruner
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.encoder_attention import block_index, read_block
 from tokenprune.integrations.hf.patches import PatchSource
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
 
 # By the model type of the vision config: how many class tokens stand before the patches.
 CLASS_TOKENS = {
@@ -26,17 +28,17 @@ INSTEAD = "use a method that acts behind the tower, such as divprune"
 
 
 def reads_tower(method: Method | None) -> bool:
-    """Whether a method asks for the attention inside the vision tower."""
-    return method is not None and "encoder_attention" in method.reads
+    """Return whether a method reads anything of the vision tower."""
+    return method is not None and bool(observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK))
 
 
-def check_method(method: Method, model_config: Any) -> None:
+def check_method(method: Pruner, model_config: Any) -> None:
     """Raise if this model cannot give a method what it reads of the tower: UnsupportedSetupError for all such methods,
     OptionError for blocks that there are not."""
     config = model_config.hf_config
     if not is_known(config):
         raise UnsupportedSetupError(
-            f"{method.name} reads attention inside the vision tower, but of {config.model_type!r} with the tower "
+            f"{method.name} looks into the vision tower, but of {config.model_type!r} with the tower "
             f"{kind_of(config)!r} it is not known how patches become visual tokens; {INSTEAD}"
         )
     check_whole(method, model_config)

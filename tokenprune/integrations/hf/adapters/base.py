@@ -23,6 +23,7 @@ from tokenprune.integrations.hf.families import (
     SQUARE_TILES,
     SUPPORTED,
     UNMERGEABLE,
+    VIDEO_FRAMES,
 )
 from tokenprune.integrations.hf.layout import Layout
 from tokenprune.integrations.hf.part import Part
@@ -62,6 +63,12 @@ class Adapter(PatchSource):
     step_within_picture = 1
     # Tokens of a video that follow its last frame.
     behind_video = 0
+
+    @property
+    def tells_frames(self) -> bool:
+        """Whether it is known which tokens of a video are a frame (`video_frames`, `behind_video`)."""
+        return self.config.model_type in VIDEO_FRAMES
+
     # Whether the ids of a prompt tell which runs of placeholders make up an image: see `runs_per_image`.
     reads_prompt = False
 

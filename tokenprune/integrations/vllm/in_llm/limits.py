@@ -103,7 +103,7 @@ def _of_batches(vllm_config: Any, method: Method) -> Iterator[str]:
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if not method.prefix_cache_safe:
         why = f"{method.name} reads the question behind a picture"
-        instead = ", or set pivot_text to 0" if hasattr(method, "pivot_text") else ""
+        instead = "".join(f", or set {option} to {value}" for option, value in method.query_free.items())
         if cache.enable_prefix_caching:
             yield (
                 f"prefix caching: {why}, and a cached picture is shared by all questions. Start with "

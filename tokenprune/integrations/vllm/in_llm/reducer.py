@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.base import Method
-from tokenprune.integrations.hf.observe import Observation
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.in_llm.layout import Piece, Share
 from tokenprune.integrations.vllm.in_llm.select import Seen, choose, segments_of
 from tokenprune.integrations.vllm.select import Grid
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
+from tokenprune.token_source import LayerInput
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,16 @@ class Cut:
 class Step:
     """One pass through the decoder in which tokens leave.
 
-    rows: all rows of the step. left: how many go on behind the cut. The rest is set as the pass goes: query and key of
-    the layer before the cut, the rows that go on (long `[left]`), for each row the last one up to it that went on, and
-    the positions of those that did.
+    rows: all rows of the step. left: how many go on behind the cut. The rest is set as the pass goes: query, key and
+    value of the layer before the cut, what entered that layer, the rows that go on (long `[left]`), for each row the
+    last one up to it that went on, and the positions of those that did.
     """
 
     cuts: list[Cut]
     rows: int
     left: int
-    attended: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    attended: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
+    entered: Tensor | None = None
     stay: Tensor | None = None
     last: Tensor | None = None
     positions: Tensor | None = None
@@ -63,8 +67,10 @@ class Reducer:
         self.attention: nn.Module = layers[method.cut_layer - 1].self_attn.attn
         # The layers that see fewer tokens, by the names under which vLLM keeps what belongs to their attention.
         self.names = [layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]]
-        if method.reads:
+        if observables_of(method.needs, Where.LAYER_BEFORE):
             self.attention.register_forward_pre_hook(self._observe)
+        if observables_of(method.needs, Where.INPUT_BEFORE):
+            layers[method.cut_layer - 1].register_forward_pre_hook(self._keep_input)
         layers[method.cut_layer].register_forward_pre_hook(self._cut)
         for layer in layers[method.cut_layer + 1 :]:
             layer.register_forward_pre_hook(self._follow)
@@ -83,7 +89,12 @@ class Reducer:
 
     def _observe(self, module: nn.Module, args: tuple) -> None:
         if self.step is not None:
-            self.step.attended = args[0], args[1]
+            self.step.attended = args[0], args[1], args[2]
+
+    def _keep_input(self, module: nn.Module, args: tuple) -> None:
+        if self.step is not None:
+            _, hidden, residual, *_ = args
+            self.step.entered = hidden if residual is None else hidden + residual
 
     def _cut(self, module: nn.Module, args: tuple) -> tuple | None:
         if self.step is None:
@@ -100,7 +111,7 @@ class Reducer:
             keep = choose(self.method, segments, [piece.keep for piece in pieces], self._seen(cut, state))
             gone = cut.start + segments.position[segments.mask & ~keep]
             stays[gone] = False
-        step.attended = None
+        step.attended = step.entered = None
         # A stable sort instead of nonzero(): how many they are is known, so nothing is asked of the device.
         step.stay = (~stays).to(torch.uint8).argsort(stable=True)[: step.left]
         step.last = (stays.cumsum(0) - 1).clamp(min=0)
@@ -124,8 +135,9 @@ class Reducer:
         rows = slice(cut.start, cut.end)
         observed = None
         if self.step.attended is not None:
-            query, key = (self._heads(value[rows]) for value in self.step.attended)
-            observed = Observation(query, key, None, self.attention.impl.scale)
+            query, key, value = (self._heads(one[rows]) for one in self.step.attended)
+            observed = Observation(query, key, None, self.attention.impl.scale, value=value)
+        entered = None if self.step.entered is None else LayerInput(self.step.entered[None, rows])
         width = cut.end - cut.start
         visual = [
             place - cut.share.computed
@@ -133,7 +145,7 @@ class Reducer:
             for place in piece.places
             if 0 <= place - cut.share.computed < width
         ]
-        return Seen(state[rows], self.decoder.norm, observed, self.whole, visual)
+        return Seen(state[None, rows], self.method.needs, self.decoder.norm, observed, self.whole, visual, entered)
 
     def _heads(self, value: Tensor) -> Tensor:
         """`[W, H, Dh]` or `[W, H * Dh]` -> `[1, H, W, Dh]`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact form of virtual token unmerging: attention scores from the products of merged tokens.
+"""The exact form of virtual token unmerging, which the library's is compared with.
 
 Written from the paper (DyMU, arXiv 2504.17040, equation 10). A rotary embedding turns the pair (x1, x2) of a query or
 key at position t by the angle theta t, for each pair with a theta of its own. The score of positions m and n is
@@ -7,69 +7,61 @@ key at position t by the angle theta t, for each pair with a theta of its own. T
     sum over pairs of  (q1 k1 + q2 k2) cos(theta (t_m - t_n)) + (q1 k2 - q2 k1) sin(theta (t_m - t_n)).
 
 The products depend on the merged tokens of m and n alone: W x W of them. The angles do not, and differ between pairs,
-so the sum has to be taken for each of the L x L positions: O(L^2 D) work here as in plain attention, but one pair after
-the other instead of in one matrix product. Only the weighted sum of values gets cheaper, O(L W D), because weights of
-equal values are added up first. So this form is slower than the expanded one (as the paper's authors say of theirs),
-takes O(L^2) memory, and is there as a reference.
+so the sum is taken for each of the L x L positions, one pair after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf import cache as caches
 from tokenprune.integrations.hf.masks import causal_mask
 from tokenprune.integrations.hf.observe import Tap
-
-if TYPE_CHECKING:
-    from tokenprune.integrations.hf.unmerging import Unmerged
+from tokenprune.integrations.hf.unmerging import Unmerged, VirtualUnmerging
 
 
-_OTHER_ANGLES = (
-    'vtu="exact" knows rotary positions that turn one half of a head against the other, by one angle for each position '
-    'and pair; this decoder has others, or none in some layers: use vtu="expanded"'
-)
+@contextmanager
+def exact_attention(model: Any) -> Iterator[None]:
+    """Have a model that is patched with `vtu="expanded"` compute attention by equation 10.
+
+    For decoders that turn one half of a head against the other, by one angle for each position and pair, with sdpa or
+    eager attention and a dynamic cache.
+    """
+    (part,) = (one for one in model._tokenprune_patch.engine.parts if isinstance(one, VirtualUnmerging))
+    with ExitStack() as stack:
+        for module in part.modules:
+            tap = _Exact(module, part)
+            tap.attach()
+            stack.callback(tap.detach)
+            stack.callback(module.register_forward_pre_hook(tap.enter, with_kwargs=True).remove)
+        yield
 
 
-class ExactAttention(Tap):
-    """Attached to one attention module; `state` tells what was merged in the call that runs, None for other calls."""
-
-    def __init__(self, module: nn.Module, state: Callable[[], Unmerged | None]) -> None:
+class _Exact(Tap):
+    def __init__(self, module: nn.Module, part: VirtualUnmerging) -> None:
         super().__init__(module)
-        self.state = state
-        self.check(None)
+        self.part = part
+        self.rotary: tuple[Tensor, Tensor] = ()
 
-    def check(self, cache: Any) -> None:
-        """Raise UnsupportedSetupError for attention or a cache that this form cannot work with."""
-        attention = self.config._attn_implementation or "eager"
-        if attention not in ("eager", "sdpa"):
-            raise UnsupportedSetupError(
-                f'vtu="exact" computes attention itself, with masks as sdpa and eager attention get them, not as '
-                f'{attention!r}; load the model with one of these, or use vtu="expanded"'
-            )
-        if cache is not None:
-            try:
-                caches.check(cache)
-            except UnsupportedSetupError as error:
-                raise UnsupportedSetupError('vtu="exact" needs a dynamic cache; use vtu="expanded"') from error
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.rotary = kwargs["position_embeddings"]
 
     def compute(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the exact form's output where tokens were merged in the call that runs."""
-        state = self.state()
+        state = self.part.state()
         if state is None:
             return None
-        return exact_attention(state, self.module, query, key, value, attention_mask, **kwargs)
+        return _attend(state, self.rotary, self.module, query, key, value, attention_mask, **kwargs)
 
 
-def exact_attention(
+def _attend(
     state: Unmerged,
+    rotary: tuple[Tensor, Tensor],
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -84,14 +76,12 @@ def exact_attention(
     query: `[B, H, L, Dh]`; key, value: `[B, Hkv, P + L, Dh]`, the last L those of this call, rotated; mask: bool or
     additive `[B or 1, 1 or H, L, P + L]`, None for a causal one. Returns `[B, L, H, Dh]`.
     """
-    for name in ("s_aux", "softcap"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedSetupError(f'vtu="exact" does not know attention with {name}=; use vtu="expanded"')
+    assert kwargs.get("s_aux") is None and kwargs.get("softcap") is None
     length, past = query.shape[2], key.shape[2] - query.shape[2]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     groups = query.shape[1] // key.shape[1]
     q, k, v = query.float(), *(x.float().repeat_interleave(groups, dim=1) for x in (key, value))
-    cos, sin = _angles(state, query.shape[0])
+    cos, sin = (x.float().expand(query.shape[0], -1, -1).unsqueeze(1) for x in rotary)  # `[B, 1, L, Dr]`
     merged, slot = state.layout.index.to(query.device), state.slot.to(query.device)
     q_merged, k_merged = (_unrotated(x, cos, sin, merged, slot) for x in (q, k[:, :, past:]))
     scores = rotary_scores(q_merged, k_merged, cos, sin, slot)
@@ -111,14 +101,6 @@ def exact_attention(
     return output.transpose(1, 2).to(query.dtype).contiguous(), None
 
 
-def _angles(state: Unmerged, batch: int) -> tuple[Tensor, Tensor]:
-    """float32 `[B, 1, L, Dr]`: cosines and sines of the angles at each position."""
-    if state.rotary is None or state.rotary[0].ndim != 3:
-        raise UnsupportedSetupError(_OTHER_ANGLES)
-    cos, sin = (x.float().expand(batch, -1, -1).unsqueeze(1) for x in state.rotary)
-    return cos, sin
-
-
 def _tokens(x: Tensor, index: Tensor) -> Tensor:
     """`[B, H, L, D]` -> `[B, H, W, D]`; index: long `[B, W]`."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
@@ -133,8 +115,7 @@ def _unrotated(x: Tensor, cos: Tensor, sin: Tensor, merged: Tensor, slot: Tensor
     # positions of a group tell: rotated to each of them, its token must give what is there.
     half, turned = cos.shape[-1] // 2, cos.shape[-1]
     error = (rotate(_tokens(found, slot), cos, sin) - x)[..., :turned]
-    if bool((_pair_norms(error, half) > 0.05 * _pair_norms(x[..., :turned], half) + 1e-6).any()):
-        raise UnsupportedSetupError(_OTHER_ANGLES)
+    assert (_pair_norms(error, half) <= 0.05 * _pair_norms(x[..., :turned], half) + 1e-6).all(), "other angles"
     return found
 
 

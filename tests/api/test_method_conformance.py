@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune.testing`: views made of plain tensors, and the rules that every method keeps, ours among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tokenprune
+from pyramid import Pyramid
+from tokenprune import ConformanceError, OptionError, Selection, Site, TokenPruneError, registry
+from tokenprune.encoder import Tower
+from tokenprune.fingerprint import Fingerprint
+from tokenprune.merging import bipartite_match
+from tokenprune.testing import check_method, visual_tokens
+from tokenprune.thresholds import Thresholds
+
+TOWER = Tower(tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2))
+THRESHOLDS = Thresholds(
+    {0.5: torch.tensor([0.2, 0.1, 0.1, 1.0]), 0.75: torch.tensor([0.3, 0.2, 0.2, 1.0])}, TOWER.fingerprint, images=9
+)
+# Options under which a method is checked beside its default ones.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "dart": [{"pivot_text": 0}, {"exact": False}, {"pivot_image": 1, "pivot_text": 9}],
+    "fastv": [{"query": "all"}],
+    "vscan": [{"stage2": False}, {"merge": False}, {"local": 0.0, "window": 2}],
+    "dymu": [{"thresholds": THRESHOLDS}, {"thresholds": THRESHOLDS, "exact": True}],
+    "tome": [{"r": 3}, {"r": (4, -1.0)}],
+    "dynres": [{"text_guard": False}],
+    "dyrate": [{"rate": "schedule", "schedule": (0.2, 0.5)}, {"mode": "mask", "monotone": False}],
+    "pevlm": [{"sink_mode": "text"}, {"min_frames": 1, "block_frames": 4}],
+}
+CASES = [
+    pytest.param(name, options, id=f"{name}-{number}")
+    for name in tokenprune.available_methods()
+    for number, options in enumerate(OPTIONS.get(name, []) + ([] if name == "dymu" else [{}]))
+]
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    yield
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_our_methods_conform(name: str, options: dict[str, Any]) -> None:
+    check_method(tokenprune.method(name, **options), tower=TOWER if name == "dymu" else None)
+
+
+def test_a_name_and_a_class_are_checked_too() -> None:
+    check_method("divprune")
+    check_method(tokenprune.method_info("divprune").cls)
+    with pytest.raises(ConformanceError, match="thresholds"):
+        check_method("dymu")
+
+
+# -- what breaks a rule is found
+
+
+def pruner(
+    select: Any, site: str = "PRE_LLM", name: str = "broken", base: type = tokenprune.Pruner, **more: Any
+) -> Any:
+    @tokenprune.register(name, site=site, **more)
+    @dataclass(frozen=True)
+    class Broken(base):
+        """Break a rule."""
+
+    for member, value in (select if isinstance(select, dict) else {"select": select}).items():
+        setattr(Broken, member, value)
+    return Broken
+
+
+def top(score: Any) -> Any:
+    return lambda self, tokens: Selection.top(score(tokens), tokens)
+
+
+def first(tokens: Any) -> Tensor:
+    return tokens.mask & (torch.arange(tokens.mask.shape[1]) < tokens.budget[:, None])
+
+
+def merging(assign: Any) -> Any:
+    return lambda self, tokens: Selection(first(tokens), assign(tokens))
+
+
+def scribbling(self: Any, tokens: Any) -> Selection:
+    tokens.hidden.mul_(2)
+    return Selection(first(tokens))
+
+
+BROKEN = {
+    "too few": (lambda self, tokens: Selection(first(tokens) & (tokens.mask.cumsum(1) < 2)), "its budget is"),
+    "by content": (lambda self, tokens: Selection(tokens.mask & (tokens.hidden[..., 0] > 0)), "its budget is"),
+    "padding": (lambda self, tokens: Selection(first(tokens) | ~tokens.mask), "keeps padding"),
+    "by shape": (lambda self, tokens: Selection(tokens.mask[:, :1]), r"must be bool \[S, N\]"),
+    "no selection": (lambda self, tokens: tokens.mask, "must return a Selection, not Tensor"),
+    "counts": (lambda self, tokens: Selection(first(tokens), counts=[99] * len(tokens.keep)), "counts says"),
+    "random": (top(lambda tokens: torch.rand(tokens.mask.shape)), "other tokens the second time"),
+    "batch": (top(lambda tokens: tokens.hidden[..., 0] * (1 if len(tokens.keep) == 1 else -1)), "than alone"),
+    "row before": (top(lambda tokens: tokens.hidden.roll(1, 0)[..., 0]), "than alone"),
+    "padding seen": (
+        top(lambda tokens: tokens.hidden[..., 0] * (1 if tokens.hidden.abs().max() < 100 else -1)),
+        "what stands at padding changes its choice",
+    ),
+    "dtype": (top(lambda tokens: tokens.hidden @ torch.ones(40)), "raises RuntimeError"),
+    "nan": (
+        lambda self, tokens: Selection(first(tokens) & ~tokens.hidden.isnan().any(-1)),
+        "with NaN at a token",
+    ),
+    "merges in secret": (merging(lambda tokens: first(tokens).cumsum(1).sub(1) * first(tokens)), "say merges"),
+    "undeclared": (top(lambda tokens: tokens.keys.sum(-1)), "'keys' was read but not declared"),
+    "text": (top(lambda tokens: tokens.text.hidden.sum((1, 2))[:, None] * tokens.hidden[..., 0]), "text behind"),
+    "scribbles": (scribbling, "changes hidden"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_rule_is_found(case: str) -> None:
+    select, says = BROKEN[case]
+    with pytest.raises(ConformanceError, match=says) as error:
+        check_method(pruner(select))
+    assert isinstance(error.value, AssertionError) and str(error.value).startswith("broken")
+
+
+def test_a_wrong_merge_is_found() -> None:
+    def to_dropped(tokens: Any) -> Tensor:
+        return torch.full(tokens.mask.shape, tokens.mask.shape[1] - 1)
+
+    def others_home(tokens: Any) -> Tensor:
+        return torch.where(first(tokens), 0, -1)
+
+    for assign, says in ((to_dropped, "kept"), (others_home, "assigned to itself")):
+        with pytest.raises(ConformanceError, match=says):
+            check_method(pruner(merging(assign), merges=True))
+
+
+def test_a_question_that_is_read_in_secret_is_found() -> None:
+    last = top(lambda tokens: tokens.last_row_attention.mean(1))
+    with pytest.raises(ConformanceError, match="last_row_attention, which the question changes"):
+        check_method(pruner({"select": last, "layer": 2}, site="IN_LLM", needs=("last_row_attention",)))
+    aware = {"select": last, "layer": 2, "query_aware": property(lambda self: True)}
+    check_method(pruner(aware, "IN_LLM", "aware", needs=("last_row_attention",)))
+
+
+def test_stages_are_checked_with_what_they_carry() -> None:
+    @dataclass(frozen=True)
+    class Second(tokenprune.Pruner):
+        """Keep what the first stage remembers as large."""
+
+        name, site = "second", Site.IN_LLM
+        layer: int = 4
+
+        def score(self, tokens: Any) -> Tensor:
+            return tokens.carry["norms"]
+
+    def note(self: Any, tokens: Any) -> Selection:
+        tokens.remember("norms", tokens.hidden.norm(dim=-1))
+        return Selection(tokens.mask)
+
+    first = pruner({"select": note, "by_content_count": True, "layer": 2}, "IN_LLM", "first")()
+    both = {"stages": lambda self, budget, layers: [(first, budget), (Second(), budget)]}
+    check_method(pruner(both, "IN_LLM", "both"))
+    with pytest.raises(ConformanceError, match="KeyError"):
+        check_method(Second())
+    check_method(Pyramid())
+
+
+def test_a_number_that_content_decides_has_its_least() -> None:
+    none = lambda self, tokens: Selection(torch.zeros_like(tokens.mask))  # noqa: E731
+    with pytest.raises(ConformanceError, match="fewer than 1"):
+        check_method(pruner({"select": none, "by_content_count": True}, name="none"))
+    check_method(pruner({"select": none, "by_content_count": True, "least": 0}, name="withdraws"))
+
+
+def test_a_class_that_is_no_method_is_refused() -> None:
+    class Bare(tokenprune.Pruner):
+        """No dataclass."""
+
+    @dataclass(frozen=True)
+    class Needy(tokenprune.Pruner):
+        """Needs an option."""
+
+        power: float
+
+    @dataclass(frozen=True)
+    class Nameless(tokenprune.Pruner):
+        """Was never registered."""
+
+    for given, says in ((Bare, "dataclass"), (Needy, "power"), (Nameless, "no name"), (3, "neither")):
+        with pytest.raises(ConformanceError, match=says):
+            check_method(given)
+
+
+def test_broken_rules_of_other_sites_are_found() -> None:
+    cases = [
+        ("PRE_ENCODER", tokenprune.ResizeMethod, {"shares": lambda self, images, keep, per: [2.0] * 3}, "0, 1"),
+        ("PRE_ENCODER", tokenprune.ResizeMethod,
+         {"shares": lambda self, images, keep, per: [keep * one.tokens / 64 for one in images]}, "by_content|keep=1.0"),
+        ("PRE_ENCODER", tokenprune.ImageChooser, {"choose": lambda self, question, count, most: [0, 0]}, "sorted"),
+        ("PRE_ENCODER", tokenprune.ImageChooser, {"choose": lambda self, question, count, most: []}, "at least one"),
+        ("ATTENTION", tokenprune.AttentionPattern, {"block_starts": lambda self, visuals, end: [9, 9]}, "rising"),
+        ("IN_ENCODER", tokenprune.EncoderMethod, {"plan": lambda self, budget, tower: []}, "for each of 4 blocks"),
+        ("IN_ENCODER", tokenprune.EncoderMethod, {
+            "plan": lambda self, budget, tower: [lambda keys, counts: bipartite_match(keys, 3)] * 3 + [None]
+        }, "class token"),
+        ("DECODE", tokenprune.DecodeMethod, {"next_rate": lambda self, masses, share: share + 1}, "rate in 0..1"),
+    ]  # fmt: skip
+    for number, (site, base, members, says) in enumerate(cases):
+        needs = {"needs": ("last_row_attention",)} if site == "DECODE" else {}
+        with pytest.raises(ConformanceError, match=says):
+            check_method(pruner(members, site, f"broken{number}", base, **needs))
+
+
+# -- the view
+
+
+def test_the_view_holds_what_it_was_given() -> None:
+    hidden, keys = torch.randn(2, 9, 4), torch.randn(2, 9, 6)
+    attention, scores = torch.rand(2, 3, 9), {1: torch.rand(2, 3, 9), -1: torch.rand(2, 3, 9)}
+    text = {"hidden": torch.randn(2, 5, 4), "mask": torch.rand(2, 5) > 0.5}
+    tokens = visual_tokens(
+        hidden, [9, 5], keep=0.5, text=text, keys=keys, last_row_attention=attention, encoder_attention=scores,
+        encoder_keys=keys, text_keys=text["hidden"] * 2, grids=[(1, 3, 3), None], carry={"curve": [1, 2]},
+        place=torch.arange(9).expand(2, -1),
+    )  # fmt: skip
+    assert tokens.counts == [9, 5] and tokens.keep == [4, 2] and tokens.budget.tolist() == [4, 2]
+    assert tokens.mask.sum(1).tolist() == [9, 5] and tokens.grids == [(1, 3, 3), None]
+    for got, want in (
+        (tokens.hidden, hidden), (tokens.normed, hidden), (tokens.keys, keys), (tokens.last_row_attention, attention),
+        (tokens.encoder_attention(1), scores[1]), (tokens.encoder_attention(-1), scores[-1]),
+        (tokens.encoder_keys(3), keys), (tokens.text.hidden, text["hidden"]), (tokens.text.mask, text["mask"]),
+        (tokens.text.keys, text["hidden"] * 2), (tokens.place[0], torch.arange(9)),
+    ):  # fmt: skip
+        assert torch.equal(got, want)
+    assert tokens.carry == {"curve": [1, 2]}
+    tokens.remember("sum", 3)
+    assert tokens.carry["sum"] == 3
+    for read, says in (
+        (lambda: tokens.received_attention, "'received_attention' was read but not declared"),
+        (lambda: tokens.encoder_attention(2), "of block 2"),
+        (lambda: tokens.encoder_queries(1), "'encoder_queries' was read but not declared"),
+        (lambda: visual_tokens(hidden).text, "pass text="),
+        (lambda: tokens.patches, "which visual_tokens"),
+    ):
+        with pytest.raises(TokenPruneError, match=says):
+            read()
+    with pytest.raises(AttributeError, match="no observable 'key': did you mean 'keys'"):
+        _ = tokens.key
+
+
+def test_wrong_tensors_are_refused() -> None:
+    hidden = torch.randn(2, 9, 4)
+    for more, says in (
+        ({"counts": [9]}, "do not fit"), ({"counts": [9, 0]}, "do not fit"), ({"keep": [9, 10]}, "keep="),
+        ({"keyss": hidden}, "did you mean 'keys'"), ({"keys": hidden[:1]}, "must be"),
+        ({"keys": {1: hidden}}, "not read by layer"), ({"rows": [1, 0]}, "in order"),
+        ({"keep": tokenprune.Budget(average_tokens=4)}, "whole decoder"),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=says):
+            visual_tokens(hidden, **{"counts": [9, 5], **more})
+
+
+def test_frames_of_made_up_videos() -> None:
+    """Of images one; of a video by its grid, or as they are given."""
+    hidden = torch.randn(2, 6, 4)
+    tokens = visual_tokens(hidden, [6, 4], grids=[(3, 1, 2), None], modality=["video", "image"])
+    assert tokens.frames == [[2, 2, 2], [4]]
+    assert tokens.frame.tolist() == [[0, 0, 1, 1, 2, 2], [0, 0, 0, 0, -1, -1]]
+    assert tokens.place.tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, -1, -1]]
+    given = visual_tokens(hidden, [6, 4], modality="video", frames=[[1, 5], [4]])
+    assert given.frame.tolist()[0] == [0, 1, 1, 1, 1, 1]
+    with pytest.raises(TokenPruneError, match="not known"):
+        _ = visual_tokens(hidden, modality="video").frame
+
+
+def test_several_images_of_one_prompt() -> None:
+    tokens = visual_tokens(torch.randn(3, 4, 2), [4, 2, 3], rows=[0, 0, 1])
+    assert tokens.segments.row == [0, 0, 1] and tokens.segments.ordinal == [0, 1, 0]
+    own = [tokens.segments.position[s, : tokens.counts[s]].tolist() for s in range(3)]
+    assert not set(own[0]) & set(own[1])
+
+
+def test_a_fingerprint_tells_made_up_towers_apart() -> None:
+    assert Fingerprint.of(TOWER.module, read=3, protected=1) == TOWER.fingerprint
+    assert Site.IN_ENCODER is tokenprune.method_info("tome").site

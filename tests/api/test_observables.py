@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observables are one class each, and methods have the base class of their site: engines know neither by name."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from tokenprune import (
+    BudgetError,
+    OptionError,
+    RegistrationError,
+    Selection,
+    Site,
+    TokenPruneError,
+    observable_registry,
+    registry,
+)
+from tokenprune.integrations.vllm.servable import check_method as check_served
+from tokenprune.observable import Backend, PerToken, TowerBlock, Where
+from tokenprune.observable_registry import register_observable
+from zoo import FAMILIES, Family
+
+PACKAGE = Path(tokenprune.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def registries_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    tokenprune.available_methods()
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.setattr(observable_registry, "_OBSERVABLES", dict(observable_registry._OBSERVABLES))
+    yield
+
+
+def reader(needs: tuple[str, ...], read: Any, site: str = "IN_LLM", layers: tuple = ()) -> list[Any]:
+    """Register the method "reader", which notes what `read` finds; returns where."""
+    seen: list[Any] = []
+
+    @tokenprune.register("reader", site=site, needs=needs)
+    @dataclass(frozen=True)
+    class Reader(tokenprune.Pruner):
+        """Note what it sees."""
+
+        layer: int = 2
+
+        @property
+        def query_aware(self) -> bool:
+            return True
+
+        @property
+        def encoder_layers(self) -> tuple:
+            return layers
+
+        def score(self, tokens: Any) -> Tensor:
+            seen.append(read(tokens))
+            return tokens.hidden.float().norm(dim=-1)
+
+    return seen
+
+
+# -- an observable of one's own is one class
+
+
+@torch.no_grad()
+def test_a_new_observable_is_one_class(family: Family, model) -> None:
+    """`needs`, the view, the text's view and the engine's observation of the layer follow from it."""
+
+    @register_observable("key_norms")
+    class KeyNorms(PerToken):
+        """`[S, N]`: the length of each key."""
+
+        where = Where.LAYER_BEFORE
+        axes = "SN"
+
+        def values(self, source: Any) -> Tensor:
+            return source.before.keys(source.width).float().norm(dim=-1)
+
+    norms = reader(("key_norms",), lambda tokens: (tokens.key_norms, tokens.text.key_norms, tokens.text.mask))
+    with pytest.raises(OptionError, match="key_norms, and vLLM's layers give keys, last_row_attention,"):
+        check_served(tokenprune.method("reader"), in_llm=True)
+    inputs = family.make_inputs(images=(1, 2))
+    with tokenprune.patched(model, "reader", keep=0.5):
+        model(**inputs)
+    keys = reader(("keys",), lambda tokens: (tokens.keys.float().norm(dim=-1), tokens.text.keys.float().norm(dim=-1)))
+    with tokenprune.patched(model, "reader", keep=0.5):
+        model(**inputs)
+    (visual, text, mask), (want, want_text) = norms[0], keys[0]
+    torch.testing.assert_close(visual, want)
+    torch.testing.assert_close(text[mask], want_text[mask])
+
+
+@torch.no_grad()
+def test_a_new_observable_of_the_tower_is_one_class(build) -> None:
+    @register_observable("first_keys")
+    class FirstKeys(TowerBlock):
+        """`[S, N, H]`: the first number of each head's key."""
+
+        def of_patches(self, seen: Any, protected: int) -> Tensor:
+            return seen.key[:, :, protected:, 0]
+
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(1, 2))
+    both = reader(
+        ("first_keys", "encoder_keys"),
+        lambda tokens: (tokens.first_keys(-1), tokens.encoder_keys(-1)),
+        "PRE_LLM",
+        (-1,),
+    )
+    with tokenprune.patched(model, "reader", keep=0.5):
+        model(**inputs)
+    first, keys = both[0]
+    heads = first.shape[-1]
+    torch.testing.assert_close(first, keys.unflatten(-1, (heads, -1))[..., 0])
+
+
+def test_a_wrong_observable_is_refused() -> None:
+    class Nowhere(PerToken):
+        """Says no place."""
+
+    class Silent(PerToken):
+        where = Where.CUT
+
+    class Abroad(PerToken):
+        """Served by nobody known."""
+
+        where = Where.CUT
+        backends = frozenset({"tpu"})
+
+    class Fine(PerToken):
+        """Fine."""
+
+        where = Where.CUT
+
+    for name, cls, says in (
+        ("nowhere", Nowhere, "where"), ("silent", Silent, "docstring"), ("abroad", Abroad, "tpu"),
+        ("keys", Fine, "taken by tokenprune.observables.keys"), ("my-keys", Fine, "identifier"),
+        ("_keys", Fine, "identifier"), ("mask", Fine, "attribute"), ("stranger", int, "tokenprune.Observable"),
+    ):  # fmt: skip
+        with pytest.raises(RegistrationError, match=says):
+            register_observable(name)(cls)
+    for _ in range(2):  # a notebook cell that runs twice
+        register_observable("fine")(Fine)
+
+
+@torch.no_grad()
+def test_only_what_was_declared_may_be_read(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    for read, says in (
+        (lambda tokens: tokens.received_attention, "'received_attention' was read but not declared"),
+        (lambda tokens: tokens.patches, "'patches' was read but not declared"),
+        (lambda tokens: tokens.encoder_attention(-1), "'encoder_attention' was read but not declared"),
+        (lambda tokens: tokens.text.last_row, "no observable 'last_row'"),
+        (lambda tokens: tokens.keyz, "did you mean 'keys'"),
+    ):
+        reader(("keys",), read)
+        with (
+            tokenprune.patched(model, "reader", keep=0.5),
+            pytest.raises((TokenPruneError, AttributeError), match=says),
+        ):
+            model(**inputs)
+
+
+@pytest.mark.parametrize("need", [n for n in tokenprune.available_observables() if n not in ("hidden", "normed")])
+def test_what_a_back_end_has_not_is_refused_by_name(need: str) -> None:
+    one = observable_registry.find_observable(need)
+    for backend, site, in_llm in ((Backend.VLLM, "PRE_LLM", False), (Backend.VLLM_IN_LLM, "IN_LLM", True)):
+        reader((need,), lambda tokens: None, site, (-1,))
+        if backend not in one.backends:
+            with pytest.raises(OptionError, match=f"needs {need}"):
+                check_served(tokenprune.method("reader"), in_llm)
+
+
+def test_a_need_may_be_written_as_it_is_read() -> None:
+    for written, means in (
+        ("text.embeddings", "embeddings"), ("text_embeddings", "embeddings"), ("text.attention", "text_attention"),
+        ("text_attention", "text_attention"), ("text.keys", "keys"), ("text.hidden", "hidden"),
+    ):  # fmt: skip
+        reader((written,), lambda tokens: None)
+        assert tokenprune.method("reader").needs == {means}
+    with pytest.raises(RegistrationError, match=r"unknown needs \['text.nothing'\]"):
+        reader(("text.nothing",), lambda tokens: None)
+
+
+@torch.no_grad()
+def test_frames_are_of_whole_videos(build) -> None:
+    """A method that needs them is refused where frames have a budget each, or images share one."""
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(0,), video=True)
+    seen = reader(("frames",), lambda tokens: (tokens.frames, tokens.frame, tokens.counts), "PRE_LLM")
+    for per in ("frame", "prompt"):
+        with pytest.raises(BudgetError, match=r'compares the frames .*say per="image"'):
+            tokenprune.patch(model, "reader", keep=tokenprune.Budget(keep=0.5, per=per))
+    with tokenprune.patched(model, "reader", keep=0.5):
+        model(**inputs)
+    ((counts,), frame, (count,)) = seen[0]
+    assert len(counts) > 1 and sum(counts) == count and frame[0].bincount().tolist() == counts
+    with pytest.raises(OptionError, match="needs frames"):
+        check_served(tokenprune.method("reader"))
+
+
+# -- base classes of the sites
+
+
+def test_a_method_has_what_its_site_has() -> None:
+    members = {"shares", "choose", "block_starts", "plan", "score", "select", "next_rate"}
+    own = {
+        "fastv": {"score", "select"}, "divprune": {"score", "select"}, "vscan": {"score", "select"},
+        "dyrate": {"score", "select", "next_rate"}, "tome": {"plan"}, "dymu": {"plan"}, "downsample": {"shares"},
+        "dynres": {"shares"}, "view_select": {"choose"}, "pevlm": {"block_starts"},
+    }  # fmt: skip
+    for name, has in own.items():
+        cls = tokenprune.method_info(name).cls
+        assert {member for member in members if hasattr(cls, member)} == has, name
+        assert issubclass(cls, registry.BASES[cls.site])
+    assert not {member for member in members if hasattr(tokenprune.Method, member)}
+
+
+def test_needs_are_of_the_instance() -> None:
+    assert tokenprune.method("fastv").needs == {"last_row_attention"} == tokenprune.method_info("fastv").needs
+    assert tokenprune.method("fastv", query="all").needs == {"received_attention"}
+    with pytest.raises(RegistrationError, match="leave out needs="):
+        tokenprune.register("fast", site="IN_LLM", needs=("keys",))(
+            dataclass(frozen=True)(type("Fast", (registry.method_class("fastv"),), {"__doc__": "Fast."}))
+        )
+
+
+@pytest.mark.parametrize(
+    ("site", "member", "base"),
+    [
+        ("PRE_LLM", "score", tokenprune.Pruner), ("IN_LLM", "select", tokenprune.Pruner),
+        ("PRE_ENCODER", "shares", tokenprune.ResizeMethod), ("PRE_ENCODER", "choose", tokenprune.ImageChooser),
+        ("ATTENTION", "block_starts", tokenprune.AttentionPattern),
+    ],
+)  # fmt: skip
+def test_a_method_that_derives_from_method_gets_the_base_of_its_site(site: str, member: str, base: type) -> None:
+    """As all methods did when there was one base."""
+    made = type("Old", (tokenprune.Method,), {"__doc__": "Old.", member: lambda self, *args: None})
+    made = tokenprune.register("old", site=site)(dataclass(frozen=True)(made))
+    assert isinstance(tokenprune.method("old"), base) and made.__bases__ == (base,)
+
+
+@torch.no_grad()
+def test_a_method_that_was_never_registered_works(build) -> None:
+    class Places(tokenprune.Method):
+        name = "places"
+
+        def score(self, tokens: Any) -> Tensor:
+            return torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
+
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with tokenprune.patched(model, Places(), keep=5):
+        model(**inputs)
+        assert tokenprune.stats(model).visual_tokens_out == 5
+
+
+def test_a_wrong_base_is_refused() -> None:
+    wrong = [
+        ("IN_ENCODER", tokenprune.Pruner, "tokenprune.EncoderMethod"), ("DECODE", tokenprune.Pruner, "DecodeMethod"),
+        ("PRE_LLM", tokenprune.ResizeMethod, "tokenprune.Pruner"), ("ATTENTION", tokenprune.Method, "AttentionPattern"),
+        ("PRE_ENCODER", tokenprune.Pruner, "tokenprune.ResizeMethod or tokenprune.ImageChooser"),
+    ]  # fmt: skip
+    for site, base, says in wrong:
+        cls = dataclass(frozen=True)(type("Wrong", (base,), {"__doc__": "Wrong."}))
+        with pytest.raises(RegistrationError, match=says):
+            tokenprune.register("wrong", site=site)(cls)
+
+
+def test_a_method_without_its_question_says_how() -> None:
+    for name, options in (("dart", {"pivot_text": 0}), ("vscan", {"stage2": False})):
+        method = tokenprune.method(name)
+        assert method.query_aware and dict(method.query_free) == options
+        assert not dataclasses.replace(method, **options).query_aware
+
+
+# -- engines know no method and no observable
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield node
+
+
+def test_engines_ask_a_method_through_its_base_class() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{call.lineno}"
+        for folder in ("integrations", "bench", "tuning", "calibration", "cli", "guard")
+        for path in (PACKAGE / folder).rglob("*.py")
+        for call in calls(path)
+        if call.func.id in ("getattr", "hasattr")
+        and ast.unparse(call.args[0]) in ("method", "self.method", "step.method", "other")
+        and isinstance(call.args[1], ast.Constant)
+    ]
+    assert not found
+
+
+def test_engines_know_no_observable_by_name() -> None:
+    names = {name for name in tokenprune.available_observables() if "_" in name}  # others are words of their own
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value}"
+        for path in (PACKAGE / "integrations").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    # What DECODE ranks by, in the message of an error.
+    assert all("last_row_attention" in one and "decoding" in one for one in found), found
+
+
+def test_a_selection_of_a_site_is_a_site() -> None:
+    assert {Site(site) for site in registry.BASES} == set(Site) and Selection is tokenprune.Selection

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What methods see of the vision tower, against eager attention maps and hooks of the unpatched model: towers with and
+without a class token, Qwen's windows and merge groups, several images and videos."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from basics import snapshot
+from families import FAMILIES as EVERY_FAMILY
+from oracle import close
+from tests.tower.test_encoder_attention import BLOCKS, CLASS_TOKEN, attentions_of, made_of, projector_of, tower_of
+from tokenprune import OptionError, UnsupportedSetupError, registry
+from tokenprune.integrations.vllm.servable import check_method as check_served
+from zoo import FAMILIES, Family
+
+# Families whose towers are known; of the others a method is refused.
+BATCHES = {"images": {"images": (1, 2)}, "video": {"video": True, "images": (1, 1)}}
+CASES = [
+    pytest.param(family, batch, id=f"{name}-{batch}")
+    for name, family in FAMILIES.items()
+    for batch in BATCHES
+    if batch != "video" or family.video
+]
+NEEDS = ("encoder_received_attention", "encoder_keys", "encoder_queries", "encoder_features")
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    tokenprune.available_methods()
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    yield
+
+
+def reader(needs: tuple[str, ...], read: Any, layers: tuple = (-1,)) -> list[Any]:
+    seen: list[Any] = []
+
+    @tokenprune.register("reader", needs=needs)
+    @dataclass(frozen=True)
+    class Reader(tokenprune.Pruner):
+        """Note what it sees."""
+
+        @property
+        def encoder_layers(self) -> tuple:
+            return layers
+
+        def score(self, tokens: Any) -> Tensor:
+            seen.append((tokens.segments, read(tokens)))
+            return tokens.hidden.float().norm(dim=-1)
+
+    return seen
+
+
+@torch.no_grad()
+def naive(family: Family, model: Any, inputs: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Of an unpatched eager model keys, queries, received attention and features, `[tokens, C]` for the placeholders in
+    reading order: means over the patches of each, 0 for newlines."""
+    attention = attentions_of(model)[block]
+    module = sys.modules[type(attention).__module__]
+    original = module.eager_attention_forward
+    calls, gets, makes, towers, embeds = [], [], [], [], []
+
+    def record(which: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, weights = original(which, query, key, *args, **kwargs)
+        if which is attention:
+            calls.append((query, key, weights))
+        return output, weights
+
+    handles = [
+        projector_of(model).register_forward_pre_hook(lambda m, args: gets.append(args[0])),
+        projector_of(model).register_forward_hook(lambda m, args, out: makes.append(out)),
+        tower_of(model).register_forward_hook(lambda m, args, out: towers.append(out)),
+        model.get_submodule(family.decoder).layers[0].register_forward_pre_hook(lambda m, args: embeds.append(args[0])),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "eager_attention_forward", record)
+        model(**inputs)
+    for handle in handles:
+        handle.remove()
+    first = int(family.name in CLASS_TOKEN)
+    # InternVL shuffles patches before its projector.
+    features = [out.last_hidden_state[:, first:] for out in towers] if family.name == "internvl" else gets
+    patches = {
+        "encoder_queries": [q[:, :, first:].transpose(1, 2).flatten(2) for q, _, _ in calls],
+        "encoder_keys": [k[:, :, first:].transpose(1, 2).flatten(2) for _, k, _ in calls],
+        # All rows count, the class token's as well; its column is left out.
+        "encoder_received_attention": [w.mean(2)[..., first:].transpose(1, 2) for _, _, w in calls],
+        "encoder_features": [one if one.ndim == 3 else one[None] for one in features],
+    }
+    candidates = list(made_of(family, model, makes))
+    vectors = torch.stack([vector for vector, _, _ in candidates])
+    visual = embeds[0][family.visual_mask(model, inputs)]
+    distance, found = torch.cdist(visual, vectors, compute_mode="donot_use_mm_for_euclid_dist").min(1)
+    own = [
+        candidates[place][2] if gap < 1e-4 else None
+        for gap, place in zip(distance.tolist(), found.tolist(), strict=True)
+    ]
+    flat = {name: torch.cat([one.flatten(0, 1) for one in pieces]) for name, pieces in patches.items()}
+    return {
+        name: torch.stack([values[0] * 0 if of is None else values[of].mean(0) for of in own])
+        for name, values in flat.items()
+    }
+
+
+def check(seen: list[Any], family: Family, model: Any, inputs: Any, want: dict[str, Tensor], layer: Any) -> None:
+    flat = {tuple(place): i for i, place in enumerate(family.visual_mask(model, inputs).nonzero().tolist())}
+    for segments, saw in seen:
+        for segment, (row, count) in enumerate(zip(segments.row, segments.counts, strict=True)):
+            own = [flat[row, place] for place in segments.position[segment, :count].tolist()]
+            for name in NEEDS:
+                got = saw[name][segment]
+                got = got.T if name == "encoder_received_attention" else got
+                assert got.dtype == torch.float32
+                close(got[:count], want[name][own], 1e-5)
+                assert not got[count:].any()
+
+
+@pytest.mark.parametrize(("family", "batch"), CASES)
+@torch.no_grad()
+def test_what_the_tower_showed(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On either back end, in a forward and in generate; the last block that the model reads, and an early one."""
+    inputs = family.make_inputs(**BATCHES[batch])
+    for layer in (-1, 0.25):
+        want = naive(family, build(family, "eager"), inputs, BLOCKS[layer][family.name], monkeypatch)
+
+        def read(tokens: Any, layer: Any = layer) -> dict[str, Tensor]:
+            return {name: getattr(tokens, name)(layer) for name in NEEDS[:-1]} | {NEEDS[-1]: tokens.encoder_features}
+
+        seen = reader(NEEDS, read, (layer,))
+        for model in (build(family), build(family, "eager")):
+            with tokenprune.patched(model, "reader", keep=0.5):
+                model(**inputs)
+                model.generate(**inputs, max_new_tokens=1)
+        assert len(seen) == 4
+        check(seen, family, model, inputs, want, layer)
+
+
+@torch.no_grad()
+def test_the_last_block_is_read_where_the_model_does_not(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CLIP's last block, whose output LLaVA does not use: its queries and keys are there."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family, "eager"), family.make_inputs(images=(1, 2))
+    last = len(attentions_of(model)) - 1
+    assert BLOCKS[-1]["llava"] < last
+    want = naive(family, model, inputs, last, monkeypatch)
+
+    def read(tokens: Any) -> dict[str, Tensor]:
+        return {name: getattr(tokens, name)(last) for name in NEEDS[:-1]} | {NEEDS[-1]: tokens.encoder_features}
+
+    seen = reader(NEEDS, read, (last,))
+    with tokenprune.patched(model, "reader", keep=0.5):
+        model(**inputs)
+    check(seen, family, model, inputs, want, last)
+
+
+@torch.no_grad()
+def test_one_need_alone_is_enough(family: Family, build) -> None:
+    """Whatever of the tower is needed, where the patches are comes with it."""
+    model, inputs = build(family), family.make_inputs(images=(1, 2))
+    for need in (*NEEDS, "encoder_attention", "patches"):
+
+        def read(tokens: Any, need: str = need) -> tuple[Any, Tensor]:
+            value = getattr(tokens, need)
+            return value(-1) if callable(value) else value, tokens.patches.tile
+
+        seen = reader((need,), read)
+        with tokenprune.patched(model, "reader", keep=0.5):
+            model(**inputs)
+        (_, (value, tile)), *_ = seen
+        assert value is not None and tile.shape == seen[0][0].mask.shape
+
+
+def test_vllm_refuses_by_name_what_it_cannot_see() -> None:
+    reader(("encoder_features",), lambda tokens: tokens.encoder_features)
+    with pytest.raises(OptionError, match="it needs encoder_features, and vLLM"):
+        check_served(tokenprune.method("reader"))
+    for need in NEEDS[:-1]:
+        reader((need,), lambda tokens, need=need: getattr(tokens, need)(-1))
+        check_served(tokenprune.method("reader"))
+
+
+@torch.no_grad()
+def test_what_cannot_be_read_is_refused_before_anything_changes(build) -> None:
+    model = build(FAMILIES["llava"])
+    reader(("encoder_keys",), lambda tokens: tokens.encoder_keys(9), (9,))
+    with pytest.raises(OptionError, match="there is no block 9"):
+        tokenprune.patch(model, "reader", keep=0.5)
+    assert not tokenprune.is_patched(model)
+    for name in ("blip-2", "fuyu", "deepseek_vl_hybrid"):
+        family = EVERY_FAMILY[name]
+        model, inputs = family.build(), family.make_inputs()
+        before = snapshot(model)
+        for need in (*NEEDS, "patches"):
+            reader((need,), lambda tokens: None)
+            with pytest.raises(UnsupportedSetupError, match="reader looks into the vision tower"):
+                tokenprune.patch(model, "reader", keep=0.5)
+        assert snapshot(model) == before and model(**inputs) is not None

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tuner through vLLM, without vLLM: an engine that is made up, and a server that only speaks its protocol."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pretender import pretending
+from tests.bench.test_bench_engines import CONFIG, Killed, MadeUp
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.run_folder import RunFolder, config_of
+from tokenprune.bench.vllm_backend import VllmBackend
+from tokenprune.cli import app
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.tuning import Panel, Promise, Search, Tuner, Tuning, grid
+from tokenprune.tuning.report import tuned_config
+
+QUESTIONS = load_heldout(limit=5)
+# The engine refuses dart, and answers all else as the unpatched model does.
+CANDIDATES = [*grid(["dart"], [0.5]), *grid(["uniform"], [0.5, 0.25])]
+SEARCH = Search([one.setting for one in CANDIDATES], 0, 4)
+
+
+def tune(engine: MadeUp, folder: Path | None = None) -> tuple[Tuning, Panel]:
+    backend = VllmBackend(engine, "", 4)
+
+    def run(kept: RunFolder | None) -> tuple[Tuning, Panel]:
+        panel = Panel(backend, QUESTIONS, batch_size=4, folder=kept)
+        return Tuner(panel, CANDIDATES, Promise(0.3), repeats=1, objective="flops").run(), panel
+
+    if folder is None:
+        return run(None)
+    with RunFolder(folder, config_of(backend, SEARCH, "exact", {})) as kept:
+        return run(kept)
+
+
+def test_an_engine_is_tuned() -> None:
+    engine = MadeUp()
+    found, panel = tune(engine)
+    assert found.choice.candidate.setting == {"method": "uniform", "keep": 0.25}
+    assert [trial.state for trial in found.trials] == [
+        "skipped: dart cannot be served",
+        "keeps the promise",
+        "chosen",
+    ]
+    assert found.choice.cost["keep_ratio"] == 0.25 and found.choice.timing["ttft_ratio"]["p50"] == 0.5
+    assert found.choice.cost["kv_bytes"] < found.choice.cost["kv_bytes_full"]
+    settings = [setting for _, setting in engine.asked]
+    assert settings.count({"off": True}) == 10 == settings.count({"method": "uniform", "keep": 0.25})
+    tuned = tuned_config(found, panel, {"name": "mine"}).tuned
+    # `patch` would compare it with that of a model of transformers, and warn in vain.
+    assert tuned["model"] == {"name": "m", "type": "made_up"} and tuned["environment"]["engine"] == "vllm"
+
+
+@pytest.mark.parametrize("calls", [0, 3, 11, 23])
+def test_a_killed_tuning_goes_on(calls: int, tmp_path: Path) -> None:
+    whole, _ = tune(MadeUp())
+    with pytest.raises(Killed):
+        tune(MadeUp(calls), tmp_path / "run")
+    engine = MadeUp()
+    found, _ = tune(engine, tmp_path / "run")
+    assert len(engine.asked) == 30 - calls  # 4 batches of the search, 6 held out; of three settings
+    for one in (whole, found):
+        for trial in one.trials:
+            trial.timing = None
+    assert found.trials == whole.trials
+
+
+def test_a_model_whose_sizes_are_not_at_hand_is_refused() -> None:
+    with pytest.raises(UnsupportedSetupError, match="from the config of m, which is not at hand here: tune where"):
+        Panel(VllmBackend(MadeUp(config=None), "", 4), QUESTIONS)
+    Panel(VllmBackend(MadeUp(config=CONFIG), "", 4), QUESTIONS)
+    film = SimpleNamespace(is_film=True, where="line 3")
+    with pytest.raises(Exception, match="line 3 asks about a video"):
+        Panel(VllmBackend(MadeUp(), "", 4), [film])
+
+
+def command(*arguments: str) -> Result:
+    fixed = ["tune", "--methods", "uniform", "--keep", "0.25", "--limit", "5", "--max-drop", "40%", "--objective", "kv"]
+    return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*fixed, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--backend tgi", "'tgi' is none of hf, vllm"),
+        ("--server http://localhost:1", "--server goes with --backend vllm"),
+        ("--backend vllm --device cpu", "--device is no option of vLLM: use --engine-args"),
+        ("--backend vllm --engine-args []", "takes an object"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: str, says: str) -> None:
+    result = command(*arguments.split())
+    assert result.exit_code == 2 and says in result.stderr
+
+
+def test_a_server_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openai", reason="the client of --server: pip install 'tokenprune-vlm[server]'")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    out = tmp_path / "tokenprune.json"
+    with pretending() as server:
+        given = ["--backend", "vllm", "--server", server.url, "--out", str(out), "--repeats", "1"]
+        refused = command(*given)
+        assert refused.exit_code == 2 and "the config of one, which is not at hand here" in refused.stderr
+        monkeypatch.setattr("tokenprune.bench.vllm_server._config", lambda model: CONFIG)
+        result = command(*given)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("uniform, keep 0.25: less than 40 points lost, with a confidence of 95 %.")
+    written = json.loads(out.read_text())
+    assert written["setting"] == {"method": "uniform", "keep": 0.25} and "fingerprint" not in written["tuned"]["model"]

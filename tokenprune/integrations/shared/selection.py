@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a method's `Selection` in any engine: it is checked, and tokens are merged by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import Method, Selection
+from tokenprune.errors import TokenPruneError
+from tokenprune.kernels.join import join
+from tokenprune.tokens import Segments
+
+
+def counted_keep(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, list[int]]:
+    """Return the selection's `keep`, and how many of each segment that are.
+
+    A method that says so itself is believed where asking would let the host wait for the device, and asked nothing
+    else either; the other values are checked (`checked_keep`).
+    """
+    told = selection.counts if isinstance(selection, Selection) else None
+    if told is not None and segments.mask.device.type != "cpu":
+        keep, counts = checked_form(selection, segments, method), list(told)
+    else:
+        keep, valid = _with_validity(selection, segments, method)
+        *counts, fine = torch.cat([keep.sum(1), valid.view(1)]).tolist()  # one question for both
+        if not fine:
+            raise TokenPruneError(_BAD_ASSIGN.format(method.name))
+    if method.least and not all(counts):
+        raise TokenPruneError(
+            f"{method.name}.select() keeps nothing of an image: keep at least one token "
+            "of each, or declare least = 0 in the method"
+        )
+    if told is not None and list(told) != counts:
+        raise TokenPruneError(f"{method.name}.select(): counts says {told}, but keep holds {counts}: leave out counts")
+    return keep, counts
+
+
+def checked_keep(selection: Selection, segments: Segments, method: Method) -> Tensor:
+    """Return the selection's `keep`; a third party's method may get any part of it wrong."""
+    keep, valid = _with_validity(selection, segments, method)
+    if not bool(valid):
+        raise TokenPruneError(_BAD_ASSIGN.format(method.name))
+    return keep
+
+
+_BAD_ASSIGN = "{}.select(): assign must hold -1 or the index of a token that is kept"
+
+
+def checked_form(selection: Selection, segments: Segments, method: Method) -> Tensor:
+    """Return the selection's `keep`, checked as far as types and shapes tell."""
+    shape = segments.mask.shape
+    if not isinstance(selection, Selection):
+        raise TokenPruneError(f"{method.name}.select() must return a Selection, not {type(selection).__name__}")
+    parts = {"keep": (torch.bool,), "assign": (torch.long,), "weight": (torch.float32, torch.float16, torch.bfloat16)}
+    for part, dtypes in parts.items():
+        value = getattr(selection, part)
+        if value is None and part != "keep":
+            continue
+        if not isinstance(value, Tensor) or value.dtype not in dtypes or value.shape != shape:
+            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            wanted = f"{str(dtypes[0]).removeprefix('torch.')} {tuple(shape)}"
+            raise TokenPruneError(f"{method.name}.select(): {part} must be {wanted}, not {found}")
+    return selection.keep & segments.mask
+
+
+def _with_validity(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor]:
+    """The selection's `keep`, and whether its `assign` leads to tokens that are kept (bool `[]`)."""
+    keep = checked_form(selection, segments, method)
+    if selection.assign is None:
+        return keep, torch.ones((), dtype=torch.bool, device=keep.device)
+    target = selection.assign.masked_fill(~segments.mask, -1)
+    inside = (target >= -1) & (target < keep.shape[1])
+    kept = (target < 0) | keep.gather(1, target.clamp(0, keep.shape[1] - 1))
+    return keep, (inside & kept).all()
+
+
+def merge_tokens(features: Tensor, selection: Selection, segments: Segments, places: Tensor) -> Tensor:
+    """Return `[B, W, D]` features in which each kept token is the weighted mean of the tokens assigned to it.
+
+    places: long `[S, N]`, places of the segments' tokens in the flattened `[B * W]`.
+    """
+    flat = features.reshape(-1, features.shape[-1])
+    nowhere = len(flat)
+    weight = torch.ones_like(places, dtype=torch.float32) if selection.weight is None else selection.weight.float()
+    absorbed = segments.mask & (selection.assign >= 0)
+    itself = absorbed & (selection.assign == torch.arange(places.shape[1], device=places.device))
+    own = weight.new_zeros(nowhere + 1).scatter(0, torch.where(itself, places, nowhere).flatten(), weight.flatten())
+    into = places.gather(1, selection.assign.clamp(min=0))
+    target = torch.where(absorbed & ~itself, into, nowhere)
+    return join(flat, None, own[:-1], places.flatten(), target.flatten(), weight.flatten()).view_as(features)

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenprune.observable import Backend, Observable, Sizes, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import Segments, TextTokens, TokenSource
+
+
+@register_observable("embeddings")
+class Embeddings(Observable):
+    """`[S, N, D]`: what enters the decoder, wherever the cut is; at its entry the same as `hidden`."""
+
+    where = Where.ENTRY
+    backends = frozenset({Backend.HF, Backend.VLLM})
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return source.entered(segments.position, segments)
+
+    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+        return source.entered(text.position, text.segments)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.randn(sizes.segments, sizes.text, sizes.width, generator=generator)

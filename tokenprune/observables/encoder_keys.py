@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenprune.observable import SeenAttention, TowerBlock
+from tokenprune.observable_registry import register_observable
+
+
+@register_observable("encoder_keys")
+class EncoderKeys(TowerBlock):
+    """float32 `[S, N, H * Dh]`: keys of a block of the vision tower, after rotary embedding where it has one, heads
+    flattened; 0 for tokens that are no patch. A token made of several patches gets their mean.
+
+    layer: one of the method's `encoder_layers`.
+    """
+
+    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+        return seen.key[:, :, protected:]

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenprune.frames import frame_and_place
+from tokenprune.observable import Sizes
+from tokenprune.observable_registry import register_observable
+from tokenprune.observables.frames import Frames, OfFrames
+from tokenprune.tokens import Segments, TokenSource
+
+
+@register_observable("frame")
+class Frame(OfFrames):
+    """long `[S, N]`: index of each token's frame in its segment; -1 for what is in no frame (a newline behind a video,
+    padding)."""
+
+    axes = "SN"
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        frames = Frames().of_visual(source, segments)
+        return frame_and_place(frames, segments.mask.shape[1], segments.mask.device)[0]
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return frame_and_place(Frames().example(sizes, generator), sizes.tokens, torch.device("cpu"))[0]

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import torch
+
+from tokenprune.errors import TokenPruneError
+from tokenprune.observable import Backend, Observable, Sizes, Where
+from tokenprune.observable_registry import observables_of, register_observable
+from tokenprune.tokens import Segments, TokenSource
+
+
+class OfFrames(Observable):
+    """Base of what is known of the frames of videos; whoever declares one may read all."""
+
+    where = Where.FRAMES
+    backends = frozenset({Backend.HF})
+
+    def declared(self, needs: frozenset[str]) -> bool:
+        return bool(observables_of(needs, Where.FRAMES))
+
+
+@register_observable("frames")
+class Frames(OfFrames):
+    """S lists of ints, on the host: how many tokens each frame of each segment has. An image is one frame; those behind
+    the last frame of a video (a newline) are in none."""
+
+    axes = ""
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> list[list[int]]:
+        frames = segments.frames or [None] * len(segments)
+        if None in frames:
+            raise TokenPruneError("the frames of a video are not known here, or tokens of it are gone already")
+        return frames
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> list[list[int]]:
+        """Two frames each, as far as the tokens are even."""
+        return [[count // 2] * 2 if count > 1 else [count] for count in sizes.counts]

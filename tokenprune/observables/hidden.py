@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenprune.observable import Backend, PerToken, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import TokenSource
+
+
+@register_observable("hidden")
+class Hidden(PerToken):
+    """`[S, N, D]`, model dtype: the tokens as they arrive at the cut (PRE_LLM: the projected embeddings)."""
+
+    where = Where.CUT
+    backends = frozenset(Backend)
+
+    def values(self, source: TokenSource) -> Tensor:
+        return source.hidden

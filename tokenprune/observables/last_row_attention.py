@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenprune.observable import AttentionToTokens, Backend, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import TokenSource
+
+
+@register_observable("last_row_attention")
+class LastRowAttention(AttentionToTokens):
+    """float32 `[S, H, N]`: softmax attention of the last prompt token over each visual token, in the layer before the
+    cut."""
+
+    where = Where.LAYER_BEFORE
+    backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
+
+    def columns(self, source: TokenSource) -> Tensor:
+        return source.before.rows(source.last_slot())[:, :, 0, -source.width :]

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenprune.observable import AttentionToTokens, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import TokenSource
+
+
+@register_observable("next_row_attention")
+class NextRowAttention(AttentionToTokens):
+    """float32 `[S, H, N]`: softmax attention that the last prompt token would pay to each visual token in the layer
+    behind the cut, by that layer's own projections, if nothing was cut."""
+
+    where = Where.NEXT_LAYER
+
+    def columns(self, source: TokenSource) -> Tensor:
+        return source.behind.rows(source.last_slot())[:, :, 0, -source.width :]

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from tokenprune.observable import AttentionOfText, SeenAttention, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import TokenSource
+
+
+@register_observable("next_text_attention")
+class NextTextAttention(AttentionOfText):
+    """float32 `[S, H, M, N]`: the same as `text_attention` in the layer behind the cut, by that layer's own
+    projections, if nothing was cut; `tokens.text.next_attention` is that to the text."""
+
+    where = Where.NEXT_LAYER
+    text_name = "next_attention"
+
+    def observed(self, source: TokenSource) -> SeenAttention:
+        return source.behind

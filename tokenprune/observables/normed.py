@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenprune.observable import Backend, Observable, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.observables.hidden import Hidden
+from tokenprune.tokens import Segments, TextTokens, TokenSource
+
+
+@register_observable("normed")
+class Normed(Observable):
+    """`[S, N, D]`: `hidden` after the decoder's final norm."""
+
+    where = Where.CUT
+    backends = frozenset(Backend)
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return source.final_norm(Hidden().of_visual(source, segments))
+
+    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+        return source.final_norm(text.hidden)

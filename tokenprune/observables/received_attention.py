@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenprune.observable import AttentionToTokens, Backend, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import TokenSource
+
+
+@register_observable("received_attention")
+class ReceivedAttention(AttentionToTokens):
+    """float32 `[S, H, N]`: mean attention that each visual token receives from all tokens that may see it, in the layer
+    before the cut."""
+
+    where = Where.LAYER_BEFORE
+    all_rows = True
+    backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
+
+    def columns(self, source: TokenSource) -> Tensor:
+        return source.before.received(source.real())

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenprune.observable import Observable, Sizes, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import Segments, TextTokens, TokenSource
+
+
+@register_observable("rotation")
+class Rotation(Observable):
+    """(cos, sin), `[S, N, R]` each: by which angles the layer before the cut turns queries and keys of each token, with
+    the factor that some families scale them by."""
+
+    where = Where.INPUT_BEFORE
+    rotary = True
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> tuple[Tensor, Tensor]:
+        return tuple(source.at(one, segments.position, segments) for one in source.input_before.rotation)
+
+    def of_text(self, source: TokenSource, text: TextTokens) -> tuple[Tensor, Tensor]:
+        return tuple(source.at(one, text.position, text.segments) for one in source.input_before.rotation)
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        angles = torch.rand(sizes.segments, sizes.tokens, sizes.width // sizes.heads, generator=generator)
+        return angles.cos(), angles.sin()
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        angles = torch.rand(sizes.segments, sizes.text, sizes.width // sizes.heads, generator=generator)
+        return angles.cos(), angles.sin()

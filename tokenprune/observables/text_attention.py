@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from tokenprune.observable import AttentionOfText, Backend, SeenAttention, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import TokenSource
+
+
+@register_observable("text_attention")
+class TextAttention(AttentionOfText):
+    """float32 `[S, H, M, N]`: softmax attention of each text token behind an image to each visual token, in the layer
+    before the cut; 0 at padding. `tokens.text.attention`, `[S, H, M, M]`, is that to each text token, and
+    `tokens.attention_from(weights)`, `[S, H, N]`, the weighted sum over the text, which never holds all rows."""
+
+    where = Where.LAYER_BEFORE
+    backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
+    text_name = "attention"
+
+    def observed(self, source: TokenSource) -> SeenAttention:
+        return source.before

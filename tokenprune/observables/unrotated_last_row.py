@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenprune.observable import AttentionToTokens, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import TokenSource
+
+
+@register_observable("unrotated_last_row")
+class UnrotatedLastRow(AttentionToTokens):
+    """float32 `[S, H, N]`: softmax attention of the last prompt token over each visual token, in the layer before the
+    cut, if queries and keys were not rotated: what it attends to whatever the distance. Tokens of earlier turns are
+    left out of the softmax."""
+
+    where = Where.UNROTATED
+    rotary = True
+
+    def columns(self, source: TokenSource) -> Tensor:
+        return source.unrotated.rows(source.last_slot())[:, :, 0, -source.width :]

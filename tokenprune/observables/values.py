@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenprune.observable import Backend, PerToken, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import TokenSource
+
+
+@register_observable("values")
+class Values(PerToken):
+    """`[S, N, Hkv * Dv]`: values of the layer before the cut, heads flattened."""
+
+    where = Where.LAYER_BEFORE
+    backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
+
+    def values(self, source: TokenSource) -> Tensor:
+        return source.before.values(source.width)

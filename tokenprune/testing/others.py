@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for methods that do not choose among visual tokens."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from tokenprune.base import AttentionPattern, ImageChooser, ResizeMethod
+from tokenprune.budget import Budget
+from tokenprune.decode import DecodeMethod
+from tokenprune.encoder import EncoderMethod, Tower
+from tokenprune.errors import OptionError
+from tokenprune.frames import Visual
+from tokenprune.testing.rules import require
+
+_KEEPS = (0.5, 0.75, 1.0)
+_QUESTIONS = ("What is in the image?", "Is there a dog in image 2?", "")
+
+
+def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
+    """Raise ConformanceError if the merges that a method plans break a rule: a plan for each block; rows of tokens that
+    fit together; what every row merges is the same in a batch and alone; the first `protected` tokens stay; nothing
+    merges where everything is to be kept; and the same twice."""
+    tower = tower or Tower(tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2))
+    with suppress(OptionError):  # that keep=1.0 contradicts its options
+        whole = Budget.of(1.0)
+        require(method.is_identity(whole) or not any(method.plan(whole, tower)), "with keep=1.0 it still merges tokens")
+    for keep in _KEEPS[:-1]:
+        plan = method.plan(Budget.of(keep), tower)
+        require(len(plan) == tower.blocks, f"plan() must return a matcher or None for each of {tower.blocks} blocks")
+        require(not any(plan[tower.read :]), f"blocks from {tower.read} on show no keys: theirs must be None")
+        keys = torch.randn(3, tower.tokens, 16, generator=torch.Generator().manual_seed(0))
+        left = [tower.tokens] * len(keys)
+        for block, match in enumerate(plan):
+            merge = None if match is None else match(keys, left if method.ragged else None)
+            if merge is None:
+                continue
+            again = match(keys, left if method.ragged else None)
+            require(torch.equal(merge.keep, again.keep), f"block {block} merges other tokens the second time")
+            rows = [merge.keep.shape[1]] * len(keys) if merge.left is None else merge.left
+            require(method.ragged or merge.left is None, "rows merge different numbers of tokens: set ragged = True")
+            for row, (now, before) in enumerate(zip(rows, left, strict=True)):
+                stay = merge.keep[row, :now].tolist()
+                require(
+                    len(set(stay)) == now and max(stay) < before, f"block {block}: keep must name {now} real tokens"
+                )
+                require(set(range(tower.protected)) <= set(stay), f"block {block}: a class token must not be merged")
+                alone = match(keys[row : row + 1, :before], [before] if method.ragged else None)
+                own = stay if alone is None else alone.keep[0].tolist()
+                require(own == stay, f"block {block}: row {row} of a batch keeps other tokens than alone")
+            keys, left = merge.mean(keys, torch.ones(keys.shape[:2])), rows
+
+
+def check_shares(method: ResizeMethod) -> None:
+    """Raise ConformanceError if the shares that a method gives to images break a rule: one in (0, 1] for each, the same
+    twice, an image's own in a batch as alone, and 1 where everything is to be kept."""
+    generator = torch.Generator().manual_seed(0)
+    images = [
+        SimpleNamespace(
+            size=(side, 48),
+            tokens=side,
+            grey=torch.rand(side, 48, generator=generator),
+            prompt=0,
+            question=_QUESTIONS[0],
+        )
+        for side in (32, 64, 40)
+    ]
+    for keep in _KEEPS:
+        method.check_keep(keep)
+        shares = method.shares(images, keep, "image")
+        fine = len(shares) == len(images) and all(0 < share <= 1 for share in shares)
+        require(fine, f"shares() must return a number in (0, 1] for each of {len(images)} images, not {shares}")
+        require(shares == method.shares(images, keep, "image"), "it gives other shares the second time")
+        alone = [method.shares([image], keep, "image")[0] for image in images]
+        require(alone == shares, f"images get {shares} together and {alone} alone")
+        require(keep < 1 or shares == [1.0] * len(images), f"with keep=1.0 it gives {shares}")
+        require(method.by_content or len(set(shares)) == 1, "shares differ between images: say by_content")
+
+
+def check_chosen_images(method: ImageChooser) -> None:
+    """Raise ConformanceError if the images that a method chooses break a rule: sorted, each once, at least one, and the
+    same twice."""
+    for question in _QUESTIONS:
+        for count in (1, 2, 5):
+            chosen = method.choose(question, count, count)
+            fine = chosen == sorted(set(chosen)) and chosen and chosen[0] >= 0 and chosen[-1] < count
+            require(fine, f"choose() must return sorted numbers of {count} images, at least one, not {chosen}")
+            require(chosen == method.choose(question, count, count), "it chooses other images the second time")
+
+
+def check_blocks(method: AttentionPattern) -> None:
+    """Raise ConformanceError if the blocks that a method makes break a rule: places in the prompt that rise, or words;
+    and the same twice."""
+    for frames in (1, 4, 64, 200):
+        spans = tuple((5 + 9 * frame, 14 + 9 * frame) for frame in range(frames))
+        for end in (spans[-1][1], spans[-1][1] + 20):
+            starts = method.block_starts([Visual("video", spans)], end)
+            require(
+                starts == method.block_starts([Visual("video", spans)], end), "it makes other blocks the second time"
+            )
+            if isinstance(starts, str):
+                require(starts.strip(), "block_starts() must say in words why a prompt keeps full attention")
+                continue
+            rising = all(a < b for a, b in pairwise(starts)) and starts and starts[0] >= 0 and starts[-1] < end
+            require(rising, f"block_starts() must return rising places below {end}, not {starts}")
+
+
+def check_rates(method: DecodeMethod) -> None:
+    """Raise ConformanceError if the rates at which a method goes on removing tokens break a rule: one in 0..1 for each
+    row, the same in a batch as alone, at least one token stays."""
+    generator = torch.Generator().manual_seed(0)
+    share = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    for steps in (1, 2, 9):
+        masses = torch.rand(3, 1 + steps, 2, 4, generator=generator)
+        require(isinstance(method.decides(steps), bool), "decides() must return True or False")
+        rate = method.next_rate(masses, share)
+        fine = rate.shape == share.shape and bool(((rate >= 0) & (rate <= 1)).all())
+        require(fine, f"next_rate() must return a rate in 0..1 for each of {len(share)} rows, not {rate}")
+        for row in range(len(share)):
+            alone = method.next_rate(masses[row : row + 1], share[row : row + 1])
+            require(torch.equal(alone, rate[row : row + 1]), f"row {row} of a batch gets another rate than alone")
+    require(
+        all(1 <= method.fewest(visual) <= visual for visual in (1, 7, 576)), "fewest() must leave at least one token"
+    )

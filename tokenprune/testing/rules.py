@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a broken rule is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenprune.errors import ConformanceError
+
+
+def require(condition: Any, message: str) -> None:
+    """Raise ConformanceError with `message` unless `condition`."""
+    if not condition:
+        raise ConformanceError(message)
