@@ -21,6 +21,7 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "dev/README.md": "tools.md",
     "tests/README.md": "tests.md",
     "training/README.md": "training.md",
 }

