@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write "The house in numbers" of docs/architecture.md: files, lines and imports of each folder of the library, before
-it was sorted into folders and now; print what no layout should have.
+"""Write "The house in numbers" of docs/architecture.md: files, lines and imports of each folder of the library, at an
+earlier commit and now; print what no layout should have.
 
-python dev/house.py                    # rewrite the tables, and print circles and imports that point upward
-python dev/house.py --check            # change nothing; exit with 1 if the tables are out of date
+python dev/house.py                    # rewrite the table, and print circles and imports that point upward
+python dev/house.py --check            # change nothing; exit with 1 if the table is out of date
 python dev/house.py --before COMMIT    # take the numbers of "before" from that commit (dev/house_before.json)
 
 An import counts wherever it stands in a file, but under `if TYPE_CHECKING`, which never runs. A circle is a set of
@@ -21,8 +21,7 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,28 +56,24 @@ def files_of(root: Path, package: str = PACKAGE) -> dict[str, Path]:
 
 
 def measure(root: Path, package: str = PACKAGE) -> dict[str, Any]:
-    """Return the numbers of the package that lies in `root`."""
+    """Return the numbers of the package that lies in `root`: of each folder its files, its lines, and its imports
+    (within it, out of it, into it), and the circles."""
     files, imports = files_of(root, package), imports_of(root, package)
     folder = {module: path.parent.relative_to(root).as_posix() for module, path in files.items()}
-    # A folder with a file of its own; those of tokenprune/ itself are rooms one by one, for circles.
-    room = {module: module if at == package else at for module, at in folder.items()}
-    out = Counter(folder[one] for one, other in imports if folder[one] != folder[other])
-    rooms = {(room[one], room[other]) for one, other in imports if room[one] != room[other]}
-    table = {}
+    folders = {one: dict(files=0, lines=0, within=0, out=0, into=0) for one in sorted(set(folder.values()))}
     for module, path in files.items():
-        row = table.setdefault(folder[module], {"files": 0, "lines": 0, "imports": out[folder[module]]})
-        row["files"] += 1
-        row["lines"] += len(path.read_text().splitlines())
-    return {
-        "folders": dict(sorted(table.items())),
-        "files": len(files),
-        "lines": sum(row["lines"] for row in table.values()),
-        "longest": max(len(path.read_text().splitlines()) for path in files.values()),
-        "imports": len(imports),
-        "imports between folders": sum(out.values()),
-        "circles of files": circles(imports),
-        "circles of folders": circles(rooms),
-    }
+        folders[folder[module]]["files"] += 1
+        folders[folder[module]]["lines"] += len(path.read_text().splitlines())
+    for one, other in imports:
+        if folder[one] == folder[other]:
+            folders[folder[one]]["within"] += 1
+        else:
+            folders[folder[one]]["out"] += 1
+            folders[folder[other]]["into"] += 1
+    # Files that lie in tokenprune/ itself are rooms of their own.
+    room = {module: module if at == package else at for module, at in folder.items()}
+    rooms = {(room[one], room[other]) for one, other in imports if room[one] != room[other]}
+    return {"folders": folders, "circles of files": circles(imports), "circles of folders": circles(rooms)}
 
 
 def circles(imports: Iterable[tuple[str, str]]) -> list[list[str]]:
@@ -135,38 +130,30 @@ def at_commit(commit: str) -> dict[str, Any]:
 
 
 def table(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the two tables of the page."""
-    return "\n".join([*whole(before, now), "", *by_folder(before, now)])
-
-
-def whole(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    yield f"| the library | before ({before['commit']}) | now |"
-    yield "|---|---|---|"
-    for name, title in (
-        ("files", "files"),
-        ("lines", "lines"),
-        ("longest", "lines of the longest file"),
-        ("imports", "imports between files"),
-        ("imports between folders", "of these, between folders"),
-    ):
-        yield f"| {title} | {before[name]:,} | {now[name]:,} |"
-    for name in ("circles of files", "circles of folders"):
-        texts = [
-            f"{len(one[name])}, the largest of {len(one[name][0])}" if one[name] else "none" for one in (before, now)
-        ]
-        yield f"| {name} | {texts[0]} | {texts[1]} |"
-
-
-def by_folder(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Folders; imports are those that lead from a folder to another one."""
-    yield "| folder | files | lines | imports of other folders | files now | lines now | imports now |"
-    yield "|---|---|---|---|---|---|---|"
+    """Return the table of two measurements, and a note; a folder that one of them lacks has a dash there."""
+    keys = ("files", "lines", "within", "out", "into")
+    lines = ["| folder | files | lines | imports within | imports out | imports in |", "|---|---|---|---|---|---|"]
     for name in sorted({*before["folders"], *now["folders"]}):
-        cells = []
-        for one in (before, now):
-            row = one["folders"].get(name)
-            cells += [f"{row[key]:,}" for key in ("files", "lines", "imports")] if row else ["", "", ""]
-        yield f"| `{name}` | {' | '.join(cells)} |"
+        cells = [[one["folders"].get(name, {}).get(key, "–") for one in (before, now)] for key in keys]
+        lines.append(f"| `{name}` | " + " | ".join(f"{old} → {new}" for old, new in cells) + " |")
+    sums = [[sum(row[key] for row in one["folders"].values()) for one in (before, now)] for key in keys]
+    lines.append("| all | " + " | ".join(f"{old} → {new}" for old, new in sums) + " |")
+    circles = [
+        f"{kind}: {' → '.join(in_words(one[f'circles of {kind}']) for one in (before, now))}"
+        for kind in ("files", "folders")
+    ]
+    note = (
+        f"Before → now; before is commit {before['commit']}. An import is a pair of files, one of which imports the "
+        "other at run time; *out* leads into another folder, *in* comes from one. Circles of "
+        + "; of ".join(circles)
+        + "."
+    )
+    source = "By `python dev/house.py`; raw data: [dev/house_before.json](../dev/house_before.json) and the code."
+    return "\n\n".join(["\n".join(lines), note, source])
+
+
+def in_words(found: list[list[str]]) -> str:
+    return f"{len(found)} ({sum(map(len, found))} in them)" if found else "none"
 
 
 def main() -> int:
