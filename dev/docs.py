@@ -88,13 +88,13 @@ def page(name: str, text: str) -> str:
 
 def index() -> str:
     """The table of all methods, in the order in which data meets them."""
-    lines = ["| method | acts | query-aware | merges | what it does |", "|---|---|---|---|---|"]
+    lines = ["| method | acts | query-aware | prefix-cache-safe | merges | what it does | source |", "|---" * 7 + "|"]
     infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
     for info in sorted(infos, key=lambda info: (info.site.order, info.name)):
         summary = cell(info.summary.split(". ")[0].rstrip("."))
         lines.append(
-            f"| [`{info.name}`]({info.name}.md) | {SITES[info.site]} | {YES[info.query_aware]} | {YES[info.merges]} "
-            f"| {summary} |"
+            f"| [`{info.name}`]({info.name}.md) | {SITES[info.site]} | {YES[info.query_aware]} "
+            f"| {YES[info.prefix_cache_safe]} | {YES[info.merges]} | {summary} | {cell(info.paper)} |"
         )
     return "\n".join(lines)
 

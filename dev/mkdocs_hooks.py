@@ -17,7 +17,14 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "training/README.md": "training.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "dev/README.md": "tools.md",
+    "tests/README.md": "tests.md",
+    "training/README.md": "training.md",
+}
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:)([^)#\s]+)")
 
 

@@ -94,30 +94,6 @@ def _mixed(header: dict[str, Any], records: list[dict[str, Any]], device: str) -
     return "\n".join([*lines, "", source("mixed_batches", device)])
 
 
-def prefill() -> str:
-    """The README's table: the first case that was measured on the CPU."""
-    results = found("efficiency")
-    if "cpu" not in results:
-        return "(not measured yet)"
-    header, records = results["cpu"]
-    whole, *own = [one for one in records if one["visual"] == records[0]["visual"]]
-    lines = ["| method | prefill, ms | speed-up | efficiency against the oracle |", "|---|---|---|---|"]
-    lines.append(f"| unpatched | {whole['ms']['p50']:.0f} | 1.00 | |")
-    lines += [
-        f"| `{one['method']}` | {one['ms']['p50']:.0f} | {one['speedup']['p50']:.2f} | {one['efficiency']['p50']:.3f} |"
-        for one in own
-    ]
-    setting = (
-        f"Prefill of {whole['visual']} -> {whole['keep']} visual tokens beside {header['text']} text tokens; a decoder "
-        f"of {header['parameters'] / 1e6:.0f} M random parameters on {header['device']}, {header['threads']} threads, "
-        f"torch {header['torch']}, transformers {header['transformers']}. The oracle is the unpatched decoder on a "
-        "prompt that never had the other tokens (for cuts inside the decoder, the lengths weighted by their layers): "
-        "1.0 means that choosing and removing tokens is free."
-    )
-    more = "More tokens, overhead and decoding: [docs/performance.md](docs/performance.md)."
-    return "\n\n".join([setting, "\n".join(lines), f"{source('efficiency', 'cpu', up='')} {more}"])
-
-
 def scaling() -> str:
     return _parts("scaling", _scaling)
 

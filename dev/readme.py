@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of README.md and docs: methods from the registry, numbers from the committed raw files.
+"""Write the generated parts of README.md and docs: lists from the registry, numbers from the committed raw files.
 
 python dev/readme.py            # rewrite the pages and docs/images/bench.png
 python dev/readme.py --check    # exit with 1 where a page is not what this would write
@@ -15,10 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tokenprune
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "dev"))
+import front_page  # noqa: E402
 import performance  # noqa: E402
 
 BENCH = ROOT / "benchmarks/results/bench.jsonl"
@@ -26,31 +25,11 @@ ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
 SERVING = ROOT / "benchmarks/results/serving.jsonl"
 VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
-SITES = {
-    "PRE_ENCODER": "pixels",
-    "IN_ENCODER": "vision tower",
-    "PRE_LLM": "pre-LLM",
-    "ATTENTION": "attention",
-    "IN_LLM": "in-LLM",
-    "DECODE": "decoding",
-}
 
 
 def link(path: Path, up: str = "") -> str:
     name = path.relative_to(ROOT).as_posix()
     return f"[{name}]({up}{name})"
-
-
-def methods() -> str:
-    """The table of methods, from the registry."""
-    lines = ["| method | acts | query-aware | prefix-cache-safe | what it does | source |", "|---|---|---|---|---|---|"]
-    infos = map(tokenprune.method_info, tokenprune.available_methods())
-    for info in sorted(infos, key=lambda info: info.site.order):
-        yes = {True: "yes", False: "no"}
-        summary = info.summary.split(". ")[0].rstrip(".")
-        name, safe = f"[`{info.name}`](docs/methods/{info.name}.md)", yes[info.prefix_cache_safe]
-        lines.append(f"| {name} | {SITES[info.site]} | {yes[info.query_aware]} | {safe} | {summary} | {info.paper} |")
-    return "\n".join(lines)
 
 
 def bench() -> str:
@@ -79,9 +58,9 @@ def summary() -> str:
         f"Percent right of {base.questions} questions (unpatched {100 * base.overall.value:.1f}) @ visual tokens "
         f"averaged over the decoder's layers (unpatched {base.tokens_average:.0f}). ≤rnd, ≤down: not significantly "
         "better than `random`, than `downsample`, at the same keep. ▼n: n of the eight kinds of questions fell by more "
-        "than 20 points. Times, FLOPs, KV bytes, intervals and every kind: [the full tables](docs/benchmark.md)."
+        "than 20 points. Times, FLOPs, KV bytes, intervals and every kind: the tables below."
     )
-    return "\n\n".join(["![accuracy against visual tokens](docs/images/bench.png)", "\n".join(lines), note])
+    return "\n\n".join(["![accuracy against visual tokens](images/bench.png)", "\n".join(lines), note])
 
 
 def _summary_cell(row: Any) -> str:
@@ -219,7 +198,12 @@ def _filled(page: str, parts: dict[str, str]) -> str:
 
 
 PAGES = {
-    "README.md": {"methods": methods, "summary": summary, "prefill": performance.prefill},
+    "README.md": {
+        "problem": front_page.problem,
+        "printed": front_page.printed,
+        "choice": front_page.choice,
+        "methods": front_page.methods,
+    },
     "docs/serving.md": {"serving": serving},
     "docs/performance.md": {
         "efficiency": performance.efficiency,
@@ -227,7 +211,7 @@ PAGES = {
         "scaling": performance.scaling,
         "ttft": performance.ttft,
     },
-    "docs/benchmark.md": {"bench": bench, "losers": losers, "encoder": encoder, "video": video},
+    "docs/benchmark.md": {"summary": summary, "bench": bench, "losers": losers, "encoder": encoder, "video": video},
 }
 
 if __name__ == "__main__":

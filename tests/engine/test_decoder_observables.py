@@ -25,7 +25,7 @@ LAYER = 2
 DECODER = [
     name
     for name in tokenprune.available_observables()
-    if observable_registry.find_observable(name).where not in (Where.TOWER, Where.TOWER_BLOCK, Where.CUT)
+    if observable_registry.find_observable(name).where not in (Where.TOWER, Where.TOWER_BLOCK, Where.CUT, Where.FRAMES)
 ]
 
 

@@ -86,6 +86,8 @@ _STATEFUL = Support(
     "layers with a state build it from the kept tokens alone; scores come from a layer that attends",
 )
 _SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
+_LATER = Support(tested="5.23")
+_LATER_STATEFUL = Support(_STATEFUL.sites, _STATEFUL.note, "5.23")
 _QUERIES = Support(note="with OPT or Vicuna, not with T5; queries of a Q-Former: no grid")
 _SPECIAL: dict[str, Support] = {
     "qwen3_5": _STATEFUL,
@@ -93,6 +95,7 @@ _SPECIAL: dict[str, Support] = {
     "gemma4": Support(note=_SHARED),
     "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
     "lfm2_vl": _STATEFUL,
+    "lfm3_vl": _LATER_STATEFUL,
     "ernie4_5_vl_moe": Support(),
     "gemma3n": Support(note=_SHARED),
     "gemma4_unified": Support(),
@@ -103,7 +106,9 @@ _SPECIAL: dict[str, Support] = {
     "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
     "chameleon": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
     "muse_glimmer": Support(),
+    "muse_spark": _LATER,
     "step3p7": Support(note="crops come before the whole view in one run: no grid"),
+    "minicpm_ocr": _LATER_STATEFUL,
     "minicpmv4_6": _STATEFUL,
     "minicpmv4_7": _STATEFUL,
     "nemotron_h_omni": _STATEFUL,
@@ -130,8 +135,16 @@ _REASONS = {
     "model's own forward": "kosmos-2 kosmos-2.5",
     "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens "
     "gone the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
-    "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model",
+    "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model inkling2",
+    "an indexer of its own chooses which keys its layers look at, by keys that the cache holds beside the others: a "
+    "cut would not reach those": "mistral_large4 dots3_note",
+    "its cache keeps the keys of as many tokens as the prompt had when it came, and a window of the others: with "
+    "tokens gone it would take the first ones of the answer for the prompt": "unlimited_ocr",
     "it writes blocks of text by diffusion, and does not keep what it read of the prompt": "diffusion_gemma",
+    "no test covers it yet: its features are added to the embeddings of placeholders that its config names in its own "
+    "way": "molmo2",
+    "no test covers it yet: a router decides how many tokens each of its tiles has, and features of several depths are "
+    "added inside its decoder": "granite_docling",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
     "it takes no pictures in transformers, text alone": "mistral4",
 }
@@ -157,7 +170,7 @@ UNMERGEABLE = {
 VIDEO_FRAMES = set(
     "llava_onevision qwen2_vl qwen2_5_vl qwen3_vl llava_next_video video_llava perception_lm qwen3_vl_moe "
     "qwen2_5_omni_thinker glm4v glm46v glm4v_moe glmga glm_ocr qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker exaone4_5 "
-    "hyperclovax_vision_v2 cosmos3_omni cosmos3_edge muse_glimmer ernie4_5_vl_moe".split()
+    "hyperclovax_vision_v2 cosmos3_omni cosmos3_edge muse_glimmer muse_spark lfm3_vl ernie4_5_vl_moe".split()
 )
 
 # Families whose every image (a tile, where each counts as one) is a square of tokens without newlines between; and

@@ -136,9 +136,9 @@ class QueryScales(Part):
 
 @register_adapter
 class Lfm2Adapter(Adapter):
-    """LFM2-VL mixes convolutions with attention, and calls its last norm by another name."""
+    """LFM2-VL and LFM3-VL mix convolutions with attention, and call their last norm by another name."""
 
-    families = ("lfm2_vl",)
+    families = ("lfm2_vl", "lfm3_vl")
     norm_name = "embedding_norm"
 
 

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the README shows and promises is true: its code runs and prints that, and each row of its table holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import tokenprune
+from tests.docs.test_docs import generator
+from tokenprune import Budget, Site
+from zoo import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+front_page = generator("readme").front_page
+CHOICES = {one.case.split(":")[0].split(",")[0]: one for one in front_page.choices()}
+
+
+def given(case: str) -> tuple[str, Any]:
+    """The method and the keep of a row, as a reader would type them."""
+    one = CHOICES[case]
+    return eval(one.method), eval(one.keep, {"Budget": Budget})
+
+
+def test_the_readme_is_short_and_in_order() -> None:
+    assert len(README.splitlines()) < 120
+    parts = ("problem:begin", "](docs/images/", "```python", "printed:begin", "choice:begin", "## Install", "## Links")
+    places = [README.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_the_first_code_prints_what_the_readme_says() -> None:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("first_run", ROOT / "benchmarks/first_run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    recorded = json.loads(module.OUT.read_text())
+    assert module.run() == recorded["printed"]
+    assert f"```text\n{chr(10).join(recorded['printed'])}\n```" in README
+
+
+def test_every_row_of_the_table_has_its_test() -> None:
+    images = "long prompts on Qwen", "OCR", "counting and finding places", "no attention weights (flash attention)"
+    shared, videos = ("a vLLM server", "follow-up questions"), ("video", "video of a hundred frames and more")
+    assert set(CHOICES) == {*images, *shared, *videos}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [case for case in CHOICES if "video" not in case])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
+def test_a_row_about_images_runs_and_keeps_that(case: str, name: str, build) -> None:
+    method, keep = given(case)
+    more = {"guard": "auto"} if CHOICES[case].more else {}  # tiny models have no processor: prompts are not read then
+    model, inputs = build(FAMILIES[name]), FAMILIES[name].make_inputs()
+    with tokenprune.patched(model, method, keep=keep, **more):
+        model(**inputs)
+        assert tokenprune.stats(model).keep_ratio == pytest.approx(keep, abs=0.15)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [case for case in CHOICES if "video" in case])
+def test_a_row_about_videos_runs(case: str, build) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    method, keep = given(case)
+    # The tower joins two frames to one, and pevlm reads videos of fewer than 36 of these as ever.
+    model, inputs = build(family), family.make_inputs(images=(0, 0), video=(80, 80))
+    with tokenprune.patched(model, method, keep=keep):
+        model(**inputs)
+        stats = tokenprune.stats(model)
+        removes = tokenprune.method_info(method).site is not Site.ATTENTION
+        assert (stats.visual_tokens_out < stats.visual_tokens_in) == removes
+        assert bool(stats.attention_blocks) != removes
+
+
+def test_the_choice_for_long_prompts_is_linear_in_the_tokens_and_the_other_is_not() -> None:
+    records = (
+        json.loads(line) for line in (ROOT / "benchmarks/results/cpu/scaling.jsonl").read_text().splitlines()[1:]
+    )
+    slope = {one["method"]: one["seconds_exponent"] for one in records if one["what"] == "selection"}
+    method, _ = given("long prompts on Qwen")
+    assert slope[method] < 1.2 and slope["divprune"] > 1.8
+
+
+def test_the_choice_for_vllm_is_served() -> None:
+    from tokenprune.integrations.vllm.servable import check_method
+
+    check_method(tokenprune.method(given("a vLLM server")[0]))
+
+
+def test_the_choice_for_ocr_lost_nothing_measured_at_this_keep_and_the_one_for_counting_did() -> None:
+    method, keep = given("OCR")
+    assert front_page.lost(method, "text", keep) <= 2
+    assert front_page.lost(given("counting and finding places")[0], "counting", 0.25) > 10
+
+
+@pytest.mark.parametrize("case", ["follow-up questions", "a vLLM server"])
+def test_a_choice_that_other_questions_share_is_safe_with_a_prefix_cache(case: str) -> None:
+    info = tokenprune.method_info(given(case)[0])
+    assert info.prefix_cache_safe and not info.query_aware
+
+
+@pytest.mark.parametrize("method", [given("no attention weights (flash attention)")[0], "dart"])
+def test_choices_without_attention_weights_need_none(method: str) -> None:
+    assert not [need for need in tokenprune.method_info(method).needs if "attention" in need]
+
+
+def test_the_default_is_what_the_readme_says(build) -> None:
+    model = build(FAMILIES["llava"])
+    with tokenprune.patched(model):
+        assert "tokenprune: dart(), keep=0.25" in repr(model)
+    assert "`patch(model)` alone is `dart` at 0.25" in README
+    assert tokenprune.method_info("dart").query_aware
+
+
+def test_the_citation_names_authors_and_license_of_the_project() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert cited["license"] == project["license"]
+    assert [one["name"] for one in cited["authors"]] == [one["name"] for one in project["authors"]]
+
+
+@pytest.mark.parametrize("name", ["CITATION.cff", "CONTRIBUTING.md"])
+def test_a_source_distribution_has_it(name: str) -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
+    assert name in listed["only-include"] and (ROOT / name).is_file()
+
+
+def test_contributing_names_targets_of_make_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
