@@ -17,7 +17,7 @@ import tokenprune
 from basics import pieces
 from oracle import close
 from tokenprune import OptionError, observable, observable_registry, registry
-from tokenprune.integrations.hf.kept_inputs import Inputs
+from tokenprune.integrations.hf.decoder.kept_inputs import Inputs
 from tokenprune.observable import Where
 from zoo import FAMILIES, Family
 

@@ -25,7 +25,7 @@ from tokenprune import (
     VisualTokens,
 )
 from tokenprune.frames import frame_and_place, tokens_per_frame
-from tokenprune.integrations.hf.families import VIDEO_FRAMES
+from tokenprune.integrations.hf.families.table import VIDEO_FRAMES
 from tokenprune.kernels.temporal import by_frame, same_place
 from zoo import FAMILIES, IMAGE, VIDEO, Family, Inputs
 

@@ -22,7 +22,7 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.engine.test_cache import longer, words
 from tokenprune import Budget, Method, Selection, Site, VisualTokens
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.hf.segments import Kept, keep_segments
+from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
 from tokenprune.integrations.shared.selection import counted_keep
 from tokenprune.tokens import Segments
 from zoo import FAMILIES, Family
@@ -287,7 +287,7 @@ def test_a_stage_that_only_looks_changes_nothing(family: Family, batch: str, bui
 
 
 def test_nothing_is_compacted_where_nothing_leaves(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenprune.integrations.hf.layout import Layout
+    from tokenprune.integrations.hf.sequence.layout import Layout
 
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()

@@ -22,7 +22,8 @@ from families import FAMILIES, REFUSED, STATEFUL
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import TokenPruneError, UnsupportedModelError
-from tokenprune.integrations.hf import families, patches
+from tokenprune.integrations.hf.families import table as families
+from tokenprune.integrations.shared import patch_grid as patches
 from zoo import Family
 
 # A score method, a merge method, one inside the decoder, one that goes on while decoding, and the baseline.
