@@ -15,17 +15,17 @@ import tokenprune
 from tokenprune.base import Site
 
 FIGURE = Path(__file__).parent.parent / "docs/images/sites.svg"
-# Of each site: what changes there, in two lines.
+# Of each site: what changes there, in three lines.
 CHANGES = {
-    Site.PRE_ENCODER: ("the image: fewer", "pixels, fewer views"),
-    Site.IN_ENCODER: ("tokens merge in the", "tower's blocks"),
-    Site.PRE_LLM: ("visual tokens, at the", "decoder's entry"),
-    Site.ATTENTION: ("who attends to whom:", "no token leaves"),
-    Site.IN_LLM: ("hidden states, before", "decoder layer K"),
-    Site.DECODE: ("the KV cache, while", "answers are written"),
+    Site.PRE_ENCODER: ("the image itself:", "fewer pixels,", "fewer views"),
+    Site.IN_ENCODER: ("tokens merge", "between blocks of", "the vision tower"),
+    Site.PRE_LLM: ("visual tokens", "at the entry of", "the decoder"),
+    Site.ATTENTION: ("who attends to", "whom in prefill;", "none is removed"),
+    Site.IN_LLM: ("hidden states", "before a decoder", "layer K"),
+    Site.DECODE: ("the KV cache,", "while the answer", "is written"),
 }
 # What computes there: (first column, columns, title).
-STAGES = ((0, 1, "image processor"), (1, 1, "vision tower"), (2, 3, "language model, prefill"), (5, 1, "decoding"))
+STAGES = ((0, 1, "processor"), (1, 1, "vision tower"), (2, 3, "language model, prefill"), (5, 1, "decoding"))
 
 COLUMN, GAP, MARGIN = 178, 14, 24
 WIDTH = 2 * MARGIN + 6 * COLUMN + 5 * GAP
@@ -93,13 +93,13 @@ def draw_in_encoder(x: float, y: float) -> str:
         parts.append(row(x + COLUMN / 2 - 9 * len(kinds) + 2, top, kinds))
         if line < 2:
             parts.append(rectangle(x + 22, top + 18, COLUMN - 44, 20, "#dbe3ef", 'rx="4"'))
-            parts.append(words(x + COLUMN / 2, top + 32.5, "block", 12.5, SOFT, MIDDLE))
+            parts.append(words(x + COLUMN / 2, top + 32.5, "block", 14, SOFT, MIDDLE))
     return "".join(parts)
 
 
 def draw_pre_llm(x: float, y: float) -> str:
     entry = rectangle(x + 8, y + 88, COLUMN - 16, 34, "#dbe3ef", 'rx="4"')
-    name = words(x + COLUMN / 2, y + 110, "decoder", 13.5, SOFT, MIDDLE)
+    name = words(x + COLUMN / 2, y + 110, "decoder", 15, SOFT, MIDDLE)
     above = row(x + 12, y + 18, "tvvvvvvtt", 17.5)
     below = row(x + 12, y + 58, "tv-v--vtt".replace("-", "."), 17.5)
     return above + arrow(x + COLUMN / 2, y + 38, x + COLUMN / 2, y + 51) + below + entry + name
@@ -128,7 +128,7 @@ def draw_in_llm(x: float, y: float) -> str:
         top = y + 2 + 44 * line
         parts.append(row(x + 12, top, kinds, 17.5))
         parts.append(rectangle(x + 8, top + 17, COLUMN - 16, 20, "#dbe3ef", 'rx="4"'))
-        parts.append(words(x + COLUMN / 2, top + 31.5, name, 12.5, SOFT, MIDDLE))
+        parts.append(words(x + COLUMN / 2, top + 31.5, name, 14, SOFT, MIDDLE))
     return "".join(parts)
 
 
@@ -156,15 +156,15 @@ def lines_of(names: list[str], width: float, size: float) -> list[str]:
 def figure() -> str:
     """Return the figure as SVG text."""
     infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
-    size = 14.5
+    size = 16
     methods = {site: lines_of([info.name for info in infos if info.site == site], COLUMN - 24, size) for site in Site}
-    card = 92 + 21 * max(len(lines) for lines in methods.values())
+    card = 120 + 23 * max(len(lines) for lines in methods.values())
     legend = CARD + card + 30
     parts = []
     for column, columns, title in STAGES:
         width = columns * COLUMN + (columns - 1) * GAP
         parts.append(rectangle(left(column), 18, width, CARD - 34, STAGE, 'rx="8"'))
-        parts.append(words(left(column) + width / 2, 43, title, 16, INK, f'{MIDDLE} font-weight="600"'))
+        parts.append(words(left(column) + width / 2, 43, title, 18, INK, f'{MIDDLE} font-weight="600"'))
     for column in range(1, 6):
         parts.append(arrow(left(column) - GAP - 2, 130, left(column) - 1, 130))
     for column, (site, draw) in enumerate(zip(Site, DRAWINGS, strict=True)):
@@ -173,17 +173,17 @@ def figure() -> str:
         parts.append(rectangle(x, CARD, COLUMN, card, "#ffffff", f'rx="8" stroke="{VISUAL}" stroke-width="1.5"'))
         parts.append(f'<circle cx="{x + 22:g}" cy="{CARD + 24:g}" r="12" fill="{VISUAL}"/>')
         parts.append(words(x + 22, CARD + 29.5, str(column + 1), 15, "#fff", f'{MIDDLE} font-weight="700"'))
-        parts.append(words(x + 42, CARD + 29.5, site, 15.5, INK, f'font-weight="700" {MONO}'))
+        parts.append(words(x + 42, CARD + 29.5, site, 17, INK, f'font-weight="700" {MONO}'))
         for line, text in enumerate(CHANGES[site]):
-            parts.append(words(x + 12, CARD + 54 + 19 * line, text, 14, SOFT))
+            parts.append(words(x + 12, CARD + 56 + 20 * line, text, 15.5, SOFT))
         for line, text in enumerate(methods[site]):
-            parts.append(words(x + 12, CARD + 101 + 21 * line, text, size, VISUAL, MONO))
+            parts.append(words(x + 12, CARD + 126 + 23 * line, text, size, VISUAL, MONO))
     x = MARGIN
     for kind, text in (("v", "visual token"), ("m", "merged token"), (".", "removed"), ("t", "text token")):
         parts.append(token(x, legend - 12, kind))
-        parts.append(words(x + 21, legend, text, 15, SOFT))
-        x += 150
-    parts.append(words(WIDTH - MARGIN, legend, "data flows from left to right", 15, SOFT, 'text-anchor="end"'))
+        parts.append(words(x + 21, legend, text, 16, SOFT))
+        x += 165
+    parts.append(words(WIDTH - MARGIN, legend, "data flows from left to right", 16, SOFT, 'text-anchor="end"'))
     height = legend + 22
     head = (
         '<defs><marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="4.5" markerHeight="4.5" '
