@@ -54,8 +54,14 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     )
     if uri.startswith("methods/") and (name := PurePosixPath(uri).stem) != "README":
         options = "{show_root_heading: false, show_root_toc_entry: false, heading_level: 3}"
-        markdown += f"\n\n## Reference\n\n::: tokenprune.methods.{name}\n    options: {options}\n"
+        markdown += f"\n\n## Reference\n\n::: {module_of(name)}\n    options: {options}\n"
     return markdown
+
+
+def module_of(method: str) -> str:
+    """Return the module of a method, which lies in the folder of its site; nothing is imported here."""
+    (path,) = (ROOT / "tokenprune/methods").rglob(f"{method}.py")
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def links(source: str, text: str) -> dict[str, str]:

@@ -69,6 +69,15 @@ def test_links_lead_somewhere(guide: Path) -> None:
         assert (guide.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_python_files_named_on_a_page_exist(guide: Path) -> None:
+    """From the root, or from where the code lies: `base.py`, `families/base.py`; loudest.py is the reader's own."""
+    for name in set(re.findall(r"`(?:python )?([\w/]+\.py)\b", guide.read_text())):
+        folders = ("dev", "tokenprune", "tests", "tests_vllm", "tests_lmms", "benchmarks", "training")
+        found = (ROOT / name).is_file() or any(any((ROOT / one).rglob(name)) for one in folders)
+        assert found or name.endswith("/loudest.py"), name
+
+
 def test_the_install_page_lists_every_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \|", (ROOT / "docs/guide/install.md").read_text(), re.MULTILINE)

@@ -86,6 +86,17 @@ def test_notebooks_are_committed_bare(path: Path) -> None:
         assert (path.parent / target).exists(), target
 
 
+def test_a_method_page_ends_with_the_docstring_of_the_method(monkeypatch) -> None:
+    """The hook finds the module by its name, in whatever folder it lies. (mkdocs itself is not in this environment.)"""
+    files = types.SimpleNamespace(File=object, Files=object)
+    monkeypatch.setitem(sys.modules, "mkdocs", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "mkdocs.structure", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "mkdocs.structure.files", files)
+    hooks = tool("mkdocs_hooks")
+    for name in tokenprune.available_methods():
+        assert hooks.module_of(name) == tokenprune.method_info(name).cls.__module__
+
+
 def test_stripping_a_notebook_takes_outputs_and_counts_and_nothing_else() -> None:
     ran = {
         "cells": [

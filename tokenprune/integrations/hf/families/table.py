@@ -2,7 +2,7 @@
 """What is known of each model type: one table for the engine, `tokenprune families` and docs/families.md.
 
 A model type in `SUPPORTED` has a tiny model in the test suite, on which cutting computes what masking computes. One in
-`REFUSED` is turned away with the reason. Any other is tried with the common contract (`adapters/base.py`).
+`REFUSED` is turned away with the reason. Any other is tried with the common contract (`base.py`).
 """
 
 from __future__ import annotations
