@@ -77,8 +77,9 @@ bench-gpu: ## measure all that needs a GPU, into benchmarks/results/<device>
 plots: ## draw the speed benchmarks' plots from their results
 	$(BENCH_PYTHON) benchmarks/plots.py
 
-lint: setup ## check the code with ruff
+lint: setup ## check the code with ruff, and the layers of its imports (pyproject.toml) with import-linter
 	.venv/bin/python -m ruff check .
+	.venv/bin/lint-imports
 
 clean: ## remove builds and caches
 	rm -rf build dist .pytest_cache .ruff_cache

@@ -72,7 +72,7 @@ def oracle(tower: torch.nn.Module, pixels: torch.Tensor, counts: list[list[int]]
 
 def counts_of(tower: torch.nn.Module, pixels: torch.Tensor) -> list[list[int]]:
     """The tokens of each row before each block of a patched tower, and behind the last."""
-    from tokenprune.integrations import blocks
+    from tokenprune.integrations.shared import block_merging as blocks
 
     seen = []
     end = blocks.Merger.end

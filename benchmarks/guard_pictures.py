@@ -23,7 +23,7 @@ from guard_documents import documents, photographs
 from PIL import Image
 
 from tokenprune.bench.heldout import load_heldout
-from tokenprune.guard.pictures import blocks_of, text_shares
+from tokenprune.guard.images import blocks_of, text_shares
 from tokenprune.guard.settings import TEXT_LIMIT
 
 RESULTS = Path(__file__).parent / "results/guard_pictures.jsonl"

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import tokenprune
-from tokenprune.integrations.hf.families import REFUSED, SUPPORTED
+from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED
 from tokenprune.observable import Backend
 from tokenprune.observable_registry import find_observable
 

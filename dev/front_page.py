@@ -78,8 +78,8 @@ def problem() -> str:
     full, quarter = accuracy("", None), accuracy("divprune", 0.25)
     visual, text = whole["visual"], int(header["text"])
     return (
-        f"With one image of {visual} visual tokens and {text} of text, {100 * visual / (visual + text):.0f} % of what a "
-        f"vision-language model reads is the image: a decoder of {header['parameters'] / 1e6:.0f} M parameters takes "
+        f"With one image of {visual} visual tokens and {text} of text, {100 * visual / (visual + text):.0f} % of what "
+        f"a vision-language model reads is the image: a decoder of {header['parameters'] / 1e6:.0f} M parameters takes "
         f"{whole['ms']['p50']:.0f} ms to read it all on {header['threads']} CPU threads, and {cut['ms']['p50']:.0f} ms "
         f"where `divprune` keeps {cut['keep']} tokens of the image.\n"
         "\ntokenprune drops or merges visual tokens in any Hugging Face vision-language model, without training, in "

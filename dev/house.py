@@ -1,152 +1,191 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count files, lines and imports of each folder of the package, and write them into docs/architecture.md.
+"""Write "The house in numbers" of docs/architecture.md: files, lines and imports of each folder of the library, at an
+earlier commit and now; print what no layout should have.
 
-python dev/house.py                  # write the table between its markers in docs/architecture.md
-python dev/house.py --check          # exit with 1 where the page holds another table
-python dev/house.py --before COMMIT  # write dev/house_before.json from that commit
+python dev/house.py                    # rewrite the table, and print circles and imports that point upward
+python dev/house.py --check            # change nothing; exit with 1 if the table is out of date
+python dev/house.py --before COMMIT    # take the numbers of "before" from that commit (dev/house_before.json)
 
-An import counts once for each pair of modules, wherever in the file it stands; imports for type checking alone do not.
+An import counts wherever it stands in a file, but under `if TYPE_CHECKING`, which never runs. A circle is a set of
+files (or folders) each of which reaches the others by imports; files that lie in `tokenprune/` itself count as folders
+of their own there. Upward is against the layers of `[tool.importlinter]` in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import io
 import json
-import re
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-BEFORE = ROOT / "dev/house_before.json"
+import grimp
+import networkx
+
+ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/architecture.md"
+BEFORE = Path(__file__).with_name("house_before.json")
+BEGIN, END = "<!-- house:begin (dev/house.py) -->", "<!-- house:end -->"
 PACKAGE = "tokenprune"
+Imports = set[tuple[str, str]]
 
 
-def measure(root: Path) -> dict[str, Any]:
-    """Return the counts of the package below `root`: of each folder its files, lines, and imports within it, into other
-    folders and from them; and of the whole its folders' pairs and circles."""
-    paths = {module_of(path.relative_to(root)): path for path in sorted((root / PACKAGE).rglob("*.py"))}
-    home = {name: path.parent.relative_to(root).as_posix() for name, path in paths.items()}
-    edges = {(name, to) for name, path in paths.items() for to in imports(name, path, paths) if to != name}
-    folders = {folder: dict(files=0, lines=0, within=0, out=0, into=0) for folder in sorted(set(home.values()))}
-    for name, path in paths.items():
-        folders[home[name]]["files"] += 1
-        folders[home[name]]["lines"] += len(path.read_text().splitlines())
-    for name, to in edges:
-        if home[name] == home[to]:
-            folders[home[name]]["within"] += 1
+def imports_of(root: Path, package: str = PACKAGE) -> Imports:
+    """Return the imports between the modules of the package that lies in `root`: (importer, imported)."""
+    sys.path.insert(0, str(root))
+    try:
+        graph = grimp.build_graph(package, cache_dir=None, exclude_type_checking_imports=True)
+    finally:
+        sys.path.remove(str(root))
+    return {(one, other) for one in graph.modules for other in graph.find_modules_directly_imported_by(one)}
+
+
+def files_of(root: Path, package: str = PACKAGE) -> dict[str, Path]:
+    """Return the file of each module of the package that lies in `root`."""
+    files = {}
+    for path in sorted((root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+def measure(root: Path, package: str = PACKAGE) -> dict[str, Any]:
+    """Return the numbers of the package that lies in `root`: of each folder its files, its lines, and its imports
+    (within it, out of it, into it), and the circles."""
+    files, imports = files_of(root, package), imports_of(root, package)
+    folder = {module: path.parent.relative_to(root).as_posix() for module, path in files.items()}
+    folders = {one: dict(files=0, lines=0, within=0, out=0, into=0) for one in sorted(set(folder.values()))}
+    for module, path in files.items():
+        folders[folder[module]]["files"] += 1
+        folders[folder[module]]["lines"] += len(path.read_text().splitlines())
+    for one, other in imports:
+        if folder[one] == folder[other]:
+            folders[folder[one]]["within"] += 1
         else:
-            folders[home[name]]["out"] += 1
-            folders[home[to]]["into"] += 1
-    return {"folders": folders, "modules_in_circles": in_circles(edges)}
+            folders[folder[one]]["out"] += 1
+            folders[folder[other]]["into"] += 1
+    # Files that lie in tokenprune/ itself are rooms of their own.
+    room = {module: module if at == package else at for module, at in folder.items()}
+    rooms = {(room[one], room[other]) for one, other in imports if room[one] != room[other]}
+    return {"folders": folders, "circles of files": circles(imports), "circles of folders": circles(rooms)}
 
 
-def module_of(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+def circles(imports: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Return the sets of names that reach each other, the largest first."""
+    found = networkx.strongly_connected_components(networkx.DiGraph(imports))
+    return sorted((sorted(one) for one in found if len(one) > 1), key=lambda one: (-len(one), one))
 
 
-def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Yield the modules of the package that a file imports, an imported name's own module before its package."""
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in executed(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                up = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*up, *([node.module] if node.module else [])])
-            for alias in node.names:
-                full = f"{base}.{alias.name}"
-                if full in known or base in known:
-                    yield full if full in known else base
+def upward(imports: Imports, contracts: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the imports that point from a lower layer to a higher one, or between siblings that do not import each
+    other.
 
-
-def executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a file, but for what stands under `if TYPE_CHECKING:`."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+    contracts: of import-linter; those of the kind "layers" count. A line of layers is the highest first; "a | b" are
+    siblings that do not import each other, "a : b" may.
+    """
+    found = set()
+    for contract in contracts:
+        if contract.get("type") != "layers":
             continue
-        yield node
-        yield from executed(node)
+        for container in contract.get("containers") or [""]:
+            place: dict[str, tuple[int, str, bool]] = {}
+            for height, line in enumerate(contract["layers"]):
+                apart = ":" not in line
+                for name in line.replace("|", " ").replace(":", " ").split():
+                    full = f"{container}.{name.strip('()')}".lstrip(".")
+                    place[full] = (height, full, apart)
+            for one, other in imports:
+                here, there = layer_of(one, place), layer_of(other, place)
+                if not here or not there or here[1] == there[1]:
+                    continue
+                if here[0] > there[0] or (here[0] == there[0] and here[2]):
+                    found.add((one, other))
+    return sorted(found)
 
 
-def in_circles(edges: set[tuple[str, str]]) -> int:
-    """Return how many modules reach themselves by imports."""
-    after: dict[str, set[str]] = {}
-    for name, to in edges:
-        after.setdefault(name, set()).add(to)
-    return sum(name in reached(name, after) for name in after)
+def layer_of(module: str, place: dict[str, tuple[int, str, bool]]) -> tuple[int, str, bool] | None:
+    """Return the entry of `place` for the module, or the nearest package around it that has one."""
+    while module:
+        if module in place:
+            return place[module]
+        module = module.rpartition(".")[0]
+    return None
 
 
-def reached(start: str, after: dict[str, set[str]]) -> set[str]:
-    found: set[str] = set()
-    left = list(after[start])
-    while left:
-        one = left.pop()
-        if one not in found:
-            found.add(one)
-            left += after.get(one, ())
-    return found
+def at_commit(commit: str) -> dict[str, Any]:
+    """Return the numbers of the library as it was at `commit`."""
+    packed = subprocess.run(
+        ["git", "archive", commit, PACKAGE], cwd=ROOT, capture_output=True, check=True
+    ).stdout  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(folder, filter="data")
+        return {"commit": commit} | measure(Path(folder))
 
 
 def table(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the Markdown table of two measurements; a folder that one of them lacks has a dash there."""
-    lines = ["| folder | files | lines | imports within | imports out | imports in |", "|---|---|---|---|---|---|"]
+    """Return the table of two measurements, and a note; a folder that one of them lacks has a dash there."""
     keys = ("files", "lines", "within", "out", "into")
-    for folder in sorted({*before["folders"], *now["folders"]}):
-        pairs = [[one["folders"].get(folder, {}).get(key, "–") for one in (before, now)] for key in keys]
-        lines.append(f"| `{folder}` | " + " | ".join(f"{old} → {new}" for old, new in pairs) + " |")
-    sums = [sum((Counter(folder) for folder in one["folders"].values()), Counter()) for one in (before, now)]
-    lines.append("| all | " + " | ".join(f"{sums[0][key]} → {sums[1][key]}" for key in keys) + " |")
+    lines = ["| folder | files | lines | imports within | imports out | imports in |", "|---|---|---|---|---|---|"]
+    for name in sorted({*before["folders"], *now["folders"]}):
+        cells = [[one["folders"].get(name, {}).get(key, "–") for one in (before, now)] for key in keys]
+        lines.append(f"| `{name}` | " + " | ".join(f"{old} → {new}" for old, new in cells) + " |")
+    sums = [[sum(row[key] for row in one["folders"].values()) for one in (before, now)] for key in keys]
+    lines.append("| all | " + " | ".join(f"{old} → {new}" for old, new in sums) + " |")
+    circles = [
+        f"{kind}: {' → '.join(in_words(one[f'circles of {kind}']) for one in (before, now))}"
+        for kind in ("files", "folders")
+    ]
     note = (
-        f"Before → now; before is commit {before['commit'][:7]}. An import is a pair of modules, one of which imports "
-        "the other at run time; *out* leads into another folder, *in* comes from one. Modules that reach themselves by "
-        f"imports: {before['modules_in_circles']} → {now['modules_in_circles']}."
+        f"Before → now; before is commit {before['commit']}. An import is a pair of files, one of which imports the "
+        "other at run time; *out* leads into another folder, *in* comes from one. Circles of "
+        + "; of ".join(circles)
+        + "."
     )
     source = "By `python dev/house.py`; raw data: [dev/house_before.json](../dev/house_before.json) and the code."
     return "\n\n".join(["\n".join(lines), note, source])
 
 
-def filled(page: str) -> str:
-    """Return the page with the table of the code as it is now."""
-    text = table(json.loads(BEFORE.read_text()), measure(ROOT))
-    block = re.compile(r"(<!-- house:begin[^\n]*-->\n).*?(<!-- house:end -->)", re.DOTALL)
-    return block.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", page)
+def in_words(found: list[list[str]]) -> str:
+    return f"{len(found)} ({sum(map(len, found))} in them)" if found else "none"
 
 
-def at_commit(commit: str) -> dict[str, Any]:
-    """Return the counts of an earlier commit."""
-    full = subprocess.run(["git", "rev-parse", commit], cwd=ROOT, check=True, capture_output=True, text=True)
-    with tempfile.TemporaryDirectory() as folder:
-        archive = Path(folder) / "package.tar"
-        subprocess.run(["git", "archive", "-o", archive, commit, PACKAGE], cwd=ROOT, check=True)
-        with tarfile.open(archive) as packed:
-            packed.extractall(folder, filter="data")
-        return {"commit": full.stdout.strip(), **measure(Path(folder))}
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--before", metavar="COMMIT")
-    args = parser.parse_args()
-    if args.before:
-        BEFORE.write_text(json.dumps(at_commit(args.before), indent=1) + "\n")
-        return
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the table is out of date")
+    parser.add_argument("--before", metavar="COMMIT", help="take the left columns from this commit")
+    options = parser.parse_args()
+    if options.before:
+        BEFORE.write_text(json.dumps(at_commit(options.before), indent=1) + "\n")
+    now = measure(ROOT)
     text = PAGE.read_text()
-    made = filled(text)
-    if args.check:
-        sys.exit(made != text)
+    head, _, rest = text.partition(BEGIN)
+    made = f"{head}{BEGIN}\n\n{table(json.loads(BEFORE.read_text()), now)}\n\n{END}{rest.partition(END)[2]}"
+    if options.check:
+        if made != text:
+            print("docs/architecture.md is out of date: run python dev/house.py", file=sys.stderr)
+        return int(made != text)
     PAGE.write_text(made)
+    for name in ("circles of files", "circles of folders"):
+        print(f"{name}: {len(now[name])}")
+        for one in now[name]:
+            print("  " + ", ".join(one))
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"].get("importlinter")
+    if linter is None:
+        print("imports upward: pyproject.toml has no [tool.importlinter] yet")
+        return 0
+    against = upward(imports_of(ROOT), linter.get("contracts", []))
+    print(f"imports upward: {len(against)}")
+    for one, other in against:
+        print(f"  {one} -> {other}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -54,7 +54,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     )
     if uri.startswith("methods/") and (name := PurePosixPath(uri).stem) != "README":
         options = "{show_root_heading: false, show_root_toc_entry: false, heading_level: 3}"
-        markdown += f"\n\n## Reference\n\n::: tokenprune.methods.{name}\n    options: {options}\n"
+        (file,) = (ROOT / "tokenprune/methods").glob(f"**/{name}.py")
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        markdown += f"\n\n## Reference\n\n::: {module}\n    options: {options}\n"
     return markdown
 
 

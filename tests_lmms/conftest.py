@@ -24,7 +24,7 @@ from loguru import logger
 import tokenprune
 from checkpoints import CHECKPOINTS
 from more_checkpoints import MORE
-from tokenprune.integrations.lmms_eval import TASKS
+from tokenprune.lmms_eval import TASKS
 
 DEMO = Path(tokenprune.__file__).parent / "assets" / "demo_vlm"
 CPU = "device=cpu,device_map=cpu"

@@ -11,7 +11,7 @@ from lmms_eval.utils import simple_parse_args_string
 
 import tokenprune
 from tokenprune import Budget, BudgetError, OptionError, UnknownMethodError
-from tokenprune.integrations.lmms_eval.arguments import Setting, read
+from tokenprune.lmms_eval.arguments import Setting, read
 
 BASE = ("pretrained", "device", "dtype")
 

@@ -19,8 +19,8 @@ from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import Model, load
 from tokenprune.bench.scenes import KINDS
 from tokenprune.bench.suite import Bench, Plan
-from tokenprune.integrations.lmms_eval import model as integration
-from tokenprune.integrations.lmms_eval.measure import watched
+from tokenprune.lmms_eval import model as integration
+from tokenprune.lmms_eval.measure import watched
 
 Evaluate = Callable[..., dict[str, Any]]
 PICTURES, KEEP = 3, 0.11

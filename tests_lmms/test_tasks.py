@@ -14,7 +14,8 @@ from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.model import SHORT
 from tokenprune.bench.scenes import KINDS
-from tokenprune.integrations.lmms_eval import TASKS, suite
+from tokenprune.integrations.lmms_eval import TASKS
+from tokenprune.lmms_eval import suite
 
 VARIANTS = {"": (SHORT, 16), "_plain": ("", 4)}
 
@@ -26,7 +27,7 @@ def manager() -> TaskManager:
 
 def test_the_folder_is_printed() -> None:
     printed = subprocess.run(
-        [sys.executable, "-m", "tokenprune.integrations.lmms_eval"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "tokenprune.lmms_eval"], capture_output=True, text=True, check=True
     )
     assert Path(printed.stdout.strip()) == TASKS
 

@@ -102,7 +102,7 @@ class Reference:
         return tokens, torch.stack(made.logits).float().log_softmax(-1)[:, 0]
 
     def _count_from_zero(self) -> Any:
-        from tokenprune.integrations.hf.adapters import adapter_for
+        from tokenprune.integrations.hf.families import adapter_for
 
         def count(module: Any, args: tuple, kwargs: dict) -> tuple:
             length = kwargs["inputs_embeds"].shape[1]

@@ -16,8 +16,8 @@ from conftest import Engine, same
 from tokenprune import patched, registry
 from tokenprune.base import Method, Pruner, Site
 from tokenprune.errors import OptionError
-from tokenprune.methods.dart import Dart
-from tokenprune.methods.fastv import FastV
+from tokenprune.methods.in_llm.dart import Dart
+from tokenprune.methods.in_llm.fastv import FastV
 from tokenprune.tokens import VisualTokens
 
 NAME = "llava_deep"

@@ -12,7 +12,7 @@ from checkpoints import photo
 from conftest import Engine
 from test_in_llm import aligned, check, mixed, setting
 from tokenprune.integrations.vllm.families import FAMILIES
-from tokenprune.methods.dart import Dart
+from tokenprune.methods.in_llm.dart import Dart
 
 # Sizes of pictures with several blocks of tokens; without one, a tile of the tiny model is smaller than two blocks, and
 # the prefix cache is off.

@@ -15,7 +15,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.in_llm.layout import Piece, Share, kept, lay_out
 from tokenprune.integrations.vllm.in_llm.scheduler import WholePictures, before_pictures
-from tokenprune.integrations.vllm.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import Setting
 
 BLOCK, WIDTH = 4, 40
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}

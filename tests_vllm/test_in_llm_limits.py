@@ -16,8 +16,8 @@ from tokenprune.base import Selection
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks
 from tokenprune.integrations.vllm.in_llm import limits
-from tokenprune.integrations.vllm.settings import Setting, check_method, check_override
-from tokenprune.methods.fastv import FastV
+from tokenprune.integrations.vllm.setting.settings import Setting, check_method, check_override
+from tokenprune.methods.in_llm.fastv import FastV
 from tokenprune.tokens import VisualTokens
 
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}

@@ -65,7 +65,7 @@ def test_requests_are_counted(folder: Callable[[str], Path], name: str) -> None:
 def test_several_processes_are_added_up(tmp_path: Path) -> None:
     """As vLLM's API servers do it."""
     code = (
-        "from types import SimpleNamespace; from tokenprune.integrations.vllm.metrics import count; "
+        "from types import SimpleNamespace; from tokenprune.integrations.vllm.front.metrics import count; "
         "count(SimpleNamespace(served_model_name='m'), 8, 2)"
     )
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}

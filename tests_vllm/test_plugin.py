@@ -16,7 +16,7 @@ from checkpoints import CHECKPOINTS, VOCABULARY, text
 from conftest import DIVPRUNE, OPTIONS, Engine, same
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat, plugin
-from tokenprune.integrations.vllm.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import Setting
 
 
 def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:

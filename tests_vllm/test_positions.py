@@ -9,10 +9,17 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
-from tokenprune.integrations.vllm.plan import Plan, field_name
-from tokenprune.integrations.vllm.positions import COLUMNS, from_columns, of_prompt, place, to_columns, within_item
-from tokenprune.integrations.vllm.settings import Setting
-from tokenprune.methods.divprune import DivPrune
+from tokenprune.integrations.vllm.setting.plan import Plan, field_name
+from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.worker.positions import (
+    COLUMNS,
+    from_columns,
+    of_prompt,
+    place,
+    to_columns,
+    within_item,
+)
+from tokenprune.methods.pre_llm.divprune import DivPrune
 
 PAD, STRIDE = 9, 300  # a video's frames are far apart in time: positions beyond what 16-bit floats count
 

@@ -16,7 +16,7 @@ from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import Method, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.vllm import tower_checks
+from tokenprune.integrations.vllm.setting import tower_checks
 from tokenprune.registry import register
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}

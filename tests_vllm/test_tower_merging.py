@@ -17,8 +17,8 @@ from checkpoints import CHECKPOINTS, Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, OptionError, Thresholds, UnsupportedSetupError
-from tokenprune.integrations.vllm import settings
-from tokenprune.integrations.vllm.settings import Setting
+from tokenprune.integrations.vllm.setting import settings
+from tokenprune.integrations.vllm.setting.settings import Setting
 
 TOME = {"method": "tome", "keep": 0.5}
 

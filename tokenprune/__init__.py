@@ -35,10 +35,10 @@ _HOMES = {
     "tokenprune.observable_registry": ("available_observables", "register_observable"),
     "tokenprune.encoder": ("EncoderMethod", "Tower"),
     "tokenprune.calibration.run": ("calibrate",),
-    "tokenprune.thresholds": ("Thresholds",),
+    "tokenprune.methods.encoder.thresholds": ("Thresholds",),
     "tokenprune.tokens": ("TokenSource", "VisualTokens"),
     "tokenprune.token_counts": ("count_visual_tokens",),
-    "tokenprune.fitting": ("fit_dyrate",),
+    "tokenprune.calibration.rate_fitting": ("fit_dyrate",),
     "tokenprune.config": ("Config", "read_config", "write_config"),
     "tokenprune.errors": (
         "TokenPruneError",
@@ -61,19 +61,19 @@ if TYPE_CHECKING:
     from tokenprune.api import is_patched, method, patch, patched, stats, unpatch
     from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Selection, Site
     from tokenprune.budget import Budget
+    from tokenprune.calibration.rate_fitting import fit_dyrate
     from tokenprune.calibration.run import calibrate
     from tokenprune.config import Config, read_config, write_config
     from tokenprune.decode import DecodeMethod
     from tokenprune.encoder import EncoderMethod, Tower
     from tokenprune.errors import *  # noqa: F403
-    from tokenprune.fitting import fit_dyrate
     from tokenprune.guard.settings import Guard
+    from tokenprune.methods.encoder.thresholds import Thresholds
     from tokenprune.observable import Observable
     from tokenprune.observable_registry import available_observables, register_observable
     from tokenprune.processors import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.statistics import Cut, Guarded, Removal, Stats
-    from tokenprune.thresholds import Thresholds
     from tokenprune.token_counts import count_visual_tokens
     from tokenprune.tokens import TokenSource, VisualTokens
     from tokenprune.two_pass import Escalation, escalate

@@ -21,7 +21,7 @@ from tokenprune.errors import (
     UnsupportedSetupError,
 )
 from tokenprune.guard.settings import Guard
-from tokenprune.integrations.attachable import Attachable
+from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.registry import build
 from tokenprune.statistics import Stats
 
@@ -134,7 +134,7 @@ def _parts(
         if guard.mode == "auto":
             raise UnsupportedSetupError('a model of timm gets no prompts: guard="auto" has nothing to go by')
         return [timm_patch(model, methods, budgets)]
-    from tokenprune.integrations.hf.assembly import hf_parts
+    from tokenprune.integrations.hf.patch import hf_parts
 
     return hf_parts(model, methods, budgets, record, processor, guard)
 

@@ -17,7 +17,7 @@ from tokenprune.method_repr import ReprIsCall
 if TYPE_CHECKING:
     from tokenprune.budget import Budget
     from tokenprune.frames import Visual
-    from tokenprune.integrations.hf.pictures import Picture
+    from tokenprune.images import Picture
     from tokenprune.tokens import VisualTokens
 
 

@@ -16,6 +16,7 @@ from tokenprune.observable import Backend, Observable, Where
 O = TypeVar("O", bound=type[Observable])  # noqa: E741
 
 _OBSERVABLES: dict[str, Observable] = {}
+TAKEN_NAMES: set[str] = set()  # attributes that `VisualTokens` has of itself
 _loaded = False
 
 
@@ -37,8 +38,6 @@ def register_observable(name: str) -> Callable[[O], O]:
 
 
 def _problem(name: str, cls: type) -> str | None:
-    from tokenprune.tokens import VisualTokens
-
     if not name.isidentifier() or name.startswith("_"):
         return "a name is an identifier that does not begin with an underscore"
     if not (inspect.isclass(cls) and issubclass(cls, Observable)):
@@ -49,7 +48,7 @@ def _problem(name: str, cls: type) -> str | None:
         return f"unknown backends {sorted(map(str, unknown))}; known are {', '.join(Backend)}"
     if not (cls.__dict__.get("__doc__") or "").strip():
         return "the class needs a docstring"
-    if hasattr(VisualTokens, name):
+    if name in TAKEN_NAMES:
         return "VisualTokens has an attribute of this name"
     present = type(_OBSERVABLES.get(name))
     if name in _OBSERVABLES and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -63,7 +62,7 @@ def _load() -> None:
     if _loaded:
         return
     _loaded = True
-    import tokenprune.observables as ours
+    ours = importlib.import_module("tokenprune.observables")
 
     for module in pkgutil.iter_modules(ours.__path__):
         importlib.import_module(f"{ours.__name__}.{module.name}")

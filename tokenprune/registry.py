@@ -119,10 +119,9 @@ def _load() -> None:
     if _loaded:
         return
     _loaded = True
-    import tokenprune.methods as ours
-
-    for module in pkgutil.iter_modules(ours.__path__):
-        importlib.import_module(f"{ours.__name__}.{module.name}")
+    ours = importlib.import_module("tokenprune.methods")
+    for module in pkgutil.walk_packages(ours.__path__, f"{ours.__name__}."):
+        importlib.import_module(module.name)
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             entry.load()

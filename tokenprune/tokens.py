@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.observable import Observable
-from tokenprune.observable_registry import close_names, find_observable, find_observable_of_text
+from tokenprune.observable_registry import TAKEN_NAMES, close_names, find_observable, find_observable_of_text
 from tokenprune.token_source import TokenSource
 from tokenprune.transfer import sent
 
@@ -237,3 +237,6 @@ def require(value: T | None, what: str) -> T:
     if value is None:
         raise TokenPruneError(f"{what!r} was read but not declared: add it to the method's needs in @register(...)")
     return value
+
+
+TAKEN_NAMES.update(dir(VisualTokens))

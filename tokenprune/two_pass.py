@@ -78,8 +78,8 @@ def escalate(
     Source: our decision, in the spirit of VisionThink (arXiv 2507.13348), which trains a model to ask for the larger
     picture; this is training-free. The thresholds are a choice, not a calibration.
     """
-    from tokenprune.integrations.hf.prompts import PromptReader
-    from tokenprune.methods.dynres import asks_for_detail
+    from tokenprune.integrations.hf.processor.prompts import PromptReader
+    from tokenprune.methods.pixels.dynres import asks_for_detail
 
     if not isinstance(text, str):
         raise OptionError(f"escalate takes one prompt at a time: text must be a str, not {type(text).__name__}")
@@ -128,7 +128,7 @@ def _answer(
     model: Any, processor: Any, images: Any, text: str, generate_kwargs: dict[str, Any]
 ) -> tuple[Any, int, float]:
     """Return the output of one `generate`, the prompt's length, and its placeholders."""
-    from tokenprune.integrations.hf.adapters import adapter_for
+    from tokenprune.integrations.hf.families import adapter_for
 
     inputs = processor(images=images, text=[text], return_tensors="pt").to(model.device, model.dtype)
     output = model.generate(**inputs, **generate_kwargs, return_dict_in_generate=True, output_logits=True)
@@ -145,8 +145,8 @@ def certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
 
 def any_detailed(processor: Any, images: Any) -> bool:
     """Whether one of the pictures looks like text, or has as much detail as the sharpest tenth of photographs."""
-    from tokenprune.integrations.hf.pictures import Picture, collect
-    from tokenprune.methods.dynres import look
+    from tokenprune.images import Picture, collect
+    from tokenprune.methods.pixels.dynres import look
     from tokenprune.token_counts import image_processor_of
 
     given = image_processor_of(processor).fetch_images(images)

@@ -20,9 +20,9 @@ from basics import snapshot
 from families import FAMILIES
 from processors import llava, tokenizer
 from tests.api.test_patch import forget_rope_deltas
-from tokenprune.integrations.attachable import Attachable
-from tokenprune.integrations.hf import pixels
-from tokenprune.integrations.lmms_eval.measure import watched
+from tokenprune.integrations.hf.processor import resizing as pixels
+from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.lmms_eval.measure import watched
 
 
 class Says:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import tokenprune
 from tokenprune.bench.heldout import FOLDER
 from tokenprune.cli import app
-from tokenprune.integrations.hf import families
+from tokenprune.integrations.hf.families import table as families
 
 PICTURE = FOLDER / "pictures/000.jpg"
 

@@ -16,7 +16,7 @@ import tokenprune
 from basics import snapshot
 from tokenprune import BudgetError, Config, ConfigError, OptionError, UnknownMethodError
 from tokenprune.fingerprint import fingerprint
-from tokenprune.integrations.vllm.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import Setting
 from zoo import FAMILIES
 
 LLAVA = FAMILIES["llava"]

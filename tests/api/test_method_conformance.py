@@ -17,8 +17,8 @@ from tokenprune import ConformanceError, OptionError, Selection, Site, TokenPrun
 from tokenprune.encoder import Tower
 from tokenprune.fingerprint import Fingerprint
 from tokenprune.merging import bipartite_match
+from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune.testing import check_method, visual_tokens
-from tokenprune.thresholds import Thresholds
 
 TOWER = Tower(tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2))
 THRESHOLDS = Thresholds(

@@ -25,7 +25,7 @@ from tokenprune import (
     observable_registry,
     registry,
 )
-from tokenprune.integrations.vllm.servable import check_method as check_served
+from tokenprune.integrations.vllm.setting.servable import check_method as check_served
 from tokenprune.observable import Backend, PerToken, TowerBlock, Where
 from tokenprune.observable_registry import register_observable
 from zoo import FAMILIES, Family

@@ -13,7 +13,7 @@ import tokenprune
 from basics import MODEL_METHODS, pieces, snapshot
 from oracle import close, reduced, survivors
 from tokenprune import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
-from tokenprune.integrations.attachable import states
+from tokenprune.integrations.shared.attachable import states
 from zoo import FAMILIES, Family
 
 

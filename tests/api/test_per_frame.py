@@ -73,7 +73,7 @@ def test_a_frame_is_chosen_from_as_a_picture_is(name: str, build: Any) -> None:
 def test_frames_that_cannot_be_told_are_refused(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES["qwen2_vl"]
     model = build(family)
-    monkeypatch.setattr("tokenprune.integrations.hf.adapters.Adapter.video_frames", lambda self, arguments: None)
+    monkeypatch.setattr("tokenprune.integrations.hf.families.Adapter.video_frames", lambda self, arguments: None)
     with (
         tokenprune.patched(model, "uniform", keep=Budget(keep=0.5, per="frame")),
         pytest.raises(UnsupportedSetupError, match='per="image"'),

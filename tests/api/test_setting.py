@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import tokenprune
 from tokenprune import Budget, BudgetError, Method, OptionError, TokenPruneError, registry
 from tokenprune.files import File
-from tokenprune.integrations.vllm.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import Setting
 from tokenprune.setting import file_options, parse
 
 SERVER = {"method": "divprune", "keep": 0.25}

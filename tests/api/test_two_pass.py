@@ -17,7 +17,7 @@ from basics import snapshot
 from processors import demo_model, llava, photo, state
 from tokenprune import AlreadyPatchedError, BudgetError, Escalation, OptionError, UnknownMethodError, escalate
 from tokenprune.bench.heldout import load_heldout
-from tokenprune.methods.dynres import asks_for_detail
+from tokenprune.methods.pixels.dynres import asks_for_detail
 from tokenprune.two_pass import any_detailed, certainty
 
 QUESTION = "what color is the circle?"

@@ -91,7 +91,7 @@ def test_the_choice_for_long_prompts_is_linear_in_the_tokens_and_the_other_is_no
 
 
 def test_the_choice_for_vllm_is_served() -> None:
-    from tokenprune.integrations.vllm.servable import check_method
+    from tokenprune.integrations.vllm.setting.servable import check_method
 
     check_method(tokenprune.method(given("a vLLM server")[0]))
 

@@ -17,15 +17,15 @@ from transformers import DynamicCache
 import tokenprune
 from tokenprune import Budget
 from tokenprune.accounting import DecoderShape
-from tokenprune.integrations.attachable import Attachable
-from tokenprune.integrations.hf import call as call_module
-from tokenprune.integrations.hf.cache import Reduction, attach, reduction_of
-from tokenprune.integrations.hf.call import Call, FeatureStates, OnHost
-from tokenprune.integrations.hf.layer_inputs import LayerInputs, columns_for
-from tokenprune.integrations.hf.layout import Layout
-from tokenprune.integrations.hf.observe import Observer
-from tokenprune.integrations.hf.part import Part
-from tokenprune.integrations.hf.plan import Step, plan_cuts
+from tokenprune.integrations.hf.attention.observer import Observer
+from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
+from tokenprune.integrations.hf.forward import context as call_module
+from tokenprune.integrations.hf.forward.context import Call, FeatureStates, OnHost
+from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
+from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.tokens import Segments
 from zoo import FAMILIES
 

@@ -17,7 +17,7 @@ import tokenprune
 from basics import pieces
 from oracle import close
 from tokenprune import OptionError, observable, observable_registry, registry
-from tokenprune.integrations.hf.kept_inputs import Inputs
+from tokenprune.integrations.hf.decoder.kept_inputs import Inputs
 from tokenprune.observable import Where
 from zoo import FAMILIES, Family
 
@@ -25,7 +25,7 @@ LAYER = 2
 DECODER = [
     name
     for name in tokenprune.available_observables()
-    if observable_registry.find_observable(name).where not in (Where.TOWER, Where.TOWER_BLOCK, Where.CUT)
+    if observable_registry.find_observable(name).where not in (Where.TOWER, Where.TOWER_BLOCK, Where.CUT, Where.FRAMES)
 ]
 
 

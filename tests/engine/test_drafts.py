@@ -21,7 +21,7 @@ from tests.engine.test_cache import words
 from tests.families.test_families_special import PROBES, NextProbe
 from tests.tower.test_packed_encoder import pictures, small_processor
 from tokenprune import Site
-from tokenprune.integrations.hf.cache import reduction_of
+from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from zoo import FAMILIES, Family
 
 NAMES = ["llava", "qwen2_5_vl", "gemma3"]

@@ -20,12 +20,13 @@ import transformers
 import tokenprune
 from basics import METHODS, check_takes
 from far_device import DEVICE, Far, counting, far_inputs, to_far
-from tokenprune import Site, block_attention
+from tokenprune import Site
 from tokenprune.encoder import Tower
 from tokenprune.errors import TokenPruneError
-from tokenprune.guard import pictures
-from tokenprune.integrations.hf import guard_pixels
-from tokenprune.thresholds import Thresholds
+from tokenprune.guard import images as pictures
+from tokenprune.integrations.hf.guard import pixels as guard_pixels
+from tokenprune.kernels import block_attention
+from tokenprune.methods.encoder.thresholds import Thresholds
 from zoo import FAMILIES, Family
 
 # One-dimensional positions, three axes of them, masks that the model prepares itself.
@@ -270,7 +271,7 @@ def noted_by_cuda() -> Iterator[list[Any]]:
 @torch.no_grad()
 def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as counted by CUDA; and choosing and cutting alone, with every wait an error."""
-    from tokenprune.integrations.hf import engine, entry
+    from tokenprune.integrations.hf.decoder import engine, entry
 
     family = FAMILIES[family_name]
     inputs = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in inputs_of(family, name, True).items()}

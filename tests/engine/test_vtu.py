@@ -26,9 +26,9 @@ from tests.engine.test_cache import longer, words
 from tests.tower.test_encoder import SUPPORTED, expected_sources, image_arguments, with_features
 from tokenprune import OptionError, UnsupportedSetupError
 from tokenprune.base import Selection
-from tokenprune.integrations.hf.layout import Layout
-from tokenprune.integrations.hf.unmerging import Unmerged
-from tokenprune.methods.tome import ToMe
+from tokenprune.integrations.hf.decoder.virtual_unmerging import Unmerged
+from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.methods.encoder.tome import ToMe
 from zoo import FAMILIES, HEAD_DIM, TEXT, Family
 
 # As the library computes attention, and the paper's equation 10.

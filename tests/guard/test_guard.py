@@ -24,11 +24,11 @@ from tokenprune.base import Method
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import Model, load
 from tokenprune.guard.floors import shipped
-from tokenprune.guard.pictures import SIDE, Late, blocks_of, text_shares
+from tokenprune.guard.images import SIDE, Late, blocks_of, text_shares
 from tokenprune.guard.prompts import Reader
 from tokenprune.guard.settings import KINDS, TEXT_LIMIT
-from tokenprune.integrations.hf import guard_pixels
-from tokenprune.integrations.hf.guarding import GuardPart
+from tokenprune.integrations.hf.guard import pixels as guard_pixels
+from tokenprune.integrations.hf.guard.part import GuardPart
 from zoo import FAMILIES
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch import Tensor
 import tokenprune
 from dense_blocks import allowed_pairs, attend_by_mask, ids_from
 from tokenprune import OptionError
-from tokenprune.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.frames import Visual
+from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 
 
 def video(first: int, frames: int, size: int = 4, gap: int = 0, modality: str = "video") -> Visual:
@@ -178,7 +178,7 @@ def test_both_ways_equal_a_loop(parts: Parts, monkeypatch: pytest.MonkeyPatch) -
     want = naive_attention(query, key, value, ids.expand(2, -1), 0.4)
     torch.testing.assert_close(attend_by_mask(query, key, value, ids.expand(2, -1), 0.4), want, atol=1e-5, rtol=0)
     for queries in (1024, 3):  # a long part is computed in several calls
-        monkeypatch.setattr("tokenprune.block_attention._QUERIES", queries)
+        monkeypatch.setattr("tokenprune.kernels.block_attention._QUERIES", queries)
         torch.testing.assert_close(attend_in_blocks(query, key, value, parts, 0.4), want, atol=1e-5, rtol=0)
 
 

@@ -32,7 +32,7 @@ from tokenprune import (
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
 from tokenprune.calibration.merge import merges_per_block
-from tokenprune.integrations.hf.encoder_record import record_of
+from tokenprune.integrations.hf.encoded.record import record_of
 from zoo import FAMILIES, Family
 
 

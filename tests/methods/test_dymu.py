@@ -31,7 +31,7 @@ from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
 from tokenprune.files import File
 from tokenprune.fingerprint import Fingerprint
-from tokenprune.integrations.hf.encoder_record import record_of
+from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.merging import best_partners, bipartite_match, most, ragged_merge, threshold_match
 from zoo import FAMILIES, Family
 
@@ -109,8 +109,8 @@ class Picture:
 
 
 def tower_shape(model: Any) -> Tower:
-    from tokenprune.integrations.hf.adapters import adapter_for
-    from tokenprune.integrations.hf.encoder import EncoderPatch
+    from tokenprune.integrations.hf.families import adapter_for
+    from tokenprune.integrations.hf.tower.merging import EncoderPatch
 
     return EncoderPatch(adapter_for(model), tokenprune.method("tome", r=0), tokenprune.Budget(keep=0.5)).shape
 
@@ -421,7 +421,7 @@ def test_thresholds_ship_for_the_demo_model() -> None:
     with pytest.raises(BudgetError, match=r"keep=0.3 was not calibrated.*0.5 or 0.25 or 0.11"):
         tokenprune.patch(subject.model, "dymu", keep=0.3)
     with pytest.raises(OptionError, match=r"calibrated for a tower in float32, and this one is in bfloat16"):
-        found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.thresholds._shipped())))
+        found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._shipped())))
         tokenprune.patch(subject.model.bfloat16(), found, keep=0.5)
 
 

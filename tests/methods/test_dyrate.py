@@ -16,7 +16,7 @@ from oracle import close, generate_logits, reduced
 from tests.engine.test_cache import longer, prefill, steps, words
 from tests.engine.test_modes import flash_stand_in  # registers the back end
 from tokenprune import OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf.cache import reduction_of
+from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from zoo import FAMILIES, Family
 
 assert flash_stand_in

@@ -11,9 +11,9 @@ import tokenprune
 from oracle import generate_logits
 from tests.api.test_cli import call, refused
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
+from tokenprune.calibration.rate_fitting import _regress
 from tokenprune.fingerprint import fingerprint
-from tokenprune.fitting import _regress
-from tokenprune.rate_predictor import RatePredictor
+from tokenprune.methods.decode.rate_predictor import RatePredictor
 from zoo import FAMILIES
 
 

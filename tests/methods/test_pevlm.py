@@ -18,9 +18,9 @@ from dense_blocks import dense_mask
 from oracle import close, generate_logits, reduced, seen_before
 from tests.kernels.test_block_attention import naive_ids
 from tokenprune import BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.block_attention import PADDING, SINK, TAIL
 from tokenprune.frames import Visual
-from tokenprune.integrations.hf.observe import Observer, Tap
+from tokenprune.integrations.hf.attention.observer import Observer, Tap
+from tokenprune.kernels.block_attention import PADDING, SINK, TAIL
 from zoo import FAMILIES, VIDEO, Family
 
 VIDEO_FAMILIES = [family for family in FAMILIES.values() if family.video]

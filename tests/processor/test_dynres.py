@@ -25,8 +25,8 @@ from tokenprune import (
     patch_processor,
     unpatch_processor,
 )
-from tokenprune.integrations.hf.pictures import Picture
-from tokenprune.methods.dynres import _cells, look
+from tokenprune.images import Picture
+from tokenprune.methods.pixels.dynres import _cells, look
 
 KEEPS = [0.0625, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0]
 

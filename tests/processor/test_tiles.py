@@ -12,7 +12,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 import tokenprune
 from processors import photo, special_tokenizer
-from tokenprune.integrations.hf.adapters.plain import Idefics3Adapter
+from tokenprune.integrations.hf.families.plain import Idefics3Adapter
 from zoo import BREAK, FAKE, FAMILIES, GLOBAL, IMAGE
 
 NAMES = ["idefics3", "smolvlm"]

@@ -29,8 +29,8 @@ from tokenprune import (
 )
 from tokenprune.bench.model import load
 from tokenprune.bench.suite import Bench, Plan
-from tokenprune.integrations.hf.prompts import PromptReader
-from tokenprune.methods.view_select import similarity
+from tokenprune.integrations.hf.processor.prompts import PromptReader
+from tokenprune.methods.pixels.view_select import similarity
 from zoo import FAMILIES, FIRST_TEXT_ID, IMAGE, START
 
 CAMERAS = ["CAM_FRONT", "CAM_FRONT_LEFT", "CAM_FRONT_RIGHT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT"]

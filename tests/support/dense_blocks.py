@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in blocks by one dense mask of all pairs: the reference of tokenprune/block_attention.py."""
+"""Attention in blocks by one dense mask of all pairs: the reference of tokenprune/kernels/block_attention.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tokenprune.block_attention import PADDING, SINK, TAIL, Parts
-from tokenprune.integrations.hf import block_attention
+from tokenprune.integrations.hf.decoder import blockwise_attention as block_attention
+from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.integrations.hf.masks import causal_mask
-from tokenprune.integrations.hf.observe import Tap
-from tokenprune.integrations.hf.unmerging import Unmerged, VirtualUnmerging
+from tokenprune.integrations.hf.attention.observer import Tap
+from tokenprune.integrations.hf.decoder.virtual_unmerging import Unmerged, VirtualUnmerging
+from tokenprune.integrations.hf.sequence.masks import causal_mask
 
 
 @contextmanager

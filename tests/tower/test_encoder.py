@@ -19,7 +19,7 @@ from basics import pieces, snapshot
 from oracle import close, generate_logits, reduced, survivors
 from tests.methods.test_tome import naive
 from tokenprune import Budget, BudgetError, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.encoder_record import record_of
+from tokenprune.integrations.hf.encoded.record import record_of
 from zoo import FAMILIES, Family
 
 SUPPORTED = ["llava", "llava_next", "llava_onevision"]

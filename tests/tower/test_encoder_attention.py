@@ -21,7 +21,7 @@ import tokenprune
 from basics import MODEL_METHODS, snapshot
 from oracle import close, reduced
 from tokenprune import Method, OptionError, Selection, Site, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.hf import patches
+from tokenprune.integrations.shared import patch_grid as patches
 from zoo import FAMILIES, IMAGE, TEXT, Family
 
 # Which blocks of the zoo's towers are meant by a quarter of the depth, and by the last one that is read. CLIP's last

@@ -22,7 +22,7 @@ from processors import photo
 from tests.methods.test_tome import naive
 from tests.tower.test_encoder import PACKED, with_features
 from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.encoder_record import record_of
+from tokenprune.integrations.hf.encoded.record import record_of
 from zoo import FAMILIES, Family
 
 UNIT = 4

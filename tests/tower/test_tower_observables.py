@@ -19,7 +19,7 @@ from families import FAMILIES as EVERY_FAMILY
 from oracle import close
 from tests.tower.test_encoder_attention import BLOCKS, CLASS_TOKEN, attentions_of, made_of, projector_of, tower_of
 from tokenprune import OptionError, UnsupportedSetupError, registry
-from tokenprune.integrations.vllm.servable import check_method as check_served
+from tokenprune.integrations.vllm.setting.servable import check_method as check_served
 from zoo import FAMILIES, Family
 
 # Families whose towers are known; of the others a method is refused.

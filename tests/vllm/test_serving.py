@@ -16,16 +16,16 @@ from tokenprune import Method, Site, registry
 from tokenprune.base import Selection
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations.vllm.families import FAMILIES
-from tokenprune.integrations.vllm.plan import Plan, _decoded, field_name
-from tokenprune.integrations.vllm.runner import chunks, in_small_batches
-from tokenprune.integrations.vllm.select import choose, segments_of
-from tokenprune.integrations.vllm.settings import Setting, servable
-from tokenprune.methods.divprune import DivPrune
-from tokenprune.methods.downsample import Downsample
-from tokenprune.methods.dynres import DynRes
-from tokenprune.methods.pool import Pool
-from tokenprune.methods.random import Random
-from tokenprune.methods.uniform import Uniform
+from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
+from tokenprune.integrations.vllm.setting.plan import Plan, _decoded, field_name
+from tokenprune.integrations.vllm.setting.settings import Setting, servable
+from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
+from tokenprune.methods.pixels.downsample import Downsample
+from tokenprune.methods.pixels.dynres import DynRes
+from tokenprune.methods.pre_llm.divprune import DivPrune
+from tokenprune.methods.pre_llm.pool import Pool
+from tokenprune.methods.pre_llm.random import Random
+from tokenprune.methods.pre_llm.uniform import Uniform
 from tokenprune.setting import IN_LLM
 from tokenprune.tokens import square_grid
 
@@ -107,7 +107,7 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": "fastv"}, OptionError, "Servable are .*divprune"),
         ({"method": "tome", "r": 3}, OptionError, "settled before the tower runs.*keep decides"),
         ({"method": "dymu"}, OptionError, "pass exact=True"),
-        ({"method": "dymu", "exact": True, "vtu": "exact"}, OptionError, "leave it out"),
+        ({"method": "dymu", "exact": True, "vtu": "expanded"}, OptionError, "leave it out"),
         ({"method": "vscan"}, OptionError, "vscan: stage2=false"),
         ({"method": "view_select"}, OptionError, "let clients leave out"),
     ],
@@ -363,7 +363,7 @@ def test_batches_of_the_encoder_hold_what_was_measured() -> None:
 
 
 def test_nothing_else_imports_vllm() -> None:
-    modules = ["tokenprune", "tokenprune.cli", "tokenprune.integrations.hf.engine"]
+    modules = ["tokenprune", "tokenprune.cli", "tokenprune.integrations.hf.decoder.engine"]
     modules += [f"tokenprune.integrations.vllm.{name}" for name in ("settings", "plan", "select", "plugin", "runner")]
     code = f"import sys; sys.modules['vllm'] = None; import {', '.join(modules)}; tokenprune.available_methods()"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

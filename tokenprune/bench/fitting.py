@@ -12,9 +12,9 @@ from PIL import Image
 
 from tokenprune.bench.model import Model
 from tokenprune.bench.scenes import draw_scene
-from tokenprune.calibration.pictures import SUFFIXES, read_picture
+from tokenprune.calibration.images import SUFFIXES, read_picture
+from tokenprune.calibration.rate_fitting import Fit, fit_dyrate
 from tokenprune.errors import TokenPruneError
-from tokenprune.fitting import Fit, fit_dyrate
 
 # Other scenes than those that are held out for the benchmark.
 _SEED = 7

@@ -21,7 +21,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import tokenprune
 from tokenprune.accounting import DecoderShape
 from tokenprune.errors import DataError, TokenPruneError
-from tokenprune.integrations.hf.adapters import Adapter, adapter_for
+from tokenprune.integrations.hf.families import Adapter, adapter_for
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "demo_vlm"
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.

@@ -18,7 +18,7 @@ import torch
 from tokenprune.bench.model import SHIPPED
 from tokenprune.bench.vllm_backend import OFF, Chat, Reply, adds_special
 from tokenprune.errors import OptionError, RunError, TokenPruneError
-from tokenprune.integrations.vllm.servable import KEY
+from tokenprune.integrations.vllm.setting.servable import KEY
 
 _OURS = {
     "model": "name it with --model",
@@ -56,7 +56,7 @@ class OfflineEngine:
             raise TokenPruneError(
                 "--backend vllm needs vLLM (pip install 'tokenprune-vlm[vllm]'), or the address of a server: --server"
             ) from error
-        from tokenprune.integrations.vllm.configuration import configured
+        from tokenprune.integrations.vllm.setting.configuration import configured
 
         options = {
             "limit_mm_per_prompt": {"image": pictures},

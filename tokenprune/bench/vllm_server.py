@@ -19,7 +19,7 @@ from typing import Any
 
 from tokenprune.bench.vllm_backend import OFF, Chat, Reply, adds_special
 from tokenprune.errors import OptionError, RunError, TokenPruneError
-from tokenprune.integrations.vllm.servable import KEY
+from tokenprune.integrations.vllm.setting.servable import KEY
 
 _COUNTER = "tokenprune:visual_tokens_total"
 _START = f"""start it with --trust-request-mm-kwargs --mm-processor-kwargs '{{"{KEY}": {json.dumps(OFF)}}}'"""

@@ -14,12 +14,12 @@ import torch
 
 from tokenprune.api import is_patched
 from tokenprune.budget import Budget
+from tokenprune.calibration.images import PackedPixels, Pictures, Pixels
 from tokenprune.calibration.merge import SCHEDULES, Calibrator
-from tokenprune.calibration.pictures import PackedPixels, Pictures, Pixels
 from tokenprune.calibration.state import State
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError
-from tokenprune.integrations.blocks import Merger
-from tokenprune.thresholds import Thresholds
+from tokenprune.integrations.shared.block_merging import Merger
+from tokenprune.methods.encoder.thresholds import Thresholds
 
 Step = Callable[[str, int, int], None]
 
@@ -113,8 +113,8 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> Merger:
 
     if is_timm(model):
         return timm_patch(model, [calibrator], [Budget.of(keep)])
-    from tokenprune.integrations.hf.adapters import adapter_for
-    from tokenprune.integrations.hf.encoder import tower_patch
+    from tokenprune.integrations.hf.families import adapter_for
+    from tokenprune.integrations.hf.tower.merging import tower_patch
 
     return tower_patch(adapter_for(model), calibrator, Budget.of(keep))
 

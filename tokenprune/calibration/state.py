@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tokenprune.calibration.pictures import Pictures
+from tokenprune.calibration.images import Pictures
 from tokenprune.encoder import Tower
 from tokenprune.errors import OptionError
-from tokenprune.thresholds import write
+from tokenprune.methods.encoder.thresholds import write
 
 _ENTRY = "tokenprune_calibration"
 

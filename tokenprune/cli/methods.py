@@ -29,7 +29,7 @@ def methods() -> None:
 def families() -> None:
     """List the model families: where methods may act in each, and which are refused, with the reason."""
     from tokenprune.bench.tables import Cell, Table, to_rich
-    from tokenprune.integrations.hf.families import REFUSED, SUPPORTED
+    from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED
 
     known = [
         [Cell(name), Cell(", ".join(one.sites)), Cell(one.tested), Cell(one.note)]

@@ -15,8 +15,8 @@ from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.blocks import Block, Merger
-from tokenprune.integrations.places import check_places
+from tokenprune.integrations.shared.block_merging import Block, Merger
+from tokenprune.integrations.shared.composition import check_places
 from tokenprune.statistics import Stats
 
 

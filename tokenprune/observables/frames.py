@@ -21,8 +21,8 @@ class OfFrames(Observable):
 
 @register_observable("frames")
 class Frames(OfFrames):
-    """S lists of ints, on the host: how many tokens each frame of each segment has. An image is one frame; those behind
-    the last frame of a video (a newline) are in none."""
+    """S lists of ints, on the host: how many tokens each frame of each segment has. An image is one frame; tokens
+    behind the last frame of a video (a newline) are in none."""
 
     axes = ""
 

@@ -79,6 +79,8 @@ def check_choices(stages: Sequence[Pruner]) -> None:
     """Raise ConformanceError if what the last of a method's `stages` chooses among visual tokens breaks a rule; those
     before it are asked first, for what they remember."""
     method = stages[-1]
+    if not method.query_aware:
+        _check_blind(method)
     for number, counts in enumerate(_COUNTS):
         for share in _SHARES:
             case = _case(stages, counts, share, seed=number)
@@ -92,8 +94,6 @@ def check_choices(stages: Sequence[Pruner]) -> None:
         _kept(stages, case.mapped(lambda x, axis, dtype=dtype: x.to(dtype)), f"in {str(dtype).removeprefix('torch.')}")
     _check_nan(stages, case)
     _check_untouched(stages, case)
-    if not method.query_aware:
-        _check_blind(method, case)
 
 
 def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) -> _Case:
@@ -195,7 +195,7 @@ def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
             require(torch.equal(value, copy.given[name]), f"it changes {name}, which it may only read")
 
 
-def _check_blind(method: Pruner, case: _Case) -> None:
+def _check_blind(method: Pruner) -> None:
     """A method that does not say query_aware was given no text; what the prompt's end attends to it may not read."""
     asks = [name for name in sorted(method.needs) if find_observable(name).whole]
     require(not asks, f"it reads {', '.join(asks)}, which the question changes: its property query_aware must be True")

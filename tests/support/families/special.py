@@ -204,6 +204,12 @@ def minicpm_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Pictur
     return Picture([START, *[IMAGE] * (h * w // 16), END], pixels)
 
 
+def minicpm_ocr_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+    """It merges 2 x 2 patches, and not twice."""
+    picture = minicpm_picture(size, g, _)
+    return dataclasses.replace(picture, ids=[START, *[IMAGE] * (size[0] * size[1] // 4), END])
+
+
 def minicpm_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
     flat = [picture.pixels for row in rows for picture in row]
     return {
@@ -418,6 +424,20 @@ def _families() -> list[Family]:
         ),
         out_hidden_size=4 * VISION, projector_hidden_size=64, video_token_id=VIDEO,
     )  # fmt: skip
+    spark = {
+        **muse,
+        "text_config": {**muse["text_config"], "num_local_experts": 4, "num_experts_per_tok": 2,
+                        "moe_intermediate_size": 32, "moe_hidden_size": 32,
+                        "qk_scale_factor": 2.0},  # sharper attention makes rounding grow
+        "audio_config": dict(hidden_sizes=[8] * 4, depths=[1] * 4, out_hidden_size=HIDDEN),
+    }  # fmt: skip
+    lfm3 = dict(
+        text_config={**TEXT, "model_type": "lfm3", "head_dim": HEAD_DIM, "sliding_window": 512, "conv_L_cache": 3,
+                     "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
+        vision_config=dict(hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                           num_key_value_heads=1, patch_size=4),
+        projector_hidden_size=64, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+    )  # fmt: skip
     step = dict(
         text_config={**TEXT, "head_dim": HEAD_DIM, "sliding_window": 16, "layer_types": BOTH_KINDS * 2,
                      "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -478,6 +498,10 @@ def _families() -> list[Family]:
         Family("cosmos3_edge", edge, ernie_picture, GRIDS, video=edge_video, types="mm_token_type_ids"),
         Family("cohere_compass", compass, qwen_picture, GRIDS, types="mm_token_type_ids"),
         Family("muse_glimmer", muse, qwen_picture, GRIDS, video=qwen_video),
+        # Of later versions of transformers.
+        Family("minicpm_ocr", minicpm, minicpm_ocr_picture, ((8, 8),), collate=minicpm_collate, settle=calm_states),
+        Family("muse_spark", spark, qwen_picture, GRIDS, video=qwen_video),
+        Family("lfm3_vl", lfm3, qwen_picture, GRIDS, video=qwen_video),
         Family("step3p7", step, step_picture, (2, 0, 3)),
         Family("emu3", emu, emu_picture, ((16, 24), (24, 16), (16, 16)), decoder="model.text_model"),
         Family("chameleon", chameleon, chameleon_picture, (16,), decoder="model"),
@@ -487,9 +511,11 @@ def _families() -> list[Family]:
     ]  # fmt: skip
 
 
-FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
+FAMILIES: dict[str, Family] = {family.name: family for family in _families() if family.kind in CONFIG_MAPPING}
 # Families with layers that carry a state, from which no mask can take a token: another oracle is needed.
-STATEFUL = {"qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"}
+STATEFUL = set(
+    "qwen3_5 qwen3_5_moe lfm2_vl lfm3_vl minicpmv4_6 minicpmv4_7 minicpm_ocr nemotron_h_omni".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -510,7 +536,9 @@ class Refused:
 
 
 _ALL_REFUSED = [
-    Refused("blip"),
+    Refused("blip"), Refused("dots3_note"), Refused("granite_docling"), Refused("inkling2"),
+    Refused("mistral_large4"), Refused("molmo2"),
+    Refused("unlimited_ocr"),
     Refused("diffusion_gemma", dict(text_config=dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
                                      vision_config=dict(model_type="gemma4_vision"))),
     Refused("evolla"), Refused("florence2"), Refused("git"), Refused("glm5_next"), Refused("idefics"),
@@ -521,4 +549,5 @@ _ALL_REFUSED = [
                                                indexer_kv_heads=1, indexer_head_dim=256))), Refused("t5gemma2"),
     Refused("udop"), Refused("vision-encoder-decoder"),
 ]  # fmt: skip
-REFUSED: dict[str, Refused] = {refused.kind: refused for refused in _ALL_REFUSED}
+# Some there are in later versions of transformers alone.
+REFUSED: dict[str, Refused] = {refused.kind: refused for refused in _ALL_REFUSED if refused.kind in CONFIG_MAPPING}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the folder of the tasks: `--include_path "$(python -m tokenprune.integrations.lmms_eval)"`."""
+"""Print the folder of the tasks, as `python -m tokenprune.lmms_eval` does."""
 
-from __future__ import annotations
+import runpy
 
-from tokenprune.integrations.lmms_eval import TASKS
-
-print(TASKS)
+runpy.run_module("tokenprune.lmms_eval", run_name="__main__")

@@ -12,7 +12,7 @@ from typing import Any
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf.pictures import Picture, collect
+from tokenprune.images import Picture, collect
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from tokenprune.token_counts import Reader, countable_processors, image_processor_of, rule_for
 

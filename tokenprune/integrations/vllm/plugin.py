@@ -53,8 +53,8 @@ def _wrap(owner: type, name: str, after: Any) -> None:
 
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.configuration import configure
-    from tokenprune.integrations.vllm.settings import KEY
+    from tokenprune.integrations.vllm.setting.configuration import configure
+    from tokenprune.integrations.vllm.setting.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}
     if KEY not in kwargs and getattr(model_config.hf_config, KEY, None) is None:
@@ -67,7 +67,7 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
-    from tokenprune.integrations.vllm.configuration import in_llm
+    from tokenprune.integrations.vllm.setting.configuration import in_llm
 
     if vllm_config.model_config is not None and in_llm(vllm_config.model_config):
         from tokenprune.integrations.vllm.in_llm.limits import ENGINE_HOOKS
@@ -80,7 +80,7 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
 
 
 def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.configuration import in_llm
+    from tokenprune.integrations.vllm.setting.configuration import in_llm
 
     if in_llm(model_config):
         from tokenprune.integrations.vllm.in_llm.attach import check_request
@@ -91,14 +91,14 @@ def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: An
 
 def _positions_change(result: bool, multimodal_config: Any) -> bool:
     """vLLM's switch for models that bring positions along with their embeddings (`supports_multimodal_pruning`)."""
-    from tokenprune.integrations.vllm.settings import KEY
+    from tokenprune.integrations.vllm.setting.settings import KEY
 
     return result or getattr(multimodal_config, KEY, None) is not None
 
 
 def _with_reduction(processor: Any, registry: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.configuration import configured
-    from tokenprune.integrations.vllm.processor import reducing_class
+    from tokenprune.integrations.vllm.front.processor import reducing_class
+    from tokenprune.integrations.vllm.setting.configuration import configured
 
     try:
         # The class of the object, because vLLM lets a function choose it.
@@ -124,7 +124,7 @@ def _reduced(architecture: str, original: Any) -> Any:
             return self.original.inspect_model_cls()
 
         def load_model_cls(self) -> type:
-            from tokenprune.integrations.vllm.models import reducing_class
+            from tokenprune.integrations.vllm.worker.models import reducing_class
 
             return reducing_class(self.original.load_model_cls(), FAMILIES[self.architecture])
 

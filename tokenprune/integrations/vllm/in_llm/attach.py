@@ -9,9 +9,9 @@ from vllm.exceptions import VLLMValidationError
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
-from tokenprune.integrations.vllm.configuration import configured
 from tokenprune.integrations.vllm.in_llm import limits
-from tokenprune.integrations.vllm.settings import IN_LLM, Setting
+from tokenprune.integrations.vllm.setting.configuration import configured
+from tokenprune.integrations.vllm.setting.settings import IN_LLM, Setting
 
 
 class RefusedRequestError(VLLMValidationError, OptionError):

@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.plan import Plan
-from tokenprune.integrations.vllm.settings import Setting
+from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.setting.settings import Setting
 
 
 @dataclass(frozen=True)

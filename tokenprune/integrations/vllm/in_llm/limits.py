@@ -8,9 +8,9 @@ from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.configuration import family_of
 from tokenprune.integrations.vllm.families import FAMILIES
-from tokenprune.integrations.vllm.settings import IN_LLM, Setting
+from tokenprune.integrations.vllm.setting.configuration import family_of
+from tokenprune.integrations.vllm.setting.settings import IN_LLM, Setting
 
 _PLACE = "tokenprune.integrations.vllm.in_llm.scheduler"
 SCHEDULERS = {False: f"{_PLACE}.InLLMScheduler", True: f"{_PLACE}.AsyncInLLMScheduler"}

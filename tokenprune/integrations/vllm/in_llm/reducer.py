@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tokenprune.base import Method
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.in_llm.layout import Piece, Share
-from tokenprune.integrations.vllm.in_llm.select import Seen, choose, segments_of
-from tokenprune.integrations.vllm.select import Grid
+from tokenprune.integrations.vllm.selection.before_llm import Grid
+from tokenprune.integrations.vllm.selection.in_llm import Seen, choose, segments_of
 from tokenprune.observable import Where
 from tokenprune.observable_registry import observables_of
 from tokenprune.token_source import LayerInput

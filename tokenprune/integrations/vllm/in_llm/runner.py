@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.vllm.in_llm.layout import Layout, Piece, Share, lay_out, pieces_of
 from tokenprune.integrations.vllm.in_llm.reducer import Cut, Reducer, Step, grids_of
-from tokenprune.integrations.vllm.plan import Plan
+from tokenprune.integrations.vllm.setting.plan import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.vllm.configuration import configured
-from tokenprune.integrations.vllm.settings import Setting
+from tokenprune.integrations.vllm.setting.configuration import configured
+from tokenprune.integrations.vllm.setting.settings import Setting
 
 
 class WholePictures:

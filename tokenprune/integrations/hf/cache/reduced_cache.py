@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Key/value caches that hold fewer tokens than the caller thinks.
+
+`generate` slices its inputs by `cache.get_seq_length()`, positions continue from it, and masks are sized by
+`get_mask_sizes()`. A reduced cache answers all of these with the *logical* length, the caller's, while each layer keeps
+its own *physical* slots; `Reduction` knows which logical position sits in which slot. It lives on the cache, so that
+two threads, interleaved generations, a copied and a re-used cache do not mix.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.shared.attachable import give_back_class
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.cache.decode_state import DecodeState
+
+
+# Later versions than 5.19 put a `DummyLayer` where a decoder layer keeps nothing: it attends to the keys of an earlier
+# one, or not at all.
+_KEEPS_NOTHING = getattr(cache_utils, "DummyLayer", None)
+_KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, _KEEPS_NOTHING}
+
+
+@dataclass
+class Reduction:
+    """Which logical positions the layers of a cache hold.
+
+    length: the logical length. slots: per group of layers (first layer, long `[B, n]` of logical positions, -1 = empty
+    slot); groups are ordered, each reaching to the first layer of the next. ragged: whether any slot may be empty.
+    decode: what a method that acts while decoding remembers.
+    """
+
+    length: int
+    slots: list[tuple[int, Tensor]]
+    ragged: bool
+    decode: DecodeState | None = None
+
+    def of_layer(self, layer: int) -> Tensor:
+        """long `[B, n]`: the slots of the group that `layer` belongs to."""
+        return next(slots for first, slots in reversed(self.slots) if first <= layer)
+
+    def map(self, change) -> None:
+        self.slots = [(first, change(slots)) for first, slots in self.slots]
+
+    def map_rows(self, change) -> None:
+        self.map(change)
+        if self.decode is not None:
+            self.decode.map(change)
+
+
+class _ReducedMixin:
+    """Put in front of a cache's own class; see the module's docstring."""
+
+    tokenprune_reduction: Reduction
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.tokenprune_reduction.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.tokenprune_reduction.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.tokenprune_reduction.length + query_length, 0
+
+    def reset(self) -> None:
+        super().reset()
+        restore(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.tokenprune_reduction.map_rows(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.tokenprune_reduction.map_rows(lambda slots: slots.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.tokenprune_reduction.map_rows(lambda slots: slots[indices.to(slots.device)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        reduction = self.tokenprune_reduction
+        # A positive number is the (deprecated) absolute length to keep.
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, reduction.length - tokens_to_remove)
+        if remove == 0:
+            # Layers that record their past give up what is not needed any more.
+            return super().crop(0)
+        length = reduction.length - remove
+        for _, slots in reduction.slots:
+            rest, tail = slots[:, : max(0, slots.shape[1] - remove)], slots[:, -remove:]
+            whole = tail.shape[1] == remove and int(tail.min()) >= length
+            if not whole or (rest.numel() and int(rest.max()) >= length):
+                raise UnsupportedSetupError(
+                    f"cannot crop {remove} tokens from this cache: some of them were pruned, so that rows and layers "
+                    "would lose different numbers of entries; crop no further back than the end of the prompt"
+                )
+        super().crop(-remove)
+        reduction.length = length
+        reduction.map(lambda slots: slots[:, :-remove])
+        if reduction.decode is not None:
+            reduction.decode.crop(length)
+
+
+@functools.cache
+def _reduced_class(cls: type[Cache]) -> type[Cache]:
+    # The name stays, so that messages and `type(cache).__name__` checks keep reading as before.
+    return type(cls.__name__, (_ReducedMixin, cls), {"_tokenprune_original": cls, "__module__": cls.__module__})
+
+
+def reduction_of(cache: Cache | None) -> Reduction | None:
+    """Return the cache's `Reduction`, or None if it was never reduced."""
+    return getattr(cache, "tokenprune_reduction", None)
+
+
+def attach(cache: Cache, reduction: Reduction) -> None:
+    """Make `cache` report logical lengths from now on."""
+    if not isinstance(cache, _ReducedMixin):
+        cache.__class__ = _reduced_class(type(cache))
+    cache.tokenprune_reduction = reduction
+
+
+def restore(cache: Cache) -> None:
+    """Make `cache` an ordinary one again (after it was emptied)."""
+    if isinstance(cache, _ReducedMixin):
+        del cache.tokenprune_reduction
+        give_back_class(cache, cache._tokenprune_original, _ReducedMixin)
+
+
+def check(cache: Cache) -> None:
+    """Raise UnsupportedSetupError if tokens cannot be left out of this kind of cache."""
+    for layer in getattr(cache, "layers", []):
+        if type(layer) not in _KNOWN_LAYERS:
+            kind = type(layer).__name__
+            known = "a dynamic cache" if isinstance(layer, CacheLayerMixin) else "a cache of keys and values"
+            raise UnsupportedSetupError(
+                f"cannot prune with cache layers of kind {kind}: only {known} can hold fewer tokens per layer; "
+                'leave out cache_implementation="static"/"quantized", or unpatch the model first'
+            )
+    if getattr(cache, "offloading", False):
+        raise UnsupportedSetupError("cannot prune with an offloaded cache; leave out cache_implementation='offloaded'")
+
+
+def slots_handed_out(layer: CacheLayerMixin) -> int:
+    """Return how many physical slots a layer of a cache hands out beside the tokens of a call.
+
+    A sliding layer that records its past holds more of them until it is cropped: those that it would otherwise have
+    thrown away, so that drafts can be taken back.
+    """
+    keys = getattr(layer, "keys", None)
+    held = 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
+    records = getattr(layer, "record_past", False) and getattr(layer, "is_sliding", False)
+    return min(held, layer.sliding_window - 1) if records else held
+
+
+def cached_tokens(cache: Cache | None, layer: int) -> int | None:
+    """Return how many physical slots `layer` hands out (`slots_handed_out`), or None without such a layer (yet)."""
+    if cache is None or layer >= len(cache.layers):
+        return None
+    return slots_handed_out(cache.layers[layer])
+
+
+def new_positions(start: int, count: int, batch: int, device: torch.device) -> Tensor:
+    """long `[batch, count]`: logical positions of tokens that all stay."""
+    return torch.arange(start, start + count, device=device).expand(batch, count)

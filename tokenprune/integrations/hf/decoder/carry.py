@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the stages of one method hand on to each other within a forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tokenprune.integrations.hf.sequence.segments import Kept
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.plan import Step
+
+
+class Carry(dict[str, Any]):
+    """What the stages of one method remember, by name; see `VisualTokens.remember`.
+
+    original: visual tokens of each segment of the prompt that reached the first stage that ran. still: names of what
+    does not follow cuts, whatever its shape.
+    """
+
+    def __init__(self, original: list[int]) -> None:
+        super().__init__()
+        self.original, self.still = original, set()
+
+    def remember(self, name: str, value: Any, per_token: bool | None) -> None:
+        """Keep `value`; see `VisualTokens.remember`."""
+        self[name] = value
+        self.still.discard(name)
+        if per_token is False:
+            self.still.add(name)
+
+    def follow(self, kept: Kept) -> None:
+        """Leave out what belongs to tokens, and to segments, that a cut took away."""
+        for name, value in self.items():
+            if name not in self.still and isinstance(value, Tensor) and value.shape[:2] == kept.before:
+                self[name] = kept.follow(value)
+            elif kept.withdraws and isinstance(value, (Tensor, list)) and len(value) == kept.before[0]:
+                self[name] = kept.segments_of(value)
+
+
+@dataclass
+class Carries:
+    """The `Carry` of each method that the patch is composed of, by its index (`Step.owner`)."""
+
+    by_owner: dict[int, Carry] = field(default_factory=dict)
+
+    def follow(self, kept: Kept) -> None:
+        for carry in self.by_owner.values():
+            carry.follow(kept)
+
+
+def carry_of(call: Call, step: Step, arrived: list[int]) -> Carry:
+    """Return what the stages before `step` remember. arrived: tokens of each segment of the prompt that reach it."""
+    carries = call.state.get(Carries) or call.state.put(Carries())
+    if step.owner not in carries.by_owner:
+        carries.by_owner[step.owner] = Carry(call.plan.original(step, arrived))
+    return carries.by_owner[step.owner]

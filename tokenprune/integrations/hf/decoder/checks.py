@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoder can be cut with: checks before a model is patched, and before anything is cut in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from tokenprune.base import Method, Site
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.hf.cache import reduced_cache as caches
+from tokenprune.integrations.hf.decoder import decode_pruning as decoding
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.observable import Backend, Where
+from tokenprune.observable_registry import not_served, observables_of
+
+_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED)
+# Arguments of a decoder that hold one entry per token and are known to the engine.
+_PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
+
+
+def reads_layer_before(method: Method) -> bool:
+    """Return whether a method reads the attention of the decoder layer before its cut."""
+    return bool(observables_of(method.needs, Where.LAYER_BEFORE, Where.UNROTATED))
+
+
+def reads_next_layer(method: Method) -> bool:
+    """Return whether a method reads the attention that the decoder layer behind its cut would have."""
+    return bool(observables_of(method.needs, Where.NEXT_LAYER))
+
+
+def check_needs(method: Method) -> None:
+    """Raise OptionError for a method that needs what the Hugging Face engine cannot observe."""
+    if missing := not_served(method.needs, Backend.HF):
+        raise OptionError(f"{method.name} needs {', '.join(missing)}, which is not to be had of models of transformers")
+
+
+def check_steps(steps: list[Step], adapter: Adapter) -> None:
+    """Raise OptionError for cuts that cannot be made in this decoder, or not together."""
+    layers = len(adapter.decoder.layers)
+    for step in steps:
+        check_needs(step.method)
+        if step.method.site is not Site.PRE_LLM and not 1 <= step.layer < layers:
+            raise OptionError(
+                f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
+                f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
+            )
+        check_layers(step, adapter)
+        if step.method.site is Site.PRE_LLM and (seen := observables_of(step.method.needs, *_IN_LAYERS)):
+            names = [one.name for one in seen]
+            raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {names}: no layer ran yet")
+    decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
+    for method in decoding_methods:
+        decoding.check(method, adapter.decoder, len(decoding_methods) - 1)
+    if len({step.budget.per for step in steps}) > 1:
+        raise OptionError("composed methods must share their Budget's per=")
+
+
+def check_layers(step: Step, adapter: Adapter) -> None:
+    """Raise OptionError for a cut that this decoder's layers do not allow where it is asked for."""
+    method, layer, family = step.method, step.layer, adapter.config.model_type
+    attending = [index for index in range(len(adapter.decoder.layers)) if index not in adapter.stateful]
+    if method.site is Site.DECODE and adapter.stateful:
+        raise OptionError(
+            f"{method.name}: the decoder of {family!r} has layers that carry a state instead of keys, and no token can "
+            "be taken from a state while decoding; use a PRE_LLM or IN_LLM method, which cuts before it is built"
+        )
+    if reads_layer_before(method) and layer - 1 in adapter.stateful:
+        raise OptionError(
+            f"{method.name}: layer={layer} reads the attention of decoder layer {layer - 1}, which has none in "
+            f"{family!r}; choose a layer behind one of {attending}"
+        )
+    if reads_next_layer(method) and layer in adapter.stateful:
+        raise OptionError(
+            f"{method.name}: layer={layer} reads the attention of that decoder layer, which has none in {family!r}; "
+            f"choose one of {attending}"
+        )
+    rotary = [one.name for one in observables_of(method.needs) if one.rotary]
+    if rotary and not hasattr(adapter.decoder, "rotary_emb"):
+        raise OptionError(
+            f"{method.name}: the decoder of {family!r} has no rotary positions, which {', '.join(rotary)} is made of; "
+            "use a method that does not need them"
+        )
+    if adapter.last_cut is not None and layer > adapter.last_cut[0]:
+        raise OptionError(
+            f"{method.name}: layer={layer} is too late in {family!r}: {adapter.last_cut[1]}; cut at layer "
+            f"{adapter.last_cut[0]} or before"
+        )
+
+
+def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedSetupError if a decoder that is called with `kwargs` cannot be cut by `steps`."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache):
+        caches.check(cache)
+    for step in steps:
+        if step.method.site is Site.DECODE:
+            decoding.check_setup(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
+    if reruns_layers(adapter.decoder) and any(step.layer for step in steps):
+        raise UnsupportedSetupError(
+            "gradient checkpointing runs decoder layers a second time, without the state of the cut between them; "
+            "call model.gradient_checkpointing_disable(), or use a PRE_LLM method (it cuts before the layers)"
+        )
+    check_arguments(adapter, kwargs)
+
+
+def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedSetupError if the decoder got an argument with an entry for each token that nobody would cut."""
+    shape = kwargs["inputs_embeds"].shape[:2]
+    for name, value in kwargs.items():
+        per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape
+        known = _PER_TOKEN | adapter.extra_arguments | adapter.entry_tokens.keys()
+        if per_token and name not in known:
+            raise UnsupportedSetupError(
+                f"the decoder of {adapter.config.model_type!r} got the per-token argument {name!r}, which its "
+                "adapter does not know how to cut; override take_extras in an adapter for this family"
+            )
+
+
+def reruns_layers(decoder: nn.Module) -> bool:
+    """Whether the backward pass will run the decoder's layers again (gradient checkpointing)."""
+    return decoder.training and getattr(decoder, "gradient_checkpointing", False)

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hugging Face engine: hooks that remove visual tokens on their way through the decoder.
+
+The caller's tensors keep their length. Tokens leave at the decoder's entry (PRE_LLM) or at the input of a decoder layer
+(IN_LLM); what is left is compacted to the right end of each row, and the decoder's output is scattered back to the full
+length, with zeros where tokens are gone. Padding leaves with the first cut, so that every later layer is as wide as the
+longest row of what stays. Positions are those of the full prompt throughout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from tokenprune.accounting import DecoderShape
+from tokenprune.base import Site
+from tokenprune.integrations.hf.attention.observer import Observer, Seen
+from tokenprune.integrations.hf.decoder import decode_pruning as decoding
+from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_next_layer
+from tokenprune.integrations.hf.decoder.entry import cut_entry
+from tokenprune.integrations.hf.decoder.kept_inputs import keep_entry, keep_input
+from tokenprune.integrations.hf.decoder.probe import Probe, SeenError, look_ahead
+from tokenprune.integrations.hf.decoder.pruning import cut
+from tokenprune.integrations.hf.encoded.record import start_record
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
+from tokenprune.integrations.hf.forward.stats import Report
+from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.sequence.segments import RunsPerImage, check_placeholders, find_segments
+from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
+from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states, with_hidden_states, with_output
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.statistics import Stats
+
+_MODALITIES = ("image", "video")
+
+
+class Engine(Attachable):
+    """Holds the hooks of one patched model, and its `stats`. The state of a forward lives in a `Call`, that of a cache
+    on the cache.
+
+    steps: the cuts; parts: what else is done, in the order in which it is told of a call.
+    """
+
+    def __init__(self, adapter: Adapter, steps: Sequence[Step], parts: Sequence[Part], record: bool) -> None:
+        super().__init__()
+        self.adapter, self.decoder, self.parts = adapter, adapter.decoder, [*parts, *adapter.parts()]
+        self.shape = DecoderShape.from_config(adapter.text_config)
+        self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
+        self.per = steps[0].budget.per if steps else "image"
+        self.record, self._stats = record, Stats()
+        self._reads_text = adapter.reads_prompt or any(part.reads_text for part in self.parts)
+        self._parameters = list(inspect.signature(adapter.base.forward).parameters)
+
+    @property
+    def stats(self) -> Stats:
+        return self._stats.settled()
+
+    # -- attaching
+
+    def _attach(self) -> None:
+        base, decoder = self.adapter.base, self.decoder
+        for part in self.parts:
+            part.current = self._call
+            self.attach_part(part)
+        for layer in sorted(self._observed()):
+            self.attach_part(Observer(self.adapter.attention_of(layer), partial(self._observe, layer)))
+        for modality in _MODALITIES:
+            self._record_features(modality)
+        self.hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
+        self.hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
+        # The base may be the decoder itself: it is entered first, and left last.
+        self.hook(decoder.register_forward_hook(self._leave_decoder))
+        self.hook(base.register_forward_hook(self._leave_base, always_call=True))
+        extras = type(self.adapter).after_layer is not Adapter.after_layer
+        for index, layer in enumerate(decoder.layers):
+            self.hook(layer.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True))
+            if extras:
+                self.hook(layer.register_forward_hook(partial(self._leave_layer, index)))
+
+    def _observed(self) -> set[int]:
+        """The decoder layers whose attention is read."""
+        before = {step.layer - 1 for step in self.steps.values() if reads_layer_before(step.method)}
+        return before | {step.layer for step in self.steps.values() if reads_next_layer(step.method)}
+
+    def _record_features(self, modality: str) -> None:
+        """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
+        forward."""
+        base, name = self.adapter.base, f"get_{modality}_features"
+        if getattr(base, name, None) is None or modality not in self.adapter.placeholders:
+            return
+        ahead = partial(self._before_features, modality)
+        self.wrap(base, name, partial(FeatureRecorder, ahead=ahead, note=self._note_features))
+
+    # -- the stack of calls of this thread
+
+    def _stack(self) -> list[Call]:
+        return states().setdefault(self, [])
+
+    def _call(self) -> Call | None:
+        stack = self._stack()
+        return stack[-1] if stack else None
+
+    def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        call = Call(dict(zip(self._parameters, args, strict=False)) | kwargs)
+        self._stack().append(call)
+        call.arguments = self.adapter.arguments(call.arguments)
+        encoded = call.arguments.get("mm_encoder_outputs") or {}
+        given = {name for name, value in call.arguments.items() if value is not None}
+        pictures = encoded or any(name.startswith("pixel_values") for name in given)
+        if pictures and given & {"input_ids", "inputs_embeds"}:
+            # Before the tower is launched: whoever asks the device now finds it idle.
+            self._read_to_host(call)
+        for modality in _MODALITIES:
+            if encoded.get(modality) is not None:
+                self._match_features(call, modality, encoded[modality])
+
+    def _read_to_host(self, call: Call) -> None:
+        call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
+
+    def _leave_base(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._stack().pop()
+
+    def _before_features(self, modality: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return what is about to be encoded, before the tower is launched: whoever asks the device finds it idle."""
+        if (call := self._call()) is not None:
+            modality = self.adapter.modality(modality, arguments, call.arguments)
+        arguments = self.adapter.on_host(modality, arguments)
+        for part in self.parts:
+            part.ahead(modality, arguments)
+        return modality, arguments
+
+    def _note_features(self, encoded: tuple[str, dict[str, Any]], output: Any) -> None:
+        """Pictures were encoded. Their grids travel with the output, which generate() hands to a later forward."""
+        modality, arguments = encoded
+        if hasattr(output, "pooler_output"):
+            grids = self.adapter.grids(modality, arguments)
+            start_record(output, grids, self.adapter.video_frames(arguments) if modality == "video" else None)
+        for part in self.parts:
+            part.note(modality, arguments, output)
+        if (call := self._call()) is not None:
+            self._match_features(call, modality, output)
+
+    def _match_features(self, call: Call, modality: str, output: Any) -> None:
+        call.outputs[modality] = output
+        if call.host is None:
+            self._read_to_host(call)
+        # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
+        if modality == "image" and modality in call.masks:
+            check_placeholders(modality, call.host.masks[modality], output)
+
+    # -- the decoder
+
+    def _enter_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        call = self._call()
+        if call is None:
+            return None
+        kwargs = self.adapter.embeds(kwargs)
+        embeds = kwargs.get("inputs_embeds")
+        if embeds is None:
+            return None
+        start = time.perf_counter()
+        call.take_cache(kwargs.get("past_key_values"))
+        decoding.take_up(call, self.steps, embeds.shape[1])
+        if call.past == 0:
+            self._stats = Stats(notes=call.notes)
+        if call.outputs and embeds.shape[1] > 1:
+            self._find_segments(call, embeds)
+        for part in self.parts:
+            part.enter(call, kwargs)
+        cutting = call.segments is not None and self._plan(call)
+        if cutting or call.reduction is not None:
+            self._activate(call, kwargs, cutting)
+        if call.report is not None:
+            call.report.add_time(time.perf_counter() - start)
+        return args, kwargs
+
+    def _find_segments(self, call: Call, embeds: Tensor) -> None:
+        outputs = call.outputs if self.adapter.features_per_picture else {}
+        step = self.adapter.step_within_picture
+        runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
+        grid_of = self.adapter.image_grid
+        behind = self.adapter.behind_video
+        call.segments = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind)
+        if call.segments is not None:
+            call.report = Report(self.shape, call.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
+            call.report.stats.notes = call.notes
+
+    def _runs_per_image(self, call: Call) -> RunsPerImage | None:
+        if call.host.ids is None:
+            call.notes.append(
+                "the prompt came as embeddings, which do not tell which tiles make up an image: each tile counts as one"
+            )
+            return None
+        ids = call.host.ids.tolist()
+        return lambda row, runs: self.adapter.runs_per_image(ids[row], runs)
+
+    def _plan(self, call: Call) -> bool:
+        """Plan the cuts of a call, and return whether tokens leave."""
+        merged = call.state.get(Merged)
+        counts = call.segments.counts if merged is None else merged.selection.counts
+        tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
+        call.plan = plan_cuts(self.steps.values(), self.shape, call.segments, counts, tokens, at_least)
+        for part in self.parts:
+            part.planned(call)
+        return bool(call.plan.cuts) or merged is not None
+
+    def _at_least(self, call: Call, step: Step, arrived: list[int], wanted: list[int]) -> list[int]:
+        for part in self.parts:
+            wanted = part.at_least(call, step, arrived, wanted)
+        return wanted
+
+    def _activate(self, call: Call, kwargs: dict[str, Any], cutting: bool) -> None:
+        """Prepare a call in which tokens are missing: in its cache, or (`cutting`) by cuts of its own. Those at the
+        entry are made here."""
+        embeds = kwargs["inputs_embeds"]
+        tokens = call.host.tokens_per_row if cutting else None
+        call.layout = Layout.full(*embeds.shape[:2], embeds.device, tokens)
+        # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
+        kwargs.pop("logits_to_keep", None)
+        if cutting:
+            check_call(self.steps.values(), self.adapter, kwargs)
+            if call.cache is None and self._uses_cache(kwargs):
+                kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
+        if call.segments is not None:
+            call.extras = self.adapter.take_extras(kwargs, call.layout)
+        if call.cuts_at(0) or call.state.get(Merged) is not None:
+            cut_entry(call, kwargs, self.steps.get(0), self.adapter)
+        keep_entry(call, [self.steps[layer] for layer in call.plan.cuts] if cutting else [], kwargs["inputs_embeds"])
+        call.groups.append(call.group(0))
+
+    def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
+        use_cache = kwargs.get("use_cache")
+        return bool(self.adapter.text_config.use_cache if use_cache is None else use_cache)
+
+    def _leave_decoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        call = self._call()
+        if call is None:
+            return None
+        call.leave_cache(decoding.kept_state(call))
+        if call.report is not None:
+            # One assignment: other threads may run the same model.
+            self._stats = call.report.finish(call, call.cache or getattr(output, "past_key_values", None))
+        elif call.decode is not None:
+            self._stats = decoding.finish(call)
+        if not call.active or call.layout.whole:
+            return None
+        return with_output(call.layout.scatter_back, output)
+
+    # -- decoder layers
+
+    def _enter_layer(
+        self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        call = self._call()
+        if call is None or not call.active:
+            return None
+        if call.extras is not None:
+            hidden = self.adapter.before_layer(call.extras, index, hidden_states(args, kwargs))
+            args, kwargs = with_hidden_states(hidden, args, kwargs)
+        if index and index == decoding.decides_at(call):
+            decoding.decide(call)
+        if index and call.cuts_at(index):
+            args, kwargs = self._cut_layer(call, index, args, kwargs)
+        if index and call.starts_group(index):
+            call.groups.append(call.group(index))
+        keys = call.key_count(index, self.adapter, kwargs)
+        args, kwargs = call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
+        if call.cuts_at(index + 1):
+            keep_input(call, self.steps[index + 1].method, self.adapter, index, args, kwargs)
+        return args, kwargs
+
+    def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        """IN_LLM: cut the hidden states that arrive at a layer."""
+        start = time.perf_counter()
+        arrived, step = hidden_states(args, kwargs), self.steps[index]
+        hidden = self.adapter.flatten(arrived)
+        if reads_next_layer(step.method):
+            seen = call.state.get(Seen) or call.state.put(Seen())
+            seen.behind = look_ahead(call, self.adapter, index, args, kwargs)
+        if step.method.site is Site.DECODE:
+            hidden = decoding.cut(call, step, hidden, self.adapter, self.record)
+        else:
+            hidden = cut(call, step, hidden, self.adapter)
+        call.report.add_time(time.perf_counter() - start)
+        return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
+
+    def _leave_layer(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
+        call = self._call()
+        if call is None or not call.active or call.extras is None:
+            return None
+        return with_output(partial(self.adapter.after_layer, call.extras, index), output)
+
+    def _observe(self, layer: int, observation: Observation) -> None:
+        call = self._call()
+        if call is None or not call.active:
+            return
+        if call.state.get(Probe) is not None:
+            raise SeenError(observation)
+        reads = call.cuts_at(layer + 1) and reads_layer_before(self.steps[layer + 1].method)
+        if reads or layer + 1 == decoding.decides_at(call):
+            call.state.put(Seen(before=observation))

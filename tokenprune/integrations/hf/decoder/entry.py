@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cut what a decoder is handed at its entry: embeddings, positions and masks (PRE_LLM, and merges in the tower)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tokenprune.integrations.hf.decoder.pruning import apply, cut
+from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.plan import Merged, Step
+from tokenprune.integrations.hf.sequence import masks
+from tokenprune.integrations.hf.sequence.layout import gather_tokens
+
+
+def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Adapter) -> None:
+    """Take what was merged in the tower, and what `step` leaves out, out of the decoder's arguments."""
+    embeds, mask, positions = kwargs["inputs_embeds"], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    config, length, arrived = adapter.text_config, embeds.shape[1], call.group(0)
+    if positions is None:
+        # The decoder would count the remaining tokens; they keep the positions of the full prompt.
+        positions = adapter.positions(kwargs, call.past)
+    prepared = isinstance(mask, dict) or (mask is not None and mask.ndim == 4)
+    if not prepared and (call.past or masks.sliding_layers(config)):
+        mask = adapter.masks(embeds, mask, call.cache)
+        prepared = True
+
+    if (merged := call.state.get(Merged)) is not None:
+        embeds = apply(call, merged.step, merged.selection, embeds, adapter)
+    if call.cuts_at(0):
+        embeds = cut(call, step, embeds, adapter)
+    kwargs["inputs_embeds"] = embeds
+    layout = call.layout
+    for name, dim in adapter.entry_tokens.items():
+        if kwargs.get(name) is not None:
+            kwargs[name] = gather_tokens(kwargs[name], layout.index, dim)
+    kwargs["position_ids"] = gather_tokens(positions, layout.index, -1)
+    if call.maskless.issuperset(range(len(adapter.decoder.layers))):
+        # So that the decoder makes no dense mask that no layer reads.
+        kwargs["attention_mask"] = torch.ones_like(layout.index)
+    elif prepared:
+        inputs = replace(call.group(0), start=arrived)
+        keys = inputs.columns.shape[1]
+
+        def remaining(kind: str, mask: Any) -> Any:
+            if kind in STATEFUL:
+                return inputs.state_mask(mask)
+            return inputs.attention_mask(mask, keys, adapter.attention, embeds.dtype)
+
+        made = {kind: remaining(kind, one) for kind, one in mask.items()} if isinstance(mask, dict) else None
+        kwargs["attention_mask"] = remaining("", mask) if made is None else made
+    elif mask is not None:
+        kwargs["attention_mask"] = masks.gather_token_mask(mask[:, -length:], layout.index, layout.valid)
+    elif layout.valid is not None:
+        kwargs["attention_mask"] = layout.valid.long()
+    elif call.cache is None:
+        # Without mask and cache transformers takes gaps in position_ids for borders of packed sequences.
+        kwargs["attention_mask"] = torch.ones_like(layout.index)

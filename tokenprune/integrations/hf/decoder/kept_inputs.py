@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what methods read of the decoder's entry, and of what the layer before a cut is called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import Method
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.decoder.probe import attention_of
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
+from tokenprune.token_source import LayerInput
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.plan import Step
+
+
+@dataclass
+class Inputs:
+    """What a call keeps for the cuts to come.
+
+    entry: `[B, W, D]`, what entered the decoder, and the layout of its slots; last: the layer of the last cut that
+    reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see
+    without rotation.
+    """
+
+    entry: tuple[Tensor, Layout] | None = None
+    last: int = 0
+    before: LayerInput | None = None
+    unrotated: Observation | None = None
+
+
+def keep_entry(call: Call, steps: list[Step], embeds: Tensor) -> None:
+    """Keep what enters the decoder, if one of `steps` reads it behind the entry."""
+    readers = [step.layer for step in steps if step.layer and observables_of(step.method.needs, Where.ENTRY)]
+    if readers:
+        call.state.put(Inputs((embeds, call.layout), max(readers)))
+
+
+def release(call: Call, layer: int) -> None:
+    """Let go of what the cut at `layer` was the last to read."""
+    if (inputs := call.state.get(Inputs)) is not None:
+        inputs.before = inputs.unrotated = None
+        inputs.entry = inputs.entry if layer < inputs.last else None
+
+
+def keep_input(
+    call: Call, method: Method, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]
+) -> None:  # fmt: skip
+    """Keep what `layer` is called with in the current layout, as far as `method`, which cuts behind it, reads it."""
+    needed = observables_of(method.needs, Where.INPUT_BEFORE, Where.UNROTATED)
+    if not needed:
+        return
+    hidden = adapter.seen(call.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
+    rotation = rotation_of(args, kwargs)
+    if rotation is None and any(one.rotary for one in needed):
+        raise UnsupportedSetupError(
+            f"{method.name} reads {', '.join(one.name for one in needed if one.rotary)}, and decoder layer {layer} of "
+            f"{adapter.config.model_type!r} gets no rotary positions; use a method that does not need them"
+        )
+    batch = len(hidden)
+    turned = rotation and tuple(one.expand(batch, -1, -1) for one in rotation)
+    inputs = call.state.get(Inputs) or call.state.put(Inputs())
+    inputs.before = LayerInput(hidden, turned)
+    if any(one.where is Where.UNROTATED for one in needed):
+        inputs.unrotated = unrotated(call, adapter, layer, args, kwargs)
+
+
+def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return cosines and sines, `[B or 1, W, R]`, among a layer's arguments; None if it gets none."""
+    found = kwargs.get("position_embeddings")
+    if found is None:
+        found = next((one for one in args if isinstance(one, tuple) and len(one) == 2), None)
+    whole = isinstance(found, tuple) and all(isinstance(one, Tensor) and one.ndim == 3 for one in found)
+    return found if whole else None
+
+
+def unrotated(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+    """Return what the attention of `layer` would see of this call's tokens if it turned nothing.
+
+    The layer runs with angles of 0 until its attention function is called, so its own norms and projections apply, and
+    whatever it turns against what, in whichever order, and by which factor; nothing behind is computed.
+    """
+    cos, sin = rotation_of(args, kwargs)
+    still = (torch.ones_like(cos), torch.zeros_like(sin))
+    if "position_embeddings" in kwargs:
+        kwargs = kwargs | {"position_embeddings": still}
+    args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
+    observation = attention_of(call, adapter, layer, args, kwargs)
+    if observation.mask is not None:  # keys of earlier turns are not among these
+        observation.mask = observation.mask[..., -observation.key.shape[2] :]
+    return observation

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method may see of a call: everything behind a `VisualTokens`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.hf.attention.observer import Seen
+from tokenprune.integrations.hf.decoder.carry import Carry
+from tokenprune.integrations.hf.decoder.kept_inputs import Inputs
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.tower.attention_scores import EncodedTokens
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.kernels.compact import partition
+from tokenprune.token_source import LayerInput, TokenSource
+from tokenprune.tokens import Patches, Segments
+
+
+@dataclass
+class Sources(TokenSource):
+    """Backs a `VisualTokens` in the decoder. hidden: `[B, W, D]`, in the current layout. needs: of the method."""
+
+    call: Call
+    hidden: Tensor
+    adapter: Adapter
+    needs: frozenset[str] = frozenset()
+    carry: Carry = field(default_factory=lambda: Carry([]))
+
+    def remember(self, name: str, value: Any, per_token: bool | None) -> None:
+        self.carry.remember(name, value, per_token)
+
+    def slots(self, position: Tensor, segments: Segments) -> Tensor:
+        return self.call.layout.inverse[segments.row_index, position].clamp(min=0)
+
+    def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
+        return super().at(values.to(self.hidden.device), position, segments)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.adapter.norm(hidden)
+
+    @property
+    def before(self) -> Observation:
+        return _observed(self._seen.before)
+
+    @property
+    def behind(self) -> Observation:
+        return _observed(self._seen.behind)
+
+    @property
+    def _seen(self) -> Seen:
+        return self.call.state.get(Seen) or Seen()
+
+    @property
+    def input_before(self) -> LayerInput:
+        found = self._inputs.before
+        return super().input_before if found is None else found
+
+    @property
+    def unrotated(self) -> Observation:
+        return _observed(self._inputs.unrotated)
+
+    def entered(self, position: Tensor, segments: Segments) -> Tensor:
+        entry = self._inputs.entry
+        if entry is None:  # the cut is at the entry
+            return self.at(self.hidden, position, segments)
+        embeds, layout = entry
+        slots = layout.inverse.to(position.device)[segments.row_index, position].clamp(min=0)
+        return embeds.to(position.device)[segments.row_index, slots]
+
+    @property
+    def _inputs(self) -> Inputs:
+        return self.call.state.get(Inputs) or Inputs()
+
+    @cached_property
+    def encoded(self) -> EncodedTokens:
+        return EncodedTokens(self.call, self.hidden.device)
+
+    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+        return self.encoded.values(key, segments)
+
+    def patches(self, segments: Segments) -> Patches:
+        return self.encoded.patches(segments)
+
+    def real(self) -> Tensor:
+        layout, padding = self.call.layout, self._padding()
+        real = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
+        if padding is not None:
+            real = ~padding.gather(1, layout.index)
+        return real if layout.valid is None else real & layout.valid
+
+    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        text = ~self.call.visual(self.hidden.device)
+        padding = self._padding()
+        if padding is not None:
+            text = text & ~padding
+        text = text[segments.row_index.squeeze(1)]
+        last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
+        behind = text & (torch.arange(text.shape[1], device=text.device) > last)
+        # As many as the host can tell: all text behind the first placeholder of a row.
+        visual = self.call.host.visual
+        width = max(1, int(((visual.cumsum(1) > 0) & ~visual).sum(1).max()))
+        order = partition(behind)[:, :width]
+        mask = behind.gather(1, order)
+        # Removed visual tokens have no slot; point the padding at a token that is certainly there.
+        return torch.where(mask, order, segments.position[:, :1]), mask
+
+    def _padding(self) -> Tensor | None:
+        padding = self.call.padding(self.call.layout.length)
+        return None if padding is None else padding.to(self.hidden.device)
+
+    def last_slot(self) -> Tensor:
+        layout, padding = self.call.layout, self._padding()
+        if padding is None:
+            return layout.index.new_full((layout.index.shape[0], 1), layout.width - 1)
+        last = (~padding).long().cumsum(1).argmax(1, keepdim=True)
+        return layout.inverse.gather(1, last)
+
+
+def _observed(observation: Observation | None) -> Observation:
+    if observation is None:
+        raise TokenPruneError("the decoder layer at this cut showed no attention: it was left out of this call")
+    return observation

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What methods that compare the frames of a video ask of a patch, and of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
+
+
+def compares_frames(step: Step) -> bool:
+    """Return whether a step runs a method that reads which frame of a video tokens are of."""
+    return step.acts and bool(observables_of(step.method.needs, Where.FRAMES))
+
+
+class VideoFrames(Part):
+    """Leaves images to such methods as they are, and says so; a video whose frames are not known is refused.
+
+    steps: all cuts of the patch, in order. merges: names of the methods that merge tokens before them.
+    Raises BudgetError, OptionError or UnsupportedSetupError for what does not go together with frames.
+    """
+
+    def __init__(self, adapter: Adapter, steps: Sequence[Step], merges: Sequence[str]) -> None:
+        super().__init__()
+        self.family = adapter.config.model_type
+        self.names = list(dict.fromkeys(step.method.name for step in steps if compares_frames(step)))
+        for index, step in enumerate(steps):
+            if not compares_frames(step):
+                continue
+            name = step.method.name
+            if step.budget.per != "image":
+                raise BudgetError(
+                    f"{name} compares the frames of a video, so the whole video has one budget: say "
+                    f'per="image" in place of per={step.budget.per!r}'
+                )
+            if "video" not in adapter.placeholders:
+                raise UnsupportedSetupError(
+                    f"{name} acts on videos, and prompts of {self.family!r} hold none: its config names no video "
+                    "token; use a method that acts on images too, such as divprune"
+                )
+            if not adapter.tells_frames:
+                raise UnsupportedSetupError(
+                    f"{name} compares the frames of a video, and of {self.family!r} it is not known which tokens are a "
+                    "frame; use a method that does not, such as divprune, or say so in the adapter's tells_frames"
+                )
+            if before := [*merges, *(one.method.name for one in steps[:index] if one.acts)]:
+                raise OptionError(
+                    f"{name} compares the frames of a video token by token, and {before[0]} removes some of them "
+                    f"before; leave {before[0]} out, or let it act behind {name}"
+                )
+
+    def _attach(self) -> None:
+        pass  # the engine tells all there is to know
+
+    def enter(self, call: Call, kwargs: dict) -> None:
+        """Note which segments are images, and refuse a video whose frames nothing tells."""
+        if call.segments is None:
+            return
+        images = [modality == "image" for modality in call.segments.modality]
+        frames = call.segments.frames
+        if unknown := [i for i, image in enumerate(images) if not image and frames[i] is None]:
+            count = call.segments.counts[unknown[0]]
+            raise UnsupportedSetupError(
+                f"{self.names[0]} compares the frames of a video, and nothing tells which of the {count} tokens of "
+                f"this one of {self.family!r} are a frame: pass its pixels to the patched model"
+            )
+        if any(images):
+            for name in self.names:
+                call.notes.append(f"{name}: images keep all tokens, because it compares the frames of videos")
+        call.state.put(_Images(images))
+
+    def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        if not compares_frames(step):
+            return list(wanted)
+        images = call.state[_Images]
+        return [count if image else number for count, number, image in zip(arrived, wanted, images, strict=True)]
+
+
+class _Images(list):
+    """For each segment of a call whether it is an image."""

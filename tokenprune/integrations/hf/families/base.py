@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How model families hand pictures to their decoder. One adapter covers the common contract; a quirk is an override
+here.
+
+The common contract of transformers (>= 5.19): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
+into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., past_key_values=...)`.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_masks_for_generate
+
+from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf.families.table import (
+    PATCH_TOKENS,
+    REFUSED,
+    SQUARE,
+    SQUARE_TILES,
+    SUPPORTED,
+    UNMERGEABLE,
+    VIDEO_FRAMES,
+)
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.shared.patch_grid import PatchSource
+from tokenprune.tokens import square_grid
+from tokenprune.transfer import sent
+
+# Layers that keep a key and a value for each token.
+_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+# Layers that carry a state from token to token (linear attention, state space, convolution), or look at one token at a
+# time. Their state is built from the tokens that reach them, as if there had never been others.
+STATEFUL = {"linear_attention", "conv", "mamba"}
+_POINTWISE = {"mlp", "moe"}
+
+
+class Adapter(PatchSource):
+    """The common contract; it serves every model type that no other adapter names in `families`."""
+
+    families: tuple[str, ...] = ()
+    decoder_names: tuple[str, ...] = ("language_model",)
+    norm_name = "norm"  # of the decoder's last norm
+
+    # Per-token arguments beyond the common ones. Of the decoder: those that take_extras deals with, and those that are
+    # gathered with the embeddings (name -> axis of the tokens). Of each layer: name or position -> axis.
+    extra_arguments: frozenset[str] = frozenset()
+    entry_tokens: ClassVar[dict[str, int]] = {}
+    layer_tokens: ClassVar[dict[str | int, int]] = {"position_embeddings": -2, "position_ids": -1}
+
+    # How methods that act on pixels can make fewer tokens: "input" (the processor follows the picture's size), "target"
+    # (it makes every picture one size, which can shrink) or None (as many tokens of any picture).
+    resizing: str | None = "input"
+
+    # Whether a list of features from the encoder has one entry per picture; if not, runs of placeholders tell them
+    # apart.
+    features_per_picture = True
+    # Where no such list tells pictures apart: from one placeholder of a picture to the next, at most.
+    step_within_picture = 1
+    # Tokens of a video that follow its last frame.
+    behind_video = 0
+
+    @property
+    def tells_frames(self) -> bool:
+        """Whether it is known which tokens of a video are a frame (`video_frames`, `behind_video`)."""
+        return self.config.model_type in VIDEO_FRAMES
+
+    # Whether the ids of a prompt tell which runs of placeholders make up an image: see `runs_per_image`.
+    reads_prompt = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.config = model.config
+        self.base, self.decoder = self._find(model)
+        self.text_config = self.decoder.config
+        kinds = getattr(self.text_config, "layer_types", None) or ()
+        if unknown := set(kinds) - _ATTENDING - STATEFUL - _POINTWISE:
+            raise UnsupportedModelError(
+                f"model type {self.config.model_type!r} has decoder layers of kind {', '.join(sorted(unknown))}: it is "
+                f"not known what they do with tokens that are gone. {how_to_add()}"
+            )
+        # Layers without keys: those that carry a state, and those that see one token at a time.
+        self.stateful = frozenset(index for index, kind in enumerate(kinds) if kind not in _ATTENDING)
+        self.placeholders = self._placeholder_ids()
+
+    # -- finding the parts
+
+    def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        """Return the module that merges pictures into text, and the decoder inside it."""
+        # Top down, so that wrappers (a causal LM head, an adapter library) are passed through.
+        for base in model.modules():
+            for name in self.decoder_names:
+                try:
+                    decoder = attrgetter(name)(base)
+                except AttributeError:
+                    continue
+                if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, self.norm_name):
+                    return base, decoder
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no {' or '.join(self.decoder_names)} with layers and {self.norm_name} "
+            f"where it is expected. {how_to_add()}"
+        )
+
+    def _placeholder_ids(self) -> dict[str, int]:
+        ids = {}
+        for modality in ("image", "video"):
+            for name in (f"{modality}_token_id", f"{modality}_token_index"):
+                if isinstance(getattr(self.config, name, None), int):
+                    ids.setdefault(modality, getattr(self.config, name))
+        if not ids:
+            raise UnsupportedModelError(
+                f"the config of {self.config.model_type!r} names no image_token_id, image_token_index or "
+                f"video_token_id. {how_to_add()}"
+            )
+        return ids
+
+    def attention_of(self, layer: int) -> nn.Module:
+        """Return the self-attention module of a decoder layer."""
+        for name in ("self_attn", "attention", "attn", "self_attention", "mixer"):
+            if isinstance(module := getattr(self.decoder.layers[layer], name, None), nn.Module):
+                return module
+        raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
+
+    @property
+    def norm(self) -> nn.Module:
+        """The decoder's last norm."""
+        return getattr(self.decoder, self.norm_name)
+
+    @property
+    def attention(self) -> str:
+        """Name of the decoder's attention implementation; it may change after the patch."""
+        return self.text_config._attn_implementation
+
+    @property
+    def unmergeable(self) -> str | None:
+        """Why the patches of this family cannot be merged in its tower; None if its visual tokens are its patches."""
+        family = self.config.model_type
+        if family in PATCH_TOKENS:
+            return None
+        return UNMERGEABLE.get(family, "it is not known what becomes of its patches")
+
+    # -- reading a call
+
+    def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return what the engine reads of the base model's forward, from the arguments that it was called with."""
+        return arguments
+
+    def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
+        """Return a bool `[B, L]` mask of placeholders for each modality. `call`: arguments of the base model's
+        forward."""
+        ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
+        if ids is not None:
+            return {modality: ids == token for modality, token in self.placeholders.items()}
+        table = self.base.get_input_embeddings()
+        tokens = {m: sent([token], embeds.device) for m, token in self.placeholders.items()}
+        return {m: (embeds == table(token)).all(-1) for m, token in tokens.items()}
+
+    def modality(self, modality: str, arguments: dict[str, Any], call: dict[str, Any]) -> str:
+        """Return what is encoded by a `get_{modality}_features` with `arguments`, within a forward with `call`."""
+        return modality
+
+    def on_host(self, modality: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `get_image_features` or `get_video_features` with what tells the shapes of pictures
+        on the host, so that `grids` and others can read it any number of times."""
+        name = f"{modality}_grid_thw"
+        sizes = arguments.get(name)
+        return arguments if sizes is None else arguments | {name: torch.as_tensor(sizes).cpu()}
+
+    def image_grid(self, count: int) -> tuple[int, int, int] | None:
+        """Return (1, height, width) of an image of `count` tokens whose shape nothing else tells; None where it is not
+        known. Only an image of one square without separators is known by its number of tokens: see `SQUARE`."""
+        family = self.config.model_type
+        of_a_tile = getattr(self.config, "image_seq_length", None)
+        one_tile = family in SQUARE_TILES and count == of_a_tile
+        return square_grid(count) if one_tile or (family in SQUARE and self.patch_layout != "sized") else None
+
+    def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
+        """Return how many runs of placeholders each image of a row consists of, in their order. Asked where
+        `reads_prompt`.
+
+        ids: of the row's prompt, padding among them. runs: (first, last + 1) of each unbroken run of placeholders.
+        """
+        return [1] * len(runs)
+
+    def video_frames(self, arguments: dict[str, Any]) -> list[int] | None:
+        """Return how many frames of each video reach the decoder, from the arguments of `get_video_features`; None
+        where they do not tell."""
+        grids = self.grids("video", arguments)
+        if grids is not None:
+            return [frames for frames, _, _ in grids]
+        pixels = arguments.get("pixel_values_videos", arguments.get("pixel_values"))
+        if isinstance(pixels, Tensor) and pixels.ndim == 5:  # [videos, frames, 3, H, W]
+            return [pixels.shape[1]] * pixels.shape[0]
+        return None
+
+    def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the decoder's `kwargs` with `inputs_embeds` in the place of ids, and of pictures, if it takes such."""
+        return kwargs
+
+    def embedded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return `kwargs` with the embeddings of `input_ids` in their place."""
+        if kwargs.get("input_ids") is None or kwargs.get("inputs_embeds") is not None:
+            return kwargs
+        rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
+        return rest | {"inputs_embeds": self.base.get_input_embeddings()(kwargs["input_ids"])}
+
+    def positions(self, kwargs: dict[str, Any], past: int) -> Tensor:
+        """Return the positions (long `[1 or B, L]`) that the decoder would count itself for a call with `kwargs` behind
+        `past` tokens."""
+        embeds = kwargs["inputs_embeds"]
+        return torch.arange(past, past + embeds.shape[1], device=embeds.device)[None]
+
+    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any) -> Any:
+        """Return the masks that the decoder would make itself for the whole sequence, in a form that it takes."""
+        return create_masks_for_generate(self.text_config, embeds, mask, cache, None)
+
+    # -- per-token arguments of the decoder beyond the common ones
+
+    def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
+        """Take per-token arguments that the engine must not pass on unchanged out of the decoder's `kwargs`; what is
+        returned is handed to `cut_extras` and `after_layer`. Called once per forward, before any cut."""
+        return None
+
+    def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
+        """Return `extras` after a cut. slots: long `[B, W']` of the layout before the cut; layout: the one after it;
+        merge: a function that merges `[B, W, D]` features like the hidden states were, or None."""
+        return extras
+
+    def before_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
+        """Return the input of a decoder layer, before a cut at it, with whatever the family adds to it."""
+        return hidden
+
+    def after_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
+        """Return the output of a decoder layer, with whatever the family adds to it."""
+        return hidden
+
+    # -- hidden states between layers
+
+    def flatten(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states between two layers as `[B, W, D']`, to be cut."""
+        return hidden
+
+    def unflatten(self, flat: Tensor, like: Tensor) -> Tensor:
+        """The reverse of `flatten`, after a cut. like: what `flatten` was given."""
+        return flat
+
+    def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
+        """Return what methods see as the hidden states at a cut at `layer`, `[B, W, D]`. flat: see `flatten`."""
+        return flat
+
+    # -- layers that read the keys of other layers
+
+    def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
+        """Return how many keys a layer called with `kwargs` attends to; None if it keeps keys of its own."""
+        return None
+
+    def cached_keys(self, layer: int, cache: Any) -> Tensor:
+        """Return the keys that a layer's cache holds, `[B, Hkv, K, Dh]`, as its attention function gets them."""
+        return cache.layers[layer].keys
+
+    @property
+    def last_cut(self) -> tuple[int, str] | None:
+        """The last layer at whose input tokens can leave, and why; None for any layer."""
+        return None
+
+    # -- more that has to be put right in a patched model
+
+    def parts(self) -> list[Part]:
+        """Return what else has to be attached to the model wherever tokens are cut."""
+        return []
+
+
+_ADAPTERS: list[type[Adapter]] = []
+
+
+def register_adapter(cls: type[Adapter]) -> type[Adapter]:
+    """Register an adapter for the model types in its `families`; it is preferred over those registered before."""
+    _ADAPTERS.append(cls)
+    return cls
+
+
+def supported_families() -> list[str]:
+    """Return the model types that are known to work, sorted: those that the test suite covers (`families.py`), and
+    those that registered adapters name."""
+    return sorted({*SUPPORTED, *(family for adapter in _ADAPTERS for family in adapter.families)})
+
+
+def how_to_add() -> str:
+    return (
+        f"Supported and tested: {', '.join(supported_families())}; other models that follow the same contract work "
+        "too. To add a family, derive from tokenprune.integrations.hf.families.Adapter and decorate the class with "
+        "@register_adapter"
+    )
+
+
+def adapter_for(model: nn.Module) -> Adapter:
+    """Return an adapter for `model`; raises UnsupportedModelError with what is supported and how to add a family."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a transformers model (it has no config.model_type). {how_to_add()}"
+        )
+    for adapter in reversed(_ADAPTERS):
+        if kind in adapter.families:
+            return adapter(model)
+    if kind in REFUSED:
+        raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {how_to_add()}")
+    return Adapter(model)

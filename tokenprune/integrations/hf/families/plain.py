@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of the common contract, and what little sets them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tokenprune.integrations.hf.families.base import Adapter, register_adapter
+from tokenprune.integrations.hf.sequence.layout import Layout
+
+
+@register_adapter
+class LlavaAdapter(Adapter):
+    """LLaVA-1.5: every picture is made one size."""
+
+    families = ("llava",)
+    resizing = "target"
+
+
+@register_adapter
+class OneVisionAdapter(Adapter):
+    """LLaVA-OneVision puts a newline behind each video."""
+
+    families = ("llava_onevision",)
+    behind_video = 1
+
+
+@register_adapter
+class FixedSizeAdapter(Adapter):
+    """InternVL and Gemma 3: every tile, and every picture, becomes the same number of tokens."""
+
+    families = ("internvl", "gemma3")
+    resizing = None
+
+
+@register_adapter
+class PerceptionLMAdapter(Adapter):
+    """PerceptionLM encodes its videos by `get_image_features`, too."""
+
+    families = ("perception_lm",)
+
+    def modality(self, modality: str, arguments: dict[str, Any], call: dict[str, Any]) -> str:
+        return "video" if arguments.get("pixel_values") is call.get("pixel_values_videos") else modality
+
+
+@register_adapter
+class Idefics2Adapter(Adapter):
+    """Idefics2 calls its decoder `text_model`; a resampler makes the same number of tokens of any picture."""
+
+    families = ("idefics2",)
+    resizing = None
+    features_per_picture = False  # see Idefics3Adapter
+    decoder_names = ("text_model",)
+
+
+@register_adapter
+class Idefics3Adapter(FixedSizeAdapter):
+    """Idefics3 and SmolVLM call their decoder `text_model`. The tiles of an image are separate runs of placeholders,
+    and its processor's prompt tells which belong together:
+
+        <fake> <row_1_col_1> image... <fake> <row_1_col_2> image... \\n
+        <fake> <row_2_col_1> image... <fake> <row_2_col_2> image... \\n \\n
+        <fake> <global-img> image... <fake>
+
+    The whole view comes last, and <fake> closes it. The model's config has the id of `image` alone; <fake> is known by
+    its place, two before each run.
+    """
+
+    families = ("idefics3", "smolvlm")
+    # One tensor for all tiles up to transformers 5.22, from 5.23 on a list with one entry per prompt.
+    features_per_picture = False
+    reads_prompt = True
+    decoder_names = ("text_model",)
+
+    def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
+        """Return the number of tiles, the whole view among them, of each image. Tiles whose image is not closed as
+        the processor closes it (a prompt written by hand, or cut) count as an image each."""
+        images: list[int] = []
+        tiles, fake = 0, None  # of the image that is open
+        for index, (first, last) in enumerate(runs):
+            opener = ids[first - 2] if first >= 2 else None
+            # Up to two newlines stand before what opens a tile.
+            if tiles and (opener != fake or first - runs[index - 1][1] > 4):
+                images, tiles = images + [1] * tiles, 0
+            fake, tiles = opener, tiles + 1
+            follows = ids[last] if last < len(ids) else None
+            opens_next = index + 1 < len(runs) and runs[index + 1][0] == last + 2
+            if fake is not None and follows == fake and not opens_next:
+                images, tiles = [*images, tiles], 0
+        return images + [1] * tiles
+
+
+@register_adapter
+class FuyuAdapter(Adapter):
+    """Fuyu has no vision tower: patches are projected, all pictures' on one axis. An id ends each row of patches."""
+
+    families = ("fuyu",)
+    norm_name = "final_layernorm"
+    step_within_picture = 2
+
+
+@register_adapter
+class GlmAdapter(Adapter):
+    """GLM-4.1V and its kin mark the frames of a video with the id of images. A batch holds the one or the other."""
+
+    families = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")
+
+    def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
+        mask = super().visual_mask(call)
+        encoded = call.get("mm_encoder_outputs") or {}
+        if encoded.get("video") is None and call.get("pixel_values_videos") is None:
+            return mask
+        return {"image": mask["video"], "video": mask["image"]}
+
+
+@register_adapter
+class ThinkerAdapter(Adapter):
+    """Qwen2.5-Omni's thinker merges pictures into text itself, and has its decoder as `model` (transformers
+    5.19); in later versions (5.23) it has a base model like any other."""
+
+    families = ("qwen2_5_omni_thinker",)
+    decoder_names = ("language_model", "model")
+
+
+@register_adapter
+class DeepstackAdapter(Adapter):
+    """Qwen3-VL adds features of several tower layers to the visual tokens after the first decoder layers.
+
+    The decoder would add them by a mask of the full length; with tokens gone, this adapter does it instead, by the same
+    function of the model, after each layer.
+    """
+
+    families = ("qwen3_vl", "qwen3_vl_moe")
+    extra_arguments = frozenset({"visual_pos_masks"})
+
+    def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
+        mask, features = kwargs.pop("visual_pos_masks", None), kwargs.pop("deepstack_visual_embeds", None)
+        if mask is None or not features:
+            return None
+        # One dense [B, W, D] tensor a layer, zeros at text: it can be cut and merged like the hidden states.
+        dense = []
+        for feature in features:
+            full = feature.new_zeros(*mask.shape, feature.shape[-1])
+            dense.append(full.masked_scatter(mask.unsqueeze(-1).to(full.device), feature))
+        return mask, dense
+
+    def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
+        if extras is None:
+            return None
+        mask, dense = extras
+        mask = mask.gather(1, slots)
+        if layout.valid is not None:
+            mask = mask & layout.valid
+        if merge is not None:
+            dense = [merge(feature) for feature in dense]
+        index = slots.unsqueeze(-1)
+        return mask, [feature.gather(1, index.expand(-1, -1, feature.shape[-1])) for feature in dense]
+
+    def after_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
+        if extras is None or layer >= len(extras[1]):
+            return hidden
+        mask, dense = extras
+        return self.decoder._deepstack_process(hidden, mask, dense[layer][mask])

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BLIP-2 and its kin: the queries of a Q-Former stand in the prompt, and the model merges them itself.
+
+Their `generate` calls the language model's own `generate` with embeddings, so the model's forward is no place to watch:
+the base is the language model here, and what the prompt was before the merge is noted one level above it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
+from tokenprune.integrations.hf.encoded.record import start_record
+from tokenprune.integrations.hf.families.base import Adapter, register_adapter
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.shared.attachable import states
+
+
+@register_adapter
+class QFormerAdapter(Adapter):
+    """BLIP-2 and InstructBLIP with any decoder as language model; OPT counts positions by the attention mask."""
+
+    families = ("blip-2", "instructblip", "instructblipvideo")
+    resizing = None
+    decoder_names = ("language_model.model",)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.prompts = PromptsAhead(self)
+
+    def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        text = model.config.text_config
+        if text.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"model type {model.config.model_type!r} with a language model of type {text.model_type!r} is not "
+                "supported: its pictures are in an encoder that the decoder reads by cross-attention; a checkpoint "
+                "with OPT or Vicuna can be patched"
+            )
+        self.learned_positions = text.model_type == "opt"
+        if self.learned_positions:
+            self.decoder_names, self.norm_name = ("language_model.model.decoder",), "final_layer_norm"
+        self.outer, decoder = super()._find(model)
+        return self.outer.language_model, decoder
+
+    @property
+    def norm(self) -> nn.Module:
+        return super().norm or nn.Identity()  # some OPT models have none
+
+    def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        prompt, embeds = self.prompts.current_prompt(), arguments.get("inputs_embeds")
+        if prompt is None or embeds is None:  # a call of the language model alone, or a step
+            return arguments
+        return arguments | self._before_the_merge(prompt, embeds, arguments.get("past_key_values"))
+
+    def _before_the_merge(self, prompt: Prompt, embeds: Tensor, cache: Any) -> dict[str, Any]:
+        """Return ids or embeddings of the call's tokens as they were before the merge, and the pictures among them."""
+        rows, length = embeds.shape[:2]
+        modality = "video" if "video" in self.placeholders else "image"
+        features = prompt.pictures(modality)
+        given = {name: prompt.arguments.get(name) for name in ("input_ids", "inputs_embeds")}
+        whole = {name: value for name, value in given.items() if value is not None}
+        if not whole:  # generate() writes placeholders and a start token then
+            ids = torch.full((len(features), length), self.placeholders[modality], device=embeds.device)
+            whole = {"input_ids": ids.index_fill(1, ids.new_tensor([length - 1]), -1)}
+        batch, width = next(iter(whole.values())).shape[:2]
+        # Beams are rows repeated. A later turn brings the whole prompt again, of which the cache holds the beginning.
+        copies, start = rows // batch, 0 if width == length else int(cache.get_seq_length())
+        call = {n: value[:, start : start + length].repeat_interleave(copies, 0) for n, value in whole.items()}
+        number = len(features) * copies
+        if width != length:
+            number = int(self.visual_mask(call)[modality].sum()) // features.shape[1]
+        if number:
+            # All pictures are alike in size, so that it does not matter which one is which.
+            output = BaseModelOutputWithPooling(pooler_output=[features[0]] * number)
+            start_record(output, None, (self.video_frames(prompt.arguments) or [])[:1] * number)
+            call["mm_encoder_outputs"] = {modality: output}
+        return call
+
+    def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return self.embedded(kwargs)
+
+    def positions(self, kwargs: dict[str, Any], past: int) -> Tensor:
+        mask = kwargs.get("attention_mask")
+        if not self.learned_positions or mask is None:
+            return super().positions(kwargs, past)
+        return (mask.cumsum(1) * mask - 1).long()[:, past:]
+
+    def parts(self) -> list[Part]:
+        return [self.prompts]
+
+
+@dataclass
+class Prompt:
+    """What the model's `forward` or `generate` was called with.
+
+    features: the last output of its projection, `[pictures or frames, queries, D]`.
+    """
+
+    arguments: dict[str, Any]
+    features: Tensor | None = None
+
+    def pictures(self, modality: str) -> Tensor:
+        """`[pictures, tokens, D]`; the frames of a video are joined."""
+        if self.features is None:
+            return self.arguments["mm_encoder_outputs"][modality].pooler_output
+        return self.features.reshape(len(self.arguments["pixel_values"]), -1, self.features.shape[-1])
+
+
+class PromptsAhead(Part):
+    """Notes prompts and pictures for the call of the language model that is to come."""
+
+    def __init__(self, adapter: QFormerAdapter) -> None:
+        super().__init__()
+        self.outer = adapter.outer
+        self._parameters = list(inspect.signature(self.outer.forward).parameters)
+
+    def current_prompt(self) -> Prompt | None:
+        """The prompt that this thread's call of the model has."""
+        return states().get(self)
+
+    def _attach(self) -> None:
+        self.hook(self.outer.register_forward_pre_hook(self._enter, with_kwargs=True))
+        self.hook(self.outer.register_forward_hook(self._leave, always_call=True))
+        self.hook(self.outer.language_projection.register_forward_hook(self._project))
+        if hasattr(self.outer, "generate"):
+            self.wrap(self.outer, "generate", partial(WatchedGenerate, during=self.during))
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        states()[self] = Prompt(dict(zip(self._parameters, args, strict=False)) | kwargs)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        states().pop(self, None)
+
+    def _project(self, module: nn.Module, args: tuple, output: Tensor) -> None:
+        if (prompt := self.current_prompt()) is not None:
+            prompt.features = output
+
+    @contextmanager
+    def during(self, arguments: dict[str, Any]) -> Iterator[None]:
+        """Within, the model's `generate` runs with `arguments`."""
+        options = arguments.get("generate_kwargs", {})
+        config = options.get("generation_config") or self.outer.language_model.generation_config
+        if options.get("prefill_chunk_size", config.prefill_chunk_size) is not None:
+            raise UnsupportedSetupError(
+                "transformers cannot split embeddings into chunks, and this model's generate() hands its pictures to "
+                "the language model as such: leave out prefill_chunk_size"
+            )
+        states()[self] = Prompt(arguments)
+        try:
+            yield
+        finally:
+            states().pop(self, None)
+
+
+class WatchedGenerate:
+    """Stands in for a model's `generate`; a class, not a closure, so that a deep copy of the model gets its own."""
+
+    def __init__(self, original: Callable, during: Callable) -> None:
+        self.original, self.during = original, during
+        self.__signature__ = inspect.signature(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.during(self.__signature__.bind(*args, **kwargs).arguments):
+            return self.original(*args, **kwargs)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families that hand their decoder more than the common contract."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_recurrent_attention_mask,
+)
+
+from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf.families.base import Adapter, register_adapter
+from tokenprune.integrations.hf.families.plain import DeepstackAdapter, ThinkerAdapter
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+
+
+class SharedKeysAdapter(Adapter):
+    """Gemma 3n and Gemma 4: each layer gets a slice of `per_layer_inputs`, and the last layers attend to the keys of
+    earlier ones, so that what those hold they see."""
+
+    entry_tokens: ClassVar = {"per_layer_inputs": 1}
+
+    def _shares(self, layer: int) -> bool:
+        return getattr(self.attention_of(layer), "is_kv_shared_layer", False)
+
+    def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
+        if not self._shares(layer):
+            return None
+        keys, _ = kwargs["shared_kv_states"][self._source(layer)]
+        return keys.shape[-2]
+
+    def _source(self, layer: int) -> Any:
+        """The key of `shared_kv_states` that a layer reads."""
+        return self.attention_of(layer).layer_type
+
+    @property
+    def last_cut(self) -> tuple[int, str] | None:
+        layers = range(len(self.decoder.layers))
+        sources = [layer for layer in layers if getattr(self.attention_of(layer), "store_full_length_kv", False)]
+        shared = [layer for layer in layers if self._shares(layer)]
+        if not shared or not sources:
+            return None
+        return min(sources), f"layers {shared[0]} to {shared[-1]} attend to the keys of layers {sources}"
+
+
+@register_adapter
+class Gemma4Adapter(SharedKeysAdapter):
+    families = ("gemma4", "gemma4_unified")
+    resizing = None
+    layer_tokens: ClassVar = {**Adapter.layer_tokens, 1: 1}  # per_layer_input
+
+
+@register_adapter
+class Gemma3nAdapter(SharedKeysAdapter):
+    """Gemma 3n carries several streams of hidden states, `[streams, B, L, D]`; methods see the active one."""
+
+    families = ("gemma3n",)
+    resizing = None
+    layer_tokens: ClassVar = {**Adapter.layer_tokens, 1: -2, 2: 1}  # position_embeddings, per_layer_input
+
+    def _source(self, layer: int) -> Any:
+        # The index of a layer in transformers 5.19, a kind of layer in later versions.
+        attention = self.attention_of(layer)
+        return getattr(attention, "kv_shared_layer_index", attention.layer_type)
+
+    def flatten(self, hidden: Tensor) -> Tensor:
+        return hidden.permute(1, 2, 0, 3).flatten(2)
+
+    def unflatten(self, flat: Tensor, like: Tensor) -> Tensor:
+        return flat.unflatten(2, (like.shape[0], like.shape[3])).permute(2, 0, 1, 3).contiguous()
+
+    def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
+        if layer == 0:
+            return flat  # the embeddings: the decoder makes streams of them
+        width, stream = self.text_config.hidden_size, self.text_config.altup_active_idx
+        return flat[..., stream * width : (stream + 1) * width]
+
+
+@register_adapter
+class Llama4Adapter(Adapter):
+    """Llama 4: some layers attend in chunks of positions; those without rotary embedding scale their queries by a place
+    that they count themselves. Tiles are set apart by separators, which are text: each tile counts as an image."""
+
+    families = ("llama4",)
+    resizing = None
+    decoder_names = ("language_model.model",)
+    features_per_picture = False
+
+    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
+        # create_masks_for_generate of transformers 5.19 fails on chunks.
+        about = dict(config=self.text_config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache)
+        return {
+            "full_attention": create_causal_mask(**about),
+            "chunked_attention": create_chunked_causal_mask(**about),
+        }
+
+    def parts(self) -> list[Part]:
+        return [QueryScales(self)] if self.text_config.attn_temperature_tuning else []
+
+
+class QueryScales(Part):
+    """Llama 4's layers without rotary embedding count the tokens that reach them to scale queries by; with tokens gone
+    they must get the scales of the full prompt."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__()
+        self.adapter = adapter
+
+    def _attach(self) -> None:
+        for layer in range(len(self.adapter.decoder.layers)):
+            attention = self.adapter.attention_of(layer)
+            if not attention.use_rope:
+                # Queries are linear in their scale, and nothing else is done to them in these layers.
+                self.hook(attention.q_proj.register_forward_hook(partial(self._rescale, attention)))
+
+    def _rescale(self, attention: nn.Module, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        call = self.current()
+        if call is None or not call.active or (call.layout.width == call.layout.length and call.layout.valid is None):
+            return None
+        counted = torch.arange(call.layout.width, device=output.device)
+        wanted = call.layout.index.to(output.device)
+        scales = [
+            torch.log1p(torch.floor((call.past + place.float() + 1.0) / attention.floor_scale)) * attention.attn_scale
+            + 1.0
+            for place in (wanted, counted)
+        ]
+        return output * (scales[0] / scales[1]).unsqueeze(-1).to(output.dtype)
+
+
+@register_adapter
+class Lfm2Adapter(Adapter):
+    """LFM2-VL and LFM3-VL mix convolutions with attention, and call their last norm by another name."""
+
+    families = ("lfm2_vl", "lfm3_vl")
+    norm_name = "embedding_norm"
+
+
+@register_adapter
+class Emu3Adapter(Adapter):
+    """Emu 3 turns pictures into ids of its vocabulary, so that tokens that look alike are equal; ids that end its rows
+    are among them. Its decoder is `text_model`."""
+
+    families = ("emu3",)
+    decoder_names = ("text_model",)
+
+
+@register_adapter
+class ChameleonAdapter(Adapter):
+    """Chameleon's decoder takes ids and pixels, and puts the one into the other itself: it is the base, too. Pictures
+    are ids of its vocabulary, as in Emu 3."""
+
+    families = ("chameleon",)
+    resizing = None
+    decoder_names = ("model",)
+
+    def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        _, decoder = super()._find(model)
+        return decoder, decoder
+
+    def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        pixels, encoded = kwargs.get("pixel_values"), kwargs.get("mm_encoder_outputs")
+        if pixels is not None and encoded is not None:
+            return kwargs  # for the model to refuse
+        if pixels is not None:
+            encoded = {"image": self.base.get_image_features(pixels, return_dict=True)}
+        ids, kwargs = kwargs.get("input_ids"), self.embedded(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("pixel_values", "mm_encoder_outputs")}
+        if not encoded or encoded.get("image") is None:
+            return kwargs
+        embeds, features = kwargs["inputs_embeds"], encoded["image"].pooler_output
+        places = self.base.get_placeholder_mask(ids, inputs_embeds=embeds, image_features=features)
+        return kwargs | {"inputs_embeds": embeds.masked_scatter(places, features)}
+
+
+@register_adapter
+class ErnieAdapter(Adapter):
+    """Ernie 4.5 VL routes tokens to experts for text or for pictures, by a type that every layer is handed."""
+
+    families = ("ernie4_5_vl_moe",)
+    entry_tokens: ClassVar = {"moe_mm_token_type_ids": 1}
+    layer_tokens: ClassVar = {**Adapter.layer_tokens, "moe_mm_token_type_ids": 1}
+
+    def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+        grids = super().grids(modality, arguments)
+        if grids is None or modality == "image":
+            return grids
+        merge = self.config.vision_config.temporal_merge_size
+        return [(max(1, frames // merge), height, width) for frames, height, width in grids]
+
+
+@register_adapter
+class WindowedDeepstackAdapter(DeepstackAdapter):
+    """Cosmos 3 Omni and Cohere Compass, whose decoder has sliding layers, add features as Qwen3-VL does."""
+
+    families = ("cosmos3_omni", "cohere_compass")
+
+
+@register_adapter
+class DeepstackThinkerAdapter(DeepstackAdapter):
+    """Qwen3-Omni's thinker has its decoder where Qwen2.5-Omni's has it."""
+
+    families = ("qwen3_omni_moe_thinker",)
+    decoder_names = ThinkerAdapter.decoder_names
+
+
+@register_adapter
+class GraniteAdapter(Adapter):
+    """Granite 4 Vision hands its decoder zeros where pictures are, and features that are added before some layers."""
+
+    families = ("granite4_vision",)
+    features_per_picture = False
+    extra_arguments = frozenset({"vision_mask"})
+
+    def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
+        mask, features = kwargs.pop("vision_mask", None), kwargs.pop("deepstack_features", None)
+        if mask is None or not features:
+            return None
+        # One dense [B, W, D] tensor a layer, zeros at text: it can be cut and merged like the hidden states.
+        dense = {}
+        for layer, feature in features.items():
+            full = feature.new_zeros(*mask.shape[:2], feature.shape[-1])
+            dense[layer] = full.masked_scatter(mask.to(full.device), feature)
+        return dense
+
+    def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
+        if extras is None:
+            return None
+        if merge is not None:
+            extras = {layer: merge(feature) for layer, feature in extras.items()}
+        return {layer: gather_tokens(feature, slots, 1) for layer, feature in extras.items()}
+
+    def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
+        # What makes a picture's tokens at the decoder's entry are the features that come first.
+        return flat if layer or not extras else flat + extras[min(extras)]
+
+    def before_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
+        return hidden if layer not in extras else hidden + extras[layer].to(hidden.device, hidden.dtype)
+
+
+@register_adapter
+class LatentAdapter(Adapter):
+    """Kimi K2.5's decoder caches latents, from which its attention makes the keys."""
+
+    families = ("kimi_k25",)
+
+    def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+        sizes, (height, width) = arguments.get(f"{modality}_grid_thw"), self.config.vision_config.merge_kernel_size
+        # The frames of a video are averaged.
+        return None if sizes is None else [(1, h // height, w // width) for _, h, w in sizes.tolist()]
+
+    def cached_keys(self, layer: int, cache: Any) -> Tensor:
+        latents = cache.layers[layer]
+        return self.attention_of(layer).expand_kv(latents.keys, latents.values)[0]
+
+
+@register_adapter
+class NemotronAdapter(Adapter):
+    """Nemotron-H Omni mixes state-space layers, attention and layers of experts."""
+
+    families = ("nemotron_h_omni",)
+    norm_name = "norm_f"
+    decoder_names = ("language_model.model",)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        if rate := getattr(self.base, "video_pruning_rate", 0):
+            raise UnsupportedModelError(
+                f"this model prunes its videos itself (video_pruning_rate={rate}), so that a prompt is longer than "
+                "what the decoder gets; set model.video_pruning_rate = 0 before patching"
+            )
+
+    def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+        sizes = arguments.get("image_grid_hw")
+        return None if sizes is None else [(1, height // 2, width // 2) for height, width in sizes.tolist()]
+
+    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
+        # create_masks_for_generate knows no layers of experts.
+        about = dict(config=self.text_config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache)
+        return {
+            "full_attention": create_causal_mask(**about),
+            "linear_attention": create_recurrent_attention_mask(**about),
+        }

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of each model type: one table for the engine, `tokenprune families` and docs/families.md.
+
+A model type in `SUPPORTED` has a tiny model in the test suite, on which cutting computes what masking computes. One in
+`REFUSED` is turned away with the reason. Any other is tried with the common contract (`adapters/base.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Support:
+    """sites: names of `Site`, in the order in which data meets them. note: what a user should know. tested: versions of
+    transformers."""
+
+    sites: tuple[str, ...] = ("PRE_LLM", "IN_LLM", "DECODE")
+    note: str = ""
+    tested: str = "5.19, 5.23"
+
+
+_INSIDE = ("PRE_LLM", "IN_LLM", "DECODE")
+_FIXED = ("PRE_ENCODER", *_INSIDE)
+_MERGING = ("PRE_ENCODER", "IN_ENCODER", *_INSIDE)
+_ALL = ("PRE_ENCODER", "IN_ENCODER", "PRE_LLM", "ATTENTION", "IN_LLM", "DECODE")
+
+_TILES = "tiles of an image share its budget; where the prompt comes as embeddings, each counts as an image"
+
+# The families on which every method is tested.
+_EVERY_METHOD = {
+    "llava": Support(_MERGING),
+    "llava_next": Support(_MERGING),
+    "llava_onevision": Support(_ALL),
+    "qwen2_vl": Support(_ALL),
+    "qwen2_5_vl": Support(_ALL),
+    "qwen3_vl": Support(_ALL, "deepstack features are cut and merged with the tokens"),
+    "internvl": Support(_FIXED),
+    "smolvlm": Support(_FIXED, _TILES),
+    "idefics3": Support(_FIXED, _TILES),
+    "gemma3": Support(_FIXED, "kept tokens of a picture go on seeing each other both ways"),
+}
+
+# Families of the common contract.
+_FRAMES_AS_IMAGES = Support(note="frames of a video carry the id of images; a batch holds pictures or videos, not both")
+_PLAIN: dict[str, Support] = {
+    "aria": Support(note="queries of a resampler: no grid"),
+    "aya_vision": Support(),
+    "cohere2_vision": Support(),
+    "deepseek_ocr2": Support(note="crops, whole picture and separator make one run; queries: no grid"),
+    "deepseek_vl": Support(),
+    "deepseek_vl_hybrid": Support(),
+    "fast_vlm": Support(),
+    "fuyu": Support(note="no vision tower; ids at the ends of rows are text and stay"),
+    "glm46v": _FRAMES_AS_IMAGES,
+    "glm4v": _FRAMES_AS_IMAGES,
+    "glm4v_moe": _FRAMES_AS_IMAGES,
+    "glm_ocr": _FRAMES_AS_IMAGES,
+    "glmga": _FRAMES_AS_IMAGES,
+    "got_ocr2": Support(),
+    "hunyuan_vl": Support(note="features for begin, end and ends of rows may go like any other"),
+    "idefics2": Support(note="queries of a resampler: no grid"),
+    "janus": Support(note="reading pictures, not drawing them"),
+    "lighton_ocr": Support(),
+    "llava_next_video": Support(),
+    "mistral3": Support(note="ids at the ends of rows are text and stay"),
+    "ovis2": Support(note="each tile counts as an image; indicator ids are text and stay"),
+    "paddleocr_vl": Support(),
+    "paligemma": Support(note="kept tokens of the prefix go on seeing each other both ways"),
+    "perception_lm": Support(),
+    "pp_chart2table": Support(),
+    "qianfan_ocr": Support(),
+    "qwen2_5_omni_thinker": Support(note="audio stays; for the whole model, patch its `thinker`"),
+    "qwen3_vl_moe": Support(note="deepstack features are cut and merged with the tokens"),
+    "shieldgemma2": Support(note="kept tokens of a picture go on seeing each other both ways"),
+    "video_llama_3": Support(
+        note="each frame of a video counts as an image; what did not move is gone already: no grid"
+    ),
+    "video_llava": Support(),
+    "vipllava": Support(),
+}
+
+# Families that hand their decoder more than the common contract.
+_STATEFUL = Support(
+    ("PRE_LLM", "IN_LLM"),
+    "layers with a state build it from the kept tokens alone; scores come from a layer that attends",
+)
+_SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
+_LATER = Support(tested="5.23")
+_LATER_STATEFUL = Support(_STATEFUL.sites, _STATEFUL.note, "5.23")
+_QUERIES = Support(note="with OPT or Vicuna, not with T5; queries of a Q-Former: no grid")
+_SPECIAL: dict[str, Support] = {
+    "qwen3_5": _STATEFUL,
+    "qwen3_5_moe": _STATEFUL,
+    "gemma4": Support(note=_SHARED),
+    "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
+    "lfm2_vl": _STATEFUL,
+    "lfm3_vl": _LATER_STATEFUL,
+    "ernie4_5_vl_moe": Support(),
+    "gemma3n": Support(note=_SHARED),
+    "gemma4_unified": Support(),
+    "granite4_vision": Support(note="features of several depths are cut and merged with the tokens"),
+    "kimi_k25": Support(),
+    "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
+    "exaone4_5": Support(),
+    "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
+    "chameleon": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
+    "muse_glimmer": Support(),
+    "muse_spark": _LATER,
+    "step3p7": Support(note="crops come before the whole view in one run: no grid"),
+    "minicpm_ocr": _LATER_STATEFUL,
+    "minicpmv4_6": _STATEFUL,
+    "minicpmv4_7": _STATEFUL,
+    "nemotron_h_omni": _STATEFUL,
+    "cosmos3_omni": Support(note="deepstack features are cut and merged with the tokens"),
+    "cosmos3_edge": Support(),
+    "cohere_compass": Support(note="deepstack features are cut and merged with the tokens"),
+    "hyperclovax_vision_v2": Support(),
+    "blip-2": _QUERIES,
+    "instructblip": _QUERIES,
+    "instructblipvideo": _QUERIES,
+}
+
+SUPPORTED: dict[str, Support] = {**_EVERY_METHOD, **_PLAIN, **_SPECIAL}
+
+# Model types that cannot work: cutting would be without meaning, or silently wrong.
+_REASONS = {
+    "its pictures enter through cross-attention, not through the sequence: no layer but those would get faster, and "
+    "their keys are not of the prompt": "mllama idefics evolla blip",
+    "its pictures are in an encoder that the decoder reads by cross-attention": (
+        "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
+    ),
+    "it puts its pictures before the text inside its own layers, without placeholders in the prompt": "git",
+    "its decoder takes pictures by places of its own and counts positions itself, and generate() calls it past the "
+    "model's own forward": "kosmos-2 kosmos-2.5",
+    "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens "
+    "gone the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
+    "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model inkling2",
+    "an indexer of its own chooses which keys its layers look at, by keys that the cache holds beside the others: a "
+    "cut would not reach those": "mistral_large4 dots3_note",
+    "its cache keeps the keys of as many tokens as the prompt had when it came, and a window of the others: with "
+    "tokens gone it would take the first ones of the answer for the prompt": "unlimited_ocr",
+    "it writes blocks of text by diffusion, and does not keep what it read of the prompt": "diffusion_gemma",
+    "no test covers it yet: its features are added to the embeddings of placeholders that its config names in its own "
+    "way": "molmo2",
+    "no test covers it yet: a router decides how many tokens each of its tiles has, and features of several depths are "
+    "added inside its decoder": "granite_docling",
+    "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
+    "it takes no pictures in transformers, text alone": "mistral4",
+}
+REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
+
+# Families that hand the decoder one feature for each patch of a tower, at most newlines between; or one for each unit
+# of 2 x 2 patches that stand together in a packed tower (packed_encoder.py).
+PATCH_TOKENS = {"llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+UNMERGEABLE = {
+    "gemma3": "it averages 4 x 4 patches (or the like) of its grid to a token, behind the tower",
+} | {
+    family: reason
+    for reason, families in {
+        "it joins neighbouring patches of its grid to a token (pixel shuffle), so each token holds several patches": (
+            "internvl idefics3 smolvlm"
+        ),
+    }.items()
+    for family in families.split()
+}
+
+# Families of whose videos it is tested which tokens are a frame. In video_llama_3 each frame counts as an image, with
+# as many tokens as moved.
+VIDEO_FRAMES = set(
+    "llava_onevision qwen2_vl qwen2_5_vl qwen3_vl llava_next_video video_llava perception_lm qwen3_vl_moe "
+    "qwen2_5_omni_thinker glm4v glm46v glm4v_moe glmga glm_ocr qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker exaone4_5 "
+    "hyperclovax_vision_v2 cosmos3_omni cosmos3_edge muse_glimmer muse_spark lfm3_vl ernie4_5_vl_moe".split()
+)
+
+# Families whose every image (a tile, where each counts as one) is a square of tokens without newlines between; and
+# those that put several such squares into one run of placeholders, where `image_seq_length` tokens are one square. Of
+# others, a number of tokens that happens to be a square says nothing.
+SQUARE = set(
+    "llava vipllava video_llava gemma3 shieldgemma2 paligemma deepseek_vl deepseek_vl_hybrid janus fast_vlm chameleon "
+    "idefics3 smolvlm llama4 ovis2".split()
+)
+SQUARE_TILES = {"internvl", "got_ocr2", "pp_chart2table", "qianfan_ocr"}

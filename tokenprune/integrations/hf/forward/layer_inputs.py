@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decoder layers are handed when tokens are gone: masks, positions, and which keys they see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tokenprune.integrations.hf.cache.reduced_cache import Reduction, new_positions
+from tokenprune.integrations.hf.sequence import masks
+from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+from tokenprune.integrations.shared.attachable import hidden_states
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.cache.decode_state import DecodeState
+    from tokenprune.integrations.hf.families import Adapter
+
+T = TypeVar("T")
+
+
+def columns_for(layer: int, layout: Layout, past: int, reduction: Reduction | None, device: torch.device) -> Tensor:
+    """Return the logical positions of the keys that `layer` holds, long `[B, K]`: those of the past, then those of
+    `layout`; -1 = empty slot."""
+    current = layout.positions().to(device)
+    if not past:
+        return current
+    before = new_positions(0, past, len(current), device) if reduction is None else reduction.of_layer(layer)
+    return torch.cat([before, torch.where(current < 0, current, current + past)], dim=1)
+
+
+@dataclass(eq=False)
+class LayerInputs:
+    """What a group of decoder layers is handed: those from `first` to the next group, which hold the same tokens.
+
+    Nothing here changes but what is remembered: tensors made for one layer serve the others of the group.
+
+    layout: the call's tokens that they hold. columns: long `[B, K]`, logical positions of all keys that they hold, -1 =
+    empty slot. ragged: whether an earlier group has empty slots. past: the logical length of the cache; reduction: what
+    is missing in it, None = nothing. start: the call's first group, for which the decoder itself made masks and
+    positions; None: this is it.
+    """
+
+    first: int
+    layout: Layout
+    columns: Tensor
+    ragged: bool
+    past: int
+    reduction: Reduction | None
+    start: LayerInputs | None
+    _memo: dict[Any, Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cached = self.reduction is not None and self.reduction.ragged
+        hidden = self.decode is not None and self.decode.hides
+        self.ragged = self.ragged or cached or hidden or self.layout.valid is not None
+
+    @property
+    def arrival(self) -> Layout:
+        """The layout of the tensors that the decoder made."""
+        return self.layout if self.start is None else self.start.layout
+
+    @property
+    def decode(self) -> DecodeState | None:
+        """What hides keys of these layers while decoding."""
+        decode = None if self.reduction is None else self.reduction.decode
+        return decode if decode is not None and self.first >= decode.layer else None
+
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    # -- arguments of a layer
+
+    def arguments(
+        self, layer: int, args: tuple, kwargs: dict[str, Any], adapter: Adapter, keys: int | None
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of `layer` for its tokens; the hidden states among them are in the group's layout
+        already. keys: how many the layer attends to; None: it needs no mask."""
+        kwargs = dict(kwargs)
+        if "attention_mask" in kwargs or self.ragged:
+            mask = kwargs.get("attention_mask")
+            if layer in adapter.stateful:
+                mask = self.state_mask(mask)
+            elif keys is None:
+                mask = None
+            else:
+                mask = self.attention_mask(mask, keys, adapter.attention, hidden_states(args, kwargs).dtype)
+            kwargs["attention_mask"] = mask
+        if self.rows() is not None:
+            args = list(args)
+            for name, dim in adapter.layer_tokens.items():
+                if isinstance(name, int):
+                    if name < len(args):
+                        args[name] = self.gathered(args[name], dim)
+                elif name in kwargs:
+                    kwargs[name] = self.gathered(kwargs[name], dim)
+        return tuple(args), kwargs
+
+    def rows(self) -> Tensor | None:
+        """long `[B, W]`: slots of the arrival layout that the group's layout consists of; None if they are the same."""
+        if self.layout is self.arrival:
+            return None
+        return self._once(
+            "rows", lambda: self.arrival.slot_of.to(self.layout.index.device).gather(1, self.layout.index)
+        )
+
+    def gathered(self, value: Any, dim: int) -> Any:
+        """Gather a per-token tensor, or a tuple of them, for the group's layout; the same object is gathered once."""
+        rows = self.rows()
+        if rows is None or value is None:
+            return value
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.gathered(item, dim) for item in value)
+        # The value is kept beside the result: an id is only unique while its object lives.
+        return self._once((id(value), dim), lambda: (gather_tokens(value, rows, dim), value))[0]
+
+    def state_mask(self, mask: Tensor | None) -> Tensor | None:
+        """Return the mask of a layer that carries a state: bool or int `[B, W]`, which of the call's tokens enter it
+        (None = all). mask: the same for the arrival layout."""
+        rows = self.rows()
+        return mask if rows is None else masks.gather_token_mask(mask, rows, self.layout.valid)
+
+    def attention_mask(self, mask: Any, keys: int, attention: str, dtype: torch.dtype) -> Any:
+        """Return the attention mask of a layer that attends to `keys`. mask: what the decoder made for the arrival
+        layout. attention, dtype: see `masks.causal_mask`."""
+        if self.layout is self.arrival and self.reduction is None:
+            return mask  # the decoder made it for exactly these tokens
+        if mask is None and not self.ragged:
+            return None
+
+        def make() -> tuple[Tensor, Any]:
+            columns = self.visible_keys(keys)
+            if mask is None:
+                return masks.causal_mask(columns >= 0, self.layout.width, attention, dtype), mask
+            return masks.gather_mask(mask, self.rows(), self._arrival_columns(columns)), mask
+
+        return self._once(("mask", id(mask), keys), make)[0]
+
+    # -- keys
+
+    def visible_keys(self, keys: int) -> Tensor:
+        """Return the logical positions (long `[B, keys]`, -1 = hidden) that a layer sees which holds `keys` keys."""
+
+        def make() -> Tensor:
+            columns = self.columns[:, -keys:]  # a sliding layer has thrown its oldest slots away
+            return columns if self.decode is None else self.decode.hide(columns)
+
+        return self._once(("keys", keys), make)
+
+    def _arrival_columns(self, columns: Tensor) -> Tensor:
+        """Translate logical positions into columns of the masks that the decoder made."""
+        if self.arrival.whole:
+            return columns
+        places = (self.start or self)._places()
+        return places.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
+
+    def _places(self) -> Tensor:
+        """long `[B, past + length]`: the slot of each logical position, -1 if it is gone."""
+
+        def make() -> Tensor:
+            batch, count = self.columns.shape
+            length = self.past + self.layout.length
+            # Empty slots are written to a scratch entry at the end.
+            target = torch.where(self.columns < 0, length, self.columns)
+            slots = torch.arange(count, device=target.device).expand_as(target)
+            return target.new_full((batch, length + 1), -1).scatter_(1, target, slots)[:, :-1]
+
+        return self._once("places", make)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine tells the parts of a patch that do more than cut tokens inside the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokenprune.integrations.shared.attachable import Attachable
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.plan import Step
+
+
+class Part(Attachable):
+    """Attached with the engine. `current`, set by it, returns the `Call` that this thread is in; a subclass overrides
+    what it wants to know of."""
+
+    current: Callable[[], Call | None]
+    reads_text = False  # whether it reads the ids of a prompt with pictures (`Call.host`)
+
+    def ahead(self, modality: str, arguments: dict[str, Any]) -> None:
+        """Pictures are about to be encoded; see `note`."""
+
+    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        """Pictures were encoded. What is to be known of them later is left on `output`: `generate` encodes pictures
+        before any forward.
+
+        modality: "image" or "video". arguments, output: of `get_image_features` or `get_video_features`.
+        """
+
+    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+        """A decoder that is handed `kwargs` is entered; they may be changed. What is to be done in it is left in
+        `call.state`; its segments and report are there if it brings pictures."""
+
+    def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        """Return how many tokens of each segment `step` is to keep of those that `arrived`, where its budget asks for
+        `wanted`: not less."""
+        return list(wanted)
+
+    def planned(self, call: Call) -> None:
+        """All cuts of a call are planned: `call.plan` is there."""

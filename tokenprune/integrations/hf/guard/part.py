@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard of a patched model: what it sees of prompts and pictures, and what it does about it.
+
+Pictures are looked at before the vision tower is launched, and the verdict is sent to the host without waiting; it
+travels with the encoder's output, as `generate` encodes pictures before any forward. Prompts are read from the ids that
+the engine brings to the host together with the placeholders. In "warn" mode nothing waits for the device: where a
+verdict has not arrived, the warning comes with a later step. "auto" waits for it once in a prefill.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tokenprune.base import ImageChooser, Method, Site
+from tokenprune.budget import Budget
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.guard.floors import Floors, shipped
+from tokenprune.guard.messages import warning
+from tokenprune.guard.prompts import Reader
+from tokenprune.guard.settings import KINDS, Guard
+from tokenprune.integrations.hf.encoded.record import open_record
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.guard.pixels import look, looks_of_segments
+from tokenprune.integrations.hf.guard.verdict import Verdict, Watched, share_of
+from tokenprune.integrations.shared.attachable import states
+from tokenprune.statistics import Stats
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.plan import Step
+
+logger = logging.getLogger("tokenprune")
+
+# Where more tokens can be kept when a prompt is seen: by budget, in one cut.
+_RAISABLE = (Site.PRE_LLM, Site.IN_LLM)
+# Of a prompt's text, the tokens at its end that are read.
+_READ = 2048
+
+
+def guard_for(
+    adapter: Adapter, guard: Guard, methods: Sequence[Method], budgets: Sequence[Budget], processor: Any
+) -> GuardPart | None:
+    """Return the guard of a patch, or None where it is off or no kind of question is at risk.
+
+    processor: with a tokenizer, or the tokenizer itself; None: prompts are not read.
+    Raises UnsupportedSetupError for mode "auto" with a method that cannot keep more tokens of one prompt.
+    """
+    if guard.mode == "off":
+        return None
+    if guard.mode == "auto":
+        for method, budget in zip(methods, budgets, strict=True):
+            if method.site is Site.ATTENTION or (method.site not in _RAISABLE and not budget.is_identity()):
+                raise UnsupportedSetupError(
+                    f'guard="auto" keeps more tokens of a prompt by a budget at the decoder, and {method.name} acts at '
+                    f'{method.site}: use guard="warn", or a method at PRE_LLM or IN_LLM'
+                )
+    table = shipped()
+    watched = []
+    for method, budget in zip(methods, budgets, strict=True):
+        # A choice between pictures was never measured; and what removes no tokens puts none at risk.
+        if budget.is_identity() or isinstance(method, ImageChooser) or method.site is Site.ATTENTION:
+            continue
+        floors = {kind: guard.floors.get(kind, table.of(method.name, kind)) for kind in KINDS}
+        share = share_of(budget)
+        # Several methods take tokens from each other: only alone can a share be told to be enough.
+        if len(methods) > 1 or share is None or share < max(floors.values()):
+            watched.append(Watched.of(method, budget, floors, len(adapter.decoder.layers)))
+    return GuardPart(adapter, guard, watched, table, tokenizer_of(processor)) if watched else None
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """Return what decodes ids, of a processor or itself; None if there is nothing of the kind."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return tokenizer if callable(getattr(tokenizer, "decode", None)) else None
+
+
+def check_processor(processor: Any, guard: Guard, methods: Sequence[Method]) -> None:
+    """Raise OptionError for a processor that the guard cannot read prompts with. With the guard off nobody reads it."""
+    names = ", ".join(method.name for method in methods)
+    if guard.mode != "off" and tokenizer_of(processor) is None:
+        raise OptionError(
+            f"{names} does not act on pixels, and a {type(processor).__name__} has no tokenizer for the guard to read "
+            "prompts with: leave out processor=, or pass the whole processor"
+        )
+
+
+class GuardPart(Part):
+    """Looks at pictures and prompts of a patched model. watched: the methods that can leave too few tokens."""
+
+    def __init__(
+        self, adapter: Adapter, settings: Guard, watched: Sequence[Watched], table: Floors, tokenizer: Any
+    ) -> None:
+        super().__init__()
+        self.adapter, self.settings, self.table = adapter, settings, table
+        self.tokenizer, self.reader = tokenizer, Reader(settings.patterns)
+        self.reads_text = tokenizer is not None
+        # What makes no cut at the decoder; and of the others, which cuts are theirs.
+        self.elsewhere = [one for one in watched if one.method.site in (Site.PRE_ENCODER, Site.IN_ENCODER)]
+        layers = len(adapter.decoder.layers)
+        self.cuts = {
+            method.cut_layer: one
+            for one in watched
+            if one not in self.elsewhere
+            for method, _ in one.method.stages(one.budget, layers)
+        }
+        self._said: set[tuple[str, str]] = set()
+
+    def _attach(self) -> None:
+        pass  # the engine tells all there is to know
+
+    def _here(self) -> dict[str, Any]:
+        """What this thread waits for: a look at pictures that are being encoded, a verdict that was not said yet."""
+        return states().setdefault(self, {})
+
+    # -- pictures
+
+    def ahead(self, modality: str, arguments: dict[str, Any]) -> None:
+        self._here()["looks"] = look(self.adapter, modality, arguments)
+
+    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        looks = self._here().pop("looks", None)
+        if looks is not None and hasattr(output, "pooler_output"):
+            open_record(output).looks = looks
+
+    # -- in a call
+
+    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+        self._say_late()
+        if call.segments is None:
+            return
+        rows, counts = list(call.segments.row), list(call.segments.counts)
+        looks = looks_of_segments(call, self.adapter)
+        verdict = call.state.put(Verdict(self, call.report.shape, rows, counts, self._read(call), looks))
+        if self.settings.mode == "auto":
+            verdict.seen = [verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
+
+    def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        return call.state[Verdict].at_least(step, arrived, wanted)
+
+    def planned(self, call: Call) -> None:
+        """All is known of a call but what may still be on its way: warn, and have the statistics tell."""
+        verdict = call.state[Verdict]
+        verdict.conclude(call.plan)
+        call.report.stats.later(partial(_fill, verdict))
+        if self.settings.mode == "warn":
+            if not verdict.looks.ready():
+                self._here()["verdict"] = verdict
+            self._say(verdict)
+
+    def _read(self, call: Call) -> dict[int, tuple[str, ...]] | None:
+        """The kinds of question of each row; None if prompts cannot be read."""
+        if self.tokenizer is None or call.host.ids is None:
+            return None
+        text = call.host.real & ~call.host.visual
+        kinds = {}
+        for row in dict.fromkeys(call.segments.row):
+            ids = call.host.ids[row][text[row]][-_READ:].tolist()
+            kinds[row] = self.reader.kinds(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return kinds
+
+    # -- what is said
+
+    def _say_late(self) -> None:
+        verdict = self._here().get("verdict")
+        if verdict is not None and verdict.looks.ready():
+            del self._here()["verdict"]
+            self._say(verdict)
+
+    def _say(self, verdict: Verdict) -> None:
+        """Log what was not said before, as far as it is known."""
+        values = verdict.looks.read() if verdict.looks.ready() else [None] * len(verdict.rows)
+        for place, (row, value) in enumerate(zip(verdict.rows, values, strict=True)):
+            for source, kind in verdict.reasons(row, value):
+                if (place, kind) in verdict.low and (source, kind) not in self._said:
+                    self._said.add((source, kind))
+                    watched, share = verdict.low[place, kind]
+                    raisable, floor = watched.method.site in _RAISABLE, watched.floors[kind]
+                    logger.warning("%s", warning(source, kind, watched.method.name, share, floor, raisable, self.table))
+
+
+def _fill(verdict: Verdict, stats: Stats) -> None:
+    stats.guard = verdict.findings()
+    verdict.guard._say_late()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the parts of a patch out of methods and budgets: one place where it is decided which part does what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from tokenprune.base import Method, Site
+from tokenprune.budget import Budget
+from tokenprune.errors import OptionError
+from tokenprune.guard.settings import Guard
+from tokenprune.integrations.hf.decoder.blockwise_attention import BlockAttention
+from tokenprune.integrations.hf.decoder.checks import check_steps
+from tokenprune.integrations.hf.decoder.drafts import Drafts
+from tokenprune.integrations.hf.decoder.engine import Engine
+from tokenprune.integrations.hf.decoder.video_frames import VideoFrames, compares_frames
+from tokenprune.integrations.hf.decoder.virtual_unmerging import VirtualUnmerging, check_composition, form_of
+from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.guard.part import check_processor, guard_for
+from tokenprune.integrations.hf.processor.full_counts import FullCounts
+from tokenprune.integrations.hf.processor.resizing import patch_for
+from tokenprune.integrations.hf.tower.attention_scores import EncoderAttention
+from tokenprune.integrations.hf.tower.lost_features import LostPictures
+from tokenprune.integrations.hf.tower.merging import TowerPatch, tower_patch
+from tokenprune.integrations.shared.composition import check_places, place_of
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
+
+
+def hf_parts(
+    model: nn.Module,
+    methods: Sequence[Method],
+    budgets: Sequence[Budget],
+    record: bool,
+    processor: Any,
+    guard: Guard,
+) -> list[Any]:
+    """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
+    yet, and everything that cannot work is refused."""
+    adapter = adapter_for(model)
+    layers = len(adapter.decoder.layers)
+    stages = [
+        Step(stage, budget, owner, whole)
+        for owner, (method, whole) in enumerate(zip(methods, budgets, strict=True))
+        for stage, budget in method.stages(whole, layers)
+    ]
+    stages.sort(key=lambda step: place_of(step.method))
+    acting = [step.method for step in stages]
+    check_places(acting)
+    check_composition(acting)
+
+    pixels, steps = [], []
+    parts: list[Part] = []
+    for step in stages:
+        method, budget = step.method, step.budget
+        match method.site:
+            case Site.PRE_ENCODER:
+                pixels.append(patch_for(method, budget, processor, adapter))
+            case Site.IN_ENCODER if not method.is_identity(budget):
+                parts.append(tower_patch(adapter, method, budget))
+                if (form := form_of(method)) != "off":
+                    parts.append(VirtualUnmerging(adapter, form))
+            case Site.ATTENTION:
+                parts.append(BlockAttention(adapter, method, budget, acting))
+            case Site.PRE_LLM | Site.IN_LLM | Site.DECODE:
+                steps.append(step)
+    if processor is not None and not pixels:
+        check_processor(processor, guard, methods)
+    check_steps(steps, adapter)
+    # A method that will not cut needs to see nothing.
+    cutting = [step.method for step in steps if step.acts]
+    readers = [method for method in cutting if observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)]
+    if readers:
+        if merging := [part.method for part in parts if isinstance(part, TowerPatch)]:
+            raise OptionError(
+                f"{readers[0].name} reads the attention of the vision tower's patches, and {merging[0].name} merges "
+                "them on the way: use one of the two"
+            )
+        parts.append(EncoderAttention(adapter, readers))
+    if any(compares_frames(step) for step in steps):
+        merges = [part.method.name for part in parts if isinstance(part, TowerPatch)]
+        parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
+    if cutting or parts:
+        parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
+    if not all(budget.is_identity() for budget in budgets):
+        parts.append(LostPictures(adapter))
+    if pixels:
+        parts.append(FullCounts(pixels))
+    if (watching := guard_for(adapter, guard, methods, budgets, processor)) is not None:
+        parts.append(watching)
+    return [*pixels, Engine(adapter, steps, parts, record)]

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell how many visual tokens a prompt would have had without the method that acted on its pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokenprune.integrations.hf.forward.part import Part
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call
+
+
+class FullCounts(Part):
+    """Puts what methods on pixels know of a prompt into its statistics. patches: those that have `counts`."""
+
+    def __init__(self, patches: Sequence[Any]) -> None:
+        super().__init__()
+        self.patches = patches
+
+    def _attach(self) -> None:
+        pass  # the engine tells all there is to know
+
+    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+        if call.segments is None:
+            return
+        rows = [0] * (max(call.segments.row) + 1)
+        for row, count in zip(call.segments.row, call.segments.counts, strict=True):
+            rows[row] += count
+        for patch in self.patches:
+            call.report.stats.visual_tokens_full = patch.counts.full(rows)

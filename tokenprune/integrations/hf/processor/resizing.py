@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that act on pixels: they change what a processor makes of a picture, and what the vision tower takes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from tokenprune.base import ImageChooser, ResizeMethod
+from tokenprune.budget import Budget
+from tokenprune.errors import AlreadyPatchedError
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.processor.prompts import PromptReader, intercepted
+from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.integrations.shared.resizing import Resizer
+from tokenprune.token_counts import image_processor_of
+
+MARK = "_tokenprune_patch"
+# The question of each picture of the processor's call that is under way, for methods that read it.
+_QUESTIONS: ContextVar[list[str] | None] = ContextVar("tokenprune_questions", default=None)
+
+
+class PixelPatch(Attachable):
+    """Makes a processor hand out smaller pictures, and the vision tower take them; see `Resizer`.
+
+    adapter: of the model that takes the pixels; None if only the processor is at hand.
+    Raises what `Resizer` raises, and OptionError for a processor that does not say how it marks pictures, if the method
+    reads questions.
+    """
+
+    def __init__(self, method: ResizeMethod, budget: Budget, processor: Any, adapter: Adapter | None = None) -> None:
+        super().__init__()
+        self.resizer = Resizer(method, budget, processor, adapter)
+        self.processor, self.adapter, self.counts = processor, adapter, self.resizer.counts
+        reads = method.reads_question and not self.resizer.identity
+        self.prompts = PromptReader(processor, method.name) if reads else None
+
+    def _attach(self) -> None:
+        if self.resizer.image_processor is None:  # keep=1.0 needs none
+            return
+        before = type(self.resizer.image_processor)
+        if present := patch_on(self.processor):
+            raise AlreadyPatchedError(
+                f"the processor is patched already with {present.describe()}: undo that first "
+                "(tokenprune.unpatch, tokenprune.unpatch_processor), or use a processor of its own for each model"
+            )
+        patch = self
+
+        @functools.wraps(before.preprocess)
+        def preprocess(self: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
+            images, kwargs = patch.resizer.change(images, kwargs, _QUESTIONS.get() or ())
+            return before.preprocess(self, images, *args, **kwargs)
+
+        # A subclass of the same name, not an attribute of the instance: that would end up in what it prints and saves.
+        names = {"preprocess": preprocess, MARK: self, "__module__": before.__module__}
+        self.swap_class(self.resizer.image_processor, type(before.__name__, (before,), names))
+        if self.resizer.identity:
+            return
+        if self.prompts is not None:
+            self.swap_class(self.processor, intercepted(self.processor, self._around, {}))
+        if self.resizer.resizing == "target":
+            tower = self.adapter.base.vision_tower
+            self.hook(tower.register_forward_pre_hook(self._interpolate, with_kwargs=True))
+
+    def describe(self) -> str:
+        return f"{self.resizer.method.name} ({self.resizer.budget})"
+
+    @contextmanager
+    def _around(self, images: Any, text: Any) -> Iterator[tuple[Any, Any]]:
+        prompts = self.prompts.prompts(text)
+        rows = self.prompts.rows(images, prompts)
+        questions = [self.prompts.question(prompt) for prompt, row in zip(prompts, rows, strict=True) for _ in row]
+        token = _QUESTIONS.set(questions)
+        try:
+            yield images, text
+        finally:
+            _QUESTIONS.reset(token)
+
+    def _interpolate(self, tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        pixels = args[0] if args else kwargs["pixel_values"]
+        if self.resizer.check_tower_pixels(*pixels.shape[-2:]):
+            kwargs = kwargs | {"interpolate_pos_encoding": True}
+        return args, kwargs
+
+
+def patch_for(
+    method: ResizeMethod | ImageChooser, budget: Budget, processor: Any, adapter: Adapter | None = None
+) -> Any:
+    """Return the part of a patch that makes `processor` do what `method` says; raises as `PixelPatch` and `ViewPatch`
+    do."""
+    from tokenprune.integrations.hf.processor.image_selection import ViewPatch
+
+    return (ViewPatch if isinstance(method, ImageChooser) else PixelPatch)(method, budget, processor, adapter)
+
+
+def patch_on(processor: Any) -> Any:
+    """Return the patch that a processor, or its image processor, carries."""
+    return getattr(type(image_processor_of(processor)), MARK, None) or getattr(type(processor), MARK, None)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the visual tokens of a call and group them into images, videos or tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
+from tokenprune.frames import frame_counts, tokens_per_frame
+from tokenprune.integrations.hf.encoded.alignment import of_each_piece
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.kernels.compact import partition
+from tokenprune.tokens import Segments
+from tokenprune.transfer import sent
+
+RunsPerImage = Callable[[int, list[tuple[int, int]]], list[int]]
+GridOf = Callable[[int], tuple[int, int, int] | None]
+
+
+class Piece(NamedTuple):
+    """The placeholders of one image or video, or of a part that has a budget for itself, before they become a segment.
+
+    columns: long `[n]`, on the host. frames: see `Segments`.
+    """
+
+    row: int
+    columns: Tensor
+    grid: tuple[int, int, int] | None
+    modality: str
+    frames: list[int] | None
+
+
+def feature_counts(output: Any) -> list[int] | None:
+    """Return the number of features of each picture in an encoder's output, or None if it keeps no picture apart."""
+    features = getattr(output, "pooler_output", None)
+    if isinstance(features, (list, tuple)):
+        return [math.prod(feature.shape[:-1]) for feature in features]
+    return None
+
+
+def feature_total(output: Any) -> int | None:
+    """Return how many features an encoder's output holds in all, or None if it cannot be told."""
+    counts = feature_counts(output)
+    if counts is not None:
+        return sum(counts)
+    features = getattr(output, "pooler_output", None)
+    return math.prod(features.shape[:-1]) if isinstance(features, Tensor) else None
+
+
+def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
+    """Raise PlaceholderMismatchError where a prompt holds fewer or more placeholders than there are features. mask: on
+    the host."""
+    features = feature_total(output)
+    placeholders = int(mask.sum())
+    if features is not None and features != placeholders:
+        raise PlaceholderMismatchError(
+            f"the prompt holds {placeholders} {modality} placeholders, but the encoder returned {features} features. "
+            "A prompt cut by the tokenizer does this: leave out truncation and max_length for prompts with pictures, "
+            "or raise them; and pass as many pictures as the prompt names"
+        )
+
+
+def find_segments(
+    masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device, step: int = 1,
+    runs_per_image: RunsPerImage | None = None, grid_of: GridOf | None = None, behind_video: int = 0,
+) -> Segments | None:  # fmt: skip
+    """Group placeholders into segments, with tensors on `device`; None if there are none.
+
+    masks: bool `[B, L]` for each modality, on the host. outputs: the encoder's output for each modality, where known:
+    it tells pictures apart that stand side by side, and carries their grids; without it every unbroken run of
+    placeholders is a segment.
+    per: "image"; "frame", where each frame of a video is a segment; or "prompt" for one segment a row. step: from one
+    placeholder to the next within a run; 2 where ids for the ends of rows stand between. runs_per_image: tells of a
+    row's number and the (first, last + 1) of its runs how many each image consists of; None: one.
+    grid_of: tells of an image's number of tokens its grid, where nothing else does. behind_video: tokens of a video
+    that follow its last frame.
+    Raises UnsupportedSetupError for a video whose frames cannot be told.
+    """
+    pieces: list[Piece] = []
+    for modality, mask in masks.items():
+        rows, columns = mask.nonzero(as_tuple=True)
+        if len(rows):
+            found = pieces_of(modality, rows, columns, outputs.get(modality), step, grid_of, behind_video)
+            pieces += _by_frame(found, outputs.get(modality)) if per == "frame" and modality == "video" else found
+    if not pieces:
+        return None
+    pieces.sort(key=lambda piece: (piece.row, int(piece.columns[0])))
+    if runs_per_image is not None:
+        pieces = _whole_images(pieces, runs_per_image)
+    if per == "prompt":
+        pieces = _by_row(pieces)
+
+    counts = [len(piece.columns) for piece in pieces]
+    position = torch.nn.utils.rnn.pad_sequence([piece.columns for piece in pieces], batch_first=True)
+    mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    ordinals: list[int] = []
+    for index, piece in enumerate(pieces):
+        same_row = index > 0 and pieces[index - 1].row == piece.row
+        ordinals.append(ordinals[-1] + 1 if same_row else 0)
+    return Segments(
+        row=[piece.row for piece in pieces],
+        ordinal=ordinals,
+        counts=counts,
+        position=sent(position, device),
+        mask=sent(mask, device),
+        grids=[piece.grid for piece in pieces],
+        modality=[piece.modality for piece in pieces],
+        frames=[piece.frames for piece in pieces],
+    )
+
+
+def pieces_of(
+    modality: str,
+    rows: Tensor,
+    columns: Tensor,
+    output: Any,
+    step: int,
+    grid_of: GridOf | None = None,
+    behind_video: int = 0,
+) -> list[Piece]:
+    """Return the pieces of a modality, one with features or an unbroken run each; see `find_segments`.
+
+    rows, columns: long `[n]`, of the modality's placeholders, on the host.
+    """
+    counts = feature_counts(output)
+    grids = record_of(output).grids or []
+    if counts is None or sum(counts) != len(rows):
+        breaks = (rows.diff() != 0) | (columns.diff() > step)
+        ends = (breaks.nonzero().flatten() + 1).tolist()
+        counts, grids = [b - a for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)], []
+    spans = [(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True) if count]
+    of_rows = [int(rows[start]) for start, _ in spans]
+    numbers = of_each_piece(record_of(output).frames or [], of_rows)
+    pieces = []
+    for row, (start, end), grid, number in zip(of_rows, spans, of_each_piece(grids, of_rows), numbers, strict=True):
+        count = end - start
+        if grid is None or math.prod(grid) != count:
+            grid = grid_of(count) if grid_of is not None and modality == "image" else None
+        frames = [count] if modality == "image" else tokens_per_frame(count, number or 0, behind_video)
+        pieces.append(Piece(row, columns[start:end], grid, modality, frames))
+    return pieces
+
+
+def _by_frame(pieces: list[Piece], output: Any) -> list[Piece]:
+    frames = of_each_piece(record_of(output).frames or [], [piece.row for piece in pieces])
+    split = []
+    for (row, columns, grid, modality, _), number in zip(pieces, frames, strict=True):
+        counts = frame_counts(len(columns), number or 0)
+        if counts is None:
+            raise UnsupportedSetupError(
+                f"nothing tells which of a video's {len(columns)} tokens belong to which frame: use a Budget with "
+                'per="image", which the whole video shares'
+            )
+        one = None if grid is None else (1, *grid[1:])
+        split += [Piece(row, part, one, modality, [len(part)]) for part in columns.split(counts)]
+    return split
+
+
+def _whole_images(pieces: list[Piece], runs_per_image: RunsPerImage) -> list[Piece]:
+    whole = []
+    for row, of_row in groupby(pieces, key=itemgetter(0)):
+        tiles = list(of_row)
+        runs = [(int(tile.columns[0]), int(tile.columns[-1]) + 1) for tile in tiles]
+        ends = accumulate(numbers := runs_per_image(row, runs))
+        for number, end in zip(numbers, ends, strict=True):
+            first, *_ = image = tiles[end - number : end]
+            if number > 1:
+                columns = torch.cat([tile.columns for tile in image])
+                first = Piece(row, columns, None, first.modality, [len(columns)])
+            whole.append(first)
+    return whole
+
+
+def _by_row(pieces: list[Piece]) -> list[Piece]:
+    merged: dict[int, Piece] = {}
+    for piece in pieces:
+        first = merged.setdefault(piece.row, piece)
+        if first is not piece:
+            columns = torch.cat([first.columns, piece.columns])
+            merged[piece.row] = Piece(piece.row, columns, None, first.modality, None)
+    return list(merged.values())
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which visual tokens a cut leaves; a segment of which nothing is left is a segment no more.
+
+    before: S and N. alive: which segments are left, S' of them. order: long `[S', N']`, which of their tokens are left,
+    in order. mask: bool `[S', N']`, False for padding.
+    """
+
+    before: tuple[int, int]
+    alive: list[int]
+    order: Tensor
+    mask: Tensor
+
+    @staticmethod
+    def of(keep: Tensor, counts: list[int]) -> Kept:
+        """keep: bool `[S, N]`; counts: its row sums."""
+        alive = [index for index, count in enumerate(counts) if count]
+        rows = keep if len(alive) == len(counts) else keep[sent(alive, keep.device)] if alive else keep[:0]
+        width = max(counts)
+        order = partition(rows)[:, :width] if alive else torch.zeros(0, 0, dtype=torch.long, device=keep.device)
+        limit = sent([counts[index] for index in alive], keep.device)[:, None]
+        return Kept(tuple(keep.shape), alive, order, torch.arange(width, device=keep.device) < limit)
+
+    @property
+    def withdraws(self) -> bool:
+        """Whether nothing is left of some segment."""
+        return len(self.alive) < self.before[0]
+
+    def segments_of(self, values: Any) -> Any:
+        """Return those of S `values` (a list, or a tensor `[S, ...]`) whose segments are left."""
+        if not self.withdraws:
+            return values
+        if isinstance(values, Tensor):
+            return values[sent(self.alive, values.device)] if self.alive else values[:0]
+        return [values[index] for index in self.alive]
+
+    def follow(self, values: Tensor) -> Tensor:
+        """`[S, N, ...]` -> `[S', N', ...]`, zero for padding."""
+        values = self.segments_of(values)
+        order, mask = self.order.to(values.device), self.mask.to(values.device)
+        rows = torch.arange(len(order), device=values.device)[:, None]
+        return values[rows, order].masked_fill(~mask.view(*mask.shape, *[1] * (values.ndim - 2)), 0)
+
+
+def keep_segments(segments: Segments, kept: Kept, counts: list[int]) -> Segments:
+    """Return the segments after a cut. counts: how many tokens are left of each of those before it."""
+    position = kept.follow(segments.position)
+    grids = [g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)]
+    return Segments(
+        row=kept.segments_of(segments.row),
+        ordinal=kept.segments_of(segments.ordinal),
+        counts=kept.segments_of(counts),
+        # Padding must point at a token that is still there.
+        position=torch.where(kept.mask, position, position[:, :1]),
+        mask=kept.mask,
+        grids=kept.segments_of(grids),
+        modality=kept.segments_of(segments.modality),
+        frames=kept.segments_of(frames_left(segments, counts)),
+    )
+
+
+def frames_left(segments: Segments, counts: list[int]) -> list[list[int] | None]:
+    """Return the frames of segments of which `counts` tokens are left: those of a video that was cut are unequal."""
+    known = segments.frames or [None] * len(counts)
+    return [
+        frames if new == old else [new] if modality == "image" and frames is not None else None
+        for frames, new, old, modality in zip(known, counts, segments.counts, segments.modality, strict=True)
+    ]

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the vision tower shows, brought to the visual tokens that the patches become.
+
+Queries and keys of the wanted blocks are read as they reach the attention function (after rotary embedding, once), and
+observables are made of them without an attention map (see kernels/attention.py), for any back end. They travel with the
+tower's output, since `generate` encodes images before any forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.base import Pruner
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.attention.observer import Observer
+from tokenprune.integrations.hf.encoded.alignment import number_features
+from tokenprune.integrations.hf.encoded.record import open_record, record_of
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.sequence.segments import feature_total
+from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
+from tokenprune.integrations.shared.patch_grid import picture_sizes, place
+from tokenprune.integrations.shared.tower_scores import (
+    OUTPUT,
+    Blocks,
+    Encoded,
+    Seen,
+    as_patches,
+    blocks_read,
+    empty,
+    take_patches,
+    tower_features,
+)
+from tokenprune.observable_registry import find_observable
+from tokenprune.tokens import Patches, Segments
+from tokenprune.transfer import sent
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call
+
+# The blocks that are known, and how many class tokens stand before the patches.
+_CLASS_TOKENS = {
+    "CLIPEncoderLayer": 1,
+    "InternVLVisionLayer": 1,
+    "SiglipEncoderLayer": 0,
+    "Idefics3EncoderLayer": 0,
+    "SmolVLMEncoderLayer": 0,
+    "Qwen2VLVisionBlock": 0,
+    "Qwen2_5_VLVisionBlock": 0,
+    "Qwen3VLVisionBlock": 0,
+    "PixtralAttentionLayer": 0,
+}
+
+
+class EncoderAttention(Part):
+    """Reads what `methods` need of the vision tower, in the blocks that they name in their `encoder_layers`.
+
+    Raises UnsupportedSetupError for towers that are not known and families whose tokens cannot be traced to patches,
+    OptionError for blocks that there are not.
+    """
+
+    def __init__(self, adapter: Adapter, methods: Sequence[Pruner]) -> None:
+        super().__init__()
+        self.adapter, self.name = adapter, ", ".join(method.name for method in methods)
+        family = adapter.config.model_type
+        if adapter.patch_layout is None:
+            raise UnsupportedSetupError(
+                f"{self.name} looks into the vision tower, but of {family!r} it is not known how its "
+                "patches become visual tokens; use a method that acts behind the tower, or say so in the adapter's "
+                "patch_layout"
+            )
+        self.tower, blocks = _find_blocks(adapter, self.name)
+        self.protected = _CLASS_TOKENS[type(blocks[0]).__name__]
+        self.attentions = [_attention_of(block) for block in blocks]
+        self.blocks: Blocks = {}
+        for method in methods:
+            self.blocks |= blocks_read(method, len(blocks), adapter.config)
+        for index in set(self.blocks.values()) - {OUTPUT}:
+            Observer(self.attentions[index], self._record)  # raises what cannot be observed
+
+    # -- inside the tower
+
+    def _attach(self) -> None:
+        for index in sorted(set(self.blocks.values()) - {OUTPUT}):
+            self.attach_part(Observer(self.attentions[index], partial(self._record, index)))
+        self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
+        self.hook(self.tower.register_forward_hook(self._leave_tower))
+        if hasattr(self.adapter.base, "pack_image_features"):
+            self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
+
+    def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        take_packed()  # what a call that failed may have left
+        lengths = None
+        if self.adapter.patch_layout == "sized":
+            given = dict(zip(("pixel_values", "image_sizes"), args, strict=False)) | kwargs
+            patch = self.adapter.config.vision_config.patch_size
+            lengths = [(height // patch) * (width // patch) for height, width in picture_sizes(given)]
+        states()[self] = _Reading(empty(self.blocks), lengths)
+
+    def _record(self, index: int, observation: Observation) -> None:
+        state = states().get(self)
+        if state is not None:  # else gradient checkpointing runs the block again
+            if observation.starts is None and state.lengths is not None:
+                ends = [0, *accumulate(state.lengths)]
+                observation = replace(observation, starts=torch.tensor(ends, device=observation.query.device))
+            take_patches(state.seen, index, observation, self.protected)
+
+    def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
+        state = states().pop(self, None)
+        if isinstance(output, tuple):
+            raise UnsupportedSetupError(f"{self.name}: the tower must return an output object; use return_dict")
+        if state is None:
+            return
+        for name, index in state.seen:
+            if index == OUTPUT:
+                features = tower_features(output, self.adapter.config).detach().float()
+                features = features if features.ndim == 3 else features[None]
+                state.seen[name, index].append(find_observable(name).of_features(features, self.protected))
+        open_record(output).attention = state.seen
+
+    # -- behind the tower
+
+    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        """Images were encoded: leave what was read of their visual tokens in the record on `output`."""
+        state = record_of(output).take_attention()
+        packed = take_packed()
+        if state is None:
+            return
+        # [rows of the tower, patches, C] each; where the tower lays images end to end, one row of all patches.
+        if not all(state.values()):
+            raise UnsupportedSetupError(f"{self.name}: not all blocks of the vision tower showed their attention")
+        on_one_axis = self.adapter.patch_layout in ("runs", "sized")
+        layers = [
+            torch.cat([piece.flatten(0, 1) for piece in pieces])[None] if on_one_axis else torch.cat(pieces)
+            for pieces in state.values()
+        ]
+        placed = place(self.adapter, modality, arguments, feature_total(output), torch.cat(layers, dim=-1), packed)
+        open_record(output).encoded = Encoded.of(placed, self.blocks, state, [x.shape[-1] for x in layers])
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One forward of a tower. seen: see `empty`. lengths: of the images, if all are on one axis and only a mask tells
+    them apart."""
+
+    seen: Seen
+    lengths: list[int] | None
+
+
+class EncodedTokens:
+    """What the tower shows of a call's visual tokens."""
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        # For each position of the prompt the number of its visual token, over all modalities.
+        self.device, self.parts, start = device, [], 0
+        self.index = None
+        for modality, output in call.outputs.items():
+            encoded, mask = record_of(output).encoded, call.host.masks[modality]
+            if encoded is None:
+                raise UnsupportedSetupError(
+                    f"these {modality} features were not encoded by the patched model, so what its vision tower shows "
+                    "is not known: pass pixels"
+                )
+            count = len(encoded.placed.cells)
+            numbers = sent(number_features(modality, mask, count) + start, device)
+            self.index = numbers if self.index is None else torch.where(sent(mask, device), numbers, self.index)
+            self.parts.append(encoded)
+            start += count
+
+    def values(self, key: tuple, segments: Segments) -> Tensor:
+        """Return float32 `[S, N, C]`; key: see `Encoded`."""
+        if any(key not in part.values for part in self.parts):
+            raise UnsupportedSetupError(
+                f"the {' of block '.join(map(str, key))} of the vision tower was not read: a method names all that it "
+                "reads in its encoder_layers; features that were encoded under another patch do not have it, then pass "
+                "pixels"
+            )
+        flat = torch.cat([part.values[key].to(self.device) for part in self.parts])
+        return flat[self._tokens(segments)].masked_fill(~segments.mask.unsqueeze(-1), 0)
+
+    def patches(self, segments: Segments) -> Patches:
+        cells = torch.cat([part.placed.cells.to(self.device) for part in self.parts])
+        return as_patches(cells[self._tokens(segments)], segments.mask, sum(part.placed.tiles for part in self.parts))
+
+    def _tokens(self, segments: Segments) -> Tensor:
+        return self.index[segments.row_index, segments.position]
+
+
+def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module]]:
+    for attribute in ("vision_tower", "visual", "vision_model"):
+        tower = getattr(adapter.base, attribute, None)
+        for module in tower.modules() if tower is not None else ():
+            for blocks in (getattr(module, which, None) for which in ("layers", "layer", "blocks")):
+                known = isinstance(blocks, nn.ModuleList) and blocks
+                if known and all(type(block).__name__ in _CLASS_TOKENS for block in blocks):
+                    return tower, list(blocks)
+    found = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
+    raise UnsupportedSetupError(
+        f"{name} looks into the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
+        f"and SmolVLM), InternVL, Pixtral and Qwen-VL of transformers, not {found}; use a method that acts behind the "
+        "tower"
+    )
+
+
+def _attention_of(block: nn.Module) -> nn.Module:
+    return next(getattr(block, name) for name in ("self_attn", "attn", "attention") if hasattr(block, name))
+
+

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notice pictures that were encoded for a prompt and then never reached the model."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.sequence.segments import feature_total
+from tokenprune.integrations.shared.attachable import states
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call
+
+
+class LostPictures(Part):
+    """Raises UnsupportedSetupError where `generate` encodes pictures and then leaves them, or parts of them, out of the
+    prompt's forward.
+
+    With `prefill_chunk_size`, transformers 5.19 hands over no pictures at all, without a word, and 5.23 those features
+    that a chunk holds placeholders for; tokens are chosen from whole pictures.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__()
+        self.adapter = adapter
+
+    def _attach(self) -> None:
+        pass  # the engine tells all there is to know
+
+    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        if self.current() is None:  # ahead of any forward, as `generate` does
+            states().setdefault(self, {})[modality] = weakref.ref(output)
+
+    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+        waiting = states().pop(self, None)
+        if waiting is None:
+            return
+        ahead = {modality: output for modality, ref in waiting.items() if (output := ref()) is not None}
+        handed = call.arguments.get("mm_encoder_outputs") or {}
+        if call.outputs and not handed:
+            return  # another prompt, with pixels
+        masks = self.adapter.visual_mask(call.arguments) if ahead else {}
+        if ahead and not call.outputs and not any(bool(mask.any()) for mask in masks.values()):
+            states()[self] = waiting  # text before the pictures
+            return
+        for modality, output in ahead.items():
+            if modality in call.outputs:
+                here, encoded = feature_total(call.outputs[modality]), feature_total(output)
+                lost = here is not None and encoded is not None and here < encoded
+            else:
+                lost = modality in masks and bool(masks[modality].any())
+            if lost:
+                raise UnsupportedSetupError(
+                    "a part of the prompt came without its pictures, or with pieces of them: generate() was given "
+                    "prefill_chunk_size; leave it out"
+                )

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks that merge tokens inside the blocks of a vision transformer, whichever library the blocks come from.
+
+A block computes x + attention(norm(x)), then x + mlp(norm(x)). The merge sits between the two. No forward is replaced:
+a hook hands the second norm the merged tokens, so that the MLP runs on these alone; a hook behind the MLP adds its
+result to them, which is the block's output, and hands the block a zero to add to the tokens before the merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.errors import BudgetError, UnsupportedSetupError
+from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states
+
+
+@dataclass(frozen=True)
+class Block:
+    """A pre-norm block: `norm` and `end` are the first and the last module of its MLP branch; `mask` is the name, and
+    `mask_place` the place, of the argument that is added to its attention logits."""
+
+    module: nn.Module
+    norm: nn.Module
+    end: nn.Module
+    mask: str
+    mask_place: int
+
+
+@dataclass
+class Merging:
+    """One forward of a tower. N tokens enter in each of B rows. n are left so far in the row that has most; the others
+    are padded to it, behind their tokens.
+
+    plan: what finds the merge of each block. owners: after each block (first: before any) long `[B, N]`, for each token
+    that entered the one that it is part of. left: tokens in each row so far; counts: these, as they entered each block.
+    size: float32 `[B, n]`, tokens that each is made of, 0 for padding; None before a merge.
+    """
+
+    plan: list[Matcher | None]
+    owners: list[Tensor]
+    left: list[int]
+    size: Tensor | None = None
+    keys: Tensor | None = None
+    merged: Tensor | None = None
+    output: Tensor | None = None
+    counts: list[list[int]] = field(default_factory=list)
+
+    @property
+    def padded(self) -> bool:
+        """Whether the rows differ in length."""
+        return len(set(self.left)) > 1
+
+    def bias(self, proportional: bool, dtype: torch.dtype) -> Tensor | None:
+        """Return what is added to attention logits, `[B, 1, 1, n]`; None for nothing. Padding gets log(0) = -inf."""
+        if self.size is None or not (proportional or self.padded):
+            return None
+        size = self.size if proportional else (self.size > 0).float()
+        return size.log().to(dtype)[:, None, None, :]
+
+    def restore(self, x: Tensor, stage: int = -1) -> Tensor:
+        """`[B, n, D]` -> `[B, N, D]`: every token that entered gets the feature of the one it is part of."""
+        owner = self.owners[stage]
+        if owner is self.owners[0]:
+            return x
+        return x.gather(1, owner.to(x.device).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+class Merger(Attachable):
+    """Attached to the blocks of one tower, in their order; the state of a forward is kept per thread.
+
+    tower: what the method is told; its `tokens` are those of a picture as the config has it.
+    Raises BudgetError for a budget that is neither a share nor a number of tokens, or that cannot be reached.
+    """
+
+    def __init__(self, method: EncoderMethod, budget: Budget, blocks: Sequence[Block], tower: Tower) -> None:
+        super().__init__()
+        if budget.keep is None or budget.per != "image":
+            raise BudgetError(
+                f"{method.name} merges in the encoder, where each picture is for itself: keep is a share of its "
+                f"patches or a number of them, not {budget}"
+            )
+        self.method, self.budget, self.blocks, self.shape = method, budget, list(blocks), tower
+        self.plan(tower.tokens)  # raises what cannot be reached
+
+    # -- attaching
+
+    def _attach(self) -> None:
+        for index, block in enumerate(self.blocks):
+            self.hook(block.module.register_forward_pre_hook(partial(self._enter_block, index), with_kwargs=True))
+            self.hook(block.norm.register_forward_pre_hook(partial(self._merge, index)))
+            self.hook(block.end.register_forward_hook(self._leave_branch))
+            # Before the hooks of others: what they see is the block's output.
+            self.hook(block.module.register_forward_hook(self._leave_block, prepend=True))
+
+    def detach(self) -> None:
+        """Remove everything that `attach` installed."""
+        self.end()
+        super().detach()
+
+    # -- the state of this thread
+
+    def state(self) -> Merging | None:
+        return states().get(self)
+
+    def end(self) -> Merging | None:
+        """Forget this thread's state and return it."""
+        return states().pop(self, None)
+
+    def plan(self, count: int) -> list[Matcher | None]:
+        """What finds the merge of each block, for `count` tokens that enter."""
+        tower = self.shape if count == self.shape.tokens else replace(self.shape, tokens=count)
+        return self.method.plan(self.budget, tower)
+
+    # -- hooks
+
+    def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        hidden = hidden_states(args, kwargs)
+        if index == 0:
+            rows, count = hidden.shape[:2]
+            check_checkpointing(module)
+            owner = torch.arange(count, device=hidden.device).expand(rows, -1)
+            states()[self] = Merging(self.plan(count), [owner], [count] * rows)
+        state = self.state()
+        if state is None:
+            return None
+        state.keys = state.merged = state.output = None
+        state.counts.append(state.left)
+        bias = state.bias(self.method.proportional, hidden.dtype)
+        if bias is None:
+            return None
+        return self._with_bias(index, bias.to(hidden.device), args, kwargs)
+
+    def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """See to it that `bias` `[B, 1, 1, n]` is added to a block's attention logits; returns the block's arguments,
+        or None to leave them."""
+        block = self.blocks[index]
+        given = args[block.mask_place] if len(args) > block.mask_place else kwargs.get(block.mask)
+        if given is not None:
+            raise UnsupportedSetupError(f"{self.method.name}: the tower's blocks got an attention mask of their own")
+        if len(args) > block.mask_place:
+            return (*args[: block.mask_place], bias, *args[block.mask_place + 1 :]), kwargs
+        return args, kwargs | {block.mask: bias}
+
+    def note_keys(self, index: int, keys: Tensor) -> None:
+        """keys: `[B, H, n, Dh]` of the attention of a block."""
+        state = self.state()
+        if state is not None and state.plan[index] is not None:
+            state.keys = keys
+
+    def _merge(self, index: int, module: nn.Module, args: tuple) -> tuple | None:
+        state = self.state()
+        if state is None:
+            return None
+        owner = state.owners[-1]
+        state.owners.append(owner)
+        match = state.plan[index]
+        if match is None:
+            return None
+        if state.keys is None:
+            raise UnsupportedSetupError(f"{self.method.name}: block {index} of the tower showed no attention keys")
+        with torch.no_grad():
+            merge = match(state.keys.float().mean(dim=1), state.left if state.padded else None)
+        state.keys = None
+        if merge is None:
+            return None
+        hidden = args[0]
+        if state.size is None:
+            state.size = torch.ones(hidden.shape[:2], device=hidden.device)
+        state.merged = merge.mean(hidden, state.size)
+        state.size = merge.sum(state.size)
+        state.owners[-1] = merge.assign.gather(1, owner)
+        state.left = merge.left or [merge.keep.shape[1]] * len(state.left)
+        return (state.merged, *args[1:])
+
+    def _leave_branch(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        state = self.state()
+        if state is None or state.merged is None:
+            return None
+        state.output, state.merged = state.merged + output, None
+        return output.new_zeros(1)
+
+    def _leave_block(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        state = self.state()
+        if state is None or state.output is None:
+            return None
+        merged, state.output = state.output, None
+        return (merged, *output[1:]) if isinstance(output, tuple) else merged
+
+
+def check_checkpointing(block: nn.Module) -> None:
+    """Raise UnsupportedSetupError if `block` would run a second time in the backward pass."""
+    if block.training and torch.is_grad_enabled() and getattr(block, "gradient_checkpointing", False):
+        raise UnsupportedSetupError(
+            "gradient checkpointing runs the tower's blocks a second time, when what they merged is forgotten; switch "
+            "it off for the vision tower"
+        )

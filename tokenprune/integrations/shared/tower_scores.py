@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What blocks of a vision tower say of patches, and of the visual tokens that these become."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import Pruner
+from tokenprune.errors import OptionError
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.integrations.shared.patch_grid import Placed
+from tokenprune.observable import TowerOutput, Where
+from tokenprune.observable_registry import find_observable, observables_of
+from tokenprune.tokens import Patches
+
+# The block in which an observable is read, by its name and the layer that a method named.
+Blocks = dict[tuple, int]
+
+
+Seen = dict[tuple[str, int], list[Tensor]]
+
+
+OUTPUT = -1  # in the place of a block: the tower's output
+
+
+Heads = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What was read of visual tokens, all images of a call end to end.
+
+    values: `[tokens, C]`, float32, by name of the observable, with the layer that a method named if it is read by
+    layer.
+    """
+
+    values: dict[tuple, Tensor]
+    placed: Placed
+
+    @staticmethod
+    def of(placed: Placed, blocks: Blocks, seen: Seen, channels: list[int]) -> Encoded:
+        """Return what `placed.scores` holds. channels: how many of them belong to each entry of `seen`, in order."""
+        parts = dict(zip(seen, placed.scores.split(channels, dim=-1), strict=True))
+        return Encoded({key: parts[key[0], block] for key, block in blocks.items()}, placed)
+
+
+def as_patches(cells: Tensor, mask: Tensor, tiles: int) -> Patches:
+    """cells: long `[S, N, 6]`, tiles: see `Placed`; mask: bool `[S, N]`, False for padding. Each segment's tiles are
+    numbered from 0."""
+    tile = cells[..., 0].masked_fill(~mask, -1)
+    first = tile.masked_fill(tile < 0, torch.iinfo(torch.long).max).amin(1, keepdim=True)
+    return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1), tiles)
+
+
+def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
+    """Return which of a tower's `depth` blocks each observable of the tower that a method needs is read in; without
+    any, the last block that the model reads: it tells how many patches there are. config: of the whole model.
+
+    Raises OptionError for blocks that there are not.
+    """
+    layers = {layer: block_index(method, layer, depth, config) for layer in method.encoder_layers}
+    names = [one.name for one in observables_of(method.needs, Where.TOWER_BLOCK)]
+    found = {(name, layer): block for name in names for layer, block in layers.items()}
+    outputs = [one for one in observables_of(method.needs, Where.TOWER) if isinstance(one, TowerOutput)]
+    found |= {(one.name,): OUTPUT for one in outputs}
+    return found or {("patches",): read_block(config, depth)}
+
+
+def tower_features(output: Any, config: Any) -> Tensor:
+    """Return what the projector gets of a tower's output, class tokens included, `[rows, tokens, Dv]` or, where images
+    lie end to end, `[tokens, Dv]`. config: of the whole model."""
+    read = getattr(config, "vision_feature_layer", None)
+    states = getattr(output, "hidden_states", None)
+    if read is None or states is None:
+        return output.last_hidden_state
+    return states[read] if isinstance(read, int) else torch.cat([states[one] for one in read], dim=-1)
+
+
+def empty(blocks: Blocks) -> Seen:
+    """Return a place for what each observable shows in each of its blocks: pieces `[rows, patches, C]`."""
+    return {(key[0], block): [] for key, block in blocks.items()}
+
+
+def take_patches(seen: Seen, block: int, observation: Observation, protected: int, heads: Heads = lambda x: x) -> None:
+    """Add to `seen` what its observables of a block say of patches. protected: class tokens in front of them. heads:
+    brings `[rows, H, ...]` of all devices together."""
+    for name, index in seen:
+        if index == block:
+            with torch.no_grad():
+                found = heads(find_observable(name).of_patches(observation, protected))
+            found = found.transpose(1, 2).float()
+            seen[name, index].append(found if found.ndim == 3 else found.flatten(2))
+
+
+def block_index(method: Pruner, layer: int | float, depth: int, config: Any) -> int:
+    """Return which of a tower's `depth` blocks a method means by `layer`; see `Pruner.encoder_layers`.
+
+    config: of the whole model. Raises OptionError for blocks that there are not.
+    """
+    read = read_block(config, depth)
+    # Blocks that attend in windows do not compare one window's patches with another's.
+    whole = getattr(config.vision_config, "fullatt_block_indexes", None) or range(depth)
+    if isinstance(layer, float):
+        if not 0 < layer < 1:
+            raise OptionError(f"{method.name}: {layer} is no share of the vision tower's depth: use 0 < share < 1")
+        index = math.ceil(layer * (read + 1)) - 1
+        return next((block for block in sorted(whole) if block >= index), max(whole))
+    index = layer if layer >= 0 else read + 1 + layer
+    if not 0 <= index < depth:
+        raise OptionError(
+            f"{method.name}: the vision tower has {depth} blocks, of which the model reads up to number {read}; "
+            f"there is no block {layer}"
+        )
+    if index not in whole:
+        raise OptionError(
+            f"{method.name}: block {index} of this tower attends in windows, so that its scores do not compare "
+            f"patches of the whole picture; use one of {sorted(whole)}"
+        )
+    return index
+
+
+def read_block(config: Any, depth: int) -> int:
+    """Return the index of the last block whose output the model reads."""
+    read = getattr(config, "vision_feature_layer", None)
+    # Numbers of hidden states: 0 is the tower's input, -1 the output of its last block.
+    states = [-1] if read is None else [read] if isinstance(read, int) else list(read)
+    return max(max(state if state >= 0 else depth + 1 + state for state in states) - 1, 0)

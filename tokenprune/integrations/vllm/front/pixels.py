@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Front end: methods that act on pixels. Pictures shrink before the model's own processor sees them, by the code that
+patches a processor on the Hugging Face side, so vLLM counts, hashes and positions what is left as it always does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.multimodal.parse import ImageProcessorItems
+from vllm.multimodal.processing import BaseProcessingInfo
+
+from tokenprune.budget import Budget
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError
+from tokenprune.integrations.shared.resizing import Resizer
+from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.token_counts import Reader, rule_for
+
+
+class SmallerImages(ImageProcessorItems):
+    """Pictures in another size than they came in. full: visual tokens of each, had it kept its size."""
+
+    def __init__(self, originals: ImageProcessorItems, smaller: list[Any], full: list[int]) -> None:
+        super().__init__(smaller)
+        self.originals, self.full = originals, full
+
+    def get_item_for_hash(self, index: int) -> Any:
+        return self.originals.get_item_for_hash(index)
+
+
+@dataclass(frozen=True)
+class Shrinker:
+    """What a setting does to the pictures of one request.
+
+    info: vLLM's, of the model. kwargs: the request's `mm_processor_kwargs`, without ours.
+    Raises OptionError where the model, or a picture, does not go with the method.
+    """
+
+    setting: Setting
+    info: BaseProcessingInfo
+    kwargs: Mapping[str, object]
+
+    def shrink(self, items: Any) -> Mapping[str, object]:
+        """Put smaller pictures in the place of `items["image"]`, and return the keyword arguments that the model's
+        processor needs to leave them as they are."""
+        pictures = items.get("image")
+        if pictures is None or not len(pictures) or isinstance(pictures, SmallerImages):
+            return self.kwargs
+        if not isinstance(pictures, ImageProcessorItems):
+            raise OptionError(
+                f"{self.setting.pixels.name} acts on pixels, and this request brings embeddings: switch it off for the "
+                'request, {"tokenprune": {"off": true}}'
+            )
+        # As the processor's call will see them: those of the server below those of the request, sorted by modality.
+        kwargs = self.info._merge_and_resolve_mm_processor_kwargs(self.kwargs)
+        options = dict(kwargs.get("images_kwargs") or {})
+        patch = self._patch()
+        originals = pictures.get_all()
+        smaller, changed = patch.change(originals, options)
+        count, read = rule_for(patch.processor).count, Reader(patch.processor, options)
+        full = [count(read, size.height, size.width, 1) for size in map(pictures.get_image_size, range(len(pictures)))]
+        items["image"] = SmallerImages(pictures, smaller, full)
+        if changed == options:
+            return self.kwargs
+        # The same said in the older way, where that was used: vLLM adds the server's own arguments once more.
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if name in options:
+                changed[name] = changed["size"][edge]
+        return kwargs | {"images_kwargs": changed}
+
+    def check(self) -> None:
+        """Raise OptionError or BudgetError if the model cannot do what the setting says."""
+        self._patch()
+
+    def _patch(self) -> Resizer:
+        method, processor = self.setting.pixels, self.info.get_hf_processor(**self.kwargs)
+        rule = rule_for(processor)
+        if rule is None or rule.resizing != "input":
+            image_processor = type(processor.image_processor).__name__
+            raise OptionError(
+                f"{method.name} cannot be served with this model, whose {image_processor} makes as many tokens of a "
+                "small picture as of a large one, and whose vision tower takes one size in vLLM: use a method that "
+                "acts behind it, such as pool, uniform or divprune"
+            )
+        try:
+            return Resizer(method, Budget.of(self.setting.share), processor)
+        except (OptionError, BudgetError):
+            raise
+        except TokenPruneError as error:
+            raise OptionError(str(error)) from error

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Front end: write the shorter prompt, and attach to each item the plan by which the model makes it come true."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
+from vllm.multimodal.parse import VideoProcessorItems
+from vllm.multimodal.processing import BaseMultiModalProcessor
+from vllm.multimodal.processing.processor import PromptReplacement, PromptUpdate, PromptUpdateDetails
+
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm.front import metrics
+from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
+from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of
+from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower
+from tokenprune.integrations.vllm.setting.plan import Plan, field_name
+from tokenprune.integrations.vllm.setting.settings import KEY, Setting, check_override
+from tokenprune.integrations.vllm.setting.tower_checks import check_items, reads_tower
+
+
+@dataclasses.dataclass
+class CountedDetails(PromptUpdateDetails):
+    """What is written for an item, with its number of visual tokens before and after; vLLM keeps it with the item, so a
+    hit of its cache knows them too."""
+
+    before: int = 0
+    after: int = 0
+
+
+class ReducingProcessor(BaseMultiModalProcessor):
+    """Mixed into vLLM's processor of a model, whatever its class is."""
+
+    _dummy = False  # while vLLM measures the largest item, which a request may ask for with {"off": true}
+
+    def _setting(self, kwargs: Mapping[str, object]) -> Setting | None:
+        """Return the setting in force for a request's `mm_processor_kwargs`; None on a server without one."""
+        server = configured(self.info.ctx.model_config)
+        if server is None:
+            if KEY in kwargs:
+                raise OptionError(
+                    f"this server was not started with a {KEY} setting, so a request cannot change it: start it with "
+                    f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
+                )
+            return None
+        setting = Setting.of(server)
+        if KEY in kwargs:
+            request = Setting.of(server, kwargs[KEY], trusted=False)
+            check_override(setting, request)
+            setting = request
+        if self._dummy:
+            setting = Setting()
+        try:
+            check_model(setting, self.info.ctx.model_config)
+        except UnsupportedSetupError as error:
+            raise OptionError(str(error)) from error  # the server goes on, and the client is told
+        return setting
+
+    def check_pixels(self) -> None:
+        """Raise OptionError if the server's own setting asks for smaller pictures where they save nothing."""
+        setting = self._setting({})
+        if setting is not None and setting.pixels is not None:
+            Shrinker(setting, self.info, {}).check()
+
+    def _get_mm_hashes(self, inputs: Any) -> Any:
+        setting = self._setting(inputs.hf_processor_mm_kwargs)
+        if setting is not None:
+            # The setting in force, not only what the request says: caches may outlive or be shared by servers.
+            kwargs = {**inputs.hf_processor_mm_kwargs, KEY: setting.cache_key()}
+            inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
+        return super()._get_mm_hashes(inputs)
+
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
+        setting = self._setting(hf_kwargs)  # raise before any work is done
+        hf_kwargs = _without(hf_kwargs)
+        if setting is not None and setting.pixels is not None:
+            hf_kwargs = Shrinker(setting, self.info, hf_kwargs).shrink(mm_items)
+        return super()._apply_hf_processor_main(mm_items=mm_items, hf_kwargs=hf_kwargs)
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:
+        return super()._get_mm_fields_config(hf_inputs, _without(hf_processor_mm_kwargs))
+
+    def _get_prompt_updates(
+        self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, object], out_mm_kwargs: Any
+    ) -> Sequence[PromptUpdate]:
+        setting = self._setting(hf_processor_mm_kwargs)
+        updates = super()._get_prompt_updates(
+            mm_items=mm_items, hf_processor_mm_kwargs=_without(hf_processor_mm_kwargs), out_mm_kwargs=out_mm_kwargs
+        )
+        if setting is None:
+            return updates
+        return [self._reduced(update, setting, mm_items, out_mm_kwargs) for update in updates]
+
+    def _reduced(self, update: PromptUpdate, setting: Setting, mm_items: Any, out_mm_kwargs: Any) -> PromptUpdate:
+        if not isinstance(update, PromptReplacement):
+            raise UnsupportedSetupError(f"{type(self).__name__} puts pictures into the prompt by {update.mode}")
+
+        def replacement(index: int) -> PromptUpdateDetails:
+            content = update._resolve_content(index)
+            embeds = None if content.is_embed is None else content.is_embed(content.full).tolist()
+            apart = setting.per == "frame" and update.modality == "video"
+            frames = _frames(mm_items, out_mm_kwargs, index) if apart else 1
+            plan = Plan.make(setting, content.full, embeds, family_of(self.info.ctx.model_config).per_run, frames)
+            # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
+            element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
+            out_mm_kwargs[update.modality][index][field_name(update.modality)] = element
+            if plan.reduces:
+                content = PromptUpdateDetails.select_token_id(plan.reduced(), plan.placeholder)
+            items = mm_items[update.modality]
+            full = items.full[index] if isinstance(items, SmallerImages) else sum(plan.counts)
+            return CountedDetails(content.full, content.is_embed, full, sum(plan.keep))
+
+        return dataclasses.replace(update, replacement=replacement)
+
+    def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> Any:
+        applied = super()._maybe_apply_prompt_updates(mm_items, mm_res)
+        details = [update[0].content for items in mm_res.prompt_updates.values() for update in items if update]
+        counted = [one for one in details if isinstance(one, CountedDetails)]
+        if counted and not self._dummy:
+            before, after = sum(one.before for one in counted), sum(one.after for one in counted)
+            metrics.count(self.info.ctx.model_config, before, after)
+        return applied
+
+    def get_dummy_mm_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        self._dummy = configured(self.info.ctx.model_config) is not None
+        try:
+            return super().get_dummy_mm_inputs(*args, **kwargs)
+        finally:
+            self._dummy = False
+
+    def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # Before anything is cached: vLLM's caches in two processes must hear of the same items.
+        model_config = self.info.ctx.model_config
+        if configured(model_config) is not None and family_of(model_config).mrope and not self._dummy:
+            _check_placeholders(inputs.prompt, inputs.mm_data_items.get_all_counts(), self.info.get_hf_config())
+        setting = self._setting(inputs.hf_processor_mm_kwargs)
+        if setting is not None and (reads_tower(setting.method) or merges_in_tower(setting.method)):
+            check_items(setting.method, setting, inputs.mm_data_items, self.info)
+        return super().apply(inputs, *args, **kwargs)
+
+
+def _frames(mm_items: Any, out_mm_kwargs: Any, index: int) -> int:
+    """How many frames of a video reach the language model; 0 if nothing tells."""
+    grid = out_mm_kwargs["video"][index].get("video_grid_thw")
+    if grid is not None:
+        return int(grid.data[0])
+    videos = mm_items["video"]
+    return videos.get_num_frames(index) if isinstance(videos, VideoProcessorItems) else 0
+
+
+def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
+    """What is left for the model's own processor."""
+    return {key: value for key, value in kwargs.items() if key != KEY}
+
+
+def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any) -> None:
+    """Positions of kept tokens are told by the placeholders that a prompt holds, and counted from the text before them:
+    there have to be no others, and there has to be some text."""
+    tokens = {"image": config.image_token_id, "video": config.video_token_id}
+    for modality, token in tokens.items():
+        found, wanted = prompt.count(token), items.get(modality, 0)
+        if found > wanted:
+            raise OptionError(
+                f"the prompt holds {found} {modality} placeholders for {wanted} {modality}s; leave the others out"
+            )
+    if any(one in tokens.values() and other in tokens.values() for one, other in itertools.pairwise(prompt)):
+        raise OptionError(
+            "two pictures stand side by side without a token between them; put the model's start and end tags around "
+            "each, as its chat template does"
+        )
+
+
+@cache
+def reducing_class(base: type[BaseMultiModalProcessor]) -> type[BaseMultiModalProcessor]:
+    """Return `base` with ReducingProcessor mixed in, under the same name."""
+    return type(base)(base.__name__, (ReducingProcessor, base), {"__module__": base.__module__})

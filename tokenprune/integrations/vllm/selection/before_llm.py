@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let a method choose among the features of one picture or video, and put together the rows that the prompt awaits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import Pruner, Selection
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.shared.patch_grid import Placed
+from tokenprune.integrations.shared.selection import checked_keep, merge_tokens
+from tokenprune.integrations.shared.tower_scores import Encoded, as_patches
+from tokenprune.observable import Backend, Observable, Sizes, TowerScores, Where
+from tokenprune.observable_registry import observables_of
+from tokenprune.tokens import Patches, Segments, TokenSource, VisualTokens
+
+Grid = tuple[int, int, int]
+GridOf = Callable[[int], Grid | None]
+Norm = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Features(TokenSource):
+    """Backs a `VisualTokens`: all that a serving engine knows of an item is what the encoder made of it.
+
+    hidden: `[1, n, D]`, the rows of an item.
+    """
+
+    hidden: Tensor
+    needs: frozenset[str]
+    norm: Norm | None = None
+    encoded: Encoded | None = None
+
+    def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
+        if Backend.VLLM not in seen.backends:
+            raise TokenPruneError(f"it reads {seen.name!r}, and vLLM gives a method nothing but the encoder's features")
+        return super().read(seen, tokens, *layer)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return hidden if self.norm is None else self.norm(hidden)
+
+    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+        if self.encoded is None or key not in self.encoded.values:
+            raise TokenPruneError(
+                f"it reads {key[0]} of the vision tower ({', '.join(map(str, key[1:]))}), which was not read: a method "
+                "names in its encoder_layers all that it reads"
+            )
+        return self.encoded.values[key][segments.position].masked_fill(~segments.mask.unsqueeze(-1), 0)
+
+    def patches(self, segments: Segments) -> Patches:
+        if self.encoded is None:
+            raise TokenPruneError("it reads which patches tokens are made of, and the vision tower was not read")
+        placed = self.encoded.placed
+        return as_patches(placed.cells[segments.position], segments.mask, placed.tiles)
+
+    def entered(self, position: Tensor, segments: Segments) -> Tensor:
+        return self.at(self.hidden, position, segments)
+
+    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        raise TokenPruneError("it reads the text, but an image's features are shared by all prompts that hold it")
+
+
+def segments_of(
+    counts: list[int], grid: Grid | None, modality: str, device: torch.device, guess: GridOf = lambda count: None
+) -> Segments:
+    """Return one segment for each entry of `counts`, in the order of the rows.
+
+    grid: (frames, height, width) of an item that is one segment, or whose frames are one each. guess: tells of
+    an image's number of tokens its grid, where `grid` does not.
+    """
+    limit = torch.tensor(counts, device=device)[:, None]
+    place = torch.arange(max(counts), device=device)
+    start = limit.cumsum(0) - limit
+    mask = place < limit
+    if grid is not None and len(counts) == grid[0]:
+        grid = (1, *grid[1:])
+    return Segments(
+        row=[0] * len(counts),
+        ordinal=list(range(len(counts))),
+        counts=counts,
+        position=torch.where(mask, start + place, start),
+        mask=mask,
+        grids=[_fitting(grid, count) or (guess(count) if modality == "image" else None) for count in counts],
+        modality=[modality] * len(counts),
+    )
+
+
+def _fitting(grid: Grid | None, count: int) -> Grid | None:
+    return grid if grid is not None and math.prod(grid) == count else None
+
+
+def choose(
+    method: Pruner, rows: Tensor, width: int, segments: Segments, keep: list[int], norm: Norm | None = None,
+    encoded: Encoded | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return bool `[n]`, True where a row stays, and the rows `[n, W]`, merged where the method merges.
+
+    rows: `[n, W]`; the first `width` columns are what enters the language model, and all that the method sees. Further
+    ones (features for deeper layers) are cut and merged alike. keep: how many rows of each segment must stay. encoded:
+    what the vision tower says of the rows, for a method that asks for it.
+    """
+    tokens = VisualTokens(segments, keep, _Features(rows[None, :, :width], method.needs, norm, encoded))
+    with torch.no_grad():
+        selection = method.select(tokens)
+    stays = exact_keep(selection, segments, method, keep)
+    if selection.assign is not None:
+        rows = merge_tokens(rows[None], selection, segments, segments.position)[0]
+    flat = torch.zeros(rows.shape[0] + 1, dtype=torch.bool, device=rows.device)
+    flat.scatter_(0, torch.where(stays, segments.position, rows.shape[0]).flatten(), True)
+    return flat[:-1], rows
+
+
+def exact_keep(selection: Selection, segments: Segments, method: Pruner, keep: list[int]) -> Tensor:
+    """Return the selection's `keep`, bool `[S, N]`; raises TokenPruneError unless it is as many as was asked for."""
+    stays = checked_keep(selection, segments, method)
+    counts = stays.sum(1).tolist()
+    if counts != keep:
+        raise TokenPruneError(
+            f"it kept {counts} of {segments.counts} tokens where {keep} were asked for: the number has to follow from "
+            "the shape alone"
+        )
+    return stays
+
+
+def probe(method: Pruner) -> None:
+    """Run `method` on made-up features; raises TokenPruneError if it reads what there is not, or keeps other numbers
+    than it announces."""
+    generator = torch.Generator().manual_seed(0)
+    for counts, share in (([16], 0.25), ([9, 5], 0.6)):
+        rows = torch.randn(sum(counts), 8, generator=generator)
+        keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
+        choose(method, rows, 8, segments_of(counts, None, "image", rows.device), keep, encoded=_made_up(method, counts))
+
+
+def _made_up(method: Pruner, counts: list[int]) -> Encoded:
+    """What a tower might have said: each segment is a tile of one row."""
+    cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
+    generator = torch.Generator().manual_seed(1)
+    sizes = Sizes((len(cells),))
+    values = {}
+    for one in observables_of(method.needs, Where.TOWER_BLOCK):
+        for layer in method.encoder_layers:
+            example = one.example(sizes, generator)[0]
+            values[one.name, layer] = example.T if isinstance(one, TowerScores) else example
+    return Encoded(values, Placed(torch.empty(len(cells), 0), torch.tensor(cells), len(counts)))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method may see of a request inside the language model, and its choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import Pruner
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, exact_keep
+from tokenprune.observable import Backend, Observable
+from tokenprune.observable_registry import not_served, served_by
+from tokenprune.token_source import LayerInput, TokenSource
+from tokenprune.tokens import Segments, VisualTokens
+
+
+@dataclass(frozen=True)
+class Seen(TokenSource):
+    """Backs a `VisualTokens`: one request's tokens in this step at the input of the layer of the cut.
+
+    hidden: `[1, W, D]`. observed: what the layer before attended with, if the method needs it. whole: whether this is
+    the whole prompt; only then is what stands behind an image known, and may be read. visual: positions of all visual
+    tokens. entered: what the layer before was called with, if the method needs it.
+    """
+
+    hidden: Tensor
+    needs: frozenset[str]
+    norm: Norm
+    observed: Observation | None
+    whole: bool
+    visual: list[int] = field(default_factory=list)
+    entered: LayerInput | None = None
+
+    def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
+        if seen.whole:
+            self._check_whole(seen.name)
+        return super().read(seen, tokens, *layer)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+    @property
+    def before(self) -> Observation:
+        return super().before if self.observed is None else self.observed
+
+    @property
+    def input_before(self) -> LayerInput:
+        return super().input_before if self.entered is None else self.entered
+
+    def last_slot(self) -> Tensor:
+        return torch.tensor([[self.width - 1]], device=self.hidden.device)
+
+    def real(self) -> Tensor:
+        return torch.ones(1, self.width, dtype=torch.bool, device=self.hidden.device)
+
+    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        self._check_whole("the text behind an image")
+        is_text = torch.ones(self.width, dtype=torch.bool)
+        is_text[self.visual] = False
+        places = torch.arange(self.width)
+        last = segments.position.masked_fill(~segments.mask, -1).amax(1).cpu()
+        behind = is_text & (places > last[:, None])
+        order = (~behind).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, int(behind.sum(1).max()))]
+        return order.to(self.hidden.device), behind.gather(1, order).to(self.hidden.device)
+
+    def _check_whole(self, what: str) -> None:
+        if not self.whole:
+            raise TokenPruneError(
+                f"it reads {what} and says that its choice does not depend on the question: its property query_aware "
+                "has to be True"
+            )
+
+
+def segments_of(
+    places: Sequence[Sequence[int]],
+    ordinals: Sequence[int],
+    modalities: Sequence[str],
+    grids: Sequence[Grid | None],
+    device: torch.device,
+) -> Segments:
+    """Return the segments of one request. places: of the tokens of each, in this step. grids: None where not known."""
+    counts = [len(of) for of in places]
+    longest = max(counts)
+    position = torch.tensor([[*of, *[of[0]] * (longest - len(of))] for of in places])
+    mask = torch.arange(longest) < torch.tensor(counts)[:, None]
+    made = Segments([0] * len(counts), list(ordinals), counts, position, mask, list(grids), list(modalities))
+    return made.to(device)
+
+
+def choose(method: Pruner, segments: Segments, keep: list[int], seen: Seen) -> Tensor:
+    """bool `[S, N]`: which tokens go on; raises TokenPruneError if the method keeps other numbers than `keep`."""
+    with torch.no_grad():
+        selection = method.select(VisualTokens(segments, keep, seen))
+    if selection.assign is not None:
+        raise TokenPruneError("it merges tokens, and they can only be dropped here")
+    return exact_keep(selection, segments, method, keep)
+
+
+def probe(method: Pruner) -> None:
+    """Run `method` on made-up states; raises TokenPruneError if it reads what there is not, or keeps other numbers than
+    it is asked for."""
+    if absent := not_served(method.needs, Backend.VLLM_IN_LLM):
+        there = ", ".join(served_by(Backend.VLLM_IN_LLM))
+        raise TokenPruneError(f"it needs {', '.join(absent)}, and vLLM's layers give {there}")
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (2, 1, 1))
+    observed = Observation(query, key, None, 8**-0.5, value=value)
+    hidden = torch.randn(1, 40, 16, generator=generator)
+    places = [list(range(2, 18)), list(range(20, 29))]
+    norm, visual = torch.nn.functional.normalize, places[0] + places[1]
+    entered = LayerInput(torch.randn(1, 40, 16, generator=generator))
+    seen = Seen(hidden, method.needs, norm, observed, method.query_aware, visual, entered)
+    segments = segments_of(places, [0, 1], ["image", "image"], [None, None], hidden.device)
+    choose(method, segments, [5, 4], seen)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server's own setting: found when vLLM makes its ModelConfig, checked there, and kept beside its config."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tokenprune.config import read_config
+from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
+from tokenprune.integrations.vllm.families import FAMILIES, Family
+from tokenprune.integrations.vllm.setting.merge_checks import check_merging, merges_in_tower
+from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, Setting
+from tokenprune.integrations.vllm.setting.tower_checks import check_method, reads_tower
+
+logger = logging.getLogger(__name__)
+
+
+def configured(model_config: Any) -> dict[str, Any] | None:
+    """Return the server's setting, or None if it has none."""
+    return getattr(model_config.multimodal_config, KEY, None)
+
+
+def in_llm(model_config: Any) -> bool:
+    """Whether the server's setting acts inside the language model."""
+    return bool((configured(model_config) or {}).get(IN_LLM))
+
+
+def family_of(model_config: Any) -> Family:
+    """Return the family of a model; raises UnsupportedModelError with those that there are."""
+    architecture = model_config.architecture
+    if architecture not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{KEY} does not serve {architecture}: it serves {', '.join(FAMILIES)}. Leave the {KEY} setting out "
+            "to serve the model as it is"
+        )
+    return FAMILIES[architecture]
+
+
+def check_model(setting: Setting, model_config: Any) -> None:
+    """Raise UnsupportedSetupError or OptionError for a method that this model cannot be served with."""
+    if reads_tower(setting.method):
+        check_method(setting.method, model_config)
+    if merges_in_tower(setting.method):
+        check_merging(setting, model_config)
+
+
+def _read(layer: Any, model_config: Any) -> Any:
+    """Return the setting in the file that a server's setting names, as a text or as {"config": file}: one that
+    `tokenprune tune` wrote. Anything else is returned as it is. Raises ConfigError or OptionError."""
+    named = layer.get("config") if isinstance(layer, Mapping) else layer if isinstance(layer, str) else None
+    if named is None:
+        return layer
+    if isinstance(layer, Mapping) and len(layer) > 1:
+        others = ", ".join(sorted(set(layer) - {"config"}))
+        raise OptionError(f"{KEY}: config names a file with a whole setting: leave out {others}")
+    config = read_config(named)
+    tuned_on, served = (config.tuned.get("model") or {}).get("type"), model_config.hf_config.model_type
+    if tuned_on not in (None, served):
+        logger.warning("%s was tuned on %s, not on %s: what it promises was not measured here", named, tuned_on, served)
+    return config.setting
+
+
+def configure(model_config: Any) -> None:
+    """Find the setting of a server that starts, in its `--mm-processor-kwargs` or in the checkpoint's config, and
+    check all that can be checked before a model is loaded."""
+    multimodal = model_config.multimodal_config
+    checkpoint = getattr(model_config.hf_config, KEY, None)
+    kwargs = dict((multimodal.mm_processor_kwargs if multimodal is not None else None) or {})
+    layers = [_read(layer, model_config) for layer in (checkpoint, kwargs.pop(KEY, None)) if layer is not None]
+    if not layers:
+        return
+    if multimodal is None:
+        raise UnsupportedModelError(f"{KEY} is set, but {model_config.model} takes no pictures: leave the setting out")
+    setting = Setting.of(*layers)
+    family_of(model_config)
+    check_model(setting, model_config)
+    if multimodal.video_pruning_rate:
+        raise OptionError(
+            f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
+            f'({{"{KEY}": {{"off": true}}}} needs no video_pruning_rate either)'
+        )
+    # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
+    multimodal.mm_processor_kwargs = kwargs or None
+    setattr(multimodal, KEY, setting.as_dict())
+
+
+def check_engine(vllm_config: Any, family: Family) -> None:
+    """Refuse what does not go together, once the whole configuration is known."""
+    lora = vllm_config.lora_config
+    if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
+        raise UnsupportedSetupError(
+            f"{KEY} does not go with LoRA on the vision tower, which counts the tower's tokens by those of the prompt: "
+            "start without --enable-tower-connector-lora"
+        )
+    if vllm_config.compilation_config.compile_mm_encoder:
+        raise UnsupportedSetupError(
+            f"{KEY} does not go with a compiled vision tower, whose attention it cannot read: start without "
+            "compile_mm_encoder"
+        )
+    if family.mrope and vllm_config.speculative_config is not None:
+        raise UnsupportedSetupError(
+            f"{KEY} does not go with speculative decoding on a model with M-RoPE: start without a draft model"
+        )

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processor decides for one picture or video, and the model carries out in another process."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import torch
+from cachetools import LRUCache, cached
+from torch import Tensor
+
+from tokenprune.errors import OptionError
+from tokenprune.frames import frame_counts
+from tokenprune.integrations.vllm.setting.settings import KEY, Setting
+
+
+def field_name(modality: str) -> str:
+    """The name under which a plan travels with an item: a field belongs to one modality."""
+    return f"{KEY}_{modality}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tokens that vLLM would write for an item, and the setting that makes them fewer.
+
+    tokens:  ids of the item's text in the prompt, placeholders and what stands between them.
+    embeds:  which of them are placeholders, and get a row of the encoder's output.
+    per_run: see `Family`.
+    frames:  of a video whose frames have a budget each, and stand in one run; else 1.
+    """
+
+    setting: Setting
+    tokens: tuple[int, ...]
+    embeds: tuple[bool, ...]
+    per_run: bool
+    frames: int = 1
+
+    @cached_property
+    def runs(self) -> list[int]:
+        """Lengths of the unbroken runs of placeholders."""
+        return [len(list(group)) for embed, group in itertools.groupby(self.embeds) if embed]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows of the encoder's output in each segment, the pieces that have a budget each."""
+        return self.runs if self.per_run else frame_counts(sum(self.runs), self.frames)
+
+    @cached_property
+    def keep(self) -> list[int]:
+        return [self.setting.count(count) for count in self.counts]
+
+    @property
+    def reduces(self) -> bool:
+        return self.keep != self.counts
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """The first placeholder and the end of the last."""
+        return self.embeds.index(True), len(self.embeds) - self.embeds[::-1].index(True)
+
+    @cached_property
+    def between(self) -> int:
+        """How many tokens of text within the item (line breaks, time stamps) the model has to return a row for.
+
+        Where all placeholders share a budget, only the features tell how many of them stay before and behind such a
+        token. So all of the span becomes placeholders, and the text's own embedding is one row among the others.
+        """
+        first, end = self.span
+        return end - first - sum(self.runs) if self.reduces and not self.per_run else 0
+
+    @cached_property
+    def rows(self) -> int:
+        """How many rows the model returns."""
+        return sum(self.keep) + self.between
+
+    def reduced(self) -> list[int]:
+        """Return the ids to be written into the prompt; placeholders are those equal to `placeholder`."""
+        first, end = self.span
+        if not self.per_run:
+            return [*self.tokens[:first], *[self.placeholder] * self.rows, *self.tokens[end:]]
+        written, keep = [], iter(self.keep)
+        for embed, group in itertools.groupby(zip(self.tokens, self.embeds, strict=True), lambda pair: pair[1]):
+            written += [self.placeholder] * next(keep) if embed else [token for token, _ in group]
+        return written
+
+    @property
+    def placeholder(self) -> int:
+        return self.tokens[self.span[0]]
+
+    # -- on its way from process to process
+
+    def encode(self) -> Tensor:
+        """Return the plan as bytes in a tensor, the one kind of thing that travels with an item."""
+        pairs = zip(self.tokens, self.embeds, strict=True)
+        lengths = [[token, int(embed), len(list(group))] for (token, embed), group in itertools.groupby(pairs)]
+        content = {"setting": self.setting.as_dict(), "tokens": lengths, "per_run": self.per_run, "frames": self.frames}
+        text = json.dumps(content)
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    @staticmethod
+    def decode(data: Tensor) -> Plan:
+        return _decode(data.cpu().numpy().tobytes())
+
+    @staticmethod
+    def of_item(item: Any, modality: str) -> Plan | None:
+        """Return the plan that an item of vLLM carries, if any."""
+        element = (item or {}).get(field_name(modality))
+        return None if element is None or element.data is None else Plan.decode(element.data)
+
+    @staticmethod
+    def make(
+        setting: Setting, tokens: Sequence[int], embeds: Sequence[bool] | None, per_run: bool, frames: int = 1
+    ) -> Plan:
+        """frames: of a video; 1 for a picture. Raises OptionError for frames that cannot be told but have to be."""
+        embeds = [True] * len(tokens) if embeds is None else embeds
+        whole = Plan(setting, tuple(tokens), tuple(bool(embed) for embed in embeds), per_run)
+        if per_run or frames == 1 or setting.per != "frame":
+            return whole
+        if len(whole.runs) == frames:  # time stamps between them
+            return dataclasses.replace(whole, per_run=True)
+        if len(whole.runs) > 1 or frame_counts(sum(whole.runs), frames) is None:
+            raise OptionError(
+                'nothing tells which tokens of the video belong to which frame: use "per": "image", so that the whole '
+                "video shares its budget"
+            )
+        return dataclasses.replace(whole, frames=frames)
+
+
+def _size(plan: Plan) -> int:
+    """About how many bytes a decoded plan takes, with the list of its runs."""
+    return 1024 + 64 * len(plan.tokens)
+
+
+_decoded: LRUCache[Any, Plan] = LRUCache(64 * 2**20, _size)
+
+
+# By bytes, since plans of long videos are large; the lock is not held while one is decoded.
+@cached(_decoded, lock=Lock())
+def _decode(data: bytes) -> Plan:
+    content = json.loads(data)
+    tokens, embeds = [], []
+    for token, embed, length in content["tokens"]:
+        tokens += [token] * length
+        embeds += [bool(embed)] * length
+    return Plan(Setting.of(content["setting"]), tuple(tokens), tuple(embeds), content["per_run"], content["frames"])

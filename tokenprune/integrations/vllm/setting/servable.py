@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which methods vLLM can serve, and why it cannot serve the others."""
+
+from __future__ import annotations
+
+import json
+
+from tokenprune.base import ImageChooser, Method, Site
+from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod
+from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.integrations.vllm.selection.before_llm import probe
+from tokenprune.observable import Backend
+from tokenprune.observable_registry import not_served
+from tokenprune.registry import available_methods, method_class
+from tokenprune.setting import IN_LLM
+
+__all__ = ["IN_LLM", "KEY", "check_method", "servable"]
+
+KEY = "tokenprune"
+
+
+def check_method(method: Method, in_llm: bool = False) -> None:
+    """Raise OptionError if vLLM cannot serve this method, saying what to use instead."""
+    reason = _uncounted(method) or (_unservable_in_llm(method) if in_llm else _unservable(method))
+    if reason:
+        key = f" with {IN_LLM}" if in_llm else ""
+        raise OptionError(
+            f"{method.name} cannot be served by vLLM{key}: {reason}. Servable are {', '.join(servable(in_llm))}"
+        )
+
+
+def servable(in_llm: bool = False) -> list[str]:
+    """Return the names of the methods that can be served with their default options."""
+    reason = _unservable_in_llm if in_llm else _unservable
+    return [name for name in available_methods() if not (_uncounted(one := method_class(name)()) or reason(one))]
+
+
+def _uncounted(method: Method) -> str | None:
+    """Return why vLLM cannot tell ahead how many tokens a method leaves; None if it can."""
+    if method.by_content_count or not method.least:
+        return "what it sees decides how many tokens stay, and vLLM has to know before; use the Hugging Face engine"
+    return None
+
+
+def _unservable_in_llm(method: Method) -> str | None:
+    if method.site is not Site.IN_LLM:
+        return f"it does not act inside the language model ({method.site}); leave {IN_LLM} out"
+    if _stages(method) != [method]:
+        return "it cuts at several layers, and one is what there is"
+    from tokenprune.integrations.vllm.selection.in_llm import probe
+
+    try:
+        probe(method)
+    except TokenPruneError as error:
+        return str(error)
+    return None
+
+
+def _unservable(method: Method) -> str | None:
+    if method.site is Site.PRE_ENCODER:
+        if isinstance(method, ImageChooser):
+            return "vLLM needs all of a prompt's pictures; let clients leave out those that no question is about"
+        if method.reads_question:
+            return "with question_guard it reads the question, and a picture is shared by all prompts that hold it"
+        return None
+    if isinstance(method, EncoderMethod):
+        if method.vtu != "off":
+            return f"vtu={method.vtu} changes attention inside the language model; leave it out"
+        why = method.inexact
+        return why and f"the prompt's length is settled before the tower runs, and {why}"
+    if method.site is Site.IN_LLM and _unservable_in_llm(method) is None:
+        return (
+            f'it acts inside the language model, after the prompt\'s length is settled; "{IN_LLM}": true allows it, '
+            "with limits (docs/serving.md)"
+        )
+    if method.site is not Site.PRE_LLM:
+        return f"it acts inside the language model, after the prompt's length is settled ({method.site})"
+    if _stages(method) != [method]:
+        return (
+            "it acts at several places, and only what enters the language model can be changed; switch the others off "
+            f"where it has an option for that{_options(method)}"
+        )
+    if missing := not_served(method.needs, Backend.VLLM):
+        return f"it needs {', '.join(missing)}, and vLLM's fused layers give no such thing"
+    if method.query_aware:
+        return "it reads the question, but a picture's features are shared by all prompts that hold it"
+    try:
+        probe(method)
+    except TokenPruneError as error:
+        return str(error)
+    return None
+
+
+def _options(method: Method) -> str:
+    """Return the options that switch the others off, as a request writes them; empty if there are none."""
+    options = ", ".join(f"{name}={json.dumps(value)}" for name, value in method.query_free.items())
+    return f" ({method.name}: {options})" if options else ""
+
+
+def _stages(method: Method) -> list[Method]:
+    return [stage for stage, _ in method.stages(Budget.of(0.5), 32)]

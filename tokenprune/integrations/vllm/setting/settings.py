@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The setting `{"method": ..., "keep": ..., option: ...}` or `{"off": true}`: where it stands, what it may hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from tokenprune.base import Method, Site
+from tokenprune.budget import Budget
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError
+from tokenprune.files import File
+from tokenprune.integrations.shared.composition import check_places
+from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY, check_method, servable
+from tokenprune.setting import Entry, Layer, parse, plain, short
+
+__all__ = ["IN_LLM", "KEY", "Setting", "check_method", "check_override", "servable"]
+
+# Raise it whenever the same setting begins to keep other tokens: it is part of every cache key.
+ALGORITHM = 1
+_LONGEST = 2048  # characters of a setting as JSON
+Files = tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to do with an item.
+
+    method, keep:  acts on the features of the encoder, in the encoder, or (`in_llm`) in the language model; None if all
+                   tokens stay.
+    pixels, share: acts on a picture before the encoder (see pixels.py); None if pictures stay as they are.
+    per:           "image", or "frame" if every frame of a video has `keep` for itself (see `Budget`).
+    in_llm:        whether `method` acts inside the language model, and leaves the prompt as it is.
+    files:         options of `method` that were given as files: name, path and digest of the content.
+    """
+
+    method: Method | None = None
+    keep: float | int = 1.0
+    pixels: Method | None = None
+    share: float = 1.0
+    per: str = "image"
+    in_llm: bool = False
+    files: Files = ()
+
+    @classmethod
+    def of(cls, *layers: Any, trusted: bool = True) -> Setting:
+        """Merge settings as users write them, the later over the earlier, and check the result.
+
+        A layer that names other methods drops the options of the one before. trusted: False if the last layer comes
+        from a request, which must not name a file: an option that is one is refused, wherever it stands, whatever it
+        holds, and before anything is opened. Raises OptionError, UnknownMethodError or BudgetError, which are
+        ValueErrors: a server answers them with HTTP 400.
+        """
+        return _parsed(tuple(_text(layer) for layer in layers), trusted)
+
+    @property
+    def removes_nothing(self) -> bool:
+        """Whether every feature of the encoder stays in the prompt."""
+        return self.method is None or self.in_llm or Budget.of(self.keep).is_identity()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the setting with nothing left implicit; `Setting.of` reads it."""
+        steps = [(self.pixels, self.share, ()), (self.method, self.keep, self.files)]
+        methods = [_written(method, files) for method, _, files in steps if method is not None]
+        keeps = [keep for method, keep, _ in steps if method is not None]
+        if not methods:
+            return {"off": True}
+        scope = ({} if self.per == "image" else {"per": self.per}) | ({IN_LLM: True} if self.in_llm else {})
+        return (methods[0] | {"keep": keeps[0]} if len(methods) == 1 else {"method": methods, "keep": keeps}) | scope
+
+    def cache_key(self) -> dict[str, Any]:
+        """What has to be part of a cache key of whatever was made under this setting."""
+        return {"algorithm": ALGORITHM} | self.as_dict() | {name: digest for name, _, digest in self.files}
+
+    def count(self, tokens: int) -> int:
+        """How many of `tokens` features of the encoder stay in the prompt: a function of integers, the same in every
+        process."""
+        return tokens if self.removes_nothing else self.wanted(tokens)
+
+    def wanted(self, tokens: int) -> int:
+        """How many of `tokens` visual tokens the method is to keep."""
+        (wanted,) = Budget.of(self.keep).resolve([tokens], layer=0, shape=None, text_tokens=0)
+        return min(tokens, max(1, self.method.budget(tokens, wanted)))
+
+
+def check_override(server: Setting, request: Setting) -> None:
+    """Raise OptionError if a request asks for another reduction than its server, and one of them is inside the language
+    model: its layers are prepared for one."""
+    off = request.method is None and request.pixels is None
+    if (server.in_llm or request.in_llm) and not off and request != server:
+        raise OptionError(
+            f"{IN_LLM} is a matter of the whole server, set when it starts: a request can only switch the reduction "
+            'off, with {"off": true}'
+        )
+
+
+def _text(layer: Any) -> str:
+    """Return a layer as JSON; raises OptionError or BudgetError for what is no layer at all."""
+    if not isinstance(layer, Mapping):
+        raise OptionError(
+            f'{KEY} must be an object like {{"method": "divprune", "keep": 0.25}} or {{"off": true}}, '
+            f"not {short(layer)}"
+        )
+    if "config" in layer:  # a server's own was read before
+        raise OptionError(f"{KEY}: config names a file of the server: it belongs to its setting, not to a request")
+    text = json.dumps(plain(layer, KEY))
+    if len(text) > _LONGEST:
+        raise OptionError(f"{KEY} is {len(text)} characters long; at most {_LONGEST} are read")
+    return text
+
+
+# A request is looked at several times, and requests are much alike. Exceptions are not kept, and no lock is held.
+@lru_cache(maxsize=256)
+def _parsed(layers: tuple[str, ...], trusted: bool) -> Setting:
+    merged: Layer | None = None
+    for number, text in enumerate(layers, start=1):
+        layer = parse(json.loads(text), KEY).on(merged)
+        if number == len(layers) and not trusted:
+            layer = layer.without_files()
+        merged = layer.over(merged)
+    return Setting() if merged is None or merged.off else _checked(merged.with_files(_file))
+
+
+# What a server reads, it reads once: its setting means the same as long as it runs. Only its own files come here.
+_file = lru_cache(maxsize=64)(File.read)
+
+
+def _checked(layer: Layer) -> Setting:
+    """Return what a whole setting says; raises OptionError or BudgetError if vLLM cannot serve it."""
+    per, in_llm, count = layer.per or "image", bool(layer.in_llm), len(layer.names)
+    if per not in ("image", "frame"):
+        raise OptionError(f'{KEY}: per must be "image" or "frame", not {short(per)}')
+    if in_llm and count > 1:
+        raise OptionError(f"{KEY}: {IN_LLM} goes with one method, not with {count}")
+    methods = layer.methods()
+    budgets = layer.budgets()
+    steps = [_step(*one, in_llm) for one in zip(methods, budgets, layer.entries, strict=True)]
+    check_places(methods)
+    pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
+    others = [step for step in steps if step[0].site is not Site.PRE_ENCODER]
+    if len(others) > 1:
+        raise OptionError(f"{KEY}: one method can act behind a picture's pixels, not {len(others)}: leave one out")
+    method, keep, files = (others or [(None, 1.0, ())])[0]
+    if per == "frame" and method is not None and method.site is not Site.PRE_LLM:
+        raise OptionError(f'{KEY}: per="frame" goes with methods that act on the features, not with {method.name}')
+    return Setting(method, keep, *(pixels or [(None, 1.0)])[0][:2], per, in_llm, files)
+
+
+def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[Method, float | int, Files]:
+    """Return one of the methods of a setting, its budget and its files (see `Setting`), checked."""
+    keep = budget.keep
+    if keep is None:
+        raise BudgetError(f"{KEY}: keep must be a number, not a {budget}: a share in (0, 1], or a number of tokens")
+    try:
+        check_method(method, in_llm)
+    except TokenPruneError:
+        raise
+    except Exception as error:  # when it was tried
+        raise OptionError(f"{KEY}: {method.name} fails with these options: {error}") from error
+    if method.site is Site.PRE_ENCODER:
+        if isinstance(keep, int):
+            raise BudgetError(f"{method.name} takes keep as a share (a float), not {keep}")
+        method.check_keep(keep)
+    read = {name: value for name, value in entry.options.items() if isinstance(value, File)}
+    return method, keep, tuple((name, str(file), file.digest) for name, file in read.items())
+
+
+def _written(method: Method, files: Files) -> dict[str, Any]:
+    """A method and its options as a setting holds them."""
+    options = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    return {"method": method.name} | options | {name: path for name, path, _ in files}

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker: vLLM's model classes, returning as many rows for a picture as the prompt has room for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+
+from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
+from tokenprune.integrations.shared.tower_scores import Encoded
+from tokenprune.integrations.vllm.families import Family
+from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
+from tokenprune.integrations.vllm.setting.configuration import check_engine, configured, in_llm
+from tokenprune.integrations.vllm.setting.plan import Plan, field_name
+from tokenprune.integrations.vllm.setting.tower_checks import is_known, reads_tower
+from tokenprune.integrations.vllm.worker import positions
+from tokenprune.integrations.vllm.worker.runner import prepare_runner
+from tokenprune.integrations.vllm.worker.tower import TowerReader
+from tokenprune.integrations.vllm.worker.tower_merging import TowerMerger, merging, stretches
+
+_MODALITIES = ("image", "video")
+# Of a tower as transformers 5 names it: what stands in `vision_tower.vision_model` of vLLM's model.
+_NESTED = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm", "head")
+# What the models' own rules of positions read of an item.
+_SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+
+
+class ReducingModel:
+    """Mixed into a model class of vLLM. Of a server without a setting, nothing changes."""
+
+    tokenprune_family: Family
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.tokenprune_active = configured(vllm_config.model_config) is not None
+        if self.tokenprune_active:
+            check_engine(vllm_config, self.tokenprune_family)
+            prepare_runner(vllm_config)
+            self.tokenprune_tower = TowerReader(self) if is_known(self.config) else None
+        if in_llm(vllm_config.model_config):
+            from tokenprune.integrations.vllm.in_llm.attach import attach
+
+            self.tokenprune_in_llm = attach(self, vllm_config)
+        self.tokenprune_width = vllm_config.model_config.hf_text_config.hidden_size
+
+    def embed_multimodal(self, **kwargs: object) -> Any:
+        encoded = {modality: kwargs.pop(field_name(modality), None) for modality in _MODALITIES}
+        if not self.tokenprune_active:
+            return super().embed_multimodal(**kwargs)
+        modality, data = next(((name, data) for name, data in encoded.items() if data is not None), ("image", ()))
+        plans = [Plan.decode(one) for one in data]
+        rows: list[Tensor] = []
+        for start, end in stretches(plans):
+            whole = end - start == len(plans)
+            part = kwargs if whole else {name: value[start:end] for name, value in kwargs.items()}
+            rows += self._embed(super().embed_multimodal, plans[start:end], part, modality)
+        return tuple(rows)
+
+    def _embed(self, embed: Any, plans: list[Plan], kwargs: dict[str, Any], modality: str) -> list[Tensor]:
+        """Return the rows for the places of items in the prompt that are merged alike in the tower, if at all.
+
+        embed: the model's own `embed_multimodal`.
+        """
+        readers = [plan.setting.method for plan in plans if plan.reduces and reads_tower(plan.setting.method)]
+        seen, merged = {}, None
+        if plans and merging(plans[0]):
+            with TowerMerger(self, plans[0].setting.method, plans[0].setting.keep) as merged:
+                outputs = embed(**kwargs)
+        elif readers:
+            with self.tokenprune_tower.reading(readers, kwargs, modality) as seen:
+                outputs = embed(**kwargs)
+        else:
+            outputs = embed(**kwargs)
+        if len(outputs) and len(plans) != len(outputs):
+            raise PlaceholderMismatchError(f"{len(outputs)} items came with {len(plans)} plans")
+        reduced = []
+        for index, (plan, rows) in enumerate(zip(plans, outputs, strict=False)):
+            told, rows = None, rows.reshape(-1, rows.shape[-1])
+            if plan.reduces and reads_tower(plan.setting.method):
+                told = self.tokenprune_tower.encoded(plan.setting.method, seen, index, outputs, kwargs, modality)
+            elif merged is not None:
+                told = merged.kept[index]
+            reduced.append(self._reduce(plan, rows, modality, _item(kwargs, index), told))
+        return reduced
+
+    def _reduce(
+        self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any], told: Encoded | Tensor | None = None
+    ) -> Tensor:
+        """Return the rows for one item's place in the prompt. rows: `[n, W]`, all that the encoder made of it. told: by
+        the vision tower, for a method that reads its attention; or bool `[n]`, which stay, for one that merges there.
+        """
+        if rows.shape[0] != sum(plan.counts):
+            raise PlaceholderMismatchError(
+                f"the encoder made {rows.shape[0]} tokens of an item where the processor counted {sum(plan.counts)}"
+            )
+        stays = torch.tensor(plan.embeds, device=rows.device)
+        if plan.reduces:
+            kept = told
+            if not isinstance(told, Tensor):
+                segments = segments_of(plan.counts, self._grid(item, modality), modality, rows.device, self._image_grid)
+                norm = getattr(getattr(self.get_language_model(), "model", None), "norm", None)
+                kept, rows = choose(plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm, told)
+            first, end = plan.span
+            within = torch.arange(len(plan.tokens), device=rows.device)
+            text = ~stays & (within >= first) & (within < end) if plan.between else torch.zeros_like(stays)
+            source = (stays.cumsum(0) - 1).clamp(min=0)
+            stays = (stays & kept[source]) | text
+            # The places that stay, in order, without asking the device how many they are.
+            places = (~stays).to(torch.uint8).argsort(stable=True)[: plan.rows]
+            rows = rows[source[places]]
+            if plan.between:
+                rows = self._with_text(plan, rows, text[places], places)
+        else:
+            places = stays.nonzero().flatten()
+        if rows.shape[0] != plan.rows:
+            raise PlaceholderMismatchError(f"{rows.shape[0]} rows for an item whose prompt has {plan.rows} places")
+        return self._placed(plan, rows, places, modality, item)
+
+    def _with_text(self, plan: Plan, rows: Tensor, is_text: Tensor, places: Tensor) -> Tensor:
+        """Put the embeddings of text that stands within an item among its rows; deeper layers get zeros there."""
+        ids = torch.tensor(plan.tokens, device=rows.device)[places]
+        ids = torch.where(is_text, ids, 0)  # placeholders may lie beyond the vocabulary
+        text = self.get_language_model().embed_input_ids(ids).to(rows.dtype)
+        text = torch.nn.functional.pad(text, (0, rows.shape[1] - text.shape[1]))
+        return torch.where(is_text[:, None], text, rows)
+
+    def _grid(self, item: Mapping[str, Any], modality: str) -> tuple[int, int, int] | None:
+        shape = item.get(f"{modality}_grid_thw")
+        if shape is None:
+            return None
+        merge = self.config.vision_config.spatial_merge_size
+        frames, height, width = shape.data.tolist()
+        return frames, height // merge, width // merge
+
+    def _image_grid(self, count: int) -> tuple[int, int, int] | None:
+        return self.tokenprune_family.image_grid(count, self.config)
+
+    def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
+        """Tell the rows where they stand; one axis of positions is counted by vLLM itself."""
+        return rows
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        config = super().get_encoder_cudagraph_config()
+        # A captured encoder would go past embed_multimodal.
+        return dataclasses.replace(config, modalities=[]) if self.tokenprune_active else config
+
+
+class ReducingMropeModel(ReducingModel):
+    """For models with three axes of positions."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if self.tokenprune_active:
+            # Of this object, not of the class: without a setting the class is what it was.
+            self.supports_multimodal_pruning = True
+            # The runner's switch is ours now; the model's own pruning of videos hangs on the same one.
+            self.is_multimodal_pruning_enabled = False
+
+    def _rule(self, tokens: list[int], features: list[Any]) -> tuple[Tensor, int]:
+        return super().get_mrope_input_positions(tokens, features)
+
+    def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
+        within = positions.within_item(self._rule, plan, item, modality)
+        if int(within.max()) >= 256**2:
+            raise TokenPruneError(f"an item spans {int(within.max())} positions; at most {256**2} can be told")
+        within = within.to(rows.device)[:, places]
+        return torch.cat([rows, positions.to_columns(within, rows.dtype)], dim=1)
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
+        if not self.tokenprune_active:
+            return super().get_mrope_input_positions(input_tokens, mm_features)
+        return positions.of_prompt(self._rule, input_tokens, mm_features)
+
+    def recompute_mrope_positions(
+        self,
+        input_ids: list[int] | Tensor,
+        multimodal_embeddings: Sequence[Tensor],
+        mrope_positions: Tensor,
+        num_computed_tokens: int,
+    ) -> tuple[Sequence[Tensor], Tensor, int]:
+        if not self.tokenprune_active:
+            return super().recompute_mrope_positions(
+                input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens
+            )
+        placeholders = [self.config.image_token_id, self.config.video_token_id]
+        return positions.place(input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens, placeholders)
+
+
+def _item(kwargs: Mapping[str, Any], index: int) -> MultiModalKwargsItem:
+    """The shapes of one item of a batch."""
+    field = MultiModalBatchedField()
+    present = [key for key in _SHAPES if kwargs.get(key) is not None]
+    return MultiModalKwargsItem({key: MultiModalFieldElem(data=kwargs[key][index], field=field) for key in present})
+
+
+@cache
+def reducing_class(base: type, family: Family) -> type:
+    """Return `base` with the reduction mixed in, under the same name."""
+    mixin = ReducingMropeModel if family.mrope else ReducingModel
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "tokenprune_family": family}
+    if family.nested:
+        # Behind vLLM's own, which bring all names to begin with "vision_tower.".
+        nested = {f"vision_tower.{name}.": f"vision_tower.vision_model.{name}." for name in _NESTED}
+        names["hf_to_vllm_mapper"] = base.hf_to_vllm_mapper | WeightsMapper(orig_to_new_prefix=nested)
+    return type(base)(base.__name__, (mixin, base), names)

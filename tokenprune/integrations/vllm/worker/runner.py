@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker: what vLLM's model runner has to know. Done when a model is made, so other processes load no runner."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tokenprune.integrations.vllm.setting.plan import Plan
+
+_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.mm.encoder_runner")
+_CPU = "vllm.v1.worker.cpu_model_runner"
+
+
+def prepare_runner(vllm_config: Any) -> None:
+    """Bound the encoder's batches, and make the CPU runner heed the switch that the GPU runner reads."""
+    limit = vllm_config.scheduler_config.max_num_encoder_input_tokens
+    for name in _RUNNERS:
+        if (module := sys.modules.get(name)) is not None:
+            original = module.group_and_batch_mm_kwargs
+            original = getattr(original, "__wrapped__", original)
+            module.group_and_batch_mm_kwargs = in_small_batches(original, limit)
+    if (module := sys.modules.get(_CPU)) is not None:
+        _heed_switch(module.CPUModelRunner)
+
+
+def in_small_batches(group_and_batch: Callable[..., Iterator], limit: int) -> Callable[..., Iterator]:
+    """Return `group_and_batch_mm_kwargs` such that no batch holds more than `limit` tokens before reduction.
+
+    The scheduler counts embeddings after reduction, so it would let many times as many pictures into one run of the
+    encoder as its memory was measured for.
+    """
+
+    @functools.wraps(group_and_batch)
+    def batches(mm_kwargs: list[tuple[str, Any]], **options: Any) -> Iterator:
+        for chunk in chunks(mm_kwargs, limit):
+            yield from group_and_batch(chunk, **options)
+
+    return batches
+
+
+def chunks(items: list[tuple[str, Any]], limit: int) -> Iterator[list[tuple[str, Any]]]:
+    """Cut a list of (modality, item) into stretches of at most `limit` tokens before reduction, or of one item."""
+    chunk: list[tuple[str, Any]] = []
+    total = 0
+    for modality, item in items:
+        plan = Plan.of_item(item, modality)
+        size = 0 if plan is None else sum(plan.counts)
+        if chunk and total + size > limit:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append((modality, item))
+        total += size
+    if chunk:
+        yield chunk
+
+
+def _heed_switch(runner: Any) -> None:
+    """The CPU runner loads models in a way of its own, and leaves out that they may change positions."""
+    original = runner._gather_mm_embeddings
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def gather(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.is_multimodal_pruning_enabled = (
+            getattr(self.get_model(), "supports_multimodal_pruning", False)
+            and self.model_config.multimodal_config.is_multimodal_pruning_enabled()
+        )
+        return original(self, *args, **kwargs)
+
+    runner._gather_mm_embeddings = gather

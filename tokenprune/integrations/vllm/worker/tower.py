@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the vision tower shows of the patches, for methods that need "encoder_attention" or another observable of it.
+
+vLLM's towers use fused attention, which returns no weights. Its input is queries and keys as they enter the attention
+(after rotary embedding), so a hook there makes the observables of them, in chunks of rows; the tower's
+own work is left alone. The rest (which block is meant, what a token is made of) is code of the Hugging Face side.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.base import Pruner
+from tokenprune.errors import PlaceholderMismatchError, TokenPruneError, UnsupportedSetupError
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.integrations.shared.packed_features import Packed, newline_number, numbered
+from tokenprune.integrations.shared.patch_grid import PatchSource, place
+from tokenprune.integrations.shared.tower_scores import Blocks, Encoded, Seen, blocks_read, empty, take_patches
+from tokenprune.integrations.vllm.compat import TESTED
+from tokenprune.integrations.vllm.setting.tower_checks import CLASS_TOKENS, depth_of, heads_of, kind_of
+
+
+class TowerReader:
+    """Stands at the attention of each of a tower's blocks, and reads those that a call asks for.
+
+    model: vLLM's. Raises UnsupportedSetupError where its tower is not built as expected.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        vision = model.config.vision_config
+        self.served = PatchSource(model, model.config)
+        self.protected, self.depth = CLASS_TOKENS[kind_of(model.config)], depth_of(vision)
+        self.heads = heads_of(vision)
+        self._seen: Seen = {}  # of the call that runs
+        self._lengths: list[int] | None = None
+        for index, attention in enumerate(attentions_of(model)):
+            attention.register_forward_pre_hook(partial(self._look, index), with_kwargs=True)
+
+    @contextmanager
+    def reading(self, methods: Sequence[Pruner], kwargs: Mapping[str, Any], modality: str) -> Iterator[Seen]:
+        """Within, the blocks that `methods` name are read; yields what each showed, pieces `[rows, patches, C]`.
+
+        kwargs: what `embed_multimodal` is called with.
+        """
+        seen: Seen = {}
+        for method in methods:
+            seen |= empty(self._blocks(method))
+        self._seen, self._lengths = seen, self._sequences(kwargs, modality)
+        try:
+            yield seen
+        finally:
+            self._seen, self._lengths = {}, None
+
+    def encoded(
+        self, method: Pruner, seen: Seen, index: int, outputs: Sequence[Tensor],
+        kwargs: Mapping[str, Any], modality: str,
+    ) -> Encoded:  # fmt: skip
+        """Return what a method may read of the item at `index` among `outputs`, the model's features of a call."""
+        blocks = self._blocks(method)
+        own = {key: seen[key] for key in empty(blocks)}
+        if not all(own.values()):
+            raise TokenPruneError(f"{method.name}: the vision tower showed no attention; pass pixels, not embeddings")
+        # Sequences of different length lie end to end, tiles are rows.
+        axis = 1 if self.served.patch_layout in ("runs", "sized") else 0
+        layers = [torch.cat(pieces, dim=axis) for pieces in own.values()]
+        joined = torch.cat(layers, dim=-1)
+        placed = self._place(joined, index, outputs, kwargs, modality)
+        return Encoded.of(placed, blocks, own, [one.shape[-1] for one in layers])
+
+    def _place(self, scores: Tensor, index: int, outputs: Sequence[Tensor], kwargs: Mapping, modality: str) -> Any:
+        """scores: `[rows of the tower, patches, C]` of all items."""
+        layout, packed, arguments = self.served.patch_layout, None, {}
+        if layout == "runs":
+            grids = _grids(kwargs, modality)
+            sizes = [t * h * w for t, h, w in grids]
+            own = scores[:, sum(sizes[:index]) : sum(sizes[: index + 1])]
+            arguments[f"{modality}_grid_thw"] = [grids[index]]
+        elif layout == "sized":
+            sizes = self._sequences(kwargs, modality)
+            own = scores[:, sum(sizes[:index]) : sum(sizes[: index + 1])]
+            arguments["pixel_values"] = kwargs["pixel_values"][index][None]
+        elif layout == "packed":
+            pixels = kwargs["pixel_values" if modality == "image" else "pixel_values_videos"]
+            sizes = [len(one) for one in pixels]
+            own = scores[sum(sizes[:index]) : sum(sizes[: index + 1])]
+            arguments = {"pixel_values": pixels[index], "pixel_values_videos": [pixels[index]]}
+            if modality == "image":
+                packed = self._packed(own, kwargs["image_sizes"][index])
+        else:
+            counts = [_rows(one) for one in outputs]
+            each, rest = divmod(sum(counts), len(scores))  # tokens that every tile becomes
+            if rest or any(count % each for count in counts):
+                raise PlaceholderMismatchError(f"{len(scores)} tiles became {counts} tokens")
+            start = sum(counts[:index]) // each
+            own = scores[start : start + counts[index] // each]
+        return place(self.served, modality, arguments, _rows(outputs[index]), own, packed)
+
+    def _packed(self, tiles: Tensor, size: Any) -> Packed:
+        """Let the model put together numbers of features in place of features; see `PackRecorder`."""
+        model, numbers = self.served.base, numbered(*tiles.shape[:2], tiles.device)
+        newline = newline_number(tiles.device)
+        stand_in = SimpleNamespace(config=model.config, image_newline=newline)
+        pack = type(model)._merge_image_patch_embeddings
+        more = {"image_newline": newline} if "image_newline" in pack.__code__.co_varnames else {}
+        return Packed([pack(stand_in, size, numbers, strategy="spatial_unpad", **more)], tiles.shape[1])
+
+    def _sequences(self, kwargs: Mapping[str, Any], modality: str) -> list[int] | None:
+        """Lengths of the sequences that the tower lays end to end; None if it makes a row of each."""
+        if self.served.patch_layout == "runs":
+            return [h * w for t, h, w in _grids(kwargs, modality) for _ in range(t)]
+        if self.served.patch_layout == "sized":
+            patch = self.served.config.vision_config.patch_size
+            sizes = [one.shape[-2:] for one in kwargs["pixel_values"]]
+            return [(height // patch) * (width // patch) for height, width in sizes]
+        return None
+
+    def _blocks(self, method: Pruner) -> Blocks:
+        return blocks_read(method, self.depth, self.served.config)
+
+    def _look(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if all(block != index for _, block in self._seen):
+            return
+        query, key = (kwargs[name] if name in kwargs else args[at] for at, name in enumerate(("query", "key")))
+        query, key = (heads_first(x, heads) for x, heads in ((query, module.num_heads), (key, module.num_kv_heads)))
+        lengths = self._lengths or [query.shape[2]]
+        with torch.no_grad():
+            pairs = zip(query.split(lengths, 2), key.split(lengths, 2), strict=True)
+            for queries, keys in pairs:  # the sequences that lie end to end on one axis
+                seen = Observation(queries, keys, None, module.scale, causal=False)
+                take_patches(self._seen, index, seen, self.protected, partial(all_heads, heads=self.heads))
+
+
+def all_heads(x: Tensor, heads: int) -> Tensor:
+    """`[B, H, ...]` of this device's heads -> of all `heads`, where they are spread over devices."""
+    if x.shape[1] == heads:
+        return x
+    from vllm.distributed import tensor_model_parallel_all_gather
+
+    return tensor_model_parallel_all_gather(x.contiguous(), dim=1)
+
+
+def heads_first(x: Tensor, heads: int) -> Tensor:
+    """`[B, N, H * Dh]` or `[B, N, H, Dh]` -> `[B, H, N, Dh]`."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def _rows(features: Tensor) -> int:
+    return features.numel() // features.shape[-1]
+
+
+def _grids(kwargs: Mapping[str, Any], modality: str) -> list[tuple[int, int, int]]:
+    return [tuple(torch.as_tensor(one).tolist()) for one in kwargs[f"{modality}_grid_thw"]]
+
+
+def attentions_of(model: nn.Module) -> list[nn.Module]:
+    """Return the fused attention of each block of a model's tower, in order; none if the server takes no pictures."""
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+    from vllm.model_executor.models.utils import StageMissingLayer
+
+    for base in (model, getattr(model, "model", None)):
+        for name in ("vision_tower", "visual", "vision_model"):
+            tower = getattr(base, name, None)
+            if isinstance(tower, StageMissingLayer):
+                return []
+            for module in tower.modules() if tower is not None else ():
+                if not isinstance(module, nn.ModuleList) or not len(module):
+                    continue
+                found = [[m for m in block.modules() if isinstance(m, MMEncoderAttention)] for block in module]
+                takes = inspect.signature(MMEncoderAttention.forward_native).parameters
+                if all(len(of_block) == 1 for of_block in found) and {"query", "key", "value"} <= set(takes):
+                    return [of_block[0] for of_block in found]
+    raise UnsupportedSetupError(
+        f"tokenprune does not find the attention that it knows of vLLM {TESTED} in the vision tower of "
+        f"{type(model).__name__}; install that version, or leave out the tokenprune setting"
+    )

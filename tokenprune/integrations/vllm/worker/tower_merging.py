@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging inside the vision tower: methods of the site IN_ENCODER that leave exactly what `keep` asks for of a picture.
+
+The blocks' own forward runs, with the hooks of `integrations.shared.block_merging` around it, so merged tokens cost
+neither MLP nor attention in what is left of the tower. Fused attention takes no bias, so while tokens are merged
+proportionally, or rows are padded, the blocks attend by PyTorch's. Hooks are attached for one call, and gone after it.
+
+LLaVA-1.5 alone: a picture is one row of its tower, and its visual tokens are the row's patches, so that their number
+is known beforehand. Tiles (LLaVA-NeXT, LLaVA-OneVision) are cropped behind the tower, and how many merged tokens a crop
+leaves is their content's affair; where a visual token holds several patches, patches cannot merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod
+from tokenprune.integrations.shared.block_merging import Block, Merger
+from tokenprune.integrations.shared.packed_features import first_of_group
+from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower, tower_of
+from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.setting.tower_checks import heads_of
+from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, heads_first
+
+
+def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
+    """Cut the plans of a call where the merging in the tower changes: (start, end) of each piece, at least one."""
+    pieces, start = [], 0
+    for _, group in groupby(plans, key=lambda plan: plan.setting.as_dict() if merging(plan) else None):
+        pieces.append((start, start := start + len(list(group))))
+    return pieces or [(0, 0)]
+
+
+def merging(plan: Plan) -> bool:
+    return plan.reduces and merges_in_tower(plan.setting.method)
+
+
+class TowerMerger(Merger):
+    """Merges in the tower of vLLM's `model` between `attach` and `detach`. Afterwards `kept` tells what is left.
+
+    kept: bool `[pictures, patches]`, True for one patch of each merged token, the first.
+    """
+
+    def __init__(self, model: nn.Module, method: EncoderMethod, keep: float | int) -> None:
+        self.model, self.heads = model, heads_of(model.config.vision_config)
+        self.tower, self.attentions = model.vision_tower, attentions_of(model)
+        self.encoder = next(module for module in self.tower.modules() if hasattr(module, "layers"))
+        layers = list(self.encoder.layers)
+        blocks = [Block(layer, layer.layer_norm2, layer.mlp, "", 0) for layer in layers]
+        super().__init__(method, Budget.of(keep), blocks, tower_of(method, model.config))
+        self.kept: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._entered: torch.Size | None = None
+
+    def __enter__(self) -> TowerMerger:
+        self.attach()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def _attach(self) -> None:
+        super()._attach()
+        for index, attention in enumerate(self.attentions):
+            self.wrap(attention, "forward", partial(partial, self._attend, index, attention))
+        self.hook(self.encoder.register_forward_hook(self._leave_encoder))
+
+    def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._bias = None
+        return super()._enter_block(index, module, args, kwargs)
+
+    def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._bias = bias  # the block has no argument for it
+
+    def _attend(
+        self, index: int, attention: nn.Module, fused: Any, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        q, k, v = (heads_first(x, attention.num_heads) for x in (query, key, value))
+        self.note_keys(index, all_heads(k, self.heads))
+        if self._bias is None:
+            return fused(query, key, value)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self._bias, scale=attention.scale)
+        return out.transpose(1, 2).reshape(query.shape)
+
+    def _merge(self, index: int, module: nn.Module, args: tuple) -> tuple | None:
+        self._entered = args[0].shape
+        return super()._merge(index, module, args)
+
+    def _leave_branch(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        # SigLIP adds the tokens before the merge to it in place.
+        return None if super()._leave_branch(module, args, output) is None else output.new_zeros(self._entered)
+
+    def _leave_encoder(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        state = self.end()
+        owners = state.owners[-1]
+        first = first_of_group(owners[:, self.shape.protected :], owners.shape[1])
+        self.kept = first == torch.arange(first.shape[1], device=first.device)
+        return state.restore(output)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.base import Site
+from tokenprune.decode import DecodeMethod, TokenType, is_number
+from tokenprune.errors import OptionError
+from tokenprune.fingerprint import fingerprint
+from tokenprune.methods.decode.rate_predictor import RatePredictor
+from tokenprune.per_layer import per_layer
+from tokenprune.registry import register
+
+_RATES = ("attn_mass", "schedule", "predictor")
+
+
+@register("dyrate", site=Site.DECODE, needs=("last_row_attention",), paper="arXiv 2501.14204 (abstract)")
+@dataclass(frozen=True)
+class DyRate(DecodeMethod):
+    """Keep the visual tokens attended to most, and ever fewer of them as the answer grows and looks away.
+
+    `keep` is what prefill leaves (k_0, by the rule of fastv); decoding can only lower it. keep=1.0 prunes nothing.
+
+    rate: "attn_mass" follows the share of attention that goes to the pictures, without training; "schedule" takes
+    `schedule`; "predictor" asks a linear classifier that `tokenprune fit-dyrate` fitted to this model.
+    layer: int >= 1; layers before it keep every token, and the attention of the last of these is observed.
+    mode: "evict" frees the memory of dropped tokens; "mask" keeps it, and the attention is given a mask.
+    k_min: smallest share of a prompt's visual tokens, in 0..1; `keep` caps it. At least one token stays.
+    max_rate: highest rate, in 0..1.
+    monotone: False (not with "evict") lets tokens that prefill kept return.
+    batch_policy: "ragged" gives each row its own rate, "shared" the highest of the batch.
+    grid: int K >= 1; the rate is one of 0, 1/K .. (K-1)/K ("attn_mass" rounds down to it, "schedule" does not use it).
+    ema: weight in 0..1 of the past in the running mean of the attention share. warmup: decode steps before the first
+    decision. update_every: steps from one decision to the next; "schedule" decides at every step.
+    schedule: rates in 0..1 for decode steps 1, 2, ...; the last one stays. predictor: path of its file.
+
+    Source: Liang et al., "Dynamic Token Reduction during Generation for Vision Language Models", the abstract: a
+    lightweight predictor turns the attention distribution into a rate during generation. From secondary sources: four
+    token types, a linear classifier, rates (k-1)/K, the ranking of FastV.
+
+    Differs from the paper: its full text could not be read and no code is public, so this is a reconstruction with
+    decisions of ours, not a reproduction: the default "attn_mass" and all numbers; the layer; masses taken where no
+    token is missing yet; `keep` as the share after prefill; no token returns after "evict"; pictures of a prompt
+    compete while decoding; labels by KL divergence instead of training end to end.
+    """
+
+    default_keep: ClassVar[float] = 0.5
+
+    rate: str = "attn_mass"
+    grid: int = 10
+    ema: float = 0.5
+    warmup: int = 4
+    update_every: int = 8
+    schedule: tuple[float, ...] = ()
+    predictor: str | None = field(default=None, metadata={"file": True})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_one_of("rate", _RATES)
+        self._check_int("grid", 1)
+        self._check_number("ema", 0, 1)
+        self._check(self.ema < 1, "ema=1 never looks at the answer: use a number below 1")
+        self._check_int("warmup", 0)
+        self._check_int("update_every", 1)
+        given = isinstance(self.schedule, (tuple, list)) and all(is_number(value, 0, 1) for value in self.schedule)
+        self._check(given, f"schedule={self.schedule!r} must be a list of rates in 0..1, one for each decode step")
+        object.__setattr__(self, "schedule", tuple(self.schedule))
+        wanted = self.rate == "schedule"
+        self._check(wanted == bool(self.schedule), "schedule=[...] and rate='schedule' go together: give both or none")
+        self._check(
+            self.rate != "predictor" or self.predictor is not None,
+            "rate='predictor' needs a classifier fitted to the model: run `tokenprune fit-dyrate --model MODEL --out "
+            "predictor.safetensors` (or tokenprune.fit_dyrate(...)) and pass predictor='predictor.safetensors'",
+        )
+        self._check(
+            self.rate == "predictor" or self.predictor is None, "predictor= is used by rate='predictor' only: add that"
+        )
+        if self.rate == "predictor":
+            # Read here, so that a file that is missing or broken is told before a model is touched.
+            fitted = RatePredictor.load(self.predictor)
+            object.__setattr__(self, "_fitted", fitted)
+            self._check(
+                (fitted.grid, fitted.layer) == (self.grid, self.layer),
+                f"{self.predictor} was fitted for grid={fitted.grid}, layer={fitted.layer}: pass these options",
+            )
+
+    def decides(self, step: int) -> bool:
+        return self.rate == "schedule" or (step > self.warmup and (step - self.warmup - 1) % self.update_every == 0)
+
+    def next_rate(self, masses: Tensor, share: Tensor) -> Tensor:
+        if self.rate == "schedule":
+            step = masses.shape[1] - 1
+            return torch.full_like(share, self.schedule[min(step, len(self.schedule)) - 1])
+        if self.rate == "predictor":
+            return self._fitted.classes(masses[:, -1]).double() / self.grid
+        lowest = torch.full_like(share, self.k_min).minimum(share)
+        kept = lowest + (share - lowest) * self._attention_left(masses)
+        return ((1 - kept) * self.grid + 1e-6).floor().clamp(max=self.grid - 1) / self.grid
+
+    def _attention_left(self, masses: Tensor) -> Tensor:
+        """float64 `[B]` in 0..1: running mean of the pictures' share of attention against that of the prompt's end.
+
+        The text before the pictures is left out of the share: its first token is where attention goes to rest.
+        """
+        mean = masses.double().mean(dim=2)
+        seen = mean[..., TokenType.IMG]
+        share = seen / (mean.sum(-1) - mean[..., TokenType.SYS]).clamp(min=1e-12)
+        age = torch.arange(share.shape[1] - 1, -1, -1, device=share.device)
+        weight = (1 - self.ema) * self.ema ** age.double()
+        weight[0] = self.ema ** age[0].double()  # the mean starts at the prompt's end
+        now, first = (share * weight).sum(1), share[:, 0]
+        return torch.where(first > 0, now / first.clamp(min=1e-12), (now > 0).double()).clamp(0, 1)
+
+    def check_model(self, decoder: nn.Module) -> None:
+        if self.rate != "predictor":
+            return
+        heads = per_layer(decoder.config, "num_attention_heads")[self.layer - 1]  # where its attention is read
+        if self._fitted.weight.shape[1] != len(TokenType) * heads or self._fitted.model != fingerprint(decoder):
+            raise OptionError(
+                f"{self.name}: {self.predictor} was fitted to another model (or to this one in another dtype): run "
+                "`tokenprune fit-dyrate` with this model"
+            )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from tokenprune.base import Site
+from tokenprune.budget import Budget
+from tokenprune.encoder import VTU_FORMS, EncoderMethod, Matcher, Tower
+from tokenprune.errors import BudgetError, OptionError
+from tokenprune.fingerprint import Fingerprint
+from tokenprune.merging import threshold_match
+from tokenprune.methods.encoder.thresholds import Thresholds, shipped
+from tokenprune.registry import register
+
+
+@register("dymu", site=Site.IN_ENCODER, paper="arXiv 2504.17040, NeurIPS 2025", merges=True)
+@dataclass(frozen=True)
+class DyMU(EncoderMethod):
+    """Merge the tokens inside the vision tower that are more similar than calibrated thresholds: simple pictures keep
+    fewer tokens than detailed ones.
+
+    `keep` is an average over pictures like those of the calibration: each picture gets a number of its own, which no
+    other picture of a batch changes. It must be one of the shares that the thresholds were calibrated for.
+
+    thresholds: what `tokenprune calibrate` wrote (a path), or what `tokenprune.calibrate` returned. Without them, those
+    that the package ships for this model, if it does (it does for the demo model).
+    proportional: add the logarithm of a token's size to its attention logits, so that a merged token counts as often as
+    its members did.
+    max_r: tokens that a block merges in one picture at most; half of them is the limit in any case.
+    vtu: virtual unmerging in the decoder: "off", or "expanded", which applies its weights to the merged tokens and its
+    attention to all positions. It saves no KV memory (docs/vtu.md).
+    exact: every picture keeps exactly the number of patches that `keep` asks for: what merges in which block is still
+    its content's choice, but no block goes below that number, and where the thresholds would leave more than the blocks
+    behind can still merge, the best pairs below the threshold merge too. For those who must know the number before the
+    picture, such as vLLM.
+
+    Source: Wang et al., "DyMU: Dynamic Merging and Virtual Unmerging for Efficient VLMs", sections 3.1 (dynamic
+    token merging) and 3.2 (virtual token unmerging). `exact` is ours.
+
+    Differs from the paper: similarity is the cosine of the keys, mean over heads, as in the authors' code (the paper
+    says dot product); at the tower's end every patch gets the feature of its merged token back, and the language model
+    sees one token for each merged one, at the position of its first patch.
+    """
+
+    ragged = True
+
+    thresholds: str | Path | Thresholds | None = field(default=None, metadata={"file": True})
+    proportional: bool = True
+    max_r: int | None = None
+    vtu: str = "off"
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.thresholds, (str, Path)):
+            object.__setattr__(self, "thresholds", Thresholds.load(self.thresholds))
+        fine = self.thresholds is None or isinstance(self.thresholds, Thresholds)
+        self._check(fine, f"thresholds={self.thresholds!r} must be a path or what tokenprune.calibrate returned")
+        for option in ("proportional", "exact"):
+            value = getattr(self, option)
+            self._check(isinstance(value, bool), f"{option}={value!r} must be True or False")
+        if self.max_r is not None:
+            self._check_int("max_r", 1)
+        self._check(self.vtu in VTU_FORMS, f"vtu={self.vtu!r} must be one of {', '.join(VTU_FORMS)}")
+
+    @property
+    def inexact(self) -> str | None:
+        return None if self.exact else "each picture keeps a number of its own: pass exact=True"
+
+    @property
+    def calibrated_for(self) -> Fingerprint | None:
+        return None if self.thresholds is None else self.thresholds.fingerprint
+
+    def check_served(self, kind: str, dtype: str, blocks: int) -> None:
+        found = self.thresholds
+        if found is None:
+            raise OptionError(
+                f"{self.name} needs thresholds=PATH in the server's setting, a file by `tokenprune calibrate`: those "
+                "that ship with the package are recognised by weights, which vLLM keeps in another form"
+            )
+        made_for = found.fingerprint.kind, found.fingerprint.dtype, {len(values) for values in found.values.values()}
+        ours = kind, dtype, {blocks}
+        if made_for != ours:
+            told = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
+            raise OptionError(
+                f"{self.name}: these thresholds were calibrated for {told[0]}, and this tower is {told[1]}: run "
+                "`tokenprune calibrate` for this model in the dtype that it is served in"
+            )
+
+    def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
+        """Return what merges the pairs above each block's threshold."""
+        if self.is_identity(budget):
+            return [None] * tower.blocks
+        thresholds = self.thresholds or shipped(tower.fingerprint)
+        thresholds.check(tower.fingerprint)
+        match = partial(threshold_match, protected=tower.protected, limit=self.max_r)
+        values = thresholds.for_keep(budget.keep).tolist()
+        self._check(
+            len(values) == tower.blocks,
+            f"thresholds are for a tower of {len(values)} blocks, and this one has {tower.blocks}: run `tokenprune "
+            "calibrate` for this model",
+        )
+        if not self.exact:
+            return [partial(match, threshold=value) if value < 1 else None for value in values]
+        floor = tower.left(budget) + tower.protected
+        return [
+            # A threshold of 1 means that nothing merges, whatever rounding makes of the cosine of equal keys.
+            partial(match, threshold=value if value < 1 else math.inf, floor=floor, ceiling=ceiling)
+            for value, ceiling in zip(values, self._ceilings(floor, tower), strict=False)
+        ] + [None] * (tower.blocks - tower.read)
+
+    def _ceilings(self, floor: int, tower: Tower) -> list[int]:
+        """Return for each block whose output is read how many tokens it may leave at most, so that the blocks behind it
+        can get down to `floor`; raises BudgetError if all of them together cannot."""
+        ceilings = [floor]
+        for _ in range(tower.read):
+            more = ceilings[-1] - tower.protected  # a block merges half of its patches at most
+            ceilings.append(ceilings[-1] + (more if self.max_r is None else min(more, self.max_r)))
+        if ceilings.pop() < tower.tokens:
+            raise BudgetError(
+                f"dymu cannot leave exactly {floor - tower.protected} of {tower.patches} patches: a block merges at "
+                f"most half of its tokens{'' if self.max_r is None else f' and max_r={self.max_r}'}, and {tower.read} "
+                "blocks count; ask for more"
+            )
+        return ceilings[::-1]

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tokenprune.base import ResizeMethod, Site
+from tokenprune.errors import BudgetError
+from tokenprune.registry import register
+
+if TYPE_CHECKING:
+    from tokenprune.images import Picture
+
+# log10 of the variance of the Laplacian (of grey values in 0..1, mean of the 8 differences) that count as no detail and
+# as all detail. Photographs lie around the middle; scans of text above the upper end.
+_LEAST, _MOST = -4.2, -2.0
+# A cell of a page: sharp edges between few grey levels. A noisy or grassy cell is as sharp, with more levels.
+_CELL, _SHARP, _FLAT, _LEVELS = 32, 5e-3, 1e-4, 6.0
+_TEXT_SHARE = 0.4
+# Questions about what is written, or drawn fine.
+_FINE = re.compile(
+    r"\b(?:read|reads|reading|text|texts|words?|letters?|numbers?|digits?|charts?|graphs?|documents?|signs?|labels?"
+    r"|captions?|titles?|written|writing|spell|spelled|ocr)\b"
+)
+
+
+@register("dynres", site=Site.PRE_ENCODER, paper="none (statistics of arXiv 2510.18091)")
+@dataclass(frozen=True)
+class DynRes(ResizeMethod):
+    """Choose each picture's resolution by its detail: smooth pictures shrink more than busy ones, text stays whole.
+
+    `keep` is the share of visual tokens that a picture of middling detail gets, and the average over pictures like
+    photographs; the detail of a picture moves its own share up or down by the same amount. A picture's share depends
+    on that picture alone. With `Budget(keep=0.25, per="prompt")` the pictures of one call (of each inner list, where
+    they come as lists of lists) share the budget instead, weighted by their tokens: the average then holds for them.
+
+    min_scale:  the smallest factor for the sides of a picture; `keep` must be at least its square.
+    text_guard: leave pictures of text, diagrams and screens at their full size. They are spent on top of `keep`, unless
+                the budget is shared and the other pictures can make up for them.
+    question_guard: do the same where the question (the text behind the prompt's last picture) has a word of reading,
+                text, numbers or charts. It needs the whole processor, and the choice then depends on the question.
+
+    On models whose processor makes every picture one size (LLaVA), all pictures of a call get the mean of their
+    shares, or the full size if one of them is text.
+
+    Source: training-free, our decision. Statistics: variance of the Laplacian, and the entropy of the grey values in
+    cells, both used to choose patch sizes by the Adaptive Patch Transformer (arXiv 2510.18091).
+
+    Differs from the paper: that one trains a model with patches of several sizes; this one only resizes pictures.
+    """
+
+    min_scale: float = 0.25
+    text_guard: bool = True
+    question_guard: bool = False
+
+    def __post_init__(self) -> None:
+        scale = self.min_scale
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        self._check(number and 0 < scale <= 1, f"min_scale={scale!r} is not in (0, 1]")
+        for option in ("text_guard", "question_guard"):
+            value = getattr(self, option)
+            self._check(isinstance(value, bool), f"{option}={value!r} must be True or False")
+
+    @property
+    def query_aware(self) -> bool:
+        return self.question_guard
+
+    @property
+    def reads_question(self) -> bool:
+        return self.question_guard
+
+    @property
+    def by_content(self) -> bool:
+        return True
+
+    def check_keep(self, keep: float) -> None:
+        if keep < self.min_scale**2:
+            raise BudgetError(
+                f"{self.name}: keep={keep} is below what min_scale={self.min_scale} allows, {self.min_scale**2:.4g}: "
+                "set a smaller min_scale"
+            )
+
+    def shares(self, pictures: Sequence[Picture], keep: float, per: str) -> list[float]:
+        looks = [look(picture.grey) for picture in pictures]
+        whole = [
+            (self.text_guard and text) or (self.question_guard and asks_for_detail(picture.question))
+            for picture, (_, text) in zip(pictures, looks, strict=True)
+        ]
+        details = [detail for detail, _ in looks]
+        if per != "prompt":
+            return [self._share(detail, kept, keep) for detail, kept in zip(details, whole, strict=True)]
+        levels = {
+            prompt: self._level(
+                [
+                    (one.tokens, detail, kept)
+                    for one, detail, kept in zip(pictures, details, whole, strict=True)
+                    if one.prompt == prompt
+                ],
+                keep,
+            )
+            for prompt in {picture.prompt for picture in pictures}
+        }
+        return [
+            self._share(detail, kept, levels[picture.prompt])
+            for picture, detail, kept in zip(pictures, details, whole, strict=True)
+        ]
+
+    def _share(self, detail: float, whole: bool, level: float) -> float:
+        """A straight line through (0.5, level), as steep as `min_scale` and the full size allow."""
+        if whole:
+            return 1.0
+        slope = min(level - self.min_scale**2, 1 - level)
+        return level + slope * (2 * detail - 1)
+
+    def _level(self, members: list[tuple[int, float, bool]], keep: float) -> float:
+        """The level at which the members (tokens, detail, whole) keep the share `keep` of their tokens together, by
+        bisection: shares rise with the level."""
+        total = sum(tokens for tokens, _, _ in members)
+        low, high = self.min_scale**2, 1.0
+        for _ in range(40):
+            level = (low + high) / 2
+            spent = sum(tokens * self._share(detail, whole, level) for tokens, detail, whole in members)
+            low, high = (low, level) if spent > keep * total else (level, high)
+        return low
+
+
+def asks_for_detail(question: str) -> bool:
+    """Return whether a question has a word of reading, text, numbers or charts."""
+    return _FINE.search(question.lower()) is not None
+
+
+def look(grey: Tensor) -> tuple[float, bool]:
+    """Return how much detail a picture has, in 0..1, and whether it looks like text. grey: float `[H, W]` in 0..1."""
+    # The mean difference to the eight neighbours.
+    padded = F.pad(grey[None, None], (1, 1, 1, 1), mode="replicate")
+    laplacian = (F.avg_pool2d(padded, 3, 1)[0, 0] - grey) * 9 / 8
+    variance = float(laplacian.var(correction=0))
+    detail = (math.log10(max(variance, 1e-12)) - _LEAST) / (_MOST - _LEAST)
+    return min(1.0, max(0.0, detail)), _looks_like_text(grey, laplacian)
+
+
+def _looks_like_text(grey: Tensor, laplacian: Tensor) -> bool:
+    side = min(_CELL, *grey.shape)
+    edges = _cells(laplacian, side).var(dim=1, correction=0)
+    levels = (_cells(grey, side) * 255).round().long().clamp(0, 255)
+    histogram = torch.zeros(len(levels), 256).scatter_add_(1, levels, torch.ones(levels.shape)) / side**2
+    entropy = torch.special.entr(histogram).sum(1) / math.log(2)
+    busy = int((edges > _FLAT).sum())
+    return busy > 0 and int(((edges > _SHARP) & (entropy < _LEVELS)).sum()) >= _TEXT_SHARE * busy
+
+
+def _cells(values: Tensor, side: int) -> Tensor:
+    """`[H, W]` -> `[cells, side * side]`, incomplete cells at the border left out."""
+    high, wide = values.shape[0] // side, values.shape[1] // side
+    cells = values[: high * side, : wide * side].reshape(high, side, wide, side)
+    return cells.transpose(1, 2).reshape(high * wide, side * side)
