@@ -78,8 +78,8 @@ def problem() -> str:
     full, quarter = accuracy("", None), accuracy("divprune", 0.25)
     visual, text = whole["visual"], int(header["text"])
     return (
-        f"With one image of {visual} visual tokens and {text} of text, {visual / (visual + text):.0%} of what a "
-        f"vision-language model reads is the image: a decoder of {header['parameters'] / 1e6:.0f} M parameters takes "
+        f"With one image of {visual} visual tokens and {text} of text, {100 * visual / (visual + text):.0f} % of what "
+        f"a vision-language model reads is the image: a decoder of {header['parameters'] / 1e6:.0f} M parameters takes "
         f"{whole['ms']['p50']:.0f} ms to read it all on {header['threads']} CPU threads, and {cut['ms']['p50']:.0f} ms "
         f"where `divprune` keeps {cut['keep']} tokens of the image.\n"
         "\ntokenprune drops or merges visual tokens in any Hugging Face vision-language model, without training, in "
@@ -132,12 +132,13 @@ def choices() -> list[Choice]:
             "OCR: signs, documents, charts",
             '"dart"',
             "0.5",
-            f"reading falls first: {_points(lost('dart', 'text', 0.5))} lost at 0.5, "
+            "reading falls first: of words and digits in drawn images "
+            f"{_points(lost('dart', 'text', 0.5))} lost at 0.5, "
             f"{_points(lost('dart', 'text', 0.25))} at 0.25; `downsample` loses "
             f"{_points(lost('downsample', 'text', 0.5))} at 0.5 ([the guard](docs/guard.md#the-floors))",
         ),
         Choice(
-            "counting and finding places, among other questions",
+            "counting, among other questions",
             '"divprune"',
             "0.25",
             f"counting loses {_points(lost('divprune', 'counting', 0.25))}: the guard keeps more tokens for such "

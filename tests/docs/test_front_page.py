@@ -49,7 +49,7 @@ def test_the_first_code_prints_what_the_readme_says() -> None:
 
 
 def test_every_row_of_the_table_has_its_test() -> None:
-    images = "long prompts on Qwen", "OCR", "counting and finding places", "no attention weights (flash attention)"
+    images = "long prompts on Qwen", "OCR", "counting", "no attention weights (flash attention)"
     shared, videos = ("a vLLM server", "follow-up questions"), ("video", "video of a hundred frames and more")
     assert set(CHOICES) == {*images, *shared, *videos}
 
@@ -99,7 +99,7 @@ def test_the_choice_for_vllm_is_served() -> None:
 def test_the_choice_for_ocr_lost_nothing_measured_at_this_keep_and_the_one_for_counting_did() -> None:
     method, keep = given("OCR")
     assert front_page.lost(method, "text", keep) <= 2
-    assert front_page.lost(given("counting and finding places")[0], "counting", 0.25) > 10
+    assert front_page.lost(given("counting")[0], "counting", 0.25) > 10
 
 
 @pytest.mark.parametrize("case", ["follow-up questions", "a vLLM server"])
