@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     console, subject = Console(), load(device="cpu")
-    bench = Bench(subject, Plan(pictures=args.pictures, repeats=0))
+    bench = Bench(subject, Plan(images=args.pictures, repeats=0))
     plan = [(method, how) for method in ("tome", "dymu") for how in ("both", "tower", "after")]
     plan += [("uniform", "raster"), ("uniform", "grid")]
     with args.json.open("w") as file:

@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     console, subject = Console(), load(device="cpu")
-    bench = Bench(subject, Plan(pictures=args.pictures, repeats=0))
+    bench = Bench(subject, Plan(images=args.pictures, repeats=0))
     with args.json.open("w") as file:
         file.write(json.dumps(bench.header()) + "\n")
         for keep in (0.5, 0.25):

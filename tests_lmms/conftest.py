@@ -28,11 +28,11 @@ from tokenprune.lmms_eval import TASKS
 
 DEMO = Path(tokenprune.__file__).parent / "assets" / "demo_vlm"
 CPU = "device=cpu,device_map=cpu"
-# Pictures and films stand where the message has them; the processors write the tokens.
+# Images and videos stand where the message has them; the processors write the tokens.
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}PICTURE"
-    "{% elif part['type'] == 'video' %}FILM{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %} {% endfor %}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
+    "{% elif part['type'] == 'video' %}VIDEO{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %} {% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             checkpoint = (CHECKPOINTS | MORE)[name]
             written[name] = checkpoint.write(tmp_path_factory.mktemp(name))
             processor = checkpoint.processor()
-            template = TEMPLATE.replace("PICTURE", checkpoint.picture).replace("FILM", checkpoint.video or "")
+            template = TEMPLATE.replace("PICTURE", checkpoint.image).replace("FILM", checkpoint.video or "")
             processor.chat_template = processor.tokenizer.chat_template = template
             processor.save_pretrained(written[name])
         return written[name]

@@ -13,7 +13,7 @@ from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from checkpoints import (
     HIDDEN,
     IDS,
-    QWEN_PICTURE,
+    QWEN_IMAGE,
     QWEN_VIDEO,
     Checkpoint,
     Qwen3VLProcessor,
@@ -55,8 +55,8 @@ def idefics2_processor() -> Any:
         image_token="<image>", image_boundary_token="<fake_token_around_image>",
         end_of_utterance_token="<end_of_utterance>",
     )  # fmt: skip
-    pictures = Idefics2ImageProcessor(size={"shortest_edge": 56, "longest_edge": 112}, do_image_splitting=False)
-    return Idefics2Processor(pictures, tokens, image_seq_len=16)
+    images = Idefics2ImageProcessor(size={"shortest_edge": 56, "longest_edge": 112}, do_image_splitting=False)
+    return Idefics2Processor(images, tokens, image_seq_len=16)
 
 
 def lfm2_vl() -> dict[str, Any]:
@@ -69,13 +69,13 @@ def lfm2_vl() -> dict[str, Any]:
 
 
 def lfm2_vl_processor() -> Any:
-    pictures = Lfm2VlImageProcessor(
+    images = Lfm2VlImageProcessor(
         encoder_patch_size=14, tile_size=56, min_image_tokens=4, max_image_tokens=16, do_image_splitting=False
     )
     tokens = tokenizer(
         image_token="<image>", image_start_token="<img>", image_end_token="</img>", image_thumbnail="<global-img>"
     )
-    return Lfm2VlProcessor(pictures, tokens)
+    return Lfm2VlProcessor(images, tokens)
 
 
 MORE = {
@@ -85,7 +85,7 @@ MORE = {
             "qwen3_5",
             qwen3_5,
             lambda: qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16),
-            QWEN_PICTURE,
+            QWEN_IMAGE,
             video=QWEN_VIDEO,
         ),
         Checkpoint("idefics2", idefics2, idefics2_processor, "<image>"),

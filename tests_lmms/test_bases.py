@@ -42,13 +42,13 @@ def classes(base: str) -> list[bool]:
 
 
 @pytest.fixture(autouse=True)
-def pictures_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma's class writes pictures as data URLs. torchvision would decode them with its compiled library, which is
+def images_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's class writes images as data URLs. torchvision would decode them with its compiled library, which is
     missing beside a CPU build of torch."""
 
     def decode(data: torch.Tensor, mode: Any = None) -> torch.Tensor:
-        picture = Image.open(io.BytesIO(data.numpy().tobytes())).convert("RGB")
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        image = Image.open(io.BytesIO(data.numpy().tobytes())).convert("RGB")
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
     monkeypatch.setattr("transformers.image_utils.decode_image", decode)
 

@@ -23,7 +23,7 @@ from tokenprune.lmms_eval import model as integration
 from tokenprune.lmms_eval.measure import watched
 
 Evaluate = Callable[..., dict[str, Any]]
-PICTURES, KEEP = 3, 0.11
+IMAGES, KEEP = 3, 0.11
 METHODS = ("divprune", "fastv")
 RUNS = ("unpatched", "random", "downsample", *METHODS)
 LLAVA = f"base=llava_hf,pretrained={DEMO},dtype=float32,{CPU}"
@@ -41,13 +41,13 @@ def subject() -> Model:
 @pytest.fixture(scope="module")
 def bench(subject: Model) -> dict[str, dict[str, Any]]:
     """The records of `tokenprune bench`, by method; one question at a time, as the model of lmms-eval takes them."""
-    plan = Plan(methods=METHODS, keeps=(KEEP,), pictures=PICTURES, batch_size=1, seeds=(0,), repeats=0)
+    plan = Plan(methods=METHODS, keeps=(KEEP,), images=IMAGES, batch_size=1, seeds=(0,), repeats=0)
     return {record["method"]: record for record in Bench(subject, plan).records() if record["record"] == "result"}
 
 
 @pytest.fixture(scope="module")
 def runs(evaluate: Evaluate) -> dict[str, dict[str, Any]]:
-    return {name: evaluate(arguments(name), "tokenprune_suite_plain", limit=PICTURES) for name in RUNS}
+    return {name: evaluate(arguments(name), "tokenprune_suite_plain", limit=IMAGES) for name in RUNS}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -58,10 +58,10 @@ def test_the_accuracy_is_that_of_bench(
     right = {
         kind: [int(sample["exact"]) for sample in runs[name]["samples"][f"tokenprune_{kind}_plain"]] for kind in KINDS
     }
-    # Picture by picture, as bench has them.
-    assert "".join(str(right[kind][picture]) for picture in range(PICTURES) for kind in KINDS) == record["right"][0]
+    # Image by image, as bench has them.
+    assert "".join(str(right[kind][image]) for image in range(IMAGES) for kind in KINDS) == record["right"][0]
     for kind in KINDS:
-        assert found[f"tokenprune_{kind}_plain"]["exact,none"] == pytest.approx(record["correct"][kind] / PICTURES)
+        assert found[f"tokenprune_{kind}_plain"]["exact,none"] == pytest.approx(record["correct"][kind] / IMAGES)
     total = sum(record["correct"].values()) / sum(record["n"].values())
     assert found["tokenprune_suite_plain"]["exact,none"] == pytest.approx(total)
 
@@ -75,7 +75,7 @@ def test_the_methods_can_be_told_apart(runs: dict[str, dict[str, Any]]) -> None:
 def test_the_cost_is_that_of_bench(
     runs: dict[str, dict[str, Any]], bench: dict[str, dict[str, Any]], name: str
 ) -> None:
-    ours, stats, questions = measured(runs[name]), bench[name]["stats"], PICTURES * len(KINDS)
+    ours, stats, questions = measured(runs[name]), bench[name]["stats"], IMAGES * len(KINDS)
     assert ours["measured_requests"] == ours["generate_calls"] == questions
     assert ours["failed_calls"] == 0
     assert ours["visual_tokens_out"] == stats["visual_tokens_out"] / questions
@@ -100,7 +100,7 @@ def test_every_task_has_its_numbers(runs: dict[str, dict[str, Any]]) -> None:
     for kind in KINDS:
         prefix = f"tokenprune_{kind}_plain/"
         assert {name.removeprefix(prefix) for name in ours if name.startswith(prefix)} == whole
-        assert ours[f"{prefix}measured_requests"] == PICTURES
+        assert ours[f"{prefix}measured_requests"] == IMAGES
     for name in ("visual_tokens_out", "kv_bytes", "visual_tokens_average"):
         parts = [ours[f"tokenprune_{kind}_plain/{name}"] for kind in KINDS]
         assert ours[name] == pytest.approx(sum(parts) / len(parts))

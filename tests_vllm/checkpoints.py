@@ -80,12 +80,12 @@ VOCABULARY = len(SPECIAL) + 256
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model type. picture: what stands for one in a prompt. sizes: of pictures, (height, width)."""
+    """A model type. image: what stands for one in a prompt. sizes: of images, (height, width)."""
 
     name: str
     config: Callable[[], dict[str, Any]] = field(repr=False)
     processor: Callable[[], Any] = field(repr=False)
-    picture: str
+    image: str
     sizes: tuple[tuple[int, int], ...] = ((56, 84), (84, 56), (70, 70))
     video: str | None = None
     mrope: bool = False
@@ -108,10 +108,10 @@ class Checkpoint:
         return folder
 
     def prompt(self, images: int, text: str = "what is it? ", video: bool = False) -> str:
-        shown = ([self.video] if video else []) + [self.picture] * images
+        shown = ([self.video] if video else []) + [self.image] * images
         return "look: " + " and ".join(shown) + " " + text
 
-    def film(self, seed: int = 0) -> Any:
+    def clip(self, seed: int = 0) -> Any:
         """Six frames, as vLLM takes a video."""
         height, width = self.sizes[0]
         frames = np.random.default_rng(seed).integers(0, 256, (6, height, width, 3), dtype=np.uint8)
@@ -120,7 +120,7 @@ class Checkpoint:
         told = dict(fps=2.0, duration=3.0, total_num_frames=6, frames_indices=list(range(6)), video_backend="opencv")
         return frames, told | {"do_sample_frames": False}
 
-    def pictures(self, count: int, seed: int = 0) -> list[Image.Image]:
+    def images(self, count: int, seed: int = 0) -> list[Image.Image]:
         return [photo(*self.sizes[(seed + index) % len(self.sizes)], seed=seed + index) for index in range(count)]
 
 
@@ -188,11 +188,11 @@ QWEN_IDS = dict(
 
 
 def qwen(processor: Any, video: Any, patch: int) -> Any:
-    # vLLM normalizes on the device, pictures and videos alike, so both have to ask for the same.
+    # vLLM normalizes on the device, images and videos alike, so both have to ask for the same.
     common = dict(patch_size=patch, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     image = Qwen2VLImageProcessor(size={"shortest_edge": 4 * patch**2, "longest_edge": 256 * 256}, **common)
-    films = video(size={"shortest_edge": 4 * patch**2, "longest_edge": 32 * 256 * 256}, **common)
-    return processor(image, tokenizer(**QWEN_TOKENS), films, chat_template="{{ messages }}")
+    clips = video(size={"shortest_edge": 4 * patch**2, "longest_edge": 32 * 256 * 256}, **common)
+    return processor(image, tokenizer(**QWEN_TOKENS), clips, chat_template="{{ messages }}")
 
 
 def qwen_config(kind: str, section: list[int], vision: dict[str, Any], layers: int = 3, **rope: Any) -> dict[str, Any]:
@@ -213,8 +213,8 @@ def internvl() -> Any:
         context_image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>", video_token="<video>"
     )
     image = GotOcr2ImageProcessor(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=3)
-    films = InternVLVideoProcessor(size={"height": 56, "width": 56})
-    return InternVLProcessor(image, tokens, films, image_seq_length=4)
+    clips = InternVLVideoProcessor(size={"height": 56, "width": 56})
+    return InternVLProcessor(image, tokens, clips, image_seq_length=4)
 
 
 def gemma3() -> Any:
@@ -223,13 +223,13 @@ def gemma3() -> Any:
     return Gemma3Processor(image, tokens, image_seq_length=16)
 
 
-def idefics(processor: Any, image: Any, *films: Any) -> Any:
+def idefics(processor: Any, image: Any, *clips: Any) -> Any:
     tokens = tokenizer(
         image_token="<image>", fake_image_token="<fake_token_around_image>", global_image_token="<global-img>",
         end_of_utterance_token="<end_of_utterance>",
     )  # fmt: skip
-    pictures = image(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
-    return processor(pictures, tokens, *films, image_seq_len=4, chat_template="{{ messages }}")
+    images = image(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    return processor(images, tokens, *clips, image_seq_len=4, chat_template="{{ messages }}")
 
 
 def pixtral(longest: int = 224, merge: int = 2) -> Any:
@@ -246,7 +246,7 @@ QWEN3_TOWER = dict(
     depth=4, num_heads=2, patch_size=16, hidden_size=HIDDEN, intermediate_size=96, out_hidden_size=HIDDEN,
     num_position_embeddings=64, deepstack_visual_indexes=[0, 1, 2],
 )  # fmt: skip
-QWEN_PICTURE, QWEN_VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+QWEN_IMAGE, QWEN_VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
 CHECKPOINTS: dict[str, Checkpoint] = {
     one.name: one
@@ -270,20 +270,20 @@ CHECKPOINTS: dict[str, Checkpoint] = {
                 depth=4, num_heads=2, patch_size=14, hidden_size=HIDDEN, intermediate_size=96, out_hidden_size=HIDDEN,
                 window_size=56, fullatt_block_indexes=[1, 3], tokens_per_second=1)),
             lambda: qwen(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, 14),
-            QWEN_PICTURE, video=QWEN_VIDEO, mrope=True, sizes=((140, 196), (196, 140), (168, 168)),
+            QWEN_IMAGE, video=QWEN_VIDEO, mrope=True, sizes=((140, 196), (196, 140), (168, 168)),
         ),
         Checkpoint(
             "qwen2_vl",
             lambda: qwen_config("qwen2_vl_text", [4, 6, 6], dict(
                 depth=3, num_heads=2, patch_size=14, embed_dim=HIDDEN, hidden_size=HIDDEN, mlp_ratio=2)),
             lambda: qwen(Qwen2VLProcessor, Qwen2VLVideoProcessor, 14),
-            QWEN_PICTURE, video=QWEN_VIDEO, mrope=True, sizes=((140, 196), (196, 140), (168, 168)),
+            QWEN_IMAGE, video=QWEN_VIDEO, mrope=True, sizes=((140, 196), (196, 140), (168, 168)),
         ),
         Checkpoint(
             "qwen3_vl",
             lambda: qwen_config("qwen3_vl_text", [6, 5, 5], QWEN3_TOWER, mrope_interleaved=True),
             lambda: qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16),
-            QWEN_PICTURE, video=QWEN_VIDEO, mrope=True, sizes=((160, 224), (224, 160), (192, 192)),
+            QWEN_IMAGE, video=QWEN_VIDEO, mrope=True, sizes=((160, 224), (224, 160), (192, 192)),
         ),
         Checkpoint(
             "llava_onevision",
@@ -345,7 +345,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     ]
 }  # fmt: skip
 
-# For cuts inside the decoder: full attention, enough layers, pictures of several blocks of the KV cache.
+# For cuts inside the decoder: full attention, enough layers, images of several blocks of the KV cache.
 DEEP: dict[str, Checkpoint] = {
     one.name: one
     for one in [
@@ -366,7 +366,7 @@ DEEP: dict[str, Checkpoint] = {
             "qwen3_vl_deep",
             lambda: qwen_config("qwen3_vl_text", [6, 5, 5], QWEN3_TOWER, layers=5, mrope_interleaved=True),
             lambda: qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16),
-            QWEN_PICTURE, video=QWEN_VIDEO, mrope=True, sizes=((256, 256),), kind="qwen3_vl",
+            QWEN_IMAGE, video=QWEN_VIDEO, mrope=True, sizes=((256, 256),), kind="qwen3_vl",
         ),
     ]
 }  # fmt: skip

@@ -41,7 +41,7 @@ class Reference:
                 kwargs["video_metadata"] = [_without_wish(metadata) for _, metadata in videos]
         made = dict(self.processor(text=[prompt], return_tensors="pt", **kwargs))
         if self.checkpoint.name == "gemma3":
-            # On CPU vLLM lets tokens of a picture see only what is before them, whether or not it is pruned.
+            # On CPU vLLM lets tokens of an image see only what is before them, whether or not it is pruned.
             made["token_type_ids"] = torch.zeros_like(made["token_type_ids"])
         return made
 

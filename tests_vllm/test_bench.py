@@ -25,7 +25,7 @@ from tokenprune.bench.vllm_offline import OfflineEngine
 from tokenprune.errors import TokenPruneError, UnknownMethodError
 from tokenprune.tuning import Panel, Promise, Tuner, Tuning, grid
 
-PLAN = Plan(methods=("uniform", "divprune", "pool", "fastv"), keeps=(0.25,), pictures=2, batch_size=8, repeats=0)
+PLAN = Plan(methods=("uniform", "divprune", "pool", "fastv"), keeps=(0.25,), images=2, batch_size=8, repeats=0)
 SERVED = ("uniform", "divprune", "pool")
 ARGUMENTS = dict(enforce_eager=True, max_model_len=512, max_num_seqs=8, block_size=32)
 
@@ -88,7 +88,7 @@ def run(backend: Backend, plan: Plan, folder: Path) -> tuple[dict[str, Any], lis
 def test_answers_and_cost_are_those_of_transformers(engine: OfflineEngine, tmp_path: Path) -> None:
     ours, answers = run(VllmBackend(engine, "", 4), PLAN, tmp_path / "vllm")
     # Alone, because a batch is padded, and its cache holds the padding.
-    plan = Plan(methods=PLAN.methods, keeps=PLAN.keeps, pictures=PLAN.pictures, batch_size=1, repeats=0)
+    plan = Plan(methods=PLAN.methods, keeps=PLAN.keeps, images=PLAN.images, batch_size=1, repeats=0)
     theirs, expected = run(Counting(load(device="cpu")), plan, tmp_path / "hf")
 
     def of(lines: list[dict[str, Any]], method: str) -> list[str]:
@@ -152,7 +152,7 @@ def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int])
     chat = Chat(question.images, question.question)
     for _ in range(2):
         engine.ask([chat], {"method": "uniform", "keep": 3}, 1)
-    assert len(encoded) == 7  # the same picture is in the cache
+    assert len(encoded) == 7  # the same image is in the cache
 
 
 def test_what_an_engine_refuses_is_said(engine: OfflineEngine) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches and chunks: prompts are read 24 tokens at a time, so that every picture is split; their blocks are kept."""
+"""Caches and chunks: prompts are read 24 tokens at a time, so that every image is split; their blocks are kept."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def expect(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, ima
     same(output, tokens, logprobs)
 
 
-def test_chunks_split_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_chunks_split_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     engine.forget()
-    prompt, images = checkpoint.prompt(2), checkpoint.pictures(2)
+    prompt, images = checkpoint.prompt(2), checkpoint.images(2)
     requests = [engine.request(prompt, images, override) for override in (ONE, {"off": True}, {}, VSCAN)]
     outputs = engine.generate(requests)
     for setting, output in zip((DIVPRUNE | ONE, None, DIVPRUNE, DIVPRUNE | VSCAN), outputs, strict=True):
@@ -44,7 +44,7 @@ def test_chunks_split_videos(engine: Engine, reference: Any, checkpoint: Checkpo
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
     engine.forget()
-    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
+    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.images(1), [checkpoint.clip()]
     overrides = [{"keep": 0.5}, {}, {"keep": 0.5, "per": "frame"}]
     requests = [engine.request(prompt, images, override, videos) for override in overrides]
     # The second time from the prefix cache.
@@ -58,7 +58,7 @@ def test_chunks_split_videos(engine: Engine, reference: Any, checkpoint: Checkpo
 def test_a_second_time_from_the_cache(
     engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
 ) -> None:
-    prompt, images = checkpoint.prompt(1, "what is it, and where? "), checkpoint.pictures(1)
+    prompt, images = checkpoint.prompt(1, "what is it, and where? "), checkpoint.images(1)
     hits = []
     for _ in range(2):
         (output,) = engine.generate([engine.request(prompt, images, ONE)])
@@ -67,8 +67,8 @@ def test_a_second_time_from_the_cache(
     assert hits[0] == 0 and hits[1] >= BLOCK, hits
     assert encoded == [1]
 
-    # The same picture before another question. What was kept of the picture stays in the cache, even if the hit ends
-    # within the picture.
+    # The same image before another question. What was kept of the image stays in the cache, even if the hit ends
+    # within the image.
     other = checkpoint.prompt(1, "something else altogether? ")
     (output,) = engine.generate([engine.request(other, images, ONE)])
     assert output.num_cached_tokens >= BLOCK
@@ -78,7 +78,7 @@ def test_a_second_time_from_the_cache(
 
 def test_settings_share_no_cache(engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]) -> None:
     """The blocks hold nothing but placeholders of the same id: only the item's hash tells them apart."""
-    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     settings = [ONE, {"keep": 31}, {"method": "uniform", "keep": 30}, {"method": "pool", "keep": 30}, {"off": True}]
     for override in settings:
         (output,) = engine.generate([engine.request(prompt, images, override)])
@@ -93,8 +93,8 @@ def test_settings_share_no_cache(engine: Engine, reference: Any, checkpoint: Che
 def test_the_encoder_gets_what_its_memory_was_measured_for(
     engine: Engine, checkpoint: Checkpoint, encoded: list[int]
 ) -> None:
-    """Both pictures, reduced, fit into one chunk and the scheduler's budget; before reduction each fills it alone."""
-    engine.generate([engine.request(checkpoint.prompt(2), checkpoint.pictures(2), {"keep": 2})])
+    """Both images, reduced, fit into one chunk and the scheduler's budget; before reduction each fills it alone."""
+    engine.generate([engine.request(checkpoint.prompt(2), checkpoint.images(2), {"keep": 2})])
     assert encoded == [1, 1]
 
 
@@ -102,7 +102,7 @@ def test_many_at_once_answer_as_alone(engine: Engine, checkpoint: Checkpoint) ->
     overrides = [{}, ONE, {"off": True}, {"method": "pool", "keep": 0.5}, {"method": "random", "seed": 2}, VSCAN] * 2
     requests = []
     for i, override in enumerate(overrides):
-        prompt, images = checkpoint.prompt(1 + i % 3, f"case {i % 4}? "), checkpoint.pictures(1 + i % 3, seed=i)
+        prompt, images = checkpoint.prompt(1 + i % 3, f"case {i % 4}? "), checkpoint.images(1 + i % 3, seed=i)
         requests.append(engine.request(prompt, images, override))
     engine.forget()
     together = engine.generate(requests)

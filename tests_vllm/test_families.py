@@ -42,7 +42,7 @@ def checkpoint(engine: Engine) -> Checkpoint:
 
 def test_unpruned_model_is_the_same(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """The ground that the other tests stand on; and the prompts are equal, so later differences are ours."""
-    prompt, images = checkpoint.prompt(2), checkpoint.pictures(2)
+    prompt, images = checkpoint.prompt(2), checkpoint.images(2)
     (output,) = engine.generate([engine.request(prompt, images, {"off": True})])
     theirs = reference(checkpoint.name)
     assert list(output.prompt_token_ids) == theirs.inputs(prompt, images)["input_ids"][0].tolist()
@@ -51,7 +51,7 @@ def test_unpruned_model_is_the_same(engine: Engine, reference: Any, checkpoint: 
 
 def test_a_batch_of_every_setting(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     theirs = reference(checkpoint.name)
-    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     outputs = engine.generate([engine.request(prompt, images, override) for override in SETTINGS.values()])
     for override, output in zip(SETTINGS.values(), outputs, strict=True):
         check(engine, theirs, output, prompt, images, override)
@@ -59,20 +59,20 @@ def test_a_batch_of_every_setting(engine: Engine, reference: Any, checkpoint: Ch
     assert lengths[0] > lengths[2] > lengths[1], lengths
 
 
-def test_several_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     theirs = reference(checkpoint.name)
     cases = [(2, {}), (3, {"method": "pool", "keep": 0.4}), (3, {"keep": 5})]
-    requests = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.pictures(n, seed=n), o) for n, o in cases]
+    requests = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), o) for n, o in cases]
     outputs = engine.generate([engine.request(*request) for request in requests])
     for (prompt, images, override), output in zip(requests, outputs, strict=True):
         check(engine, theirs, output, prompt, images, override)
 
 
-def test_a_video_beside_a_picture(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
     theirs = reference(checkpoint.name)
-    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
+    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.images(1), [checkpoint.clip()]
     overrides = [{"off": True}, {}, {"method": "uniform", "keep": 20}, {"method": "pool", "keep": 0.3}]
     overrides += [{"per": "frame"}, {"method": "pool", "keep": 0.3, "per": "frame"}]
     outputs = engine.generate([engine.request(prompt, images, override, videos) for override in overrides])

@@ -23,9 +23,9 @@ from tokenprune.tokens import VisualTokens
 NAME = "llava_deep"
 BLOCK = 32
 DART = Dart(pivot_text=0)
-# A chunk holds a picture (100 tokens) but not two, and three long answers do not fit into the cache at once.
+# A chunk holds an image (100 tokens) but not two, and three long answers do not fit into the cache at once.
 TIGHT = dict(disable_chunked_mm_input=True, max_num_batched_tokens=160, max_model_len=512, num_gpu_blocks_override=26)
-LONG = "Describe the picture above in as many words as you can find, please, and "
+LONG = "Describe the image above in as many words as you can find, please, and "
 
 
 def setting(method: Method, keep: float = 0.25) -> dict[str, Any]:
@@ -50,11 +50,11 @@ def check(reference: Any, output: Any, prompt: str, images: list[Any], method: M
     same(output, *reference.generate(prompt, images, answer, patch))
 
 
-def mixed(engine: Engine, pictures: Callable[[int], list[Any]]) -> list[tuple[str, list[Any]]]:
-    """Prompts with one, two and three pictures, and one without."""
+def mixed(engine: Engine, images: Callable[[int], list[Any]]) -> list[tuple[str, list[Any]]]:
+    """Prompts with one, two and three images, and one without."""
     checkpoint = engine.checkpoint
-    with_pictures = [(checkpoint.prompt(n, f"{LONG}case {n}? "), pictures(n)) for n in (1, 2, 3)]
-    return [*with_pictures, ("only text here, nothing else. ", [])]
+    with_images = [(checkpoint.prompt(n, f"{LONG}case {n}? "), images(n)) for n in (1, 2, 3)]
+    return [*with_images, ("only text here, nothing else. ", [])]
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 class TestDart:
-    """With prefix caching and chunks that end before pictures."""
+    """With prefix caching and chunks that end before images."""
 
     @pytest.fixture(scope="class")
     def engine(self, start: Callable[..., Engine]) -> Engine:
@@ -85,10 +85,10 @@ class TestDart:
 
     def test_alone_and_together(self, engine: Engine, reference: Any, preempted: list[str]) -> None:
         """Long answers, in chunks; and some requests are thrown out and read again."""
-        pictures = engine.checkpoint.pictures
-        # Of three short ones the last stands before its picture when there is no room for it left in a chunk.
-        short = [(engine.checkpoint.prompt(1, f"{n}? "), pictures(1, seed=n)) for n in range(3)]
-        for prompts in (short, mixed(engine, pictures)[:1], mixed(engine, lambda n: pictures(n, seed=n))):
+        photos = engine.checkpoint.images
+        # Of three short ones the last stands before its image when there is no room for it left in a chunk.
+        short = [(engine.checkpoint.prompt(1, f"{n}? "), photos(1, seed=n)) for n in range(3)]
+        for prompts in (short, mixed(engine, photos)[:1], mixed(engine, lambda n: photos(n, seed=n))):
             outputs = engine.generate([engine.request(*one) for one in prompts], 60)
             for (prompt, images), output in zip(prompts, outputs, strict=True):
                 check(reference(NAME), output, prompt, images, aligned(DART))
@@ -96,7 +96,7 @@ class TestDart:
 
     def test_it_matters(self, reference: Any) -> None:
         """The ground that the comparison stands on: another choice, or none, would be seen."""
-        prompt, images = DEEP[NAME].prompt(1, LONG), DEEP[NAME].pictures(1)
+        prompt, images = DEEP[NAME].prompt(1, LONG), DEEP[NAME].images(1)
         patches = [None, *({"method": one, "keep": 0.25} for one in (aligned(DART), DART, aligned(Dart()), FastV()))]
         logprobs = [reference(NAME).generate(prompt, images, 1, patch)[1] for patch in patches]
         assert min((one - other).abs().max() for one in logprobs for other in logprobs if one is not other) > 1e-2
@@ -104,7 +104,7 @@ class TestDart:
     def test_a_prefix_that_three_share(self, engine: Engine, reference: Any) -> None:
         """At once, when each writes behind what all read, and again from the cache."""
         checkpoint = engine.checkpoint
-        images = checkpoint.pictures(1)
+        images = checkpoint.images(1)
         prompts = [checkpoint.prompt(1, LONG + what) for what in ("what is it? ", "where? ", "who painted it, why? ")]
         hits = []
         for _ in range(2):
@@ -113,14 +113,14 @@ class TestDart:
                 check(reference(NAME), output, prompt, images, aligned(DART))
             hits.append([output.num_cached_tokens for output in outputs])
         assert hits[0][0] == 0 and min(hits[0][1:] + hits[1]) >= 160, hits
-        # The same picture with a question that nobody has asked.
+        # The same image with a question that nobody has asked.
         other = checkpoint.prompt(1, LONG + "then tell me a story about it. ")
         (output,) = engine.generate([engine.request(other, images)], 12)
         check(reference(NAME), output, other, images, aligned(DART))
         print(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens from the prefix cache")
         assert output.num_cached_tokens == 160
 
-    def test_hits_that_end_inside_a_picture(self, engine: Engine, reference: Any, monkeypatch: Any) -> None:
+    def test_hits_that_end_inside_a_image(self, engine: Engine, reference: Any, monkeypatch: Any) -> None:
         from vllm.v1.core.kv_cache_manager import KVCacheManager
 
         found: list[int] = []
@@ -132,20 +132,20 @@ class TestDart:
             return cut_back(request)
 
         monkeypatch.setattr(manager, "get_computed_blocks", spy)
-        one, *others = engine.checkpoint.pictures(3)
+        one, *others = engine.checkpoint.images(3)
         hits = []
         for images, text in (([one], "what? "), ([one], "no? "), ([one, others[0]], LONG), ([one, others[1]], LONG)):
             shown = f"and {LONG}".join(["<image>"] * len(images))
             (output,) = engine.generate([engine.request(f"look: {shown} {text}", images)], 8)
             check(reference(NAME), output, f"look: {shown} {text}", images, aligned(DART))
             hits.append(output.num_cached_tokens)
-        # A block that holds the end of a picture holds what stands behind it, too.
+        # A block that holds the end of an image holds what stands behind it, too.
         assert found == [0, 96, 96, 160], found
         assert hits == [0, 0, 0, 160], hits
 
     def test_one_request_may_switch_it_off(self, engine: Engine, reference: Any) -> None:
         checkpoint = engine.checkpoint
-        prompt, images = checkpoint.prompt(1, LONG), checkpoint.pictures(1)
+        prompt, images = checkpoint.prompt(1, LONG), checkpoint.images(1)
         for override, method in (({"off": True}, None), (None, aligned(DART)), ({"off": True}, None)):
             outputs = engine.generate([engine.request(prompt, images, override), engine.request(prompt, images)], 8)
             check(reference(NAME), outputs[0], prompt, images, method)
@@ -155,10 +155,10 @@ class TestDart:
             with pytest.raises(OptionError, match="matter of the whole server"):
                 engine.generate([engine.request(prompt, images, override)])
 
-    def test_a_prompt_that_ends_with_a_picture(self, engine: Engine, reference: Any) -> None:
+    def test_a_prompt_that_ends_with_a_image(self, engine: Engine, reference: Any) -> None:
         """Its last token speaks; if that one left, the last that did not."""
         for seed in range(4):
-            images = engine.checkpoint.pictures(1, seed=seed)
+            images = engine.checkpoint.images(1, seed=seed)
             (output,) = engine.generate([engine.request("look: <image>", images)], 1)
             theirs = reference(NAME)
             with torch.no_grad(), patched(theirs.model, method=aligned(DART), keep=0.25):
@@ -172,7 +172,7 @@ class TestDart:
         from vllm.exceptions import VLLMValidationError
 
         refused, next_one = (
-            engine.request(engine.checkpoint.prompt(1), engine.checkpoint.pictures(1, seed=seed)) for seed in (7, 8)
+            engine.request(engine.checkpoint.prompt(1), engine.checkpoint.images(1, seed=seed)) for seed in (7, 8)
         )
         with pytest.raises(OptionError, match="no log-probabilities") as caught:
             engine.llm.generate([refused], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
@@ -188,7 +188,7 @@ class TestFastV:
     def test_together(self, start: Any, reference: Any, preempted: list[str], method: Method) -> None:
         whole = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
         engine = start(NAME, setting(method), max_model_len=512, num_gpu_blocks_override=19, **whole)
-        prompts = mixed(engine, engine.checkpoint.pictures)
+        prompts = mixed(engine, engine.checkpoint.images)
         outputs = engine.generate([engine.request(*one) for one in prompts], 60)
         for (prompt, images), output in zip(prompts, outputs, strict=True):
             check(reference(NAME), output, prompt, images, method)
@@ -231,7 +231,7 @@ class TestOthers:
             method = register(Curious)()
             whole = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
             engine = start(NAME, setting(method), max_model_len=512, **whole)
-            prompts = mixed(engine, engine.checkpoint.pictures)
+            prompts = mixed(engine, engine.checkpoint.images)
             outputs = engine.generate([engine.request(*one) for one in prompts], 12)
             for (prompt, images), output in zip(prompts, outputs, strict=True):
                 check(reference(NAME), output, prompt, images, method)
@@ -245,7 +245,7 @@ class TestOthers:
         registry._METHODS.pop("loud")
 
     def test_a_third_party_and_three_axes(self, start: Any, reference: Any, loud: Method) -> None:
-        """A method of norms on a model with M-RoPE, with pictures of several sizes."""
+        """A method of norms on a model with M-RoPE, with images of several sizes."""
         engine = start("qwen2_5_vl", setting(loud), disable_chunked_mm_input=True, max_num_batched_tokens=1200)
         sizes = [(280, 224), (224, 420), (112, 112)]
         prompts = mixed(engine, lambda n: [photo(*sizes[index], seed=index) for index in range(n)])

@@ -14,7 +14,7 @@ from test_in_llm import aligned, check, mixed, setting
 from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.methods.in_llm.dart import Dart
 
-# Sizes of pictures with several blocks of tokens; without one, a tile of the tiny model is smaller than two blocks, and
+# Sizes of images with several blocks of tokens; without one, a tile of the tiny model is smaller than two blocks, and
 # the prefix cache is off.
 SIZES = {
     "llava_next": (112, 112),
@@ -39,8 +39,8 @@ def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None
     method = Dart(layer=3 if name == "qwen3_vl_deep" else 1, pivot_text=0)
     options = dict(disable_chunked_mm_input=True, max_num_batched_tokens=1200, enable_prefix_caching=size is not None)
     engine = start(name, setting(method), **options)
-    pictures = engine.checkpoint.pictures if size is None else lambda n: [photo(*size, seed=seed) for seed in range(n)]
-    prompts = mixed(engine, pictures)
+    photos = engine.checkpoint.images if size is None else lambda n: [photo(*size, seed=seed) for seed in range(n)]
+    prompts = mixed(engine, photos)
     cuts: list[int] = []
     in_llm = engine.model.tokenprune_in_llm
     in_llm._cut = lambda *args, cut=in_llm._cut: cuts.append(1) or cut(*args)
@@ -49,5 +49,5 @@ def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None
         for (prompt, images), output in zip(prompts, outputs, strict=True):
             check(reference(name), output, prompt, images, method if size is None else aligned(method))
         assert all(output.num_cached_tokens > 100 for output in outputs[:3]) == (again and size is not None)
-    # Each picture lost tokens once, or each time it was read.
+    # Each image lost tokens once, or each time it was read.
     assert len(cuts) == (3 if size is not None else 6)

@@ -14,7 +14,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.in_llm.layout import Piece, Share, kept, lay_out
-from tokenprune.integrations.vllm.in_llm.scheduler import WholePictures, before_pictures
+from tokenprune.integrations.vllm.in_llm.scheduler import WholeImages, before_images
 from tokenprune.integrations.vllm.setting.settings import Setting
 
 BLOCK, WIDTH = 4, 40
@@ -23,7 +23,7 @@ DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": 
 
 @dataclass
 class Prompt:
-    """A request of the little engine below: its tokens, the pictures among them, and its blocks of the KV cache."""
+    """A request of the little engine below: its tokens, the images among them, and its blocks of the KV cache."""
 
     tokens: list[str]
     pieces: list[Piece]
@@ -31,13 +31,13 @@ class Prompt:
     computed: int = 0
 
     def remaining(self, end: int) -> list[int]:
-        """Places of the first `end` tokens that are left behind the cut; the last ones of a picture are kept."""
+        """Places of the first `end` tokens that are left behind the cut; the last ones of an image are kept."""
         gone = {place for piece in self.pieces if piece.end <= end for place in piece.places[: piece.drop]}
         return [place for place in range(end) if place not in gone]
 
 
 def prompts(draw: random.Random, aligned: bool, many: int) -> list[Prompt]:
-    """Prompts that begin alike, as far as some place behind the first picture."""
+    """Prompts that begin alike, as far as some place behind the first image."""
     shared = ["start"] * draw.randrange(0, 9)
     made = []
     pieces: list[Piece] = []
@@ -47,7 +47,7 @@ def prompts(draw: random.Random, aligned: bool, many: int) -> list[Prompt]:
         wanted = draw.randrange(1, count + 1)
         keep = count - BLOCK * max(0, min((count - wanted) // BLOCK, count // BLOCK - 1)) if aligned else wanted
         pieces.append(Piece(places, keep, ordinal, ordinal, "image"))
-        shared += [f"picture {ordinal}"] * count + ["text"] * draw.randrange(0, 7)
+        shared += [f"image {ordinal}"] * count + ["text"] * draw.randrange(0, 7)
     free = itertools.count(1)
     blocks: dict[tuple[str, ...], int] = {}
     for number in range(many):
@@ -63,7 +63,7 @@ def prompts(draw: random.Random, aligned: bool, many: int) -> list[Prompt]:
 
 
 def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
-    """Read the prompts step by step, in chunks that split no picture, all in one memory; returns whether every prompt
+    """Read the prompts step by step, in chunks that split no image, all in one memory; returns whether every prompt
     finds behind the cut, at each step, what it has written itself."""
     memory: dict[int, tuple[str, ...]] = {}
     while active := [one for one in requests if one.computed < len(one.tokens)]:
@@ -110,7 +110,7 @@ def test_packed_tokens_overwrite_what_others_share() -> None:
     assert spoilt > 20
 
 
-def test_text_behind_a_picture_keeps_its_slot() -> None:
+def test_text_behind_a_image_keeps_its_slot() -> None:
     pieces = [Piece(tuple(range(3, 22)), 7, 0, 0, "image")]
     layout = lay_out([Share(0, 30, pieces)], WIDTH, BLOCK, True)
     slots = layout.columns[0][layout.column] * BLOCK + layout.offset
@@ -132,7 +132,7 @@ def test_how_many_stay() -> None:
     assert kept(Setting.of({"off": True}), 100, 16) == 100
 
 
-def test_a_picture_in_parts_is_an_error() -> None:
+def test_a_image_in_parts_is_an_error() -> None:
     piece = Piece(tuple(range(4, 24)), 8, 0, 0, "image")
     for computed, end in ((0, 10), (5, 30), (10, 12)):
         with pytest.raises(TokenPruneError, match="came in parts"):
@@ -143,18 +143,18 @@ def feature(offset: int, length: int) -> Any:
     return SimpleNamespace(mm_position=PlaceholderRange(offset, length), modality="image")
 
 
-def test_hits_end_before_pictures() -> None:
+def test_hits_end_before_images() -> None:
     features = [feature(6, 10), feature(17, 13), feature(40, 4)]
-    ends = {hit: before_pictures(hit, features, BLOCK) for hit in range(0, 60, BLOCK)}
-    # A hit of 20 ends in the second picture, whose block begins in the first one, which begins in the second block.
+    ends = {hit: before_images(hit, features, BLOCK) for hit in range(0, 60, BLOCK)}
+    # A hit of 20 ends in the second image, whose block begins in the first one, which begins in the second block.
     assert ends == {0: 0, 4: 4, 8: 4, 12: 4, 16: 16, 20: 16, 24: 16, 28: 16, 32: 32, 36: 36, 40: 40, 44: 44, 48: 48} | {
         52: 52, 56: 56
     }  # fmt: skip
-    assert before_pictures(8, [feature(6, 4), feature(2, 3)], BLOCK) == 0
+    assert before_images(8, [feature(6, 4), feature(2, 3)], BLOCK) == 0
 
 
 class Base:
-    """vLLM's scheduler, as far as it matters: it takes what it is given, or stops before a picture."""
+    """vLLM's scheduler, as far as it matters: it takes what it is given, or stops before an image."""
 
     stop: int | None = None
 
@@ -163,12 +163,12 @@ class Base:
         return [0], new, budget - 1, [1], [2]
 
 
-class Fake(WholePictures, Base):
+class Fake(WholeImages, Base):
     def __init__(self, whole: bool) -> None:
         self._whole_prompts = whole
 
 
-def test_chunks_end_before_pictures() -> None:
+def test_chunks_end_before_images() -> None:
     request = SimpleNamespace(mm_features=[feature(6, 10)])
     fake = Fake(False)
     for computed, asked, given in ((0, 5, 5), (0, 6, 6), (0, 9, 6), (0, 16, 16), (2, 9, 4), (6, 3, 0), (6, 10, 10)):

@@ -42,7 +42,7 @@ class TwoCuts(FastV):
 
 
 class Unlike(FastV):
-    """Reads what stands behind a picture, and denies it."""
+    """Reads what stands behind an image, and denies it."""
 
     query_aware = False
 

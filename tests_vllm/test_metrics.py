@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
-from test_pixels import pictures, processor
+from test_pixels import photos, processor
 
 TOTAL = "tokenprune:visual_tokens_total"
 
@@ -46,12 +46,12 @@ def test_requests_are_counted(folder: Callable[[str], Path], name: str) -> None:
         ]
         return ids.count(token), tuple(b - a for a, b in zip(before, counted(name), strict=True))
 
-    images = pictures(checkpoint)[1:]
+    images = photos(checkpoint)[1:]
     whole, sums = ask(images, {"off": True})
     assert sums == (whole, whole)
     for _ in range(2):
         left, sums = ask(images)
-        # Where line breaks travel among a picture's rows (Mistral 3), placeholders stand for them too.
+        # Where line breaks travel among an image's rows (Mistral 3), placeholders stand for them too.
         assert sums[0] == whole and sums[1] <= left and sums[1] == pytest.approx(whole / 4, abs=2)
     if name != "internvl":
         for method in ("downsample", ["downsample", "uniform"]):

@@ -29,7 +29,7 @@ SETTINGS = {
 }
 
 
-def pictures(checkpoint: Checkpoint) -> list[Image.Image]:
+def photos(checkpoint: Checkpoint) -> list[Image.Image]:
     """Smooth, and noisy: dynres tells them apart; and lines, which it takes for text."""
     (height, width), *_ = checkpoint.sizes
     slope = np.linspace(60, 200, height * width).reshape(height, width)
@@ -58,8 +58,8 @@ def check(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, imag
 
 
 def test_every_setting(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """In one batch, with pictures that get a share each."""
-    prompt, images = checkpoint.prompt(3), pictures(checkpoint)
+    """In one batch, with images that get a share each."""
+    prompt, images = checkpoint.prompt(3), photos(checkpoint)
     outputs = engine.generate([engine.request(prompt, images, override) for override in SETTINGS.values()])
     for setting, output in zip(SETTINGS.values(), outputs, strict=True):
         check(reference, checkpoint, output, prompt, images, setting)
@@ -70,7 +70,7 @@ def test_every_setting(engine: Engine, reference: Any, checkpoint: Checkpoint) -
 def test_videos_keep_their_size(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
-    prompt, images, videos = checkpoint.prompt(1, video=True), pictures(checkpoint)[1:2], [checkpoint.film()]
+    prompt, images, videos = checkpoint.prompt(1, video=True), photos(checkpoint)[1:2], [checkpoint.clip()]
     overrides = [{"off": True}, SETTINGS["downsample"], SETTINGS["downsample, divprune"]]
     outputs = engine.generate([engine.request(prompt, images, override, videos) for override in overrides])
     for setting, output in zip(overrides, outputs, strict=True):
@@ -82,14 +82,14 @@ def test_videos_keep_their_size(engine: Engine, reference: Any, checkpoint: Chec
 def test_caches_tell_settings_apart(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """Both settings make the same number of placeholders, and share nothing; the same setting shares all."""
     engine.forget()
-    prompt, images = checkpoint.prompt(1, "what is it, and where, and why? " * 2), pictures(checkpoint)[:1]
+    prompt, images = checkpoint.prompt(1, "what is it, and where, and why? " * 2), photos(checkpoint)[:1]
     overrides = [{"keep": 0.4}, {"method": "dynres", "keep": 0.4}, {"method": "downsample", "keep": 0.400001}, {}]
     hits = []
     for override in overrides:
         (output,) = engine.generate([engine.request(prompt, images, override)])
         check(reference, checkpoint, output, prompt, images, SETTINGS["downsample"] | override)
         hits.append(output.num_cached_tokens)
-    text = prompt.index(checkpoint.picture) // 32 * 32
+    text = prompt.index(checkpoint.image) // 32 * 32
     assert hits[:3] == [text] * 3 and hits[3] >= 32, hits
 
 
@@ -110,14 +110,14 @@ def written(made: Any, prompt: str, images: Any, override: Any = None) -> list[i
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_pictures_of_one_size_are_refused(folder: Callable[..., Any], name: str) -> None:
+def test_images_of_one_size_are_refused(folder: Callable[..., Any], name: str) -> None:
     """When the server starts, and in a request; composed methods too."""
     checkpoint = CHECKPOINTS[name]
     for key in ("downsample", "dynres", "downsample, divprune"):
         with pytest.raises(OptionError, match=r"ImageProcessor makes as many tokens .* use a method .* such as pool"):
             processor(folder(name), SETTINGS[key])
     made = processor(folder(name), DIVPRUNE)
-    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     if name != "gemma3":  # its processor wants its own placeholders around
         full, kept = written(made, prompt, images, {"off": True}), written(made, prompt, images)
         assert len(kept) < len(full)
@@ -142,7 +142,7 @@ def test_the_servers_own_limits_hold(
     made = processor(folder(name), SETTINGS["downsample"], extra=extra)
     checkpoint, theirs = CHECKPOINTS[name], reference(name)
     counts = []
-    for image in [*pictures(checkpoint), Image.new("RGB", (30, 29))]:
+    for image in [*photos(checkpoint), Image.new("RGB", (30, 29))]:
         size = dict(theirs.processor.image_processor.size) | limits
         pad = theirs.model.config.image_token_id
         with theirs.patched(SETTINGS["downsample"]):
@@ -154,12 +154,12 @@ def test_the_servers_own_limits_hold(
     assert len(set(counts)) > 1 or limits, counts
 
 
-def test_a_picture_is_hashed_as_it_came(folder: Callable[..., Any]) -> None:
-    """With a cache vLLM hashes pictures before they shrink, without one after it."""
+def test_a_image_is_hashed_as_it_came(folder: Callable[..., Any]) -> None:
+    """With a cache vLLM hashes images before they shrink, without one after it."""
     from vllm.multimodal.processing.inputs import ProcessorInputs
 
     made, checkpoint = processor(folder("llava_next"), SETTINGS["downsample"]), CHECKPOINTS["llava_next"]
-    items = made.info.parse_mm_data({"image": pictures(checkpoint)})
+    items = made.info.parse_mm_data({"image": photos(checkpoint)})
     before = made._get_mm_hashes(ProcessorInputs([], items))
     assert made(checkpoint.prompt(3), items)["mm_hashes"] == before
 

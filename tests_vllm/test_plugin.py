@@ -174,7 +174,7 @@ def test_a_request_cannot_name_a_file(folder: Any, tmp_path: Path) -> None:
 def test_without_a_setting_nothing_changes(start: Callable[..., Engine], reference: Any) -> None:
     engine = start("qwen2_vl")
     checkpoint = CHECKPOINTS["qwen2_vl"]
-    prompt, images = checkpoint.prompt(2), checkpoint.pictures(2)
+    prompt, images = checkpoint.prompt(2), checkpoint.images(2)
     (output,) = engine.generate([engine.request(prompt, images)])
     tokens, logprobs = reference("qwen2_vl").greedy(prompt, images, 6, None)
     same(output, tokens, logprobs)
@@ -187,8 +187,8 @@ def test_without_a_setting_nothing_changes(start: Callable[..., Engine], referen
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl"])
-def test_memory_is_measured_with_full_pictures(folder: Any, name: str) -> None:
-    """A request may switch the reduction off, and the encoder works on full pictures anyway."""
+def test_memory_is_measured_with_full_images(folder: Any, name: str) -> None:
+    """A request may switch the reduction off, and the encoder works on full images anyway."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     counts = {"image": 1} | ({"video": 1} if CHECKPOINTS[name].video else {})
@@ -202,12 +202,12 @@ def test_memory_is_measured_with_full_pictures(folder: Any, name: str) -> None:
 
 def test_placeholders_that_would_mislead_are_refused(start: Callable[..., Engine]) -> None:
     engine = start("qwen2_vl", DIVPRUNE)
-    pictures = CHECKPOINTS["qwen2_vl"].pictures(2)
+    images = CHECKPOINTS["qwen2_vl"].images(2)
     with pytest.raises(OptionError, match="start and end tags"):
-        engine.generate([engine.request("<|image_pad|><|image_pad|> what? ", pictures)])
+        engine.generate([engine.request("<|image_pad|><|image_pad|> what? ", images)])
     with pytest.raises(OptionError, match="3 image placeholders for 2 images"):
-        engine.generate([engine.request("<|image_pad|> <|image_pad|> <|image_pad|> what? ", pictures)])
-    engine.generate([engine.request("<|image_pad|> <|image_pad|> what? ", pictures)])
+        engine.generate([engine.request("<|image_pad|> <|image_pad|> <|image_pad|> what? ", images)])
+    engine.generate([engine.request("<|image_pad|> <|image_pad|> what? ", images)])
 
 
 def test_vllm_is_loaded_nowhere_else() -> None:

@@ -59,7 +59,7 @@ def ask(server: Server, images: list[Any], text: str, override: Any = None, **mo
 
 
 def prompt(images: int, text: str) -> str:
-    return "\n".join([CHECKPOINTS[NAME].picture] * images + [text])
+    return "\n".join([CHECKPOINTS[NAME].image] * images + [text])
 
 
 def check(reply: Any, reference: Any, images: list[Any], text: str, override: Any) -> None:
@@ -74,7 +74,7 @@ def check(reply: Any, reference: Any, images: list[Any], text: str, override: An
 
 
 def test_requests_override_the_server(server: Server, reference: Any) -> None:
-    images = CHECKPOINTS[NAME].pictures(2)
+    images = CHECKPOINTS[NAME].images(2)
     lengths = []
     for override in (None, {"keep": 0.5}, {"method": "pool", "keep": 5}, {"off": True}):
         reply = ask(server, images, "what is it? ", override)
@@ -102,14 +102,14 @@ def test_requests_override_the_server(server: Server, reference: Any) -> None:
         ({"seed": 3}, "no option 'seed'"),
         ({"method": "downsample", "keep": 20}, "as a share"),
         ({"method": "dynres", "question_guard": True}, "reads the question"),
-        ({"method": "view_select"}, "needs all of a prompt's pictures"),
+        ({"method": "view_select"}, "needs all of a prompt's images"),
         ({"method": ["divprune", "pool"]}, "at the same place"),
         ({"per": "prompt"}, "must be"),
     ],
 )
 def test_bad_input_is_answered(server: Server, reference: Any, override: Any, says: str) -> None:
     """With HTTP 400 and our words; and the server lives on."""
-    images = CHECKPOINTS[NAME].pictures(1)
+    images = CHECKPOINTS[NAME].images(1)
     with pytest.raises(openai.BadRequestError) as caught:
         ask(server, images, "what? ", override)
     assert caught.value.status_code == 400 and says in str(caught.value)
@@ -119,7 +119,7 @@ def test_bad_input_is_answered(server: Server, reference: Any, override: Any, sa
 def post(server: Server, setting: str, timeout: float = CALL) -> int:
     """Ask with a setting that is written as it goes over the line, which a client would not; returns the status."""
     buffer = io.BytesIO()
-    CHECKPOINTS[NAME].pictures(1)[0].save(buffer, "PNG")
+    CHECKPOINTS[NAME].images(1)[0].save(buffer, "PNG")
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
     body = {
@@ -150,10 +150,10 @@ def test_a_request_names_no_file(server: Server, reference: Any, tmp_path: Path)
         for setting in (dymu, {"method": dymu}, {"method": [dymu]}, {"method": ["dynres", dymu], "keep": 0.5},
                         {"method": {"method": "dyrate", "rate": "predictor", "predictor": str(path)}}):  # fmt: skip
             with pytest.raises(openai.BadRequestError, match="names a file of the server") as caught:
-                ask(server, CHECKPOINTS[NAME].pictures(1), "what? ", setting)
+                ask(server, CHECKPOINTS[NAME].images(1), "what? ", setting)
             said.add(str(caught.value).replace("predictor of dyrate", "thresholds of dymu"))
     assert len(said) == 1, said
-    images = CHECKPOINTS[NAME].pictures(1)
+    images = CHECKPOINTS[NAME].images(1)
     check(ask(server, images, "what? "), reference, images, "what? ", None)
 
 
@@ -195,15 +195,15 @@ def test_random_nested_settings(server: Server, reference: Any) -> None:
     wrong = {setting[:500]: status for setting, status in answered.items() if status not in (200, 400)}
     assert not wrong, server.story(str(wrong))
     assert set(answered.values()) == {200, 400}
-    images = CHECKPOINTS[NAME].pictures(1)
+    images = CHECKPOINTS[NAME].images(1)
     check(ask(server, images, "what? "), reference, images, "what? ", None)
 
 
 def test_visual_tokens_are_counted(server: Server) -> None:
-    """At /metrics, once for each request, whether or not its pictures were in a cache; pictures have 35 tokens each."""
+    """At /metrics, once for each request, whether or not its images were in a cache; images have 35 tokens each."""
     name = "tokenprune:visual_tokens_total"
     labels = {stage: f'model_name="tiny",stage="{stage}"' for stage in ("in", "out")}
-    images = CHECKPOINTS[NAME].pictures(2, seed=75)
+    images = CHECKPOINTS[NAME].images(2, seed=75)
 
     def added(call: Callable[[], Any]) -> dict[str, float]:
         before = server.counted(name)
@@ -234,9 +234,9 @@ def test_visual_tokens_are_counted(server: Server) -> None:
 def test_the_benchmark_asks_it(server: Server, reference: Any) -> None:
     """Whose own setting does not count."""
     engine = ServerEngine(f"{server.url}/v1", "tiny")
-    images = [CHECKPOINTS[NAME].pictures(1, seed=seed)[0] for seed in (30, 33, 36)]  # of one size
+    images = [CHECKPOINTS[NAME].images(1, seed=seed)[0] for seed in (30, 33, 36)]  # of one size
     questions = [
-        SimpleNamespace(images=(image,), question="what is it? ", answers=("?",), kind="all", is_film=False)
+        SimpleNamespace(images=(image,), question="what is it? ", answers=("?",), kind="all", is_video=False)
         for image in images
     ]
     backend = VllmBackend(engine, "", 12)
@@ -270,7 +270,7 @@ def test_a_hundred_at_once(server: Server, reference: Any) -> None:
 
     def answer(case: Any) -> Any:
         seed, count, override = case
-        return ask(server, CHECKPOINTS[NAME].pictures(count, seed=seed), "and? ", override)
+        return ask(server, CHECKPOINTS[NAME].images(count, seed=seed), "and? ", override)
 
     pool = ThreadPoolExecutor(16)
     try:
@@ -284,6 +284,6 @@ def test_a_hundred_at_once(server: Server, reference: Any) -> None:
         key = (seed, count, str(override))
         text = str([step.token for step in reply.choices[0].logprobs.content])
         if key not in {one[0] for one in seen}:
-            check(reply, reference, CHECKPOINTS[NAME].pictures(count, seed=seed), "and? ", override)
+            check(reply, reference, CHECKPOINTS[NAME].images(count, seed=seed), "and? ", override)
         seen.add((key, text))
     assert len(seen) == len({key for key, _ in seen}), "one request was answered in two ways"

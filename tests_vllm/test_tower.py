@@ -90,7 +90,7 @@ def check(reference: Any, output: Any, prompt: str, images: list, override: dict
 def test_alone_and_again_from_the_cache(
     engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
 ) -> None:
-    theirs, images = reference(checkpoint.name), checkpoint.pictures(1)
+    theirs, images = reference(checkpoint.name), checkpoint.images(1)
     text = "what is it, and where, and why is it there at all? "
     for prompt in (checkpoint.prompt(1, text), checkpoint.prompt(1, text), checkpoint.prompt(1, "else? ")):
         (output,) = engine.generate([engine.request(prompt, images)])
@@ -101,7 +101,7 @@ def test_alone_and_again_from_the_cache(
 def test_mixed_settings_in_one_call_of_the_tower(
     engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
 ) -> None:
-    theirs, prompt, images = reference(checkpoint.name), checkpoint.prompt(1), checkpoint.pictures(1)
+    theirs, prompt, images = reference(checkpoint.name), checkpoint.prompt(1), checkpoint.images(1)
     for settings in (SETTINGS[:4], SETTINGS[2:]):
         engine.forget()
         outputs = engine.generate([engine.request(prompt, images, override) for override in settings])
@@ -111,20 +111,20 @@ def test_mixed_settings_in_one_call_of_the_tower(
     assert engine.model.tokenprune_tower._seen == {}
 
 
-def test_several_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """Of different sizes, so that each has tiles, windows and sequences of its own."""
     theirs = reference(checkpoint.name)
     cases = [(2, {}), (3, {"method": "seer", "keep": 0.3}), (3, {"keep": 0.6, "local": 1.0})]
-    requests = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.pictures(n, seed=n), o) for n, o in cases]
+    requests = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), o) for n, o in cases]
     outputs = engine.generate([engine.request(*request) for request in requests])
     for (prompt, images, override), output in zip(requests, outputs, strict=True):
         check(theirs, output, prompt, images, override)
 
 
-def test_a_video_beside_a_picture(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
-    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.pictures(1), [checkpoint.film()]
+    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.images(1), [checkpoint.clip()]
     overrides = [{}, {"method": "seer", "keep": 0.3}]
     requests = [engine.request(prompt, images, override, videos) for override in overrides]
     for override, output in zip(overrides, engine.generate(requests), strict=True):
@@ -132,7 +132,7 @@ def test_a_video_beside_a_picture(engine: Engine, reference: Any, checkpoint: Ch
 
 
 def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
-    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"local_layer": 17}, "there is no block 17"),
         ({"stage2": True}, "stage2=false"),
@@ -167,7 +167,7 @@ def test_items_that_cannot_be_traced(folder: Any) -> None:
     tower_checks.check_items(Seer(), None, {"image": ["picture"], "video": []}, info)
 
 
-def test_a_server_that_takes_no_pictures(start: Callable[..., Engine]) -> None:
+def test_a_server_that_takes_no_images(start: Callable[..., Engine]) -> None:
     """vLLM leaves the tower out then."""
     engine = start("llava", VSCAN, limit_mm_per_prompt={"image": 0})
     (output,) = engine.generate([{"prompt": "what is it? "}])
@@ -180,7 +180,7 @@ def test_a_tower_spread_over_devices_stops_the_server(folder: Any) -> None:
 
 
 def test_interpolated_features_are_refused(folder: Any) -> None:
-    """LLaVA-OneVision scales the features of pictures with many tiles down: none of them is a patch any more."""
+    """LLaVA-OneVision scales the features of images with many tiles down: none of them is a patch any more."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     wide = {"image_grid_pinpoints": [[56, 56], [560, 560]]}

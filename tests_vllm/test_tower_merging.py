@@ -25,7 +25,7 @@ TOME = {"method": "tome", "keep": 0.5}
 
 @pytest.fixture(scope="module")
 def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Calibrated on noise for keep 0.4 and 0.6; by hand for 0.5, so that pictures need more and fewer merges."""
+    """Calibrated on noise for keep 0.4 and 0.6; by hand for 0.5, so that images need more and fewer merges."""
 
     def get(name: str) -> Path:
         path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
@@ -65,7 +65,7 @@ def in_force(engine: Engine, override: dict[str, Any]) -> dict[str, Any] | None:
 
 @contextmanager
 def tokens_in_mlps(engine: Engine) -> Iterator[list[tuple[int, int]]]:
-    """(pictures, tokens of each) that each MLP of the tower gets, in order of the calls."""
+    """(images, tokens of each) that each MLP of the tower gets, in order of the calls."""
     seen: list[tuple[int, int]] = []
     layers = engine.model.vision_tower.vision_model.encoder.layers
     handles = [
@@ -97,7 +97,7 @@ OVERRIDES = [
 
 def test_alone_and_again_from_the_cache(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     engine.forget()
-    images, text = checkpoint.pictures(1), "what is it, and where, and why is it there at all? "
+    images, text = checkpoint.images(1), "what is it, and where, and why is it there at all? "
     with tokens_in_mlps(engine) as seen:
         for prompt in (checkpoint.prompt(1, text), checkpoint.prompt(1, text), checkpoint.prompt(1, "else? ")):
             (output,) = engine.generate([engine.request(prompt, images)])
@@ -108,7 +108,7 @@ def test_alone_and_again_from_the_cache(engine: Engine, reference: Any, checkpoi
 
 
 def test_mixed_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     for overrides in (OVERRIDES[:4], OVERRIDES[3:7], OVERRIDES[5:]):
         engine.forget()
         outputs = engine.generate([engine.request(prompt, images, override) for override in overrides])
@@ -118,12 +118,12 @@ def test_mixed_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) 
     assert "forward" not in vars(attention), "the hooks are gone after each call"
 
 
-def test_several_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """Beside a picture of one colour, whose tokens merge earlier: rows of one call are padded."""
+def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """Beside an image of one colour, whose tokens merge earlier: rows of one call are padded."""
     cases = [(2, {}), (3, TOME), (3, {"keep": 0.5}), (2, {"keep": 0.6, "proportional": False})]
     requests = []
     for n, override in cases:
-        images = checkpoint.pictures(n, seed=n)
+        images = checkpoint.images(n, seed=n)
         images[0] = images[0].resize((1, 1)).resize(images[0].size)
         requests.append((checkpoint.prompt(n, f"case {n}? "), images, override))
     engine.forget()
@@ -135,7 +135,7 @@ def test_several_pictures(engine: Engine, reference: Any, checkpoint: Checkpoint
 
 
 def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
-    prompt, images = checkpoint.prompt(1), checkpoint.pictures(1)
+    prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     wrong = [
         ({"exact": False}, OptionError, "pass exact=True"),
         ({"vtu": "exact"}, OptionError, "vtu=exact changes attention inside the language model"),

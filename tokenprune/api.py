@@ -50,12 +50,12 @@ def patch(
                an image has keeps all of it); a `Budget`; or, for a list of methods, a list with one of these each. With
                a list of methods and a single `keep`, every method keeps that share of what reaches it. None: the
                default of each method (`default_keep`), 0.25, or 1.0 for those that remove nothing or choose between
-               pictures.
+               images.
     record:    keep the positions that survive each cut in `stats(model).cuts`.
     replace:   replace a patch that is there already, instead of raising.
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes,
     and by the guard, to read prompts; ignored where neither needs it.
-    guard:     "warn": log a warning where a prompt asks, or a picture holds, what this method was measured to lose at
+    guard:     "warn": log a warning where a prompt asks, or an image holds, what this method was measured to lose at
                this budget (text, places, numbers); "auto": keep more tokens there; "off"; or a `Guard`.
     config:    a file that `tokenprune tune` wrote, or its content, or a setting alone, as a file or a dict such as
     {"method": "fastv", "keep": {"average_tokens": 192}}, in place of method, keep and options. On another model than it

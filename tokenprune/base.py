@@ -17,7 +17,7 @@ from tokenprune.method_repr import ReprIsCall
 if TYPE_CHECKING:
     from tokenprune.budget import Budget
     from tokenprune.frames import Visual
-    from tokenprune.images import Picture
+    from tokenprune.images import InputImage
     from tokenprune.tokens import VisualTokens
 
 
@@ -36,7 +36,7 @@ class Site(enum.StrEnum):
 
     @property
     def order(self) -> int:
-        """The how-manieth site data meets."""
+        """Index of this site in the order in which data meets them."""
         return list(Site).index(self)
 
 
@@ -188,7 +188,7 @@ class Pruner(Method):
         # the host has to wait for the device; our own methods are known not to need that.
         ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
         if not ours and bool((score.isnan() | ~mask).all(dim=1).any()):
-            raise TokenPruneError(f"{wanted}, and all scores of a picture are NaN: that ranks nothing")
+            raise TokenPruneError(f"{wanted}, and all scores of an image are NaN: that ranks nothing")
         return score
 
 
@@ -208,7 +208,7 @@ class ResizeMethod(Method):
         """Whether one image may get another share than the next."""
         return False
 
-    def shares(self, pictures: Sequence[Picture], keep: float, per: str) -> list[float]:
+    def shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
         """Return the share of its visual tokens, in (0, 1], that each image of a processor's call gets. per: see
         `Budget`."""
         raise NotImplementedError(f"{type(self).__name__} does not implement shares()")

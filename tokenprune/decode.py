@@ -19,7 +19,7 @@ _POLICIES = ("ragged", "shared")
 
 
 class TokenType(enum.IntEnum):
-    """What attention is summed over: text before the first picture, visual tokens, the rest of the prompt, the
+    """What attention is summed over: text before the first image, visual tokens, the rest of the prompt, the
     answer."""
 
     SYS = 0

@@ -23,7 +23,7 @@ Matcher = Callable[[Tensor, list[int] | None], Merge | None]
 class Tower:
     """What is known of a vision tower before it runs.
 
-    tokens: that enter a picture's first block, `protected` (class, register) ones included; these come first. blocks:
+    tokens: that enter an image's first block, `protected` (class, register) ones included; these come first. blocks:
     how many there are; read: how many of them, from the first, reach anyone with their output. module: what the
     fingerprint is taken of.
     """
@@ -44,7 +44,7 @@ class Tower:
         return Fingerprint.of(self.module, read=self.read, protected=self.protected)
 
     def left(self, budget: Budget) -> int:
-        """Return how many patches `budget` leaves of a picture."""
+        """Return how many patches `budget` leaves of an image."""
         return budget.resolve([self.patches], layer=0, shape=None, text_tokens=0)[0]
 
 
@@ -74,9 +74,9 @@ class EncoderMethod(Method):
 
     @property
     def inexact(self) -> str | None:
-        """Why a picture may keep another number of patches than `keep` asks for, and which option changes that; None if
+        """Why an image may keep another number of patches than `keep` asks for, and which option changes that; None if
         none ever does."""
-        return "how many patches a picture keeps is its own affair"
+        return "how many patches an image keeps is its own affair"
 
     @property
     def calibrated_for(self) -> Fingerprint | None:

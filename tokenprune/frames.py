@@ -10,14 +10,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 
 @dataclass(frozen=True)
 class Visual:
-    """One video or picture of a row.
+    """One video or image of a row.
 
-    modality: "image" or "video". frames: for each frame in order (a picture is one) the position of its first visual
+    modality: "image" or "video". frames: for each frame in order (an image is one) the position of its first visual
     token, and the one behind its last. A frame is what the decoder sees as one: Qwen's towers join two of a video's.
     """
 
@@ -56,7 +56,7 @@ def frame_and_place(frames: Sequence[Sequence[int]], width: int, device: torch.d
         start = (length.cumsum(0) - length).repeat_interleave(length)
         made[0, segment, : len(frame)] = frame
         made[1, segment, : len(frame)] = torch.arange(len(frame)) - start
-    frame, place = sent(made, device)
+    frame, place = to_device(made, device)
     return frame, place
 
 

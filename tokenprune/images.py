@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures as callers hand them to a processor: PIL images, arrays and tensors, alone, in lists or lists of lists."""
+"""Images as callers hand them to a processor: PIL images, arrays and tensors, alone, in lists or lists of lists."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LONGEST = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
-    """One picture of a processor's call.
+class InputImage:
+    """One image of a processor's call.
 
     image:       what the caller gave. channels: "first" or "last", None to find out.
-    prompt:      number of the (inner) list it stands in, 0 if the lists are not nested. companions: pictures in it.
+    prompt:      number of the (inner) list it stands in, 0 if the lists are not nested. companions: images in it.
     count:       (height, width) -> visual tokens, None where the processor's tokens cannot be counted.
     question:    of its prompt, for a method that `reads_question`; else empty.
     """
@@ -83,7 +83,7 @@ class Picture:
         return ChannelDimension(found) == ChannelDimension.LAST
 
     def resized(self, height: int, width: int) -> Any:
-        """Return the picture in another size, as the same kind of object; itself, if it has that size."""
+        """Return the image in another size, as the same kind of object; itself, if it has that size."""
         if (height, width) == self.size:
             return self.image
         if isinstance(self.image, Image.Image):
@@ -104,12 +104,14 @@ class Picture:
         return small.contiguous() if isinstance(self.image, Tensor) else small.contiguous().numpy()
 
 
-def collect(images: Any, make: Callable[[Any, int, int], Picture]) -> tuple[list[Picture], Callable[[list[Any]], Any]]:
-    """Return the pictures of a call, and a function that puts other images in their places.
+def collect(
+    images: Any, make: Callable[[Any, int, int], InputImage]
+) -> tuple[list[InputImage], Callable[[list[Any]], Any]]:
+    """Return the images of a call, and a function that puts other images in their places.
 
-    make: (image, number of its inner list, pictures in that list) -> Picture.
+    make: (image, number of its inner list, images in that list) -> Image.
     """
-    pictures: list[Picture] = []
+    found: list[InputImage] = []
 
     def walk(value: Any, prompt: int, companions: int) -> Callable[[list[Any]], Any]:
         if isinstance(value, (list, tuple)):
@@ -121,8 +123,8 @@ def collect(images: Any, make: Callable[[Any, int, int], Picture]) -> tuple[list
             return lambda new: [part(new) for part in parts]
         if getattr(value, "ndim", 0) == 4:
             return walk(list(value), prompt, companions)
-        index = len(pictures)
-        pictures.append(make(value, prompt, companions))
+        index = len(found)
+        found.append(make(value, prompt, companions))
         return lambda new: new[index]
 
-    return pictures, walk(images, 0, 1)
+    return found, walk(images, 0, 1)

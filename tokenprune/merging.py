@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenprune.kernels.join import join
 from tokenprune.kernels.match import best_match
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Merge:
         if self.left is None or min(self.left) == width:
             return None
         device = self.keep.device
-        return torch.arange(width, device=device) >= sent(self.left, device)[:, None]
+        return torch.arange(width, device=device) >= to_device(self.left, device)[:, None]
 
 
 def _end_to_end(index: Tensor, count: int) -> Tensor:
@@ -113,7 +113,7 @@ def best_partners(metric: Tensor, protected: int = 0, counts: list[int] | None =
     place = torch.arange(metric.shape[1], device=metric.device).expand(metric.shape[:2])
     can = place >= protected
     if counts is not None:
-        can = can & (place < sent(counts, metric.device)[:, None])
+        can = can & (place < to_device(counts, metric.device)[:, None])
     # A single protected token is in A, so that all of B can be found.
     all_of_b = counts is None and protected < 2
     best, partner = best_match(metric[:, ::2], metric[:, 1::2], None if all_of_b else can[:, 1::2])
@@ -187,7 +187,7 @@ def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, co
     rows, device = len(r), best.device
     width = max(counts)
     left = [count - gone for count, gone in zip(counts, r, strict=True)]
-    real, gone = sent(counts, device), sent(r, device)
+    real, gone = to_device(counts, device), to_device(r, device)
     order = best.argsort(dim=1, descending=True, stable=True)
     ranks = torch.arange(order.shape[1], device=device)
     leaves = torch.empty_like(order).scatter(1, order, ranks.expand_as(order)) < gone[:, None]

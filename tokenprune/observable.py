@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 if TYPE_CHECKING:
     from tokenprune.tokens import Segments, TextTokens, TokenSource
@@ -229,7 +229,7 @@ class AttentionOfText(Observable):
         slots, device = source.slots(position, segments), position.device
         batch, heads, width = seen.query.shape[0], seen.query.shape[1], seen.key.shape[2]
         most = max(segments.ordinal) + 1  # segments of a row ask for their rows side by side
-        row, place = sent(segments.row, device), sent(segments.ordinal, device)
+        row, place = to_device(segments.row, device), to_device(segments.ordinal, device)
         step = max(1, _ELEMENTS // max(1, batch * heads * most * width))
         for start in range(0, slots.shape[1], step):
             part = slice(start, start + step)

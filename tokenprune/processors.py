@@ -26,11 +26,11 @@ def patch_processor(
 
     method:  a registered name or configured `Method` that acts on pixels (its site is PRE_ENCODER).
     keep:    float in (0, 1]: share of the visual tokens, or a `Budget` of one; for a method that chooses between the
-             pictures of a prompt, an upper bound on them. None: the method's own default (0.25, or no bound).
+             images of a prompt, an upper bound on them. None: the method's own default (0.25, or no bound).
     replace: replace a patch that is there already, instead of raising.
     options: the method's own options.
 
-    The same as `patch(model, method, keep=keep, processor=processor)`, for processors whose pictures any model of their
+    The same as `patch(model, method, keep=keep, processor=processor)`, for processors whose images any model of their
     family take in any size (Qwen-VL, LLaVA-NeXT and OneVision, LFM2-VL, Mistral 3, Pixtral). Raises
     UnsupportedSetupError for the others, and OptionError, BudgetError or AlreadyPatchedError; the processor is then as
     it was before.

@@ -65,17 +65,17 @@ class Guarded:
     """What the guard made of one row of the batch (docs/guard.md).
 
     row:     its number.
-    picture: how much its pictures look like text, 0 to 1, the most of them; None: they were not looked at.
+    image: how much its images look like text, 0 to 1, the most of them; None: they were not looked at.
     prompt:  the kinds of question that its text asks, out of "text", "grounding", "counting"; None: it was not read,
              which takes a tokenizer (`processor=`).
-    risks:   those kinds for which the budget keeps fewer tokens than was measured to be enough; a picture that looks
+    risks:   those kinds for which the budget keeps fewer tokens than was measured to be enough; an image that looks
              like text counts as "text".
     tokens:  its visual tokens. kept: what the budget of the last cut, and the guard, leave of them.
     raised:  whether the guard keeps more than the budget says (guard="auto").
     """
 
     row: int
-    picture: float | None = None
+    image: float | None = None
     prompt: tuple[str, ...] | None = None
     risks: tuple[str, ...] = ()
     tokens: int = 0
@@ -98,8 +98,8 @@ class Stats:
     padding_share:           share of these slots, over rows and layers, that held no token: padding, and what fills up
                              rows that are shorter than the widest. It is work, and KV memory, without a use.
     visual_tokens_full:      with a method on pixels, the visual tokens that the prompt would have had without it;
-                             None: there is no such method, or it is not known, because the pictures come from another
-                             processor than the patched one, or from more than 64 calls ago, or because pictures of
+                             None: there is no such method, or it is not known, because the images come from another
+                             processor than the patched one, or from more than 64 calls ago, or because images of
                              several sizes make as many tokens.
     prefill_flops, prefill_flops_full: decoder prefill FLOPs, of all slots: what was computed, and what the unpatched
                              model would compute (closed form, accounting.py; no tower, no head).
@@ -151,12 +151,12 @@ class Stats:
     decode_kept: list[list[int]] = field(default_factory=list)
     _later: dict[Any, Callable[[Stats], None]] = field(default_factory=dict, repr=False, compare=False)
 
-    def later(self, fill: Callable[[Stats], None], name: str | None = None) -> None:
+    def defer(self, fill: Callable[[Stats], None], name: str | None = None) -> None:
         """Have `fill` write something here when the statistics are asked for, not in the forward; in the place of what
         was left under the same `name` before."""
         self._later[name or object()] = fill
 
-    def settled(self) -> Stats:
+    def finalize(self) -> Stats:
         """Return these statistics, with everything written that was left for later."""
         while self._later:
             self._later.pop(next(iter(self._later)))(self)
@@ -164,7 +164,7 @@ class Stats:
 
     def sums(self) -> dict[str, Any]:
         """Return what adds up over calls, as plain values; `Stats(**sums)` holds it again."""
-        self.settled()
+        self.finalize()
         return {name: getattr(self, name) for name in _SUMS}
 
     def __add__(self, other: Stats) -> Stats:
@@ -188,7 +188,7 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, the layer average and the ratio of methods on pixels, as plain Python values."""
-        told = dataclasses.asdict(self.settled()) | {"visual_tokens_average": self.visual_tokens_average}
+        told = dataclasses.asdict(self.finalize()) | {"visual_tokens_average": self.visual_tokens_average}
         told["pixel_keep_ratio"] = self.pixel_keep_ratio
         del told["_later"]
         return told

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many visual tokens a processor makes of a picture of a given size, without making them.
+"""How many visual tokens a processor makes of an image of a given size, without making them.
 
 Where transformers has a public helper that is exact, it is called (`get_number_of_image_patches` of Qwen-VL and
 InternVL, `get_image_size_for_max_num_patches` of SigLIP2, `smart_resize` of LFM2-VL, `select_best_resolution` of
@@ -58,11 +58,11 @@ Count = Callable[[Reader, int, int, int], int]
 class Rule:
     """How a kind of image processor makes tokens.
 
-    count:    (settings, height, width, pictures in the prompt) -> visual tokens.
-    resizing: as `Adapter.resizing`: "input" (the count follows the picture's size), "target" (one size for
+    count:    (settings, height, width, images in the prompt) -> visual tokens.
+    resizing: as `Adapter.resizing`: "input" (the count follows the image's size), "target" (one size for
               all) or None.
     grid:     (settings, height, width) -> rows and columns of tokens, pixels along a token's side, least and most
-              pixels of a picture, for a processor that makes one grid of a picture and keeps within `size`; else None.
+              pixels of an image, for a processor that makes one grid of an image and keeps within `size`; else None.
     """
 
     count: Count
@@ -89,13 +89,13 @@ def countable_processors() -> list[str]:
 
 
 def count_visual_tokens(processor: Any, height: int, width: int, *, images: int = 1, **images_kwargs: Any) -> int:
-    """Return exactly how many visual tokens (placeholders) `processor` makes of a picture of `height` x `width` pixels.
+    """Return exactly how many visual tokens (placeholders) `processor` makes of an image of `height` x `width` pixels.
 
     processor:     a transformers processor; for Qwen-VL, LFM2-VL and SigLIP2 its image processor is enough.
-    images:        pictures in the same prompt: LLaVA-OneVision cuts only a single one into tiles.
+    images:        images in the same prompt: LLaVA-OneVision cuts only a single one into tiles.
     images_kwargs: settings that would be passed to the processor's call.
 
-    Tokens that only frame a picture (start, end, row marks) are not counted. Raises UnsupportedSetupError for a
+    Tokens that only frame an image (start, end, row marks) are not counted. Raises UnsupportedSetupError for a
     processor it does not know, OptionError for an image processor that does not tell enough.
     """
     rule = rule_for(processor)
@@ -105,7 +105,7 @@ def count_visual_tokens(processor: Any, height: int, width: int, *, images: int 
             f"{', '.join(countable_processors())}"
         )
     if height < 1 or width < 1:
-        raise OptionError(f"a picture of {height} x {width} pixels has no tokens")
+        raise OptionError(f"an image of {height} x {width} pixels has no tokens")
     return rule.count(Reader(processor, images_kwargs), int(height), int(width), images)
 
 
@@ -169,7 +169,7 @@ def _lfm2(read: Reader, height: int, width: int, images: int) -> int:
 
 
 def _closest_grid(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
-    """Columns and rows closest to the picture's aspect ratio; on a tie the larger grid, if the picture can fill half
+    """Columns and rows closest to the image's aspect ratio; on a tie the larger grid, if the image can fill half
     of it."""
     sides = range(1, most + 1)
     grids = sorted(
@@ -238,14 +238,14 @@ def _dropped(read: Reader) -> int:
     return int(read.whole("vision_feature_select_strategy") == "default")
 
 
-# -- Families whose pictures all become the same number of tokens, or a number that follows their shape only
+# -- Families whose images all become the same number of tokens, or a number that follows their shape only
 
 
 def _llava(read: Reader, height: int, width: int, images: int) -> int:
     patch = read.whole("patch_size")
     size = (read("do_center_crop") is not False and read.size("crop_size")) or read.size()
     if "height" not in size:
-        raise UnsupportedSetupError(f"size={size} without a centre crop does not make one size of all pictures")
+        raise UnsupportedSetupError(f"size={size} without a centre crop does not make one size of all images")
     patches = (size["height"] // patch) * (size["width"] // patch)
     return patches + read.whole("num_additional_image_tokens") - _dropped(read)
 

@@ -17,7 +17,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.observable import Observable
 from tokenprune.observable_registry import TAKEN_NAMES, close_names, find_observable, find_observable_of_text
 from tokenprune.token_source import TokenSource
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Segments:
     """The visual tokens of a batch, grouped into the pieces that have a budget each (an image, a video, a tile).
 
     row:      list of int, the batch row of each of the S segments.
-    ordinal:  list of int, the how-manieth segment of its row it is.
+    ordinal:  list of int, index of this segment in its row.
     counts:   list of int, tokens in each segment; N is the largest.
     position: long `[S, N]`, position of each token in this call's sequence, ascending; padding repeats position 0.
     mask:     bool `[S, N]`, False for padding.
@@ -59,7 +59,7 @@ class Segments:
     @cached_property
     def row_index(self) -> Tensor:
         """long `[S, 1]`: the batch row of each segment, ready for advanced indexing."""
-        return sent(self.row, self.position.device)[:, None]
+        return to_device(self.row, self.position.device)[:, None]
 
 
 def square_grid(count: int) -> tuple[int, int, int] | None:
@@ -72,7 +72,7 @@ def square_grid(count: int) -> tuple[int, int, int] | None:
 class Patches:
     """Where in the vision tower visual tokens come from; all long `[S, N]`.
 
-    tile:          number of the tile of a picture, or of the frame of a video; -1 for what is no patch (newlines, a
+    tile:          number of the tile of an image, or of the frame of a video; -1 for what is no patch (newlines, a
                    class token) and for padding.
     row, column:   place on the tile's grid of tokens.
     height, width: size of that grid.
@@ -166,7 +166,7 @@ class VisualTokens:
 
     @cached_property
     def budget(self) -> Tensor:
-        return sent(self.keep, self.mask.device)
+        return to_device(self.keep, self.mask.device)
 
     @cached_property
     def text(self) -> TextTokens:

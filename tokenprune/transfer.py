@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def sent(values: Sequence | Tensor, device: torch.device) -> Tensor:
+def to_device(values: Sequence | Tensor, device: torch.device) -> Tensor:
     """Return numbers of the host as a tensor on `device`. They must not be changed afterwards."""
     values = values if isinstance(values, Tensor) else torch.tensor(values)
     return values.to(device, non_blocking=True)

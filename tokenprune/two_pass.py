@@ -62,13 +62,13 @@ def escalate(
 ) -> Escalation:
     """Generate with `method` at `keep`; where that answer is unsure, generate again with the unpatched model.
 
-    images, text:     the pictures of one prompt, and the prompt with their placeholders (`apply_chat_template` with
+    images, text:     the images of one prompt, and the prompt with their placeholders (`apply_chat_template` with
                       tokenize=False), as the processor takes them.
     method, keep:     of the first pass; any registered name or configured method.
     min_margin:       accept the first pass if p1 - p2 of its first answer token is at least this,
     max_entropy:      and the mean entropy of its answer tokens at most this, in nats. (0, inf) always accepts; a margin
                       of inf never does.
-    guard:            start at full size where the question is about text, numbers or charts, or a picture holds text or
+    guard:            start at full size where the question is about text, numbers or charts, or an image holds text or
                       is among the most detailed.
     generate_kwargs:  for both passes; greedy decoding and sampling, one sequence.
 
@@ -76,7 +76,7 @@ def escalate(
     streamer (an answer may be withdrawn) and beams, and whatever `patch` raises.
 
     Source: our decision, in the spirit of VisionThink (arXiv 2507.13348), which trains a model to ask for the larger
-    picture; this is training-free. The thresholds are a choice, not a calibration.
+    image; this is training-free. The thresholds are a choice, not a calibration.
     """
     from tokenprune.integrations.hf.processor.prompts import PromptReader
     from tokenprune.methods.pixels.dynres import asks_for_detail
@@ -144,12 +144,12 @@ def certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
 
 
 def any_detailed(processor: Any, images: Any) -> bool:
-    """Whether one of the pictures looks like text, or has as much detail as the sharpest tenth of photographs."""
-    from tokenprune.images import Picture, collect
+    """Whether one of the images looks like text, or has as much detail as the sharpest tenth of photographs."""
+    from tokenprune.images import InputImage, collect
     from tokenprune.methods.pixels.dynres import look
     from tokenprune.token_counts import image_processor_of
 
     given = image_processor_of(processor).fetch_images(images)
-    pictures, _ = collect(given, lambda image, prompt, companions: Picture(image))
-    looks = [look(picture.grey) for picture in pictures]
+    found, _ = collect(given, lambda image, prompt, companions: InputImage(image))
+    looks = [look(one.grey) for one in found]
     return any(text or detail >= _SHARP for detail, text in looks)

@@ -281,7 +281,7 @@ BUDGETS = {
 @pytest.mark.parametrize("method", SINGLE_CUT)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
-    """Each picture keeps what it was given, all text stays, and the statistics say so."""
+    """Each image keeps what it was given, all text stays, and the statistics say so."""
     keep, per, expected = BUDGETS[budget]
     inputs = family.make_inputs(images=(2, 1))
     out, stats = run(model, method, keep, inputs)
@@ -365,7 +365,7 @@ def early(method: str) -> tokenprune.Method:
 )
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float, build) -> None:
-    model = build(FAMILIES["llava"])  # pictures of 36 tokens
+    model = build(FAMILIES["llava"])  # images of 36 tokens
     stats = run(model, early(method), budget, FAMILIES["llava"].make_inputs())[1]
     assert stats.visual_tokens_average / stats.visual_tokens_in == pytest.approx(average, abs=1 / 36)
 
@@ -379,7 +379,7 @@ def test_flops_target_is_met_in_a_model(method: str, batch: dict, build) -> None
 
 
 @pytest.mark.parametrize("name", ["llava", "llava_next"])
-def test_pictures_side_by_side_have_a_budget_each(name: str, build) -> None:
+def test_images_side_by_side_have_a_budget_each(name: str, build) -> None:
     """No text between them: only the encoder's output tells where one ends."""
     family = FAMILIES[name]
     inputs = family.make_inputs(images=(3,))

@@ -18,7 +18,7 @@ from tokenprune.bench.heldout import FOLDER
 from tokenprune.cli import app
 from tokenprune.integrations.hf.families import table as families
 
-PICTURE = FOLDER / "pictures/000.jpg"
+IMAGE = FOLDER / "pictures/000.jpg"
 
 
 def call(*arguments: object, code: int = 0) -> Result:
@@ -114,9 +114,9 @@ def test_demo_asks_four_questions_before_and_after() -> None:
         assert text in output
 
 
-def test_show_writes_a_picture(tmp_path: Path) -> None:
+def test_show_writes_a_image(tmp_path: Path) -> None:
     out = tmp_path / "kept.png"
-    result = call("show", PICTURE, "--method", "divprune", "--keep", "16", "--device", "cpu", "--out", out)
+    result = call("show", IMAGE, "--method", "divprune", "--keep", "16", "--device", "cpu", "--out", out)
     assert "256 → 16" in result.output
     assert str(out) in result.output
     assert Image.open(out).format == "PNG"
@@ -124,15 +124,15 @@ def test_show_writes_a_picture(tmp_path: Path) -> None:
 
 def test_errors_are_one_line_that_helps(tmp_path: Path) -> None:
     assert "did you mean 'dart'" in refused("bench", "--methods", "dartt")
-    assert "did you mean 'dart'" in refused("show", PICTURE, "--method", "dartt")
+    assert "did you mean 'dart'" in refused("show", IMAGE, "--method", "dartt")
     assert "shares" not in refused("bench", "--keep", "a")
     assert "0.25" in refused("bench", "--keep", "a")
-    assert "is not one number" in refused("show", PICTURE, "--keep", "0.5,0.25")
+    assert "is not one number" in refused("show", IMAGE, "--keep", "0.5,0.25")
     assert "1.5" in refused("bench", "--keep", "1.5")
     assert "cannot read" in refused("show", tmp_path / "none.png")
     text = tmp_path / "text.png"
-    text.write_text("no picture")
-    assert "as a picture" in refused("show", text)
+    text.write_text("no image")
+    assert "as an image" in refused("show", text)
     assert "cannot read" in refused("report", tmp_path / "none.jsonl")
     assert "cannot load" in refused("demo", "--model", tmp_path)
     assert "cannot write" in refused("bench", "--limit", 1, "--device", "cpu", "--json", tmp_path / "no" / "out.jsonl")

@@ -110,7 +110,7 @@ def test_a_decoder_alone_is_unsupported(family: Family, model) -> None:
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @torch.no_grad()
 def test_truncated_placeholders(method: str, family: Family, model) -> None:
-    """A tokenizer with max_length cuts pictures in half; nothing of the call is left behind."""
+    """A tokenizer with max_length cuts images in half; nothing of the call is left behind."""
     inputs = family.make_inputs(images=(2, 1), padding=None)
     want = None
     places = (inputs["input_ids"][0] == IMAGE).nonzero().flatten()

@@ -49,13 +49,13 @@ def test_every_frame_keeps_its_share(name: str, method: str, build: Any) -> None
     for row, frames in enumerate(frames_of(inputs)):
         kept = set(cut.kept[row])
         assert [len(kept & set(frame)) for frame in frames] == [round(0.5 * len(frame)) for frame in frames]
-        pictures = set((inputs["input_ids"][row] == IMAGE).nonzero().flatten().tolist())
-        assert not pictures or 0 < len(kept & pictures) < len(pictures)
+        images = set((inputs["input_ids"][row] == IMAGE).nonzero().flatten().tolist())
+        assert not images or 0 < len(kept & images) < len(images)
 
 
 @pytest.mark.parametrize("name", VIDEOS)
 @torch.no_grad()
-def test_a_frame_is_chosen_from_as_a_picture_is(name: str, build: Any) -> None:
+def test_a_frame_is_chosen_from_as_a_image_is(name: str, build: Any) -> None:
     """Uniform over each frame is another choice than uniform over the video; of one frame, both are the same."""
     family = FAMILIES[name]
     model = build(family)

@@ -38,12 +38,12 @@ def test_pipeline(method: str, case: tuple[Any, Any, Any]) -> None:
     one, model, processor = case
     processor.tokenizer.padding_side = "left"
     ask = pipeline("image-text-to-text", model=model, processor=processor)
-    asked = [dict(text=one.prompt(1, text), images=one.pictures(1, seed)) for seed, text in enumerate(["a", "is it b"])]
+    asked = [dict(text=one.prompt(1, text), images=one.images(1, seed)) for seed, text in enumerate(["a", "is it b"])]
     options = dict(max_new_tokens=8, return_full_text=False)
 
     def answers(**batch: int) -> list[str]:
-        texts, pictures = [each["text"] for each in asked], [each["images"] for each in asked]
-        return [answer["generated_text"] for answer in ask(text=texts, images=pictures, **options, **batch)]
+        texts, photos = [each["text"] for each in asked], [each["images"] for each in asked]
+        return [answer["generated_text"] for answer in ask(text=texts, images=photos, **options, **batch)]
 
     def by_hand(text: str, images: list) -> str:
         inputs = processor(text=[text], images=[images], return_tensors="pt")

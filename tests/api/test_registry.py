@@ -195,14 +195,14 @@ def test_a_wrong_selection(case: str, build) -> None:
 WRONG_SCORES = {
     "none": (lambda tokens: None, "not NoneType"),
     "a list": (lambda tokens: tokens.mask.tolist(), "not list"),
-    "one for each picture": (lambda tokens: tokens.hidden.mean(dim=(1, 2)), r"not float32 \[2\]"),
+    "one for each image": (lambda tokens: tokens.hidden.mean(dim=(1, 2)), r"not float32 \[2\]"),
     "one for each head": (lambda tokens: tokens.hidden.unflatten(2, (4, -1)).mean(3), r"not float32 \[2, 35, 4\]"),
     "transposed": (lambda tokens: tokens.hidden.mean(2).T, r"not float32 \[35, 2\]"),
     "complex": (lambda tokens: tokens.hidden.mean(2) * 1j, "not complex64"),
     "yes or no": (lambda tokens: tokens.mask, "not bool"),
     "elsewhere": (lambda tokens: tokens.hidden.mean(2).to("meta"), "on meta"),
     "no number": (lambda tokens: tokens.hidden.mean(2) * torch.nan, "NaN"),
-    "no number in one picture": (lambda tokens: first_is_nan(tokens), "NaN"),
+    "no number in one image": (lambda tokens: first_is_nan(tokens), "NaN"),
 }
 
 

@@ -23,8 +23,8 @@ from tokenprune.two_pass import any_detailed, certainty
 QUESTION = "what color is the circle?"
 
 
-def prompt(processor: Any, question: str = QUESTION, pictures: int = 1) -> str:
-    content = [{"type": "image"}] * pictures + [{"type": "text", "text": question}]
+def prompt(processor: Any, question: str = QUESTION, images: int = 1) -> str:
+    content = [{"type": "image"}] * images + [{"type": "text", "text": question}]
     return processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
     )
@@ -138,9 +138,9 @@ def test_the_guard_goes_to_the_full_size_at_once() -> None:
     assert ask(guard=True, min_margin=0, max_entropy=math.inf).visual_tokens == (64,)
 
 
-def test_configured_methods_and_several_pictures() -> None:
+def test_configured_methods_and_several_images() -> None:
     model, processor = demo_model(), llava()
-    text = prompt(processor, pictures=2)
+    text = prompt(processor, images=2)
     options = dict(images=[photo(200, 200), photo(90, 90)], text=text, guard=False, max_new_tokens=2, do_sample=False)
     made = escalate(
         model, processor, method=tokenprune.method("random", seed=3), keep=10, min_margin=math.inf, **options

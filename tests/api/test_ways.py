@@ -109,7 +109,7 @@ def test_inference_mode(method: str, name: str, build: Callable) -> None:
 
 @pytest.mark.parametrize("method", [*SITES, "tome"])
 @torch.no_grad()
-def test_pictures_encoded_by_the_caller(method: str, name: str, build: Callable) -> None:
+def test_images_encoded_by_the_caller(method: str, name: str, build: Callable) -> None:
     family = family_for(name, method)
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     pixels = {key: inputs[key] for key in ("pixel_values", "image_grid_thw") if key in inputs}
@@ -143,8 +143,8 @@ def test_generate_from_embeddings(method: str, name: str, build: Callable) -> No
 
 @pytest.mark.parametrize("method", ["divprune", "dart"])
 @torch.no_grad()
-def test_a_second_picture_in_a_later_turn(method: str, name: str, build: Callable) -> None:
-    """Two turns, each with a picture, on one cache: the logits of one long prompt."""
+def test_a_second_image_in_a_later_turn(method: str, name: str, build: Callable) -> None:
+    """Two turns, each with an image, on one cache: the logits of one long prompt."""
     family = FAMILIES[name]
     model = build(family)
     first, second = family.make_inputs(only=0), family.make_inputs(only=1, seed=7)
@@ -167,9 +167,9 @@ def test_a_second_picture_in_a_later_turn(method: str, name: str, build: Callabl
     try:
         unpatched = talk()
     except Exception as error:
-        pytest.skip(f"the unpatched {name} takes no picture in a later turn: {type(error).__name__}")
+        pytest.skip(f"the unpatched {name} takes no image in a later turn: {type(error).__name__}")
     if not torch.allclose(*unpatched, atol=1e-3):
-        pytest.skip(f"two turns with pictures are not one prompt in the unpatched {name} either")
+        pytest.skip(f"two turns with images are not one prompt in the unpatched {name} either")
     # Without text pivots dart asks nothing of the turn, so that both ways keep the same tokens.
     with tokenprune.patched(model, method, keep=0.4, **({"pivot_text": 0} if method == "dart" else {})):
         turns, whole = talk()
@@ -180,7 +180,7 @@ def test_a_second_picture_in_a_later_turn(method: str, name: str, build: Callabl
 
 @pytest.mark.parametrize("method", SITES)
 def test_prefill_in_chunks_is_refused(method: str, name: str, build: Callable) -> None:
-    """transformers 5.19 loses the pictures then, and 5.23 hands them over in pieces."""
+    """transformers 5.19 loses the images then, and 5.23 hands them over in pieces."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     options = dict(max_new_tokens=3, prefill_chunk_size=8)

@@ -219,7 +219,7 @@ def subject() -> Model:
 
 @pytest.fixture(scope="module")
 def run(subject: Model) -> list[dict[str, Any]]:
-    plan = suite.Plan(methods=("pool", "fastv"), keeps=(0.25,), pictures=1, repeats=1)
+    plan = suite.Plan(methods=("pool", "fastv"), keeps=(0.25,), images=1, repeats=1)
     steps: list[tuple] = []
     records = list(suite.Bench(subject, plan, lambda *step: steps.append(step)).records())
     assert [done for _, done, _ in steps] == list(range(1, 8))  # unpatched, 3 seeds of random, and 3 methods
@@ -245,7 +245,7 @@ def test_a_run_gives_one_record_for_each_method_and_keep(run: list[dict[str, Any
     assert len(tables.tables(results_)[0].rows) == 5
 
 
-def test_costs_are_taken_against_the_unpatched_picture(run: list[dict[str, Any]]) -> None:
+def test_costs_are_taken_against_the_unpatched_image(run: list[dict[str, Any]]) -> None:
     stats = {one["method"]: one["stats"] for one in run[1:]}
     full = stats["unpatched"]
     assert full["visual_tokens_out"] == 8 * 256
@@ -255,7 +255,7 @@ def test_costs_are_taken_against_the_unpatched_picture(run: list[dict[str, Any]]
         assert stats[name]["visual_tokens_out"] == 8 * 64
         # Measured on the unpatched model's cache here, and worked out by the engine there.
         assert stats[name]["kv_bytes_full"] == full["kv_bytes"]
-    # The picture is a quarter of the tokens, whether cut before or behind the vision tower.
+    # The image is a quarter of the tokens, whether cut before or behind the vision tower.
     assert stats["downsample"]["kv_bytes"] == stats["pool"]["kv_bytes"]
     assert stats["downsample"]["prefill_flops_ratio"] == pytest.approx(stats["pool"]["prefill_flops_ratio"])
     assert stats["fastv"]["visual_tokens_average"] == pytest.approx(8 * (2 * 256 + 4 * 64) / 6)
@@ -287,7 +287,7 @@ def test_seeds_draw_differently(subject: Model) -> None:
 
 def test_what_a_model_does_not_support_is_skipped_with_the_reason(subject: Model) -> None:
     # `downsample` takes a share, not a number of tokens.
-    plan = suite.Plan(methods=("random",), keeps=(64,), pictures=1, repeats=0)
+    plan = suite.Plan(methods=("random",), keeps=(64,), images=1, repeats=0)
     records = list(suite.Bench(subject, plan).records())
     assert [one["record"] for one in records] == ["header", "result", "result", "skipped"]
     assert "a share" in records[-1]["reason"]
@@ -295,7 +295,7 @@ def test_what_a_model_does_not_support_is_skipped_with_the_reason(subject: Model
 
 def test_a_plan_is_checked_before_any_work() -> None:
     assert suite.Plan(methods=("dart", "random")).methods == ("random", "downsample", "dart")
-    # Questions about one picture have no use for a method that chooses between pictures.
+    # Questions about one image have no use for a method that chooses between images.
     assert set(suite.Plan().methods) == set(tokenprune.available_methods()) - {"view_select"}
     with pytest.raises(UnknownMethodError, match="did you mean 'dart'"):
         suite.Plan(methods=("dartt",))
@@ -351,8 +351,8 @@ def test_drawn_patches_are_the_kept_ones(subject: Model) -> None:
     visual = (inputs["input_ids"][0] == subject.model.config.image_token_id).nonzero().flatten().numpy()
     assert set(visual[kept]) == set(stats.cuts[0].kept[0]) & set(visual)
     assert (groups[~kept] == -1).all()
-    picture = Image.new("RGB", (64, 64), (200, 100, 0))
-    drawn = np.asarray(draw.draw(picture, kept.reshape(16, 16), groups.reshape(16, 16)))
+    image = Image.new("RGB", (64, 64), (200, 100, 0))
+    drawn = np.asarray(draw.draw(image, kept.reshape(16, 16), groups.reshape(16, 16)))
     middles = drawn[draw.CELL // 2 :: draw.CELL, draw.CELL // 2 :: draw.CELL]
     np.testing.assert_array_equal((middles == (200, 100, 0)).all(-1), kept.reshape(16, 16))
 
@@ -382,15 +382,15 @@ def test_groups_whose_token_is_dropped_later_are_dropped(subject: Model) -> None
     np.testing.assert_array_equal(groups, want)
 
 
-def test_the_picture_shown_is_the_crop_that_the_model_sees(subject: Model) -> None:
+def test_the_image_shown_is_the_crop_that_the_model_sees(subject: Model) -> None:
     wide = Image.new("RGB", (448, 224), (255, 0, 0))
     wide.paste((0, 0, 255), (112, 0, 336, 224))  # the middle square is all that the processor leaves
-    seen = draw.seen_picture(subject, subject.inputs([wide], ["is there a star?"]), wide)
+    seen = draw.seen_image(subject, subject.inputs([wide], ["is there a star?"]), wide)
     assert seen.size == (224, 224)
     assert np.asarray(seen)[10:-10, 10:-10].reshape(-1, 3).mean(0) == pytest.approx((0, 0, 255), abs=2)
 
 
-def test_pictures_that_are_no_single_grid_are_refused(subject: Model) -> None:
+def test_images_that_are_no_single_grid_are_refused(subject: Model) -> None:
     inputs = subject.inputs([noise()], ["is there a star?"])
     assert contact_sheet.grids_of(subject, inputs, 1, False) == [(16, 16)]
     tiles = inputs["pixel_values"].expand(2, -1, -1, -1)

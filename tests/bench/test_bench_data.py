@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tokenprune.bench import metrics
-from tokenprune.bench.data import check_films, check_questions, load_data, read_columns
+from tokenprune.bench.data import check_questions, check_videos, load_data, read_columns
 from tokenprune.errors import DataError, OptionError, TokenPruneError
 
 
@@ -41,7 +41,7 @@ def test_rows_are_read_relative_to_their_file(folder: Path) -> None:
     several = {"images": ["a.png", "b.png"], "question": "same?", "answers": ["no", 2, 0.5], "kind": "pair"}
     data = load_data(write(folder, GOOD, "", several))
     one, two = data.questions
-    assert (one.where, one.question, one.answers, one.kind, one.is_film) == ("line 1", "what?", ("cat",), "all", False)
+    assert (one.where, one.question, one.answers, one.kind, one.is_video) == ("line 1", "what?", ("cat",), "all", False)
     assert [image.size for image in one.images] == [(8, 6)]
     assert (two.where, two.answers, two.kind) == ("line 3", ("no", "2", "0.5"), "pair")
     assert [image.getpixel((0, 0)) for image in two.images] == [(0, 90, 20), (40, 90, 20)]
@@ -55,15 +55,15 @@ def test_a_video_is_an_animation_or_a_folder_of_frames(folder: Path) -> None:
     frames[0].save(folder / "film.gif", save_all=True, append_images=frames[1:])
     (folder / "film").mkdir()
     for index, frame in enumerate(frames):
-        frame.save(folder / f"film/{index}.png")
+        frame.save(folder / f"video/{index}.png")
     rows = [{"video": name, "question": "what?", "answer": "cat"} for name in ("film.gif", "film")]
-    film, files = load_data(write(folder, *rows), frames=2).questions
-    assert film.is_film and film.images == ()
-    assert len(film.video) == 2
+    video, files = load_data(write(folder, *rows), frames=2).questions
+    assert video.is_video and video.images == ()
+    assert len(video.video) == 2
     assert [frame.getpixel((0, 0)) for frame in files.video] == [(0, 0, 60), (0, 0, 180)]
-    for check in (check_films, check_questions):
+    for check in (check_videos, check_questions):
         with pytest.raises(DataError, match="line 1 asks about a video, and this model takes none"):
-            check([film], object())
+            check([video], object())
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_video_is_an_animation_or_a_folder_of_frames(folder: Path) -> None:
         ({**GOOD, "kind": 3}, "kind must be a text"),
         ({**GOOD, "image": 5}, "5 names no file"),
         ({**GOOD, "image": "none.png"}, "cannot read .*none.png: No such file"),
-        ({**GOOD, "image": "broken.jpg"}, "cannot read broken.jpg as a picture"),
+        ({**GOOD, "image": "broken.jpg"}, "cannot read broken.jpg as an image"),
         ({"images": "a.png", "question": "q", "answer": "a"}, "images must be a list"),
         ({"images": [], "question": "q", "answer": "a"}, "images must be a list"),
         ({"video": "rows.jsonl", "question": "q", "answer": "a"}, "pip install av|as a video"),
@@ -121,7 +121,7 @@ def test_what_holds_no_questions_is_refused(folder: Path) -> None:
         load_data(folder / "rows.jsonl")
 
 
-def test_a_picture_that_goes_away_is_an_error_of_the_data(folder: Path) -> None:
+def test_a_image_that_goes_away_is_an_error_of_the_data(folder: Path) -> None:
     (question,) = load_data(write(folder, GOOD)).questions
     (folder / "a.png").unlink()
     with pytest.raises(DataError, match=r"line 1: cannot read a\.png"):
@@ -151,16 +151,16 @@ def test_other_questions_have_another_digest(folder: Path) -> None:
 
 def test_saved_datasets_are_read(folder: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs the datasets library")
-    pictures = datasets.Features(
+    images = datasets.Features(
         image=datasets.Image(), question=datasets.Value("string"), answers=datasets.List(datasets.Value("string"))
     )
     files = [str(folder / "a.png"), str(folder / "broken.jpg")]
     rows = {"image": files, "question": ["q", "r"], "answers": [["x"]] * 2}
-    made = datasets.Dataset.from_dict(rows, features=pictures)
+    made = datasets.Dataset.from_dict(rows, features=images)
     made.save_to_disk(folder / "one")
     data = load_data(folder / "one", skip_bad=True)
     assert [(one.question, one.answers, one.images[0].size) for one in data.questions] == [("q", ("x",), (8, 6))]
-    assert data.skipped[0].startswith("row 1: cannot read broken.jpg as a picture")
+    assert data.skipped[0].startswith("row 1: cannot read broken.jpg as an image")
 
     datasets.DatasetDict(train=made, test=made.select([0])).save_to_disk(folder / "two")
     with pytest.raises(DataError, match="splits train, test: name one of them with --split"):
@@ -168,7 +168,7 @@ def test_saved_datasets_are_read(folder: Path) -> None:
     assert len(load_data(folder / "two", split="test").questions) == 1
 
 
-def test_a_folder_of_pictures_with_metadata_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_images_with_metadata_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="needs the datasets library")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
     (folder / "pictures").mkdir()

@@ -30,7 +30,7 @@ from tokenprune.bench.vllm_offline import OfflineEngine
 from tokenprune.cli import app
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
 
-PLAN = Plan(methods=("uniform", "dart"), keeps=(0.25,), pictures=1, batch_size=3, repeats=2)
+PLAN = Plan(methods=("uniform", "dart"), keeps=(0.25,), images=1, batch_size=3, repeats=2)
 TEXT_CONFIG = SimpleNamespace(
     num_hidden_layers=2, hidden_size=8, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1
 )
@@ -66,7 +66,7 @@ class MadeUp:
         return [Reply(f" {len(chat.text)} ", len(chat.text) + kept) for chat in chats]
 
     def clock(self, chat: Chat, setting: dict[str, Any], tokens: int) -> tuple[float, float]:
-        self.clocked.append((setting, chat.pictures[0].tobytes()))
+        self.clocked.append((setting, chat.images[0].tobytes()))
         return (100.0, 10.0) if setting == {"off": True} else (50.0, 10.0)
 
     def counted(self) -> tuple[int, int]:
@@ -129,11 +129,11 @@ def test_records_are_those_of_any_backend() -> None:
     assert len(set(letters)) > 1 and stats["prefill_flops_ratio"] == pytest.approx(flops[0] / flops[1])
     assert stats["overhead_ms"] is None
     (title, *_), printed = (tables(summarise(records))[0].title,), str(tables(summarise(records))[0])
-    assert title == ("m: 8 questions on 1 pictures, d, vLLM 9, float16")
+    assert title == ("m: 8 questions on 1 images, d, vLLM 9, float16")
     assert "100 → 25" in printed and "no cache has seen" in printed and "Skipped dart" in printed
 
 
-def test_times_are_taken_in_turns_with_pictures_of_their_own() -> None:
+def test_times_are_taken_in_turns_with_images_of_their_own() -> None:
     engine = MadeUp()
     uniform = run(engine)[4]
     assert uniform["timing"]["ttft_ratio"]["p50"] == 0.5 and uniform["timing"]["token_ratio"]["p50"] == 1.0
@@ -190,9 +190,9 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
 
 
 def test_videos_are_refused() -> None:
-    film = SimpleNamespace(is_film=True, where="line 3")
+    video = SimpleNamespace(is_video=True, where="line 3")
     with pytest.raises(DataError, match=r"line 3 asks about a video.*--backend hf"):
-        VllmBackend(MadeUp(), "", 4).begin([film])
+        VllmBackend(MadeUp(), "", 4).begin([video])
 
 
 def test_a_request_names_all_options_of_a_setting() -> None:
@@ -280,7 +280,7 @@ def ask(server: Pretender, *arguments: str) -> Result:
 def test_a_server_is_asked(server: Pretender, tmp_path: Path) -> None:
     result = ask(server, "--run", str(tmp_path / "run"), "--suffix", "?", "--max-new-tokens", "3", "--model", "one")
     assert result.exit_code == 0, result.output
-    assert "one: 8 questions on 1 pictures, a vLLM server, vLLM 9.9, unknown dtype" in result.stdout
+    assert "one: 8 questions on 1 images, a vLLM server, vLLM 9.9, unknown dtype" in result.stdout
     assert "100 → 25" in result.stdout and "100 → 100" in result.stdout
     first, unpatched = server.chats[0], server.chats[1:9]
     assert first["max_tokens"] == 1  # to see whether the plugin is there

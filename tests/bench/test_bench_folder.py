@@ -186,7 +186,7 @@ with joined() as group:
         print(error)
     calls, generate = [], Model.generate
     Model.generate = lambda self, inputs: calls.append(1) or generate(self, inputs)
-    records = Bench(load(device="cpu"), Plan(pictures=1, batch_size=2), group=group).records()
+    records = Bench(load(device="cpu"), Plan(images=1, batch_size=2), group=group).records()
     _, unpatched = next(records), next(records)
     print(len(calls), unpatched["right"])
     sys.stdout.flush()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and videos as users have them: odd modes, turned, damaged, cut off, with sound only."""
+"""Images and videos as users have them: odd modes, turned, damaged, cut off, with sound only."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from PIL import Image
 
 from tokenprune.bench import media
 from tokenprune.bench.data import load_data
-from tokenprune.bench.media import BadRow, read_film, read_frames, read_picture
+from tokenprune.bench.media import BadRow, read_frames, read_image, read_video
 from tokenprune.errors import DataError, TokenPruneError
 
 RED, BLUE = (250, 10, 10), (10, 10, 250)
 
 
-def picture() -> Image.Image:
+def image() -> Image.Image:
     """Red, with a blue corner at the top left."""
     image = Image.new("RGB", (48, 32), RED)
     image.paste(BLUE, (0, 0, 16, 16))
@@ -36,7 +36,7 @@ def near(image: Image.Image, place: tuple[int, int], color: tuple[int, int, int]
     return bool(np.abs(np.subtract(image.getpixel(place), color)).max() < 40)
 
 
-# -- pictures --------------------------------------------------------------------------------------------------------
+# -- images --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def near(image: Image.Image, place: tuple[int, int], color: tuple[int, int, int]
         ("a.webp", "RGB"),
     ],
 )
-def test_pictures_of_any_mode_become_rgb(name: str, mode: str, tmp_path: Path) -> None:
-    picture().convert(mode).save(tmp_path / name)
-    found = read_picture(source(tmp_path / name))
+def test_images_of_any_mode_become_rgb(name: str, mode: str, tmp_path: Path) -> None:
+    image().convert(mode).save(tmp_path / name)
+    found = read_image(source(tmp_path / name))
     assert (found.mode, found.size) == ("RGB", (48, 32))
     assert near(found, (2, 2), BLUE) and near(found, (40, 28), RED)
 
@@ -60,8 +60,8 @@ def test_pictures_of_any_mode_become_rgb(name: str, mode: str, tmp_path: Path) -
 def test_a_photo_is_turned_upright(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned clockwise
-    picture().save(tmp_path / "a.jpg", exif=exif, quality=95)
-    found = read_picture(source(tmp_path / "a.jpg"))
+    image().save(tmp_path / "a.jpg", exif=exif, quality=95)
+    found = read_image(source(tmp_path / "a.jpg"))
     assert found.size == (32, 48)
     assert near(found, (28, 4), BLUE) and near(found, (2, 2), RED)
     (frame,) = read_frames([tmp_path / "a.jpg"], 8)
@@ -71,21 +71,21 @@ def test_a_photo_is_turned_upright(tmp_path: Path) -> None:
 def test_grey_with_sixteen_bits_keeps_its_shades(tmp_path: Path) -> None:
     shades = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
     Image.fromarray(shades).save(tmp_path / "a.png")
-    found = np.asarray(read_picture(source(tmp_path / "a.png")))
+    found = np.asarray(read_image(source(tmp_path / "a.png")))
     np.testing.assert_array_equal(found, np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, 2))
     Image.fromarray(shades.astype(np.float32)).save(tmp_path / "a.tiff")
-    with pytest.raises(BadRow, match=r"cannot read a\.tiff as a picture: its pixels have 32 bits"):
-        read_picture(source(tmp_path / "a.tiff"))
+    with pytest.raises(BadRow, match=r"cannot read a\.tiff as an image: its pixels have 32 bits"):
+        read_image(source(tmp_path / "a.tiff"))
 
 
-def test_an_animation_is_its_first_frame_or_a_film(tmp_path: Path) -> None:
+def test_an_animation_is_its_first_frame_or_a_video(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (8, 8), (0, 0, 50 * index)) for index in range(5)]
     frames[0].save(tmp_path / "a.png", save_all=True, append_images=frames[1:])
-    assert read_picture(source(tmp_path / "a.png")).getpixel((0, 0)) == (0, 0, 0)
-    film = read_film(source(tmp_path / "a.png"), 2)
-    assert [frame.getpixel((0, 0))[2] for frame in film] == [50, 150]
+    assert read_image(source(tmp_path / "a.png")).getpixel((0, 0)) == (0, 0, 0)
+    video = read_video(source(tmp_path / "a.png"), 2)
+    assert [frame.getpixel((0, 0))[2] for frame in video] == [50, 150]
     data = (tmp_path / "a.png").read_bytes()
-    assert len(read_film(media.source_of({"bytes": data, "path": "x.png"}, tmp_path), 3)) == 3
+    assert len(read_video(media.source_of({"bytes": data, "path": "x.png"}, tmp_path), 3)) == 3
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")  # of Pillow
@@ -99,16 +99,16 @@ def test_no_damage_raises_anything_but_a_bad_row(kind: str) -> None:
         damaged = bytearray(whole[: rng.integers(len(whole))] if number % 2 else whole)
         for place in rng.integers(0, max(1, len(damaged)), 4):
             damaged[place : place + 1] = bytes([rng.integers(256)])
-        for read in (read_picture, lambda source: read_film(source, 4)):
+        for read in (read_image, lambda source: read_video(source, 4)):
             try:
                 read(media.source_of({"bytes": bytes(damaged), "path": None}, Path()))
             except BadRow as error:
                 refused += 1
-                assert str(error).startswith("cannot read picture as a ") and "\n" not in str(error)
+                assert str(error).startswith("cannot read image as a ") and "\n" not in str(error)
     assert refused > 20
 
 
-# -- films -----------------------------------------------------------------------------------------------------------
+# -- videos -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -116,19 +116,19 @@ def av() -> Any:
     return pytest.importorskip("av", reason="needs PyAV")
 
 
-def write_film(av: Any, path: Path, frames: int = 20, options: dict[str, str] | None = None) -> Path:
-    """A film whose frame i is grey 10 i, with a blue corner at the top left."""
-    with av.open(str(path), "w", options=options or {}) as film:
+def write_video(av: Any, path: Path, frames: int = 20, options: dict[str, str] | None = None) -> Path:
+    """A video whose frame i is grey 10 i, with a blue corner at the top left."""
+    with av.open(str(path), "w", options=options or {}) as video:
         codec = {".avi": "mpeg4", ".m1v": "mpeg1video"}.get(path.suffix, "libx264")
-        stream = film.add_stream(codec, rate=25)
+        stream = video.add_stream(codec, rate=25)
         stream.width, stream.height, stream.pix_fmt, stream.options = 48, 32, "yuv420p", {"g": "5", "crf": "10"}
-        film.start_encoding()
+        video.start_encoding()
         for index in range(frames):
             image = Image.new("RGB", (48, 32), (10 * index,) * 3)
             image.paste(BLUE, (0, 0, 16, 16))
-            film.mux(stream.encode(av.VideoFrame.from_image(image)))
+            video.mux(stream.encode(av.VideoFrame.from_image(image)))
         if frames:
-            film.mux(stream.encode())
+            video.mux(stream.encode())
     return path
 
 
@@ -144,77 +144,77 @@ FRAGMENTS = {"movflags": "frag_keyframe+empty_moov"}  # such a file does not say
     ("name", "options"),
     [("a.mp4", None), ("cut.mp4", FRAGMENTS), ("a.mkv", None), ("a.ts", None), ("a.avi", None), ("a.m1v", None)],
 )
-def test_frames_of_a_film_are_evenly_chosen(av: Any, name: str, options: Any, tmp_path: Path) -> None:
-    path = write_film(av, tmp_path / name, options=options)
-    film = read_film(source(path), 4)
-    assert shades(film) == [2, 7, 12, 17]
-    assert film[0].size == (48, 32) and near(film[0], (4, 4), BLUE)
-    assert shades(read_film(source(path), 50)) == list(range(20))
+def test_frames_of_a_video_are_evenly_chosen(av: Any, name: str, options: Any, tmp_path: Path) -> None:
+    path = write_video(av, tmp_path / name, options=options)
+    video = read_video(source(path), 4)
+    assert shades(video) == [2, 7, 12, 17]
+    assert video[0].size == (48, 32) and near(video[0], (4, 4), BLUE)
+    assert shades(read_video(source(path), 50)) == list(range(20))
     data = media.source_of({"bytes": path.read_bytes(), "path": None}, tmp_path)
-    assert shades(read_film(data, 1)) == [10]
+    assert shades(read_video(data, 1)) == [10]
     assert shades(read_frames([path], 2)) == [5, 15]
 
 
-def test_a_film_of_a_phone_is_turned_upright(av: Any, tmp_path: Path) -> None:
-    path = write_film(av, tmp_path / "a.mp4")
+def test_a_video_of_a_phone_is_turned_upright(av: Any, tmp_path: Path) -> None:
+    path = write_video(av, tmp_path / "a.mp4")
     data, (one, whole) = bytearray(path.read_bytes()), (1 << 16, 1 << 30)
     # The track's matrix: as it lies, and turned clockwise by a quarter.
     start = data.index(struct.pack(">9i", one, 0, 0, 0, one, 0, 0, 0, whole), data.index(b"tkhd"))
     data[start : start + 36] = struct.pack(">9i", 0, one, 0, -one, 0, 0, 0, 0, whole)
     path.write_bytes(data)
-    (frame,) = read_film(source(path), 1)
+    (frame,) = read_video(source(path), 1)
     assert frame.size == (32, 48)
     assert near(frame, (28, 4), BLUE) and not near(frame, (4, 4), BLUE) and not near(frame, (28, 44), BLUE)
 
 
 def test_more_packets_than_frames_are_no_matter(av: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, opened = write_film(av, tmp_path / "a.mkv"), media._film
+    path, opened = write_video(av, tmp_path / "a.mkv"), media._video
 
-    class Film:
+    class Video:
         """Counts twice as many packets as there are, as old codecs may."""
 
-        def __init__(self, film: Any) -> None:
-            self.film = film
+        def __init__(self, video: Any) -> None:
+            self.video = video
 
         def __enter__(self) -> Any:
             return self
 
         def __exit__(self, *error: object) -> None:
-            self.film.close()
+            self.video.close()
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self.film, name)
+            return getattr(self.video, name)
 
         def demux(self, stream: Any) -> list[Any]:
-            return 2 * list(self.film.demux(stream))
+            return 2 * list(self.video.demux(stream))
 
-    monkeypatch.setattr(media, "_film", lambda *given: Film(opened(*given)))
-    assert shades(read_film(source(path), 4)) == [2, 7, 12, 17]
+    monkeypatch.setattr(media, "_film", lambda *given: Video(opened(*given)))
+    assert shades(read_video(source(path), 4)) == [2, 7, 12, 17]
 
 
-def test_films_that_cannot_be_read_are_bad_rows(av: Any, tmp_path: Path) -> None:
-    whole = write_film(av, tmp_path / "a.mp4").read_bytes()
-    front = write_film(av, tmp_path / "front.mp4", options={"movflags": "faststart"}).read_bytes()
-    write_film(av, tmp_path / "none.mp4", frames=0, options=FRAGMENTS)
+def test_videos_that_cannot_be_read_are_bad_rows(av: Any, tmp_path: Path) -> None:
+    whole = write_video(av, tmp_path / "a.mp4").read_bytes()
+    front = write_video(av, tmp_path / "front.mp4", options={"movflags": "faststart"}).read_bytes()
+    write_video(av, tmp_path / "none.mp4", frames=0, options=FRAGMENTS)
     (tmp_path / "end.mp4").write_bytes(whole[: len(whole) * 2 // 3])  # what says where frames are is at the end
     (tmp_path / "cut.mp4").write_bytes(front[: len(front) * 2 // 3])
     noise = bytearray(whole)
     noise[len(whole) // 4 : len(whole) // 3] = bytes(len(whole) // 3 - len(whole) // 4)
     (tmp_path / "noise.mp4").write_bytes(noise)
     (tmp_path / "empty.mp4").write_bytes(b"")
-    with av.open(str(tmp_path / "sound.mp4"), "w") as film:
-        stream = film.add_stream("aac", rate=8000)
+    with av.open(str(tmp_path / "sound.mp4"), "w") as video:
+        stream = video.add_stream("aac", rate=8000)
         sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
         sound.sample_rate = 8000
-        film.mux(stream.encode(sound))
-        film.mux(stream.encode())
+        video.mux(stream.encode(sound))
+        video.mux(stream.encode())
     messages = {
         "none.mp4": "it has no frames",
-        "end.mp4": "it has no pictures, or is cut off|FFmpeg says",
+        "end.mp4": "it has no images, or is cut off|FFmpeg says",
         "cut.mp4": r"it is cut off, \d+ of 20 frames are there",
         "noise.mp4": "FFmpeg says",
         "empty.mp4": "FFmpeg says",
-        "sound.mp4": "it has no pictures",
+        "sound.mp4": "it has no images",
     }
     rows = [f'{{"video": "{name}", "question": "q", "answer": "a"}}\n' for name in ("a.mp4", *messages)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
@@ -224,7 +224,7 @@ def test_films_that_cannot_be_read_are_bad_rows(av: Any, tmp_path: Path) -> None
     for number, (said, (name, why)) in enumerate(zip(data.skipped, messages.items(), strict=True), 2):
         assert said.startswith(f"line {number}: cannot read {name} as a video: ")
         with pytest.raises(BadRow, match=why):
-            read_film(source(tmp_path / name), 8)
+            read_video(source(tmp_path / name), 8)
 
 
 def test_without_pyav_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

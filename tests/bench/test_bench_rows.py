@@ -136,12 +136,12 @@ def test_parquet_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("a\0b.png", r"cannot read '.*a\\x00b\.png': embedded null byte"),
         ("x" * 9000, r"\.\.\. \(90\d\d letters\): File name too long"),
         ("", "'' names no file"),
-        ("inside", "cannot read inside as a picture: Is a directory"),
+        ("inside", "cannot read inside as an image: Is a directory"),
         ("dead.png", r"cannot read .*dead\.png: No such file"),
         ("\x1b[31m.png", r"cannot read '.*\\x1b\[31m\.png': No such file"),
     ],
 )
-def test_names_that_are_no_pictures(name: str, message: str, folder: Path) -> None:
+def test_names_that_are_no_images(name: str, message: str, folder: Path) -> None:
     (folder / "inside").mkdir()
     (folder / "dead.png").symlink_to("nowhere.png")
     with pytest.raises(DataError, match=f"line 1: .*{message}") as error:
@@ -215,8 +215,8 @@ def test_placeholders_in_questions_are_refused(folder: Path) -> None:
 def test_questions_that_do_not_fit_the_model_are_left_out_in_their_order(folder: Path) -> None:
     (folder / "film").mkdir()
     Image.new("RGB", (8, 6)).save(folder / "film/0.png")
-    film = {"video": "film", "question": "what?", "answer": "cat"}
-    rows = [GOOD, {**GOOD, "question": "<image> what?"}, "{", film, {**GOOD, "question": "and?"}]
+    video = {"video": "film", "question": "what?", "answer": "cat"}
+    rows = [GOOD, {**GOOD, "question": "<image> what?"}, "{", video, {**GOOD, "question": "and?"}]
     data = load_data(write(folder, *rows), skip_bad=True)
     fit = left_out(data, misfits(data.questions, llava()))
     assert [one.where for one in fit.questions] == ["line 1", "line 5"]
@@ -229,7 +229,7 @@ def test_questions_that_do_not_fit_the_model_are_left_out_in_their_order(folder:
         left_out(data, [(number, "why") for number in range(4)])
 
 
-def test_a_picture_that_the_processor_refuses_is_named() -> None:
+def test_a_image_that_the_processor_refuses_is_named() -> None:
     class Picky:
         """Like Qwen2-VL's processor."""
 
@@ -243,7 +243,7 @@ def test_a_picture_that_the_processor_refuses_is_named() -> None:
 
     subject = Model(SimpleNamespace(dtype=None), Picky(ValueError), "picky")
     assert subject.inputs(["a"], ["good?"]) == {}
-    with pytest.raises(DataError, match=r"picky takes no picture of 'wide\?': aspect ratio must be"):
+    with pytest.raises(DataError, match=r"picky takes no image of 'wide\?': aspect ratio must be"):
         subject.inputs(["a", "wide", "b"], ["good?", "wide?", "also?"])
     subject.processor = Picky(OptionError)  # a method's own words stay
     with pytest.raises(OptionError, match=r"^aspect"):

@@ -227,7 +227,7 @@ def test_a_full_disk_is_said_of_json_too(data: Path) -> None:
     assert "cannot write /dev/full: No space left on device" in result.stderr
 
 
-def test_a_picture_that_goes_away_ends_the_run_and_keeps_what_is_done(
+def test_a_image_that_goes_away_ends_the_run_and_keeps_what_is_done(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [json.loads(line) for line in data.read_text().splitlines()]
@@ -245,7 +245,7 @@ def test_a_picture_that_goes_away_ends_the_run_and_keeps_what_is_done(
     monkeypatch.setattr(Model, "generate", vanishing)
     result = bench(mine, "--run", tmp_path / "run")
     assert result.exit_code == 2
-    assert "line 1: cannot read copy.jpg as a picture" in result.stderr
+    assert "line 1: cannot read copy.jpg as an image" in result.stderr
     assert [one["record"] for one in told(tmp_path / "run/results.jsonl")] == ["header", "result", "result"]
 
 
@@ -321,12 +321,12 @@ def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], 
 
 def test_more_processes_than_batches_are_refused() -> None:
     with pytest.raises(OptionError, match=r"3 processes, but only 1 batches .* smaller --batch-size"):
-        Bench(load(device="cpu"), Plan(pictures=1), group=Group(0, 3))
+        Bench(load(device="cpu"), Plan(images=1), group=Group(0, 3))
 
 
 def test_more_than_ten_kinds_are_told_apart() -> None:
     kinds = [f"{number:02}" for number in range(12)]
-    asked = [SimpleNamespace(kind=kind, question="what is it?", is_film=False) for kind in (*kinds, "11", "01", "00")]
+    asked = [SimpleNamespace(kind=kind, question="what is it?", is_video=False) for kind in (*kinds, "11", "01", "00")]
     bench = Bench(load(device="cpu"), Plan(repeats=0), questions=asked)
     header = bench.header()
     assert header["kinds"] == kinds

@@ -43,28 +43,28 @@ def flat(number: int, size: int = 64) -> Image.Image:
 def test_frames_come_from_files_folders_and_animations(tmp_path: Path) -> None:
     for number in range(5):
         flat(number).save(tmp_path / f"{number}.png")
-    (tmp_path / "notes.txt").write_text("no picture")
-    films = tmp_path / "films"
-    films.mkdir()
-    flat(0).save(films / "film.gif", save_all=True, append_images=[flat(1), flat(2), flat(3), flat(4)])
+    (tmp_path / "notes.txt").write_text("no image")
+    videos = tmp_path / "films"
+    videos.mkdir()
+    flat(0).save(videos / "film.gif", save_all=True, append_images=[flat(1), flat(2), flat(3), flat(4)])
 
     def colors(*paths: Path, most: int = 8) -> list[int]:
         found = [np.asarray(frame, int)[32, 32] for frame in read_frames(paths, most)]
         return [int(np.abs(np.array(COLORS) - one).sum(1).argmin()) for one in found]
 
-    assert colors(tmp_path) == colors(films / "film.gif") == [0, 1, 2, 3, 4]
-    assert colors(tmp_path, most=2) == colors(films / "film.gif", most=2) == [1, 3]
+    assert colors(tmp_path) == colors(videos / "film.gif") == [0, 1, 2, 3, 4]
+    assert colors(tmp_path, most=2) == colors(videos / "film.gif", most=2) == [1, 3]
     assert colors(tmp_path / "3.png", tmp_path / "0.png") == [3, 0]
     assert colors(tmp_path / "3.png") == [3]
     assert colors(tmp_path, most=1) == [2]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TokenPruneError, match="no pictures in"):
+    with pytest.raises(TokenPruneError, match="no images in"):
         read_frames([tmp_path / "empty"], 8)
-    with pytest.raises(TokenPruneError, match="as a picture"):
+    with pytest.raises(TokenPruneError, match="as an image"):
         read_frames([tmp_path / "notes.txt"], 8)
 
 
-# -- the shipped model: frames are pictures of one prompt
+# -- the shipped model: frames are images of one prompt
 
 
 def cells(image: Image.Image, grids: list[tuple[int, int]]) -> list[np.ndarray]:
@@ -79,7 +79,7 @@ def cells(image: Image.Image, grids: list[tuple[int, int]]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("method, kept", [("divprune", 0.25), ("fastv", 16), ("pool", 0.25), ("downsample", 0.25)])
-def test_a_strip_of_pictures(subject: Model, method: str, kept: float) -> None:
+def test_a_strip_of_images(subject: Model, method: str, kept: float) -> None:
     frames = [photo(90, 120, seed).point(lambda value: 80 + 6 * value // 10) for seed in range(3)]
     shown = contact_sheet.show(subject, frames, "is there a star?", method, kept)
     each = kept if isinstance(kept, int) else round(256 * kept)
@@ -131,10 +131,10 @@ def test_what_cannot_be_drawn(subject: Model) -> None:
 # -- a model that takes videos
 
 
-class Film(Model):
+class Video(Model):
     """Answers with the tiny model's own inputs: its vocabulary is too small for a tokenizer."""
 
-    def film_inputs(self, frames: Any, question: str) -> dict[str, Any]:
+    def video_inputs(self, frames: Any, question: str) -> dict[str, Any]:
         self.seen = len(frames)
         return dict(FAMILIES["qwen2_vl"].make_inputs(images=[0], video=True))
 
@@ -145,8 +145,8 @@ def test_a_video_is_drawn_by_its_own_grid(method: str, build: Any) -> None:
     processor = SimpleNamespace(
         video_processor=object(), batch_decode=lambda ids, **more: ["?"] * len(ids), tokenizer=None
     )
-    subject = Film(model, processor, "tiny")
-    times, height, width = subject.film_inputs([], "")["video_grid_thw"][0].tolist()
+    subject = Video(model, processor, "tiny")
+    times, height, width = subject.video_inputs([], "")["video_grid_thw"][0].tolist()
     grids = [(height // 2, width // 2)] * times
     shown = contact_sheet.show(subject, [flat(number) for number in range(2 * times)], "?", method, 0.5)
     assert subject.seen == 2 * times
@@ -168,7 +168,7 @@ def test_frames_become_a_video_of_a_real_processor() -> None:
         Qwen2VLImageProcessor(**LIMITS), special, Qwen2VLVideoProcessor(**limits), chat_template=template
     )
     subject = Model(SimpleNamespace(dtype=torch.float32, device="cpu"), processor, "half")
-    inputs = subject.film_inputs([photo(16, 32, seed) for seed in range(4)], "what color?")
+    inputs = subject.video_inputs([photo(16, 32, seed) for seed in range(4)], "what color?")
     assert inputs["video_grid_thw"].tolist() == [[2, 4, 8]]
     assert int((inputs["input_ids"] == processor.video_token_id).sum()) == 2 * 4 * 8 // 4
 
@@ -184,11 +184,11 @@ def test_show_takes_frames(tmp_path: Path) -> None:
     assert "512 → 128" in result.output
     assert Image.open(out).width == 2 * 16 * CELL + _GAP
     (tmp_path / "none").mkdir()
-    assert "no pictures" in refused("show", tmp_path / "none")
+    assert "no images" in refused("show", tmp_path / "none")
 
 
 @pytest.fixture
-def film(tmp_path: Path) -> Path:
+def video(tmp_path: Path) -> Path:
     """A GIF of 20 frames, the shipped model's context is full with eight."""
     first, *rest = (photo(64, 64, number) for number in range(20))
     first.save(tmp_path / "film.gif", save_all=True, append_images=rest)
@@ -197,7 +197,7 @@ def film(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("method", ["dart", "downsample"])
 def test_show_takes_as_many_frames_as_the_context_holds(
-    film: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    video: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths, generate = [], Model.generate
 
@@ -207,26 +207,26 @@ def test_show_takes_as_many_frames_as_the_context_holds(
 
     monkeypatch.setattr(Model, "generate", spy)
     out = tmp_path / "strip.png"
-    said = call("show", film, "--method", method, "--device", "cpu", "--out", out).output
+    said = call("show", video, "--method", method, "--device", "cpu", "--out", out).output
     assert "7 of the 8 frames are taken: all of them and the question take" in said and "context is 2048" in said
     assert "1792 → 448" in said and max(lengths) <= 2048
     assert Image.open(out).width == 7 * (16 if method == "dart" else 8) * CELL + 6 * _GAP
-    said = call("show", film, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
+    said = call("show", video, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
     assert "1792 → 448" in said and "are taken" not in said
 
 
-def test_frames_that_fit_are_chosen_evenly_from_the_whole_film(subject: Model, film: Path) -> None:
+def test_frames_that_fit_are_chosen_evenly_from_the_whole_video(subject: Model, video: Path) -> None:
     """Not from those that were chosen before."""
-    frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([film], most), 20, "?", "dart")
+    frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([video], most), 20, "?", "dart")
     assert "7 of the 20 frames" in left_out
-    for one, other in zip(frames, read_frames([film], 7), strict=True):
+    for one, other in zip(frames, read_frames([video], 7), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([film], most), 3, "?", "dart")
+    frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([video], most), 3, "?", "dart")
     assert len(frames) == 3 and left_out is None
 
 
-def test_a_question_that_fills_the_context_is_refused(film: Path, tmp_path: Path) -> None:
+def test_a_question_that_fills_the_context_is_refused(video: Path, tmp_path: Path) -> None:
     flat(0).save(tmp_path / "one.png")
-    for what in (film, tmp_path / "one.png"):
+    for what in (video, tmp_path / "one.png"):
         said = refused("show", what, "--question", "a " * 2000, "--device", "cpu")
         assert "context is 2048" in said and "shorter question" in said

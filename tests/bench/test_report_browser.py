@@ -27,14 +27,14 @@ WIDE, NARROW = 1280, 400
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs that can be compared, one that cannot; long names and harmful ones; samples with a picture missing."""
+    """Two runs that can be compared, one that cannot; long names and harmful ones; samples with an image missing."""
     path = tmp_path_factory.mktemp("report")
     methods = [
         result(f"method-{number}", keep, 90 - number, 60 + 3 * number, timing=timing(0.5 + keep * number / 5))
         for number in range(3)
         for keep in (0.25, 0.5)
     ]
-    harmful = entry(method=EVIL, prediction=EVIL * 3, note=EVIL, picture=None)
+    harmful = entry(method=EVIL, prediction=EVIL * 3, note=EVIL, image=None)
     drawn = folder(path, entry(method="method-1"), entry(method="random", score=0.0), harmful)
     first = made("A", *RIVALS, *methods, environment=dict(model="an-organisation/a-model-with-a-long-name-" * 3))
     first = Run("runs_" * 20, first.results, read_samples(drawn), "A")
@@ -130,7 +130,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_headings_tables_and_pictures_have_names(opened: Any) -> None:
+def test_headings_tables_and_images_have_names(opened: Any) -> None:
     levels = opened.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map(one => Number(one.tagName[1]))")
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))

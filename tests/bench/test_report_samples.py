@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.api.test_cli import call, refused
-from tests.bench.test_contact_sheet import Film, flat
+from tests.bench.test_contact_sheet import Video, flat
 from tests.bench.test_report import result, write_run
 from tokenprune.bench import draw
 from tokenprune.bench.report import drawing
@@ -121,13 +121,13 @@ def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
             cell = 320 // side
             inner = pixels.reshape(side, cell, side, cell, 3)[:, 4:-4, :, 4:-4].transpose(0, 2, 1, 3, 4)
             light = (inner.reshape(side * side, -1).max(1) > 255 * draw._DARK + 12).sum()
-            assert light == pytest.approx(clear, abs=6)  # dark patches of the picture itself, and WebP's losses
+            assert light == pytest.approx(clear, abs=6)  # dark patches of the image itself, and WebP's losses
     assert sum(file.stat().st_size for file in (drawn / FOLDER).iterdir()) < 300_000
     page = make_page(read_runs([drawn]))
     assert page == (drawn.parent / "page.html").read_text()  # `bench --html` and `report --html` say the same
     assert page.count("data:image/webp;base64,") == 8
     assert (
-        "What pool keeps of the picture" in page
+        "What pool keeps of the image" in page
         and "Questions on which the methods disagree most, at keep 0.25" in page
     )
 
@@ -149,7 +149,7 @@ def test_what_a_kill_left_out_is_drawn_and_what_is_not_shown_goes(run: Path, mon
 
     def counted(folder: Path, subject: Any, question: Any, entry: Any, *rest: Any) -> None:
         made.append(entry.get("question"))
-        entry |= dict(tokens=1, kept=1, picture=rest[-1], note="")
+        entry |= dict(tokens=1, kept=1, image=rest[-1], note="")
         (folder / rest[-1]).touch()
 
     monkeypatch.setattr(drawing, "_draw", counted)
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_written_is_named(run: Path) -> None:
     assert "cannot write" in refused(*RUN, "--run", run)
 
 
-# -- videos, several pictures, and what cannot be drawn
+# -- videos, several images, and what cannot be drawn
 
 
 def sampled(tmp_path: Path, subject: Any, question: Any, *methods: str) -> list[dict[str, Any]]:
@@ -194,7 +194,7 @@ def sampled(tmp_path: Path, subject: Any, question: Any, *methods: str) -> list[
 
 
 def asked(**more: Any) -> SimpleNamespace:
-    plain = dict(kind="all", question="?", answers=("a",), is_film=False, images=(), video=[])
+    plain = dict(kind="all", question="?", answers=("a",), is_video=False, images=(), video=[])
     return SimpleNamespace(**plain | more)
 
 
@@ -202,10 +202,10 @@ def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, buil
     processor = SimpleNamespace(
         video_processor=object(), batch_decode=lambda ids, **more: ["?"] * len(ids), tokenizer=None
     )
-    subject = Film(build(FAMILIES["qwen2_vl"]), processor, "tiny")
-    times, height, width = subject.film_inputs([], "")["video_grid_thw"][0].tolist()
+    subject = Video(build(FAMILIES["qwen2_vl"]), processor, "tiny")
+    times, height, width = subject.video_inputs([], "")["video_grid_thw"][0].tolist()
     total = times * height * width // 4
-    question = asked(is_film=True, video=[flat(number) for number in range(2 * times)])
+    question = asked(is_video=True, video=[flat(number) for number in range(2 * times)])
     whole, divprune, pixels, chooser = sampled(tmp_path, subject, question, "divprune", "downsample", "view_select")
     assert (whole["tokens"], divprune["kept"]) == (total, round(total / 2))
     cell = drawing.FRAME_SIDE // (max(height, width) // 2)
@@ -215,17 +215,17 @@ def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, buil
     assert chooser["picture"] is None and "nothing to draw" in chooser["note"]
 
 
-def test_several_pictures_are_drawn_side_by_side(tmp_path: Path) -> None:
+def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:
     from processors import demo_model, llava, photo
     from tokenprune.bench.model import Model
 
-    pictures = (photo(90, 120, 0), photo(90, 120, 1))
-    question = asked(images=pictures, question="is there a star?")
+    images = (photo(90, 120, 0), photo(90, 120, 1))
+    question = asked(images=images, question="is there a star?")
     whole, pool = sampled(tmp_path, Model(demo_model(), llava(), "shipped"), question, "pool")
     assert (whole["tokens"], pool["kept"]) == (512, 256)
     with Image.open(tmp_path / FOLDER / pool["picture"]) as image:
         assert image.size == (2 * drawing.FRAME_SIDE + 6, drawing.FRAME_SIDE)
-    assert pictures[0].size == (120, 90)  # the run's own pictures are left as they are
+    assert images[0].size == (120, 90)  # the run's own images are left as they are
 
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def entry(**more: Any) -> dict[str, Any]:
-    return dict(method="m", prediction="p", score=1.0, kept=3, picture="0-1.webp", note="") | more
+    return dict(method="m", prediction="p", score=1.0, kept=3, image="0-1.webp", note="") | more
 
 
 def folder(tmp_path: Path, *methods: dict[str, Any], **changes: Any) -> Path:
@@ -256,10 +256,10 @@ def folder(tmp_path: Path, *methods: dict[str, Any], **changes: Any) -> Path:
     return tmp_path
 
 
-def test_pictures_are_embedded_as_they_are(tmp_path: Path) -> None:
+def test_images_are_embedded_as_they_are(tmp_path: Path) -> None:
     (sample,) = read_samples(folder(tmp_path, entry())).items
-    assert sample.picture.uri.startswith("data:image/webp;base64,") and sample.picture.width == 64
-    data = base64.b64decode(sample.drawn[0].picture.uri.partition(",")[2])
+    assert sample.image.uri.startswith("data:image/webp;base64,") and sample.image.width == 64
+    data = base64.b64decode(sample.drawn[0].image.uri.partition(",")[2])
     assert data == (tmp_path / FOLDER / "0-1.webp").read_bytes()
 
 
@@ -273,9 +273,9 @@ def test_no_other_file_gets_into_the_page(name: Any, tmp_path: Path) -> None:
     flat(0).save(tmp_path / FOLDER / "0-1.png")
     (tmp_path / FOLDER / "text.webp").write_text("<script>")
     (tmp_path / FOLDER / "large.webp").write_bytes(bytes(2**22 + 1))
-    (sample,) = read_samples(folder(tmp_path, entry(picture=name))).items
-    assert sample.picture is not None
-    assert sample.drawn[0].picture is None and sample.drawn[0].note.startswith("this picture ")
+    (sample,) = read_samples(folder(tmp_path, entry(image=name))).items
+    assert sample.image is not None
+    assert sample.drawn[0].image is None and sample.drawn[0].note.startswith("this image ")
     assert ("too large" in sample.drawn[0].note) == (name == "large.webp")
 
 
@@ -284,7 +284,7 @@ def test_a_png_by_the_name_of_a_webp_is_not_embedded(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     flat(0).save(buffer, format="png")
     (tmp_path / FOLDER / "0-1.webp").write_bytes(buffer.getvalue())
-    assert read_samples(tmp_path).items[0].picture is None
+    assert read_samples(tmp_path).items[0].image is None
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def words(batch: int, count: int, seed: int = 0) -> Tensor:
 
 
 def longer(inputs: Any, family: Family, sequences: Tensor, more: Tensor) -> dict[str, Tensor]:
-    """What a chat front end passes in the next turn: all of the text, and no pictures."""
+    """What a chat front end passes in the next turn: all of the text, and no images."""
     ids = torch.cat([sequences, more], 1)
     new = ids.shape[1] - inputs["input_ids"].shape[1]
     turn = {"input_ids": ids, "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, new), value=1)}

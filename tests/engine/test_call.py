@@ -31,7 +31,7 @@ from zoo import FAMILIES
 
 # Modules of what may or may not be part of a patch: a forward knows none of them.
 FEATURES = {
-    "block_attention", "decoding", "encoder", "exact", "guarding", "look_ahead", "observe", "sources", "unmerging",
+    "block_attention", "decoding", "encoder", "exact", "guarding", "probe_layer", "observe", "sources", "unmerging",
     "verdict",
 }  # fmt: skip
 

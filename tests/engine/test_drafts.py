@@ -19,7 +19,7 @@ from families.special import FAMILIES as SPECIAL
 from oracle import close, generate_logits
 from tests.engine.test_cache import words
 from tests.families.test_families_special import PROBES, NextProbe
-from tests.tower.test_packed_encoder import pictures, small_processor
+from tests.tower.test_packed_encoder import images, small_processor
 from tokenprune import Site
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from zoo import FAMILIES, Family
@@ -46,7 +46,7 @@ RECORDED_IDS = ["divprune", "fastv", "pool", "vscan", "pool+dart", "tome", "evic
 def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
     """Arguments under which a method acts on the zoo's models."""
     if method == "dymu":
-        seen = inputs["pixel_values"] if model.config.model_type == "llava" else pictures([(48, 64), (64, 40)])
+        seen = inputs["pixel_values"] if model.config.model_type == "llava" else images([(48, 64), (64, 40)])
         processor = None if model.config.model_type == "llava" else small_processor()
         return dict(
             keep=0.5, thresholds=tokenprune.calibrate(model, seen, processor=processor, keep=0.5, progress=False)
@@ -124,7 +124,7 @@ def test_what_was_taken_back_is_gone(method: str, build) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("method", [*PROBES, NextProbe(layer=2)], ids=["PRE_LLM", "IN_LLM", "next", "next sliding"])
 @pytest.mark.parametrize("name", ["exaone4_5", "gemma4"])
-def test_a_second_picture_behind_what_was_recorded(name: str, method: Any, build) -> None:
+def test_a_second_image_behind_what_was_recorded(name: str, method: Any, build) -> None:
     """Also where a method looks at the keys of what came before."""
     family = SPECIAL[name]
     model, answers = build(family), []
@@ -185,7 +185,7 @@ HELP = {
 @pytest.mark.parametrize("method", ACTING)
 @pytest.mark.parametrize("name", NAMES)
 def test_assisted_equals_unassisted(name: str, method: str, help_: str, build) -> None:
-    """The tokens, what is left of the pictures, and what the statistics tell of the prompt."""
+    """The tokens, what is left of the images, and what the statistics tell of the prompt."""
     skip_refused(name, method)
     family = FAMILIES[name]
     model = build(family)
@@ -216,7 +216,7 @@ def test_drafts_are_accepted(name: str, build) -> None:
     draft.generation_config.num_assistant_tokens = 4
     draft.generation_config.assistant_confidence_threshold = 0.0
     handle = watch(model, family, forwards)
-    # The draft reads the same prompt without its picture; with a text prompt it writes what the model writes.
+    # The draft reads the same prompt without its image; with a text prompt it writes what the model writes.
     text = family.make_inputs(images=0, rows=1)
     try:
         with tokenprune.patched(model, "fastv", keep=0.3):

@@ -20,7 +20,7 @@ from tokenprune import Stats
 from tokenprune.accounting import DecoderShape
 from zoo import FAMILIES, Family, Inputs
 
-# How many pictures each row has; rows differ in their text too.
+# How many images each row has; rows differ in their text too.
 BATCHES = {
     "one and none": (1, 0),
     "one and two": (1, 2),

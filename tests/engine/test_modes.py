@@ -93,7 +93,7 @@ AttentionMaskInterface.register("flash_stand_in", ALL_MASK_ATTENTION_FUNCTIONS["
 def test_flash_masks(method: str, batch: dict, family: Family, build) -> None:
     """Back ends that take a 2-D mask or none choose the same tokens and give the same logits."""
     if family.name == "gemma3":
-        pytest.skip("flash attention cannot let pictures attend both ways, so Gemma 3 differs unpatched")
+        pytest.skip("flash attention cannot let images attend both ways, so Gemma 3 differs unpatched")
     sdpa, inputs = build(family), family.make_inputs(**batch)
     with tokenprune.patched(sdpa, method, keep=0.3, record=True):
         want, tokens, _ = generate_logits(sdpa, inputs, 3)
@@ -124,8 +124,8 @@ def test_beams(method: str, batch: dict, family: Family, model) -> None:
 
 
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"video": (True, False)}], ids=["pictures", "video"])
-def test_beams_keep_the_shape_of_pictures(batch: dict, family: Family, model) -> None:
-    """`generate` repeats rows after it has encoded pictures: `pool` must find its rectangles in each copy."""
+def test_beams_keep_the_shape_of_images(batch: dict, family: Family, model) -> None:
+    """`generate` repeats rows after it has encoded images: `pool` must find its rectangles in each copy."""
     if "video" in batch and not family.video:
         pytest.skip(f"{family.name} takes no video here")
     inputs = family.make_inputs(**batch)
@@ -190,10 +190,10 @@ def test_threads(method: str, family: Family, model) -> None:
 
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_text_only(method: str, family: Family, model) -> None:
-    inputs, pictures = family.make_inputs(images=(0, 0)), family.make_inputs()
+    inputs, images = family.make_inputs(images=(0, 0)), family.make_inputs()
     before, tokens, _ = generate_logits(model, inputs, 3)
     with tokenprune.patched(model, method, keep=0.3):
-        model.generate(**pictures, max_new_tokens=2)
+        model.generate(**images, max_new_tokens=2)
         got, got_tokens, _ = generate_logits(model, inputs, 3)
         stats = tokenprune.stats(model)
     assert torch.equal(got, before) and torch.equal(got_tokens, tokens)
@@ -242,7 +242,7 @@ def test_embeddings_in_place_of_ids(method: str, family: Family, model) -> None:
     try:
         model(**given)
     except Exception as error:
-        pytest.skip(f"{family.name} does not take embeddings with pictures: {type(error).__name__}")
+        pytest.skip(f"{family.name} does not take embeddings with images: {type(error).__name__}")
     with tokenprune.patched(model, method, keep=0.3, record=True):
         got = model(**given).logits
         cuts = tokenprune.stats(model).cuts

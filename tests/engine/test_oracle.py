@@ -37,7 +37,7 @@ def options(method: str, layer: int | None = None) -> dict[str, int]:
 
 
 def check_survivors(cuts: list, inputs: Any, family: Family, model: Any) -> torch.Tensor:
-    """What is left: all text that is not padding, and of the pictures some; returns bool `[B, L]`."""
+    """What is left: all text that is not padding, and of the images some; returns bool `[B, L]`."""
     length = inputs["input_ids"].shape[1]
     alive = survivors(cuts[-1], length)
     visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()

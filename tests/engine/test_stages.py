@@ -23,7 +23,7 @@ from tests.engine.test_cache import longer, words
 from tokenprune import Budget, Method, Selection, Site, VisualTokens
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
-from tokenprune.integrations.shared.selection import counted_keep
+from tokenprune.integrations.shared.selection import validate_selection
 from tokenprune.tokens import Segments
 from zoo import FAMILIES, Family
 
@@ -461,8 +461,8 @@ def test_counts_that_a_method_tells_are_checked_where_no_device_is_asked() -> No
     segments = segments_of([3, 2], "meta")
     told = Selection(segments.mask, counts=[0, 2])
     with pytest.raises(TokenPruneError, match="least"):
-        counted_keep(told, segments, ByContent())
-    assert counted_keep(told, segments, Withdraws())[1] == [0, 2]
+        validate_selection(told, segments, ByContent())
+    assert validate_selection(told, segments, Withdraws())[1] == [0, 2]
 
 
 # -- what follows a prefill

@@ -23,7 +23,7 @@ from far_device import DEVICE, Far, counting, far_inputs, to_far
 from tokenprune import Site
 from tokenprune.encoder import Tower
 from tokenprune.errors import TokenPruneError
-from tokenprune.guard import images as pictures
+from tokenprune.guard import images as images
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
 from tokenprune.kernels import block_attention
 from tokenprune.methods.encoder.thresholds import Thresholds
@@ -33,12 +33,12 @@ from zoo import FAMILIES, Family
 FAMILY_NAMES = ("llava", "qwen2_5_vl", "gemma3")
 # What the library may wait for: where the placeholders and the padding are;
 PLACEHOLDERS = 1
-# the shapes of the pictures, of each modality, where the processor hands them over as a tensor (Qwen-VL);
+# the shapes of the images, of each modality, where the processor hands them over as a tensor (Qwen-VL);
 GRIDS = 1
 # how many tokens are left, where the numbers of `keep` do not tell;
 COUNTS = 1
-# in the tower, the grids of its pictures; and in each block how many are left, by thresholds; the members of each
-# merge, where pictures differ in number; which pieces attend to themselves (Qwen-VL, where pictures of one size go
+# in the tower, the grids of its images; and in each block how many are left, by thresholds; the members of each
+# merge, where images differ in number; which pieces attend to themselves (Qwen-VL, where images of one size go
 # together).
 TOWER_GRIDS, BLOCK_COUNTS, BLOCK_MEMBERS, BLOCK_PIECES = 1, 1, 2, 1
 SIZES = 3
@@ -151,11 +151,11 @@ def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.M
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 @torch.no_grad()
 def test_guard(family_name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard reads prompts with what is brought to the host anyway, and has its view of pictures sent there."""
-    # These pictures are smaller than a block.
+    """The guard reads prompts with what is brought to the host anyway, and has its view of images sent there."""
+    # These images are smaller than a block.
     monkeypatch.setattr(guard_pixels, "SIDE", 4)
     monkeypatch.setattr(guard_pixels, "_LEAST_SIDE", 4)
-    monkeypatch.setattr(guard_pixels, "blocks_of", lambda planes: pictures.blocks_of(planes, 4))
+    monkeypatch.setattr(guard_pixels, "blocks_of", lambda planes: images.blocks_of(planes, 4))
     family = FAMILIES[family_name]
     model, inputs = family.build("eager"), inputs_of(family, None, large=True)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "how many?")
@@ -168,7 +168,7 @@ def test_guard(family_name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> 
             model(**far_inputs(next_step(family, inputs, 0)), past_key_values=cache, use_cache=True)
         assert not decode.ours
     found = tokenprune.stats(model).guard
-    assert [row.prompt for row in found] == [("counting",)] * 2 and None not in [row.picture for row in found]
+    assert [row.prompt for row in found] == [("counting",)] * 2 and None not in [row.image for row in found]
     assert [row.raised for row in found] == [mode == "auto"] * 2
 
 
@@ -177,9 +177,9 @@ def test_guard(family_name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the verdict stays on the device until it is asked for."""
     if not arrived:
-        monkeypatch.setattr(pictures, "_event", lambda device: None)
+        monkeypatch.setattr(images, "_event", lambda device: None)
     with counting() as sending:
-        late = pictures.Late(Far(torch.tensor([0.5])))
+        late = images.AsyncValues(Far(torch.tensor([0.5])))
         assert late.ready() is arrived
     assert not sending.found
     with counting() as reading:

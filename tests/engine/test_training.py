@@ -48,7 +48,7 @@ def test_training(method: str, family: Family, model) -> None:
     for name, grad in grads.items():
         assert grad.isfinite().all(), name
         close(grad, want_grads[name], 1e-4)
-    # The pictures are learned from through what is left of them.
+    # The images are learned from through what is left of them.
     assert any("vision" in name or "visual" in name for name, grad in grads.items() if grad.abs().max() > 0)
 
 

@@ -317,7 +317,7 @@ def test_a_kept_cache(family: Family, model) -> None:
 
 @pytest.mark.parametrize("before", ["the same", "cut"])
 @torch.no_grad()
-def test_pictures_in_a_later_turn(build, before: str) -> None:
+def test_images_in_a_later_turn(build, before: str) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(padding=None)
     half = inputs["input_ids"].shape[1]
@@ -590,7 +590,7 @@ def test_arguments_for_each_token_that_nobody_knows_are_refused(build) -> None:
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 @torch.no_grad()
 def test_rotary_positions_of_three_axes(name: str, build) -> None:
-    """Each token of a group at its own place of the picture: by hand from the patched tower's features."""
+    """Each token of a group at its own place of the image: by hand from the patched tower's features."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     logits = {}

@@ -47,7 +47,7 @@ def methods(family: Family) -> list[str]:
 
 
 def batches(family: Family) -> list[dict[str, Any]]:
-    """Ragged and padded on the left; where the family takes videos, one beside a picture, or two."""
+    """Ragged and padded on the left; where the family takes videos, one beside an image, or two."""
     if family.video is None:
         return [{"images": (2, 1)}]
     return [{"images": (2, 1)}, {"images": (0, 1), "video": True} if family.mixes else VIDEOS]
@@ -96,13 +96,13 @@ def test_equals_masking(family: Family, model, method: str, methods: list[str]) 
 
 
 def check_survivors(cuts: list[Any], inputs: Any, family: Family, model: Any) -> torch.Tensor:
-    """All text that is not padding survives, and of each picture's tokens about the share asked for."""
+    """All text that is not padding survives, and of each image's tokens about the share asked for."""
     alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
     visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
     assert torch.equal(alive & ~visual, real & ~visual)
-    for row, pictures in enumerate(pieces(family, inputs)):
-        for picture in pictures:
-            assert 0.2 * len(picture) <= int(alive[row, picture].sum()) <= 0.4 * len(picture)
+    for row, images in enumerate(pieces(family, inputs)):
+        for image in images:
+            assert 0.2 * len(image) <= int(alive[row, image].sum()) <= 0.4 * len(image)
     return alive
 
 
@@ -141,13 +141,13 @@ def test_every_model_type_is_built_or_refused() -> None:
 
 
 @torch.no_grad()
-def test_a_number_is_for_each_picture(family: Family, model) -> None:
-    """`keep=5` leaves five tokens of each picture and video, or of each tile or frame where the table says so."""
+def test_a_number_is_for_each_image(family: Family, model) -> None:
+    """`keep=5` leaves five tokens of each image and video, or of each tile or frame where the table says so."""
     apart = "counts as an image" in families.SUPPORTED[family.kind].note
     for batch in batches(family):
         inputs = family.make_inputs(**batch)
         with tokenprune.patched(model, "uniform", keep=5, record=True):
             model.generate(**inputs, max_new_tokens=1)
             alive = survivors(tokenprune.stats(model).cuts[-1], inputs["input_ids"].shape[1])
-        kept = [int(alive[row, picture].sum()) for row, of in enumerate(pieces(family, inputs)) for picture in of]
+        kept = [int(alive[row, image].sum()) for row, of in enumerate(pieces(family, inputs)) for image in of]
         assert all(number == 5 or (apart and number % 5 == 0) for number in kept), kept

@@ -197,7 +197,7 @@ def test_windows_are_measured_in_the_full_prompt(name: str, build) -> None:
         close(got, want)
 
 
-# Not where pictures see both ways: unpatched, transformers 5.19 loses that sight with a kept cache.
+# Not where images see both ways: unpatched, transformers 5.19 loses that sight with a kept cache.
 KEPT_CACHE = (
     "exaone4_5 gemma3n gemma4 gemma4_moe granite4_vision kimi_k25 lfm2_vl llama4 minicpmv4_6 nemotron_h_omni".split()
 )
@@ -207,8 +207,8 @@ PROBES = [EntryProbe(), Probe(layer=2), NextProbe(layer=3)]
 @pytest.mark.parametrize("method", PROBES, ids=["PRE_LLM", "IN_LLM", "next"])
 @pytest.mark.parametrize("name", KEPT_CACHE)
 @torch.no_grad()
-def test_a_second_picture_with_a_kept_cache(name: str, method: Method, build) -> None:
-    """Two pictures in two calls, the second with the cache of the first, are two pictures in one."""
+def test_a_second_image_with_a_kept_cache(name: str, method: Method, build) -> None:
+    """Two images in two calls, the second with the cache of the first, are two images in one."""
     family = FAMILIES[name]
     model = build(family)
     if method.name == "next" and name == "nemotron_h_omni":
@@ -228,7 +228,7 @@ def test_a_second_picture_with_a_kept_cache(name: str, method: Method, build) ->
 
 @torch.no_grad()
 def test_methods_see_the_features_of_granite(build) -> None:
-    """Granite's decoder is handed zeros where pictures are; a method at its entry sees what comes first into them."""
+    """Granite's decoder is handed zeros where images are; a method at its entry sees what comes first into them."""
     family = FAMILIES["granite4_vision"]
     model, inputs = build(family), family.make_inputs(rows=1)
     features = model.get_image_features(inputs["pixel_values"], inputs["image_sizes"]).deepstack_features
@@ -264,8 +264,8 @@ def test_a_model_that_prunes_itself_is_refused(build) -> None:
 
 
 @torch.no_grad()
-def test_a_decoder_that_takes_pictures(build) -> None:
-    """Chameleon merges pictures inside its decoder: from pixels, features or beside embeddings, they are the same."""
+def test_a_decoder_that_takes_images(build) -> None:
+    """Chameleon merges images inside its decoder: from pixels, features or beside embeddings, they are the same."""
     family = FAMILIES["chameleon"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     pixels, ids = (

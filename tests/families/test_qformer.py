@@ -48,7 +48,7 @@ def test_generate(family: Family, build, method: str, attn: str, batch: dict) ->
 
 @pytest.mark.parametrize("method", ["divprune", "fastv", "pool"])
 def test_beams(family: Family, model, method: str) -> None:
-    """Beams see the tokens that their prompt keeps: of the two pictures of a row, each its own."""
+    """Beams see the tokens that their prompt keeps: of the two images of a row, each its own."""
     inputs = family.make_inputs(images=(2, 1))
     options = dict(max_new_tokens=4, num_beams=3, output_scores=True, return_dict_in_generate=True)
     with tokenprune.patched(model, method, keep=0.3, record=True):
@@ -63,14 +63,14 @@ def test_beams(family: Family, model, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_second_turn(family: Family, model, method: str) -> None:
-    """These models take pictures in every call; what the cache holds of them already is not cut again."""
+    """These models take images in every call; what the cache holds of them already is not cut again."""
     inputs = family.make_inputs(images=(2, 1))
     more = words(len(inputs["input_ids"]), 4)
-    pictures = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    images = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
 
     def talk(forced: list) -> list:
         first, tokens, out = generate_logits(model, inputs, 2, tokens=forced[0])
-        turn = longer(inputs, family, out.sequences, more) | pictures
+        turn = longer(inputs, family, out.sequences, more) | images
         second, later, _ = generate_logits(model, turn, 2, tokens=forced[1], past_key_values=out.past_key_values)
         return [(first, tokens), (second, later)]
 
@@ -83,8 +83,8 @@ def test_second_turn(family: Family, model, method: str) -> None:
         close(one, other)
 
 
-def test_a_picture_in_a_later_turn(family: Family, model) -> None:
-    """The second picture alone is new, and cut."""
+def test_a_image_in_a_later_turn(family: Family, model) -> None:
+    """The second image alone is new, and cut."""
     inputs = family.make_inputs(images=(2,))
     ids, places = inputs["input_ids"], family.visual_mask(model, inputs)[0].nonzero().flatten()
     split = int(places[len(places) // 2]) - 1
@@ -137,12 +137,12 @@ def test_embeddings_as_prompt(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_encoded_pictures(family: Family, model) -> None:
+def test_encoded_images(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     modality = "video" if inputs["pixel_values"].ndim == 5 else "image"
-    pictures = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-    encoded = {modality: getattr(model, f"get_{modality}_features")(**pictures)}
-    others = {"pixel_values": None} | dict.fromkeys(pictures.keys() - {"pixel_values"})
+    images = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    encoded = {modality: getattr(model, f"get_{modality}_features")(**images)}
+    others = {"pixel_values": None} | dict.fromkeys(images.keys() - {"pixel_values"})
     with tokenprune.patched(model, "divprune", keep=0.3):
         want = model(**inputs).logits
         assert torch.equal(model(**inputs | others, mm_encoder_outputs=encoded).logits, want)
@@ -170,7 +170,7 @@ def test_a_copy_is_patched_for_itself(model, family: Family) -> None:
 
 def test_errors_leave_nothing_behind(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
-    fewer = {name: value[:1] for name, value in inputs.items()}  # three pictures, placeholders of two
+    fewer = {name: value[:1] for name, value in inputs.items()}  # three images, placeholders of two
     fewer |= {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
     with tokenprune.patched(model, "random", keep=0.3):
         with pytest.raises(UnsupportedSetupError, match="leave out prefill_chunk_size"):

@@ -87,12 +87,12 @@ def test_generate(family: Family, model: torch.nn.Module) -> None:
         assert torch.equal(new[:, 0], logits(model, inputs)[:, -1].argmax(-1))
 
 
-def test_pictures_are_felt(family: Family, model: torch.nn.Module) -> None:
-    """Another picture moves the last logits of its own row, and of no other."""
+def test_images_are_felt(family: Family, model: torch.nn.Module) -> None:
+    """Another image moves the last logits of its own row, and of no other."""
     inputs = family.make_inputs()
     before = logits(model, inputs)[:, -1]
     pixels = inputs["pixel_values"].clone()
-    # Row 0 has the first picture, whether the first axis counts pictures, tiles, rows or patches.
+    # Row 0 has the first image, whether the first axis counts images, tiles, rows or patches.
     pixels[0] += 1.0
     after = logits(model, {**inputs, "pixel_values": pixels})[:, -1]
     assert (after - before)[0].abs().max() > 0.05
@@ -100,7 +100,7 @@ def test_pictures_are_felt(family: Family, model: torch.nn.Module) -> None:
 
 
 def test_single_visual_tokens_are_felt(family: Family, model: torch.nn.Module) -> None:
-    """Swapping the features of two visual tokens is seen at the end: the model does not just average its picture."""
+    """Swapping the features of two visual tokens is seen at the end: the model does not just average its image."""
     inputs = family.make_inputs(rows=1)
     first, *_, last = family.visual_mask(model, inputs)[0].nonzero().flatten().tolist()
 
@@ -137,7 +137,7 @@ def test_counts(family: Family, model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("video", [False, True])
 def test_token_types(video: bool) -> None:
-    """Types mark the placeholders, and the model heeds them (M-RoPE positions; sight both ways within a picture)."""
+    """Types mark the placeholders, and the model heeds them (M-RoPE positions; sight both ways within an image)."""
     for family in FAMILIES.values():
         if family.types is None or (video and family.video is None):
             continue
@@ -155,7 +155,7 @@ def test_text_only(family: Family, model: torch.nn.Module) -> None:
     inputs = family.make_inputs(images=(0, 0))
     assert not any("pixel" in key or "grid" in key or "sizes" in key for key in inputs)
     assert not family.visual_mask(model, inputs).any()
-    # A picture seen before leaves nothing behind.
+    # An image seen before leaves nothing behind.
     logits(model, family.make_inputs())
     torch.testing.assert_close(logits(model, inputs), logits(family.build(), inputs), atol=0, rtol=0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard: its table and patterns, how text is told from pictures, and what a patched model does with all that."""
+"""The guard: its table and patterns, how text is told from images, and what a patched model does with all that."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tokenprune.base import Method
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import Model, load
 from tokenprune.guard.floors import shipped
-from tokenprune.guard.images import SIDE, Late, blocks_of, text_shares
+from tokenprune.guard.images import SIDE, AsyncValues, blocks_of, text_shares
 from tokenprune.guard.prompts import Reader
 from tokenprune.guard.settings import KINDS, TEXT_LIMIT
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
@@ -115,7 +115,7 @@ def test_bad_settings(bad: dict[str, Any]) -> None:
         Guard(**bad)
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------------------------
 
 
 def page(side: int = 336, letters: int = 12, paper: str = "white", ink: str = "black") -> Image.Image:
@@ -187,7 +187,7 @@ def test_photographs() -> None:
     assert max(share(name) for name in ("astronaut", "coffee", "chelsea", "grass", "coins")) < TEXT_LIMIT
 
 
-def test_a_picture_with_one_sign_is_no_document() -> None:
+def test_a_image_with_one_sign_is_no_document() -> None:
     image = scene("hills")
     image.paste(page(60, 16), (40, 40))
     assert 0 < measured(planes(image)) < TEXT_LIMIT
@@ -205,7 +205,7 @@ def test_normalisation_does_not_matter() -> None:
         assert measured(1 - pixels) == pytest.approx(want, abs=0.02)  # white on black
 
 
-def test_pictures_without_content() -> None:
+def test_images_without_content() -> None:
     nan = torch.full((3, 56, 56), float("nan"))
     broken = planes(page(336)).clone()
     broken[:, :28, :28] = float("inf")
@@ -234,8 +234,8 @@ def naive(image: np.ndarray) -> float:
 
 
 def test_the_measure_is_the_naive_loop() -> None:
-    pictures = [page(336), page(336, 20), scene("noise"), thresholds(336)]
-    pixels = torch.stack([planes(image) for image in pictures])
+    images = [page(336), page(336, 20), scene("noise"), thresholds(336)]
+    pixels = torch.stack([planes(image) for image in images])
     blocks = blocks_of(pixels)
     owner = torch.arange(4).repeat_interleave(blocks.shape[1])
     shuffled = torch.randperm(len(owner), generator=torch.Generator().manual_seed(0))
@@ -261,19 +261,19 @@ def patchified(image: torch.Tensor) -> torch.Tensor:
     return patches.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(height * width, -1)
 
 
-def test_patches_are_looked_at_like_whole_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = [planes(page(336))[:, :, :224], planes(thresholds(224)), planes(page(448, 9))]
-    sizes = torch.tensor([[1, one.shape[1] // 14, one.shape[2] // 14] for one in pictures])
-    patches = torch.cat([patchified(one) for one in pictures])
+def test_patches_are_looked_at_like_whole_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [planes(page(336))[:, :, :224], planes(thresholds(224)), planes(page(448, 9))]
+    sizes = torch.tensor([[1, one.shape[1] // 14, one.shape[2] // 14] for one in images])
+    patches = torch.cat([patchified(one) for one in images])
     got = guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes}).read()
-    assert got == pytest.approx([measured(one) for one in pictures], abs=1e-6)
+    assert got == pytest.approx([measured(one) for one in images], abs=1e-6)
     seen: list[torch.Tensor] = []
     with monkeypatch.context() as patch:
         patch.setattr(
             guard_pixels, "text_shares", lambda blocks, owner, count: seen.append(blocks) or torch.zeros(count)
         )
         guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes})
-    torch.testing.assert_close(seen[0], torch.cat([blocks_of(one[None])[0] for one in pictures]))
+    torch.testing.assert_close(seen[0], torch.cat([blocks_of(one[None])[0] for one in images]))
     for wrong in ({"image_grid_thw": None}, {"image_grid_thw": sizes[:2]}, {"pixel_values": patches[:, :-1]}):
         assert guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes} | wrong) is None
 
@@ -284,9 +284,9 @@ def test_tiles_frames_and_what_is_not_looked_at() -> None:
     tiles = torch.stack([torch.stack([text, text]), torch.stack([text, noise])])
     got = guard_pixels.look(adapter, "image", {"pixel_values": tiles}).read()
     assert got[0] == pytest.approx(measured(text)) and 0 < got[1] < got[0]
-    film = torch.stack([text] + [noise] * 15)[None]  # every other frame is looked at
-    even = guard_pixels.look(adapter, "video", {"pixel_values_videos": film[:, ::2]}).read()
-    assert guard_pixels.look(adapter, "video", {"pixel_values_videos": film}).read() == even
+    video = torch.stack([text] + [noise] * 15)[None]  # every other frame is looked at
+    even = guard_pixels.look(adapter, "video", {"pixel_values_videos": video[:, ::2]}).read()
+    assert guard_pixels.look(adapter, "video", {"pixel_values_videos": video}).read() == even
     shapes = [(4, 12), (1, 9, 12), (1, 3, 16, 16), (1, 5, 56, 56), (0, 3, 56, 56)]
     for pixels in (None, torch.zeros(1, 3, 56, 56, dtype=torch.uint8), *map(torch.zeros, shapes)):
         assert guard_pixels.look(adapter, "image", {"pixel_values": pixels}) is None
@@ -312,8 +312,8 @@ RISKS = ((), ("counting",), ("grounding",), ("text",))
 
 
 def asked(subject: Model, images: list[Any] | None = None, questions: tuple[str, ...] = QUESTIONS) -> dict[str, Any]:
-    picture = load_heldout(limit=1)[0].image
-    return subject.inputs(images or [picture] * len(questions), questions)
+    image = load_heldout(limit=1)[0].image
+    return subject.inputs(images or [image] * len(questions), questions)
 
 
 @torch.no_grad()
@@ -355,8 +355,8 @@ def test_auto_is_a_patch_with_the_raised_budget(subject: Model, method: str, kee
     assert any(row.raised for row in stats.guard) and not stats.guard[0].raised
 
 
-def test_a_picture_of_text_is_raised_alone(subject: Model) -> None:
-    """Of two pictures in a prompt, in a batch, in forward and in generate, beams included."""
+def test_a_image_of_text_is_raised_alone(subject: Model) -> None:
+    """Of two images in a prompt, in a batch, in forward and in generate, beams included."""
     photo, text = load_heldout(limit=1)[0].image, page(224)
     options = dict(method="random", keep=0.1, guard=Guard("auto", floors={"text": 0.5}), processor=subject.processor)
     inputs = asked(subject, [[photo, text], [photo, photo]], QUESTIONS[:1] * 2)
@@ -365,7 +365,7 @@ def test_a_picture_of_text_is_raised_alone(subject: Model) -> None:
         flags = [row.raised for row in stats.guard]
         assert flags == [True] * copies + [False] * copies
         assert stats.visual_tokens_out == copies * (26 + 128 + 26 + 26)
-        assert stats.guard[0].picture > TEXT_LIMIT > stats.guard[-1].picture
+        assert stats.guard[0].image > TEXT_LIMIT > stats.guard[-1].image
         assert [row.risks for row in stats.guard] == [("text",)] * copies + [()] * copies
         assert stats.guard[0].kept == 26 + 128 and stats.guard[0].tokens == 512
 
@@ -377,7 +377,7 @@ def test_a_picture_of_text_is_raised_alone(subject: Model) -> None:
         check(tokenprune.stats(subject.model), 2)
 
 
-def test_without_a_tokenizer_pictures_alone_are_looked_at(subject: Model) -> None:
+def test_without_a_tokenizer_images_alone_are_looked_at(subject: Model) -> None:
     inputs = asked(subject, [page(224), scene("hills", 224)], ("how many circles?",) * 2)
     _, stats = run(subject, inputs, method="random", keep=0.2, guard="auto")
     assert [row.prompt for row in stats.guard] == [None, None]
@@ -387,7 +387,7 @@ def test_without_a_tokenizer_pictures_alone_are_looked_at(subject: Model) -> Non
 
 
 def test_composed_methods_leave_each_other_enough(subject: Model) -> None:
-    """Each cut leaves what its method needs of the whole picture, not of what arrives."""
+    """Each cut leaves what its method needs of the whole image, not of what arrives."""
     options = dict(method=["divprune", "fastv"], keep=0.2, processor=subject.processor)
     inputs = asked(subject, questions=QUESTIONS[3:])  # text: divprune needs 0.25, fastv 0.11
     _, stats = run(subject, inputs, guard="auto", **options)
@@ -437,7 +437,7 @@ def test_nothing_is_said_in_vain(subject: Model, caplog: pytest.LogCaptureFixtur
     assert not [record for record in caplog.records if record.name == "tokenprune"]
 
 
-class Waiting(Late):
+class Waiting(AsyncValues):
     """A verdict that has not arrived yet."""
 
     arrived = False
@@ -448,7 +448,7 @@ class Waiting(Late):
 
 def test_a_verdict_that_comes_later(subject: Model, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     """It is said with the first call that finds it there; whoever asks for the statistics waits for it."""
-    monkeypatch.setattr(guard_pixels, "Late", Waiting)
+    monkeypatch.setattr(guard_pixels, "AsyncValues", Waiting)
     inputs = asked(subject, [page(224)], QUESTIONS[:1])
     with tokenprune.patched(subject.model, "random", keep=0.2), torch.no_grad():
         monkeypatch.setattr(Waiting, "arrived", False)
@@ -566,7 +566,7 @@ def test_copies(subject: Model) -> None:
             assert [row.raised for row in tokenprune.stats(other).guard] == [bool(kinds) for kinds in RISKS]
             assert parts(other)[0] is not parts(subject.model)[0]
         assert subject.generate(inputs) == want
-    late = Late(torch.tensor([0.25, 0.5]))
+    late = AsyncValues(torch.tensor([0.25, 0.5]))
     for made in (copy.deepcopy(late), pickle.loads(pickle.dumps(late))):
         assert made.ready() and made.read() == [0.25, 0.5] and made.count == 2
 
@@ -580,27 +580,27 @@ def test_replacing_a_patch(subject: Model) -> None:
     assert snapshot(subject.model) == was
 
 
-# Tiles, packed tiles, tiles by row, patches: whose verdict is whose. Their pictures are smaller than a block.
+# Tiles, packed tiles, tiles by row, patches: whose verdict is whose. Their images are smaller than a block.
 SHAPES = ["llava", "llava_next", "llava_onevision", "internvl", "idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3"]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @torch.no_grad()
-def test_verdicts_find_their_pictures(name: str, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_find_their_images(name: str, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     monkeypatch.setattr(guard_pixels, "SIDE", 4)
     monkeypatch.setattr(guard_pixels, "_LEAST_SIDE", 4)
     monkeypatch.setattr(guard_pixels, "blocks_of", lambda planes: blocks_of(planes, 4))
-    # The value of a picture is its number among those that the tower gets.
+    # The value of an image is its number among those that the tower gets.
     monkeypatch.setattr(guard_pixels, "text_shares", lambda blocks, owner, number: torch.arange(float(number)))
     for row, images in ((None, (2, 1)), (0, (2,)), (1, (1,))):
         inputs = family.make_inputs(images=(2, 1)) if row is None else family.make_inputs(images=(2, 1), only=row)
         with tokenprune.patched(model, "random", keep=0.3):
             model(**inputs)
-            found = [one.picture for one in tokenprune.stats(model).guard]
+            found = [one.image for one in tokenprune.stats(model).guard]
             model.generate(**inputs, max_new_tokens=1)
-            assert [one.picture for one in tokenprune.stats(model).guard] == found
+            assert [one.image for one in tokenprune.stats(model).guard] == found
         assert None not in found and found == sorted(found) and len(found) == len(images), found
         if len(found) == 2:
             assert found[0] < found[1]

@@ -73,8 +73,8 @@ PROMPTS: dict[str, tuple[list[Visual], int]] = {
     "two videos": ([video(5, 10), video(50, 9)], 100),
     "long text between": ([video(5, 10), video(90, 9)], 140),
     "text of 32 between": ([video(5, 10), video(77, 9)], 140),
-    "pictures after": ([video(5, 10), video(48, 1, 9, modality="image"), video(60, 1, 9, modality="image")], 80),
-    "picture before": ([video(4, 1, 9, modality="image"), video(20, 11)], 90),
+    "images after": ([video(5, 10), video(48, 1, 9, modality="image"), video(60, 1, 9, modality="image")], 80),
+    "image before": ([video(4, 1, 9, modality="image"), video(20, 11)], 90),
     "video within the sink": ([video(5, 2), video(20, 9)], 70),
 }
 

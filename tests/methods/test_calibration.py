@@ -17,7 +17,7 @@ import tokenprune
 from basics import snapshot
 from oracle import close
 from tests.api.test_cli import call, refused
-from tests.methods.test_dymu import Picture, mixed, naive_groups, naive_scores, tower_shape
+from tests.methods.test_dymu import InputImage, mixed, naive_groups, naive_scores, tower_shape
 from tests.tower.test_encoder import SUPPORTED, blocks_of, tiles, tower_of
 from tests.tower.test_timm import build as build_timm
 from tokenprune import (
@@ -48,24 +48,24 @@ def plan_of(model: Any, keep: float, schedule: str = "constant") -> list[int]:
 
 @torch.no_grad()
 def naive_thresholds(tower: Any, batch: Tensor, plan: list[int]) -> tuple[list[float], list[int]]:
-    """One batch, picture by picture: thresholds, and tokens left of each picture."""
-    pictures = [Picture(tower, one) for one in batch]
+    """One batch, image by image: thresholds, and tokens left of each image."""
+    images = [InputImage(tower, one) for one in batch]
     taus = []
     for block, r in zip(blocks_of(tower), plan, strict=True):
-        keys = [picture.attend(block) for picture in pictures]
+        keys = [image.attend(block) for image in images]
         edges = []
         for row, one in enumerate(keys):
-            p = pictures[row].protected
+            p = images[row].protected
             best = sorted((score for score, _, _ in naive_scores(one, p)), reverse=True)
             edges += [(score, row) for score in best[: (len(one) - p) // 2]]
         edges.sort(key=lambda edge: -edge[0])
         merged = edges[: r * len(batch)]
         taus.append(max(0.0, edges[len(merged)][0] if len(merged) < len(edges) else 0.0) if r else 1.0)
-        for row, picture in enumerate(pictures):
+        for row, image in enumerate(images):
             number = sum(owner == row for _, owner in merged)
             same = [[token] for token in range(len(keys[row]))]
-            picture.finish(block, naive_groups(keys[row], number, picture.protected) if number else same)
-    return taus, [len(picture.groups) for picture in pictures]
+            image.finish(block, naive_groups(keys[row], number, image.protected) if number else same)
+    return taus, [len(image.groups) for image in images]
 
 
 def found_by(model: Any, images: Any, **options: Any) -> Thresholds:
@@ -135,8 +135,8 @@ def test_timm() -> None:
         assert logits.shape == before.shape and not torch.equal(logits, before)
         assert stats.keep_ratio == pytest.approx(0.5, abs=0.01) and stats.prefill_flops_ratio < 0.8
         left = []
-        for row, picture in enumerate(pixels):
-            close(model(picture[None])[0], logits[row])
+        for row, image in enumerate(pixels):
+            close(model(image[None])[0], logits[row])
             left.append(tokenprune.stats(model).visual_tokens_out)
         assert sum(left) == stats.visual_tokens_out and left.index(min(left)) == 5 and len(set(left)) > 1
         tokenprune.unpatch(model)
@@ -158,12 +158,12 @@ def folder(tmp_path: Path) -> Path:
         values = torch.randint(0, 256, (24, 24, 3), generator=g, dtype=torch.uint8)
         values[: 4 * number] = 90
         Image.fromarray(values.numpy()).save(tmp_path / "pictures" / name)
-    (tmp_path / "pictures" / "notes.txt").write_text("no picture")
+    (tmp_path / "pictures" / "notes.txt").write_text("no image")
     return tmp_path / "pictures"
 
 
-def transform(picture: Image.Image) -> Tensor:
-    return torch.tensor(list(picture.tobytes())).view(24, 24, 3).permute(2, 0, 1) / 128 - 1
+def transform(image: Image.Image) -> Tensor:
+    return torch.tensor(list(image.tobytes())).view(24, 24, 3).permute(2, 0, 1) / 128 - 1
 
 
 class CutShort(Exception):
@@ -221,9 +221,9 @@ def test_images_in_all_their_forms(folder: Path) -> None:
     model, options = build_timm("class token"), dict(processor=transform, batch_size=5)
     want = found_by(model, folder, **options).values[0.5]
     paths = sorted(path for path in folder.rglob("*") if path.suffix != ".txt" and path.is_file())
-    pictures = [Image.open(path) for path in paths]
-    tensors = torch.stack([transform(picture) for picture in pictures])
-    for images in (str(folder), paths, list(map(str, paths)), pictures, iter(pictures), tensors, list(tensors)):
+    photos = [Image.open(path) for path in paths]
+    tensors = torch.stack([transform(image) for image in photos])
+    for images in (str(folder), paths, list(map(str, paths)), photos, iter(photos), tensors, list(tensors)):
         assert torch.equal(found_by(model, images, **options).values[0.5], want)
 
 
@@ -233,7 +233,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for example in load_heldout(kinds=("colour",), limit=3):
         (folder / example.path.name).write_bytes(example.path.read_bytes())
     printed = call("calibrate", "--images", folder, "--keep", "0.5,0.3", "--out", out, "--batch-size", 2).stdout
-    assert "keep 0.5: " in printed and "keep 0.3: " in printed and "calibrated on 3 pictures" in printed
+    assert "keep 0.5: " in printed and "keep 0.3: " in printed and "calibrated on 3 images" in printed
     model = load(device="cpu").model
     with tokenprune.patched(model, "dymu", keep=0.3, thresholds=out):
         assert tokenprune.is_patched(model)
@@ -255,10 +255,10 @@ def test_refused(folder: Path, tmp_path: Path, build) -> None:
         ([], {}, OptionError, "images is empty"),
         (iter([]), {}, OptionError, "images is empty"),
         (7, {}, OptionError, "must be a folder"),
-        (tmp_path / "empty", {}, OptionError, "no pictures in"),
+        (tmp_path / "empty", {}, OptionError, "no images in"),
         (tmp_path / "absent", {}, OptionError, "is no folder"),
         (["absent.png"], {}, TokenPruneError, "cannot read absent.png"),
-        (tmp_path / "bad", {}, TokenPruneError, "cannot read .*broken.png as a picture"),
+        (tmp_path / "bad", {}, TokenPruneError, "cannot read .*broken.png as an image"),
         (folder, {}, OptionError, "pass processor="),
         ([torch.zeros(24, 24)], {}, OptionError, r"a tensor of shape \(24, 24\)"),
         ([torch.zeros(3, 24, 24), torch.zeros(3, 16, 16)], {}, OptionError, "different sizes"),

@@ -42,7 +42,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def naive_scores(keys: Tensor, protected: int) -> list[tuple[float, int, int]]:
-    """One picture: (similarity, source, target) of each token at an even place, in order of place."""
+    """One image: (similarity, source, target) of each token at an even place, in order of place."""
     found = []
     for a in range(0, len(keys), 2):
         best, partner = -math.inf, -1
@@ -56,7 +56,7 @@ def naive_scores(keys: Tensor, protected: int) -> list[tuple[float, int, int]]:
 
 
 def naive_groups(keys: Tensor, r: int, protected: int) -> list[list[int]]:
-    """One picture, r pairs: the members of each token of the output, in its order."""
+    """One image, r pairs: the members of each token of the output, in its order."""
     pairs = sorted(naive_scores(keys, protected), key=lambda one: -one[0])[:r]
     gone = [a for _, a, _ in pairs]
     stay = [a for a in range(protected, len(keys)) if a % 2 == 0 and a not in gone]
@@ -70,8 +70,8 @@ def naive_match(keys: Tensor, tau: float, protected: int, limit: int | None = No
     return naive_groups(keys, r, protected) if r else [[token] for token in range(len(keys))]
 
 
-class Picture:
-    """One picture on its way through a tower, token by token."""
+class InputImage:
+    """One image on its way through a tower, token by token."""
 
     def __init__(self, tower: Any, pixels: Tensor) -> None:
         embedded = tower.embeddings(pixels[None])
@@ -120,14 +120,14 @@ def by_hand(model: Any, values: list[float]) -> Thresholds:
 
 
 def mixed(model: Any) -> Tensor:
-    """Noise, a constant picture, and stripes: they lose very different numbers of tokens."""
+    """Noise, a constant image, and stripes: they lose very different numbers of tokens."""
     pixels = tiles(model, 3)
     pixels[1] = 0.3
     pixels[2] = pixels[2, :, :1].expand_as(pixels[2])
     return pixels
 
 
-# Where the tokens of `mixed` merge in numbers that differ from picture to picture.
+# Where the tokens of `mixed` merge in numbers that differ from image to image.
 TAUS = {"llava": [0.6, 0.7, 1.0], "llava_next": [0.6, 0.7, 1.0], "llava_onevision": [0.6, 0.7, 0.75]}
 
 
@@ -222,21 +222,21 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
         got = tower(pixels, output_hidden_states=True)
     left = []
     for row, one in enumerate(pixels):
-        picture = Picture(tower, one)
-        close(got.hidden_states[0][row], picture.grid())
+        image = InputImage(tower, one)
+        close(got.hidden_states[0][row], image.grid())
         for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):
-            keys = picture.attend(block, proportional)
-            picture.finish(block, naive_match(keys, tau, picture.protected))
-            close(got.hidden_states[stage][row], picture.grid())
+            keys = image.attend(block, proportional)
+            image.finish(block, naive_match(keys, tau, image.protected))
+            close(got.hidden_states[stage][row], image.grid())
         owner = record_of(got).owners[row]
-        assert sorted(owner.unique().tolist()) == list(range(len(picture.groups)))
-        assert all((owner[group] == place).all() for place, group in enumerate(picture.groups))
-        left.append(len(picture.groups))
+        assert sorted(owner.unique().tolist()) == list(range(len(image.groups)))
+        assert all((owner[group] == place).all() for place, group in enumerate(image.groups))
+        left.append(len(image.groups))
     assert len(set(left)) > 1
 
 
 @torch.no_grad()
-def test_a_batch_equals_its_single_pictures(family: Family, model) -> None:
+def test_a_batch_equals_its_single_images(family: Family, model) -> None:
     pixels = torch.cat([mixed(model), tiles(model, 2, seed=7)])
     options = dict(keep=0.5, thresholds=by_hand(model, TAUS[family.name]))
     with tokenprune.patched(model, "dymu", **options), tokens_in_mlps(model) as seen:
@@ -255,7 +255,7 @@ def test_a_batch_equals_its_single_pictures(family: Family, model) -> None:
     with tokenprune.patched(model, "dymu", max_r=1, **options):
         assert record_of(tower_of(model)(pixels[1:2])).block_tokens == [kept_all - i for i in range(3)]
     assert len(set(kept)) > 1
-    assert kept.index(min(kept)) == 1, "the constant picture keeps the fewest"
+    assert kept.index(min(kept)) == 1, "the constant image keeps the fewest"
 
 
 @torch.no_grad()
@@ -288,7 +288,7 @@ def test_gradients_and_half_precision(family: Family) -> None:
 
 
 def naive_exact(n: int, above: int, rest: int, floor: int, protected: int, max_r: int | None) -> int:
-    """How many pairs of a picture's n tokens merge: as near to `above` as lets `rest` blocks behind end at `floor`."""
+    """How many pairs of an image's n tokens merge: as near to `above` as lets `rest` blocks behind end at `floor`."""
 
     def most_now(count: int) -> int:
         return min((count - protected) // 2, count if max_r is None else max_r)
@@ -314,25 +314,25 @@ def test_exact_keeps_as_many_as_asked_for(family: Family, model, taus: list[floa
         got = tower(pixels, output_hidden_states=True)
     want, entered = shape.left(tokenprune.Budget(keep=0.5)) + shape.protected, []
     for row, one in enumerate(pixels):
-        picture, counts = Picture(tower, one), []
+        image, counts = InputImage(tower, one), []
         for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):
-            keys = picture.attend(block)
+            keys = image.attend(block)
             counts.append(len(keys))
             joined = [[token] for token in range(len(keys))]
             if stage <= shape.read:
-                above = sum(score > tau for score, _, _ in naive_scores(keys, picture.protected)) if tau < 1 else 0
-                r = naive_exact(len(keys), above, shape.read - stage, want, picture.protected, max_r)
-                joined = naive_groups(keys, r, picture.protected) if r else joined
-            picture.finish(block, joined)
-            close(got.hidden_states[stage][row], picture.grid())
-        assert len(record_of(got).owners[row].unique()) == len(picture.groups) == want
+                above = sum(score > tau for score, _, _ in naive_scores(keys, image.protected)) if tau < 1 else 0
+                r = naive_exact(len(keys), above, shape.read - stage, want, image.protected, max_r)
+                joined = naive_groups(keys, r, image.protected) if r else joined
+            image.finish(block, joined)
+            close(got.hidden_states[stage][row], image.grid())
+        assert len(record_of(got).owners[row].unique()) == len(image.groups) == want
         entered.append(counts)
     assert record_of(got).block_tokens == [sum(counts) for counts in zip(*entered, strict=True)]
 
 
 @torch.no_grad()
 def test_exact_is_the_same_where_the_thresholds_hit_the_number(build) -> None:
-    """Calibrated on one picture, the thresholds leave of it what was asked for: then nothing is to be made up."""
+    """Calibrated on one image, the thresholds leave of it what was asked for: then nothing is to be made up."""
     model = build(FAMILIES["llava"])
     pixels = tiles(model, 1)
     found = tokenprune.calibrate(model, pixels, keep=0.5, progress=False)
@@ -346,7 +346,7 @@ def test_exact_is_the_same_where_the_thresholds_hit_the_number(build) -> None:
 
 @torch.no_grad()
 def test_exact_in_the_decoder(build) -> None:
-    """Every picture of a batch brings the same number of tokens, also in `generate`."""
+    """Every image of a batch brings the same number of tokens, also in `generate`."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     inputs["pixel_values"][0] = 0.3
@@ -375,7 +375,7 @@ def test_exact_says_what_it_cannot_reach(build) -> None:
 @torch.no_grad()
 def test_the_decoder_sees_one_token_of_each_group(family: Family, model, batch: str, method: Any) -> None:
     inputs = family.make_inputs(**BATCHES[batch])
-    inputs["pixel_values"].flatten(0, -4)[0] = 0.3  # a simple picture or tile beside detailed ones
+    inputs["pixel_values"].flatten(0, -4)[0] = 0.3  # a simple image or tile beside detailed ones
     dymu = tokenprune.method("dymu", thresholds=by_hand(model, TAUS[family.name]))
     with tokenprune.patched(model, [dymu, *method[1:]] if method != "dymu" else dymu, keep=0.5, record=True):
         logits, stats = model(**inputs).logits, tokenprune.stats(model)
@@ -532,7 +532,7 @@ def test_attention_without_a_bias_is_refused(build) -> None:
     model = copy.deepcopy(build(FAMILIES["llava"]))
     found = by_hand(model, [0.5] * 3)
     model.set_attn_implementation({"vision_config": "flex_attention"})
-    with pytest.raises(UnsupportedSetupError, match="padding of pictures"):
+    with pytest.raises(UnsupportedSetupError, match="padding of images"):
         tokenprune.patch(model, "dymu", keep=0.5, thresholds=found, proportional=False)
 
 

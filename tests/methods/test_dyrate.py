@@ -142,7 +142,7 @@ def test_a_batch_does_what_its_rows_do(batch: dict, name: str, build) -> None:
 
 
 def test_a_row_that_keeps_all_goes_on_keeping_all(build) -> None:
-    """15 tokens an image: more than the small picture has."""
+    """15 tokens an image: more than the small image has."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(sizes=((8, 12), (4, 8)))
     stats = answer(model, inputs, keep=15, **SCHEDULE)[3]
@@ -254,7 +254,7 @@ def test_second_turn(name: str, mode: str, build) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
-def test_a_picture_in_the_second_turn(mode: str, build) -> None:
+def test_a_image_in_the_second_turn(mode: str, build) -> None:
     """It is cut like the first one, and both compete from then on."""
     family = FAMILIES["llava"]
     model, inputs, later = build(family), family.make_inputs(only=0), family.make_inputs(seed=4, only=0)
@@ -264,17 +264,17 @@ def test_a_picture_in_the_second_turn(mode: str, build) -> None:
         mask = torch.ones(1, cache.get_seq_length() + later["input_ids"].shape[1], dtype=torch.long)
         model(**{**later, "attention_mask": mask}, past_key_values=cache)
         state = reduction_of(cache).decode
-        # 36 tokens each: 15 left after rate 0.6, and 18 of the new picture.
+        # 36 tokens each: 15 left after rate 0.6, and 18 of the new image.
         assert state.visual.tolist() == [72] and state.count.tolist() == [15 + 18]
         kinds = state.types[0].tolist()
-        assert 0 not in kinds[kinds.index(1) :], "only what comes before the first picture of all is the system prompt"
+        assert 0 not in kinds[kinds.index(1) :], "only what comes before the first image of all is the system prompt"
         assert state.masses.shape[1] == 1 and not state.masses[..., 3].any()
         steps(model, {"attention_mask": mask}, cache, words(1, 4, seed=2))
         assert state.count.tolist() == [4]
         assert state.stats is tokenprune.stats(model) and state.stats.decode_kept == [[29], [29], [15], [4]]
         lengths = [layer.keys.shape[-2] for layer in cache.layers]
     total = mask.shape[1] + 4
-    # The first picture lost 18 tokens in prefill and 3 at the first two steps, which only "evict" forgets.
+    # The first image lost 18 tokens in prefill and 3 at the first two steps, which only "evict" forgets.
     assert lengths == [total, total, *[total - 72 + (4 if mode == "evict" else 36)] * 2]
 
 

@@ -137,7 +137,7 @@ def test_fitting(build, tmp_path) -> None:
     samples = [family.make_inputs(), family.make_inputs(images=(0, 1), seed=1), family.make_inputs(images=(0, 0))]
     options = dict(keep=0.9, layer=2, grid=3, max_new_tokens=4, divergence=0.03)
     predictor, fit = tokenprune.fit_dyrate(model, samples, path, **options)
-    # By hand: the highest rate under which the forced answer's distribution stays near, where there is a picture.
+    # By hand: the highest rate under which the forced answer's distribution stays near, where there is an image.
     want = [0, 0, 0]
     for inputs in samples[:2]:
         full, tokens, _ = generate_logits(model, inputs, 4)
@@ -181,7 +181,7 @@ def test_the_command(tmp_path) -> None:
     few = ("--grid", 2, "--max-new-tokens", 2)
     shown = call("fit-dyrate", "--out", out, "--limit", 1, *few).output
     assert "1 decode steps" in shown and RatePredictor.load(out).grid == 2
-    assert "no pictures" in refused("fit-dyrate", "--out", out, "--images", tmp_path, *few)
+    assert "no images" in refused("fit-dyrate", "--out", out, "--images", tmp_path, *few)
     assert "no folder" in refused("fit-dyrate", "--out", tmp_path / "there/p.safetensors", *few)
-    (tmp_path / "broken.png").write_bytes(b"not a picture")
+    (tmp_path / "broken.png").write_bytes(b"not an image")
     assert "cannot read" in refused("fit-dyrate", "--out", out, "--images", tmp_path, *few)

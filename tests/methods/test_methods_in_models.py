@@ -96,7 +96,7 @@ def test_fastv_in_a_model(query: str, layer: int, padding: str, family: Family, 
 @torch.no_grad()
 @pytest.mark.parametrize("name, grid", [("llava_onevision", None), ("qwen2_5_vl", (4, 2, 2)), ("qwen3_vl", (4, 2, 2))])
 def test_a_video_is_no_square(name: str, grid: Any, build) -> None:
-    """A number of tokens that is a square says nothing of a video's shape, as it does of a picture's."""
+    """A number of tokens that is a square says nothing of a video's shape, as it does of an image's."""
     seen = []
 
     class Look(tokenprune.Method):
@@ -166,7 +166,7 @@ def asked_twice(family: Family, model: Any, method: Any) -> tuple[list[set[int]]
 
 @pytest.mark.parametrize("method", [one for one in CONFIGURED if one.prefix_cache_safe], ids=str)
 def test_another_question_same_tokens(method: Any, family: Family, model) -> None:
-    """What is safe with a prefix cache keeps the same tokens whatever is asked behind the picture."""
+    """What is safe with a prefix cache keeps the same tokens whatever is asked behind the image."""
     one, other = asked_twice(family, model, method)
     assert one == other
 

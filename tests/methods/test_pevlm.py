@@ -33,7 +33,7 @@ BATCHES: dict[str, dict[str, Any]] = {
     "left": dict(video=(13, 13), images=(0, 0)),
     "right": dict(video=(13, 13), images=(0, 0), padding="right"),
     "mixed": dict(video=13, images=(0, 1)),
-    "picture after": dict(video=13, images=(1, 0), padding="right"),
+    "image after": dict(video=13, images=(1, 0), padding="right"),
     "no padding": dict(video=(13, 13), images=(0, 0), padding=None),
 }
 
@@ -44,7 +44,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def visuals_of(inputs: Any, row: int, frames: int) -> list[Visual]:
-    """The videos (of `frames` frames) and pictures of a row, read off the prompt's ids."""
+    """The videos (of `frames` frames) and images of a row, read off the prompt's ids."""
     ids, visuals = inputs["input_ids"][row].tolist(), []
     places = [position for position, token in enumerate(ids) if token in (VIDEO, VIDEO - 1)]
     for count in inputs.counts[row]:
@@ -406,7 +406,7 @@ def test_what_keeps_full_attention(build) -> None:
             return "; ".join(tokenprune.stats(model).notes)
 
     assert "13 frames are fewer than min_frames=14" in note(inputs, min_frames=14)
-    assert "more than one video or picture" in note(inputs, only_single_video=True)
+    assert "more than one video or image" in note(inputs, only_single_video=True)
     length = inputs["input_ids"].shape[1]
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
     own = {**inputs, "attention_mask": causal, "position_ids": torch.arange(length).expand(3, 1, -1)}
@@ -554,7 +554,7 @@ def test_sliding_windows() -> None:
         close(got, model(**inputs).logits)
 
 
-def test_the_benchmark_of_pictures_leaves_it_out() -> None:
+def test_the_benchmark_of_images_leaves_it_out() -> None:
     from tokenprune.bench.suite import patched
 
     with pytest.raises(UnsupportedSetupError, match="acts on videos"):

@@ -22,7 +22,7 @@ CASES = [
 
 
 def naive(metric: Tensor, r: int, protected: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """One picture: the members of each output token, in order, and (source, target) pairs in order of similarity."""
+    """One image: the members of each output token, in order, and (source, target) pairs in order of similarity."""
     n = len(metric)
     r = min(r, max(0, n - protected) // 2)
     pairs = []

@@ -285,7 +285,7 @@ def test_stage_2_is_the_next_layers_own_row(layer: int, family: Family, build) -
 @pytest.mark.parametrize("name", ["llava", "llava_next", "gemma3"])
 @torch.no_grad()
 def test_stage_2_behind_a_cache(name: str, build) -> None:
-    """A picture in a later turn: the last token attends to what is cached, too."""
+    """An image in a later turn: the last token attends to what is cached, too."""
     family = FAMILIES[name]
     model, inputs = build(family, "eager"), family.make_inputs(only=0)
     early = torch.arange(20, 32)[None]
@@ -368,7 +368,7 @@ def test_composition(methods: list, keep: Any, family: Family, model) -> None:
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
 @torch.no_grad()
 def test_beams(batch: dict, family: Family, model) -> None:
-    """Pictures are encoded once, and their features then repeated for each beam."""
+    """Images are encoded once, and their features then repeated for each beam."""
     inputs = family.make_inputs(**batch)
     beams = dict(max_new_tokens=3, num_beams=2)
     (cut, _) = cuts_of(model, inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dynres: what gets how much, that the budget holds, and that a picture's share is its own."""
+"""dynres: what gets how much, that the budget holds, and that an image's share is its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tokenprune import (
     patch_processor,
     unpatch_processor,
 )
-from tokenprune.images import Picture
+from tokenprune.images import InputImage
 from tokenprune.methods.pixels.dynres import _cells, look
 
 KEEPS = [0.0625, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0]
@@ -57,15 +57,15 @@ def page(
 
 def shares(*images: Image.Image, keep: float = 0.25, per: str = "image", **options: Any) -> list[float]:
     method = tokenprune.method("dynres", **options)
-    return method.shares([Picture(image) for image in images], keep, per)
+    return method.shares([InputImage(image) for image in images], keep, per)
 
 
-def test_busy_pictures_get_more() -> None:
+def test_busy_images_get_more() -> None:
     smooth, middle, busy = slope(), photo(200, 300), noise()
     for keep in (0.1, 0.25, 0.6):
         got = shares(plain(), smooth, middle, busy, keep=keep)
         assert got[0] <= got[1] < got[2] < got[3]
-        assert got[0] == pytest.approx(max(1 / 16, 2 * keep - 1)), "a constant picture is at the lower end"
+        assert got[0] == pytest.approx(max(1 / 16, 2 * keep - 1)), "a constant image is at the lower end"
     assert shares(plain(), min_scale=0.4) == [pytest.approx(0.16)]
 
 
@@ -91,7 +91,7 @@ def test_text_stays_whole(letters: int, colours: tuple[str, str]) -> None:
 
 def test_what_is_no_text() -> None:
     for image in (plain(), slope(), photo(200, 300), noise(), photo(20, 30), plain(1, 1), plain(2, 300)):
-        assert not look(Picture(image).grey)[1]
+        assert not look(InputImage(image).grey)[1]
 
 
 def test_photographs_get_what_was_asked_on_average() -> None:
@@ -118,7 +118,7 @@ def test_a_detail_of_one_half_gets_keep() -> None:
 
 def test_a_shared_budget_holds() -> None:
     images = [plain(), slope(400, 400), photo(200, 300), photo(600, 300, 2), noise(), page()]
-    tokens = [Picture(image).tokens for image in images]
+    tokens = [InputImage(image).tokens for image in images]
     for keep in (0.2, 0.4, 0.7):
         got = shares(*images, keep=keep, per="prompt")
         assert sum(share * count for share, count in zip(got, tokens, strict=True)) == pytest.approx(keep * sum(tokens))
@@ -169,7 +169,7 @@ def test_qwen_counts_follow_the_shares() -> None:
     made = (processor(images)["image_grid_thw"].prod(1) // 4).tolist()
     for one, count, share in zip(made, full, wanted, strict=True):
         assert one == pytest.approx(share * count, abs=max(1, share * count) ** 0.5)
-        assert one == count or share < 1, "a picture of full size is as large as without the patch"
+        assert one == count or share < 1, "an image of full size is as large as without the patch"
     unpatch_processor(processor)
     assert (processor(images)["image_grid_thw"].prod(1) // 4).tolist() == full
 
@@ -192,7 +192,7 @@ def test_llava_gives_a_call_one_size() -> None:
 
 
 def test_a_question_about_text_gets_the_full_size() -> None:
-    """Of a batch, only the pictures of the prompts that ask for it; alone or in a batch, flat or nested."""
+    """Of a batch, only the images of the prompts that ask for it; alone or in a batch, flat or nested."""
     processor = Qwen2VLProcessor(
         Qwen2VLImageProcessor(**LIMITS), special_tokenizer(video_token="<v>"), Qwen2VLVideoProcessor()
     )
@@ -220,8 +220,8 @@ def test_a_question_about_text_gets_the_full_size() -> None:
     assert state(processor) == before
     method = tokenprune.method("dynres", question_guard=True)
     assert method.query_aware and not method.prefix_cache_safe
-    pictures = [Picture(photo(80, 80, seed), question=question) for seed, question in enumerate(["", "read", ""])]
-    got = method.shares(pictures, 0.5, "prompt")
+    photos = [InputImage(photo(80, 80, seed), question=question) for seed, question in enumerate(["", "read", ""])]
+    got = method.shares(photos, 0.5, "prompt")
     assert got[1] == 1.0 and sum(got) == pytest.approx(1.5)
     with pytest.raises(OptionError, match="whole of it"):
         patch_processor(Qwen2VLImageProcessor(**LIMITS), "dynres", question_guard=True)
@@ -262,11 +262,11 @@ def test_statistics() -> None:
     grey = torch.rand(64, 96, generator=g)
     detail, _ = look(0.5 + 0.05 * (grey - 0.5))
     assert 0 < detail < look(0.5 + 0.1 * (grey - 0.5))[0] < look(grey)[0] == 1.0
-    # Twice the contrast is four times the variance, whatever the brightness; mirrored pictures are alike.
+    # Twice the contrast is four times the variance, whatever the brightness; mirrored images are alike.
     a, b = (look(0.2 + 0.05 * grey)[0], look(0.5 + 0.05 * grey)[0])
     assert a == pytest.approx(b, abs=1e-4) == look((0.2 + 0.05 * grey).flip(1))[0]
     assert look(torch.zeros(1, 1)) == (0.0, False)
-    # Cells are squares of the picture; what does not fill one at the border is left out.
+    # Cells are squares of the image; what does not fill one at the border is left out.
     assert _cells(torch.arange(30).view(5, 6), 2)[:4].tolist() == [
         [0, 1, 6, 7],
         [2, 3, 8, 9],

@@ -58,15 +58,15 @@ def test_llava_shrinks_to_whole_patches(demo: Any, keep: float, patches: int) ->
 
 
 @torch.no_grad()
-def test_llava_sees_the_small_picture(demo: Any) -> None:
+def test_llava_sees_the_small_image(demo: Any) -> None:
     """The same as what a user would do by hand: a smaller size, and interpolated positions."""
-    processor, picture = llava(), photo(300, 200)
+    processor, image = llava(), photo(300, 200)
     with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
-        inputs = asked(processor, picture)
+        inputs = asked(processor, image)
         patched = demo(**inputs).logits
     small = llava()
     small.image_processor = CLIPImageProcessor(**{**small.image_processor.to_dict(), **SMALL})
-    by_hand = asked(small, picture)
+    by_hand = asked(small, image)
     assert torch.equal(by_hand["pixel_values"], inputs["pixel_values"])
     features = demo.model.vision_tower(
         by_hand["pixel_values"], interpolate_pos_encoding=True, output_hidden_states=True
@@ -85,9 +85,9 @@ SMALL = {"size": {"shortest_edge": 112}, "crop_size": {"height": 112, "width": 1
 
 @torch.no_grad()
 def test_unpatch_gives_all_back(demo: Any) -> None:
-    processor, picture = llava(), photo(300, 200)
+    processor, image = llava(), photo(300, 200)
     before, model_before = state(processor), snapshot(demo)
-    inputs = asked(processor, picture)
+    inputs = asked(processor, image)
     logits = demo(**inputs).logits
     tokenprune.patch(demo, "downsample", keep=0.25, processor=processor)
     assert state(processor)[0] != before[0]
@@ -96,7 +96,7 @@ def test_unpatch_gives_all_back(demo: Any) -> None:
     tokenprune.unpatch(demo)
     assert state(processor) == before
     assert snapshot(demo) == model_before
-    after = asked(processor, picture)
+    after = asked(processor, image)
     assert all(torch.equal(after[name], inputs[name]) for name in inputs)
     assert torch.equal(demo(**after).logits, logits)
 
@@ -121,7 +121,7 @@ def test_composed_with_a_method_in_the_decoder(demo: Any) -> None:
     assert (stats.visual_tokens_in, stats.visual_tokens_out) == (64, 32)
 
 
-# -- processors that follow the picture's size
+# -- processors that follow the image's size
 
 SIZES = [(60, 90), (150, 40), (200, 200), (31, 170), (400, 330)]
 
@@ -132,8 +132,8 @@ SIZES = [(60, 90), (150, 40), (200, 200), (31, 170), (400, 330)]
     "settings",
     [
         {"size": {"shortest_edge": 64, "longest_edge": 10**6}},
-        {"size": {"shortest_edge": 400 * 64, "longest_edge": 10**6}},  # all pictures are enlarged
-        {"size": {"shortest_edge": 64, "longest_edge": 100 * 64}},  # all pictures are reduced
+        {"size": {"shortest_edge": 400 * 64, "longest_edge": 10**6}},  # all images are enlarged
+        {"size": {"shortest_edge": 64, "longest_edge": 100 * 64}},  # all images are reduced
     ],
     ids=["as they are", "enlarged", "reduced"],
 )
@@ -150,29 +150,29 @@ def test_qwen_keeps_the_share(settings: dict, size: tuple[int, int], keep: float
     assert abs(float(small[short]) - float(full[short]) * keep**0.5) < 1
 
 
-def test_qwen_picture_is_resized_once() -> None:
-    """The processor finds a picture that it need not touch."""
+def test_qwen_image_is_resized_once() -> None:
+    """The processor finds an image that it need not touch."""
     processor = Qwen2VLImageProcessor(**LIMITS)
-    picture = photo(160, 240)
-    by_hand = processor(picture.resize((120, 80), Image.Resampling.BICUBIC))
+    image = photo(160, 240)
+    by_hand = processor(image.resize((120, 80), Image.Resampling.BICUBIC))
     patch_processor(processor, keep=0.25)
-    patched = processor(picture)
+    patched = processor(image)
     assert torch.equal(patched["image_grid_thw"], by_hand["image_grid_thw"])
     assert torch.equal(patched["pixel_values"], by_hand["pixel_values"])
 
 
 @pytest.mark.parametrize("method", PIXEL_METHODS)
-def test_qwen_pictures_do_not_depend_on_their_companions(method: str) -> None:
+def test_qwen_images_do_not_depend_on_their_companions(method: str) -> None:
     """Also where they lie around the processor's lower limit; pages of text stay whole under dynres."""
     processor = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 101 * 64, "longest_edge": 10**6})
     lines = (np.random.default_rng(0).random((200, 200)) < 0.3).astype(np.uint8) * 255
     pages = [
         Image.fromarray(lines[:height, :width]).convert("RGB") for height, width in ((83, 83), (40, 60), (200, 99))
     ]
-    pictures = [photo(200, 200), photo(20, 30), *pages, photo(83, 83)]
+    images = [photo(200, 200), photo(20, 30), *pages, photo(83, 83)]
     patch_processor(processor, method, keep=0.4)
-    together = processor(pictures)
-    alone = [processor(picture) for picture in pictures]
+    together = processor(images)
+    alone = [processor(image) for image in images]
     assert torch.equal(together["image_grid_thw"], torch.cat([one["image_grid_thw"] for one in alone]))
     assert torch.equal(together["pixel_values"], torch.cat([one["pixel_values"] for one in alone]))
 
@@ -182,7 +182,7 @@ def test_qwen_pictures_do_not_depend_on_their_companions(method: str) -> None:
     "name", ["LlavaNextImageProcessor", "LlavaOnevisionImageProcessor", "Lfm2VlImageProcessor", "PixtralImageProcessor"]
 )
 def test_tiles_come_as_close_as_they_can(name: str, keep: float) -> None:
-    """No picture of the same shape and smaller size is closer to the share than the one that was made."""
+    """No image of the same shape and smaller size is closer to the share than the one that was made."""
     processor = COUNTED[name].make()
     for size in [(190, 190), (64, 150), (150, 33), (30, 20)]:
         full = count_visual_tokens(processor, *size)
@@ -205,7 +205,7 @@ def test_the_count_without_the_method(build: Any) -> None:
     model, processor = build(family), Qwen2VLImageProcessor(**LIMITS)
 
     def told(*sizes: tuple[int, int], images: Any = None, calls: int = 1, **generate: Any) -> int | None:
-        """What the statistics say of pictures of these sizes, made in so many calls of the processor."""
+        """What the statistics say of images of these sizes, made in so many calls of the processor."""
         each = len(sizes) // calls
         made = [
             processor([photo(*size) for size in sizes[start : start + each]], return_tensors="pt")
@@ -227,7 +227,7 @@ def test_the_count_without_the_method(build: Any) -> None:
         assert told((48, 64), (64, 64), calls=2) == full[48, 64] + full[64, 64]
         assert told((48, 64), (64, 64), (32, 48), images=[2, 0, 1]) == sum(full.values())
         assert told((48, 64), (64, 64), num_beams=3) == 3 * (full[48, 64] + full[64, 64])
-        # Not known: pictures that another processor made.
+        # Not known: images that another processor made.
         other = Qwen2VLImageProcessor(**LIMITS)(photo(16, 96), return_tensors="pt")
         inputs = family.make_inputs(rows=1, sizes=[tuple(other["image_grid_thw"][0, 1:].tolist())])
         inputs.update(other)
@@ -262,9 +262,9 @@ def test_tiny_models_take_the_pixels(keep: float, build: Any) -> None:
     family = FAMILIES["qwen2_vl"]
     model = build(family)
     processor = Qwen2VLImageProcessor(**LIMITS)
-    picture = photo(48, 64)
+    image = photo(48, 64)
     with tokenprune.patched(model, "downsample", keep=keep, processor=processor):
-        made = processor(picture, return_tensors="pt")
+        made = processor(image, return_tensors="pt")
         grid = made["image_grid_thw"][0].tolist()
         inputs = family.make_inputs(rows=1, sizes=[tuple(grid[1:])])
         inputs.update(made)
@@ -275,22 +275,22 @@ def test_tiny_models_take_the_pixels(keep: float, build: Any) -> None:
     assert torch.isfinite(logits).all()
 
 
-# -- all kinds of pictures
+# -- all kinds of images
 
 
-def test_all_kinds_of_pictures_are_taken(tmp_path: Any) -> None:
+def test_all_kinds_of_images_are_taken(tmp_path: Any) -> None:
     processor = Qwen2VLImageProcessor(**LIMITS)
-    picture = photo(64, 96)
-    array = np.asarray(picture)
-    picture.save(tmp_path / "photo.png")
+    image = photo(64, 96)
+    array = np.asarray(image)
+    image.save(tmp_path / "photo.png")
     kinds = [
-        picture,
+        image,
         array,
         array.transpose(2, 0, 1),
         torch.from_numpy(array.copy()),
         torch.from_numpy(array.copy()).permute(2, 0, 1),
-        picture.convert("P"),
-        picture.convert("RGBA"),
+        image.convert("P"),
+        image.convert("RGBA"),
     ]
     by_path = patch_processor(Qwen2VLImageProcessorPil(**LIMITS), keep=0.25)
     assert by_path(str(tmp_path / "photo.png"))["image_grid_thw"].tolist() == [[1, 8, 12]]
@@ -298,10 +298,10 @@ def test_all_kinds_of_pictures_are_taken(tmp_path: Any) -> None:
     for kind in kinds:
         assert processor(kind)["image_grid_thw"].tolist() == [[1, 8, 12]], type(kind)
     stack = torch.from_numpy(np.stack([array, array])).permute(0, 3, 1, 2)
-    for many in ([picture, array], [[picture], [array]], stack, (picture, picture)):
+    for many in ([image, array], [[image], [array]], stack, (image, image)):
         assert processor(many)["image_grid_thw"].tolist() == [[1, 8, 12]] * 2
-    # Values are near those of the same picture resized by PIL, whatever it came as.
-    want = processor(picture)["pixel_values"]
+    # Values are near those of the same image resized by PIL, whatever it came as.
+    want = processor(image)["pixel_values"]
     for kind in kinds[1:5]:
         assert (processor(kind)["pixel_values"] - want).abs().max() < 0.3, type(kind)
     floats = torch.from_numpy(array.copy()).permute(2, 0, 1) / 255
@@ -309,9 +309,9 @@ def test_all_kinds_of_pictures_are_taken(tmp_path: Any) -> None:
     assert (made - want).abs().max() < 0.3
 
 
-def test_what_a_picture_is_made_of_stays() -> None:
-    picture = photo(64, 96)
-    array, palette = np.array(picture), picture.convert("P")
+def test_what_a_image_is_made_of_stays() -> None:
+    image = photo(64, 96)
+    array, palette = np.array(image), image.convert("P")
     processor = patch_processor(Qwen2VLImageProcessor(**LIMITS), keep=0.25)
     # Palette indices must not be interpolated, nor taken from the nearest pixel.
     want = processor(palette.convert("RGB"))["pixel_values"]
@@ -322,7 +322,7 @@ def test_what_a_picture_is_made_of_stays() -> None:
 
 
 @pytest.mark.parametrize("nothing", [[], [[]]], ids=str)
-def test_no_pictures_are_left_to_the_processor(nothing: list) -> None:
+def test_no_images_are_left_to_the_processor(nothing: list) -> None:
     def outcome(processor: Any) -> Any:
         try:
             return list(processor(nothing))
@@ -334,7 +334,7 @@ def test_no_pictures_are_left_to_the_processor(nothing: list) -> None:
     assert outcome(patch_processor(processor, keep=0.25)) == before
 
 
-def test_a_text_without_pictures_passes(demo: Any) -> None:
+def test_a_text_without_images_passes(demo: Any) -> None:
     processor = llava()
     with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
         inputs = processor(text=["what?"], return_tensors="pt")
@@ -348,15 +348,15 @@ def test_a_text_without_pictures_passes(demo: Any) -> None:
 @pytest.mark.parametrize("method", PIXEL_METHODS)
 def test_keep_one_is_the_identity(method: str, demo: Any) -> None:
     for processor in (llava(), Qwen2VLImageProcessor(patch_size=4), COUNTED["LlavaNextImageProcessor"].make()):
-        pictures = dict(images=[photo(90, 40)])
+        images = dict(images=[photo(90, 40)])
         if hasattr(processor, "tokenizer"):
-            pictures["text"] = ["<image>"]
-        before = processor(**pictures, return_tensors="pt")
+            images["text"] = ["<image>"]
+        before = processor(**images, return_tensors="pt")
         if processor.__class__.__name__ == "LlavaProcessor":
             tokenprune.patch(demo, method, keep=1.0, processor=processor)
         else:
             patch_processor(processor, method, keep=1.0)
-        after = processor(**pictures, return_tensors="pt")
+        after = processor(**images, return_tensors="pt")
         assert all(torch.equal(before[name], after[name]) for name in before)
         if tokenprune.is_patched(demo):
             tokenprune.unpatch(demo)
@@ -366,14 +366,14 @@ def test_keep_one_is_the_identity(method: str, demo: Any) -> None:
 
 @torch.no_grad()
 def test_four_sites_in_one_patch_each_tell_what_they_took() -> None:
-    """dynres shrinks the picture, tome merges in the tower, divprune drops at the entry, fastv inside the decoder."""
+    """dynres shrinks the image, tome merges in the tower, divprune drops at the entry, fastv inside the decoder."""
     model, processor = demo_model(), llava()
-    picture = photo(256, 256)
+    image = photo(256, 256)
     plan = ["dynres", "tome", "divprune", "fastv"]
 
     def run(keep) -> tokenprune.Stats:
         with torch.no_grad(), tokenprune.patched(model, plan, keep=keep, processor=processor):
-            inputs = processor(images=[picture], text=["<image> What is this?"], return_tensors="pt")
+            inputs = processor(images=[image], text=["<image> What is this?"], return_tensors="pt")
             model(**inputs)
             return tokenprune.stats(model)
 

@@ -82,19 +82,19 @@ def test_one_patch_on_a_processor(demo: Any, build: Any) -> None:
 
 
 def test_a_processor_that_would_undo_it_is_refused(build: Any) -> None:
-    """Not one whose tokens can be counted, but it says that it makes one size of all pictures."""
+    """Not one whose tokens can be counted, but it says that it makes one size of all images."""
     with pytest.raises(UnsupportedSetupError, match="save nothing"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "downsample", keep=0.5, processor=SiglipImageProcessor())
 
 
 def test_settings_of_the_call_are_heard(demo: Any) -> None:
-    processor, picture = llava(), photo(300, 200)
+    processor, image = llava(), photo(300, 200)
     with tokenprune.patched(demo, "downsample", keep=0.25, processor=processor):
         for size in (112, {"shortest_edge": 112}):
-            made = processor.image_processor(picture, size=size, crop_size=112, return_tensors="pt")
+            made = processor.image_processor(image, size=size, crop_size=112, return_tensors="pt")
             assert made["pixel_values"].shape[-2:] == (56, 56)
         with pytest.raises(UnsupportedSetupError, match="do_resize"):
-            processor.image_processor(picture, do_resize=False)
+            processor.image_processor(image, do_resize=False)
     qwen = patch_processor(Qwen2VLImageProcessor(**LIMITS), keep=0.25)
     most = {"shortest_edge": 64, "longest_edge": 64 * 64}
     assert qwen(photo(160, 160), size=most)["image_grid_thw"].tolist() == [[1, 8, 8]]
@@ -103,32 +103,32 @@ def test_settings_of_the_call_are_heard(demo: Any) -> None:
 
 def test_placeholders_of_the_whole_processor_match() -> None:
     processor = Qwen2VLProcessor(Qwen2VLImageProcessor(**LIMITS), tokenizer(), Qwen2VLVideoProcessor())
-    pictures = [photo(160, 80), photo(64, 64), photo(33, 130)]
-    full = written(processor, *pictures)
+    images = [photo(160, 80), photo(64, 64), photo(33, 130)]
+    full = written(processor, *images)
     patch_processor(processor, keep=0.25)
-    inputs = processor(images=pictures, text=["<image><image>", "<image>"])
+    inputs = processor(images=images, text=["<image><image>", "<image>"])
     made = [t * h * w // 4 for t, h, w in torch.as_tensor(inputs["image_grid_thw"]).tolist()]
-    assert written(processor, *pictures) == sum(made) == pytest.approx(full / 4, abs=6)
+    assert written(processor, *images) == sum(made) == pytest.approx(full / 4, abs=6)
     token = tokenizer().convert_tokens_to_ids("<image>")
     assert [row.count(token) for row in inputs["input_ids"]] == [made[0] + made[1], made[2]]
     unpatch_processor(processor)
-    assert written(processor, *pictures) == full
+    assert written(processor, *images) == full
 
 
 # -- the processor alone
 
 
 def test_patch_processor_is_the_same_as_with_a_model(build: Any) -> None:
-    family, picture = FAMILIES["qwen2_vl"], photo(70, 90)
+    family, image = FAMILIES["qwen2_vl"], photo(70, 90)
     with_model, alone = (Qwen2VLImageProcessor(patch_size=4) for _ in range(2))
     before = state(alone)
     with tokenprune.patched(build(family), "downsample", keep=0.3, processor=with_model):
-        want = with_model(picture)
+        want = with_model(image)
     assert patch_processor(alone, "downsample", keep=0.3) is alone
-    made = alone(picture)
+    made = alone(image)
     assert torch.equal(made["pixel_values"], want["pixel_values"])
     assert torch.equal(made["image_grid_thw"], want["image_grid_thw"])
-    assert copy.deepcopy(alone)(picture)["image_grid_thw"].tolist() == made["image_grid_thw"].tolist()
+    assert copy.deepcopy(alone)(image)["image_grid_thw"].tolist() == made["image_grid_thw"].tolist()
     assert unpatch_processor(alone) is alone
     assert state(alone) == before
 

@@ -100,8 +100,8 @@ def test_the_prompts_of_a_real_processor(text: str) -> None:
     marks = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
     names = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *marks]
     tokenizer = special_tokenizer(**{f"mark_{index}_token": name for index, name in enumerate(names)})
-    pictures = Idefics3ImageProcessor(max_image_size={"longest_edge": 16}, size={"longest_edge": 32})
-    processor = Idefics3Processor(pictures, tokenizer, image_seq_len=4)
+    photos = Idefics3ImageProcessor(max_image_size={"longest_edge": 16}, size={"longest_edge": 32})
+    processor = Idefics3Processor(photos, tokenizer, image_seq_len=4)
     wide, small = photo(16, 32), photo(16, 16)
     for images, splits in (([wide, photo(32, 32)], True), ([small, wide], False)):
         made = processor(images=[images], text=[text], do_image_splitting=splits)

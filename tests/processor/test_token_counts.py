@@ -33,18 +33,18 @@ def sizes(number: int, longest: int, seed: int = 0) -> list[tuple[int, int]]:
     return some
 
 
-def picture(height: int, width: int) -> torch.Tensor:
+def image(height: int, width: int) -> torch.Tensor:
     return torch.zeros(3, height, width, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_equal_to_the_real_processor(name: str) -> None:
-    """Small tiles and limits, so that all branches are met and the pictures stay cheap."""
+    """Small tiles and limits, so that all branches are met and the images stay cheap."""
     case, seen = COUNTED[name], set()
     for number, variant in enumerate(case.variants):
         processor = case.make(**variant)
         for height, width in sizes(max(20, NUMBER // len(case.variants)), case.longest, seed=number):
-            real = case.real(processor, picture(height, width))
+            real = case.real(processor, image(height, width))
             assert count_visual_tokens(processor, height, width) == real, (height, width, variant)
             seen.add(real)
     assert len(seen) >= case.different, "these sizes do not show how the count follows the size"
@@ -57,9 +57,9 @@ def test_every_rule_is_tested() -> None:
 def test_llava_makes_one_size() -> None:
     processor = llava()
     for height, width in sizes(8, 300):
-        assert count_visual_tokens(processor, height, width) == written(processor, picture(height, width)) == 256
+        assert count_visual_tokens(processor, height, width) == written(processor, image(height, width)) == 256
     small = {"size": {"shortest_edge": 112}, "crop_size": {"height": 112, "width": 112}}
-    assert count_visual_tokens(processor, 300, 200, **small) == written(processor, picture(300, 200), **small) == 64
+    assert count_visual_tokens(processor, 300, 200, **small) == written(processor, image(300, 200), **small) == 64
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_llava_makes_one_size() -> None:
 )
 def test_published_settings_of_qwen(settings: dict, height: int, width: int, tokens: int | None) -> None:
     processor = Qwen2VLImageProcessor(**settings)
-    made = processor(picture(height, width))["image_grid_thw"]
+    made = processor(image(height, width))["image_grid_thw"]
     counted = count_visual_tokens(processor, height, width)
     assert counted == int(made.prod()) // 4
     assert tokens in (None, counted)
@@ -79,14 +79,14 @@ def test_published_settings_of_anyres() -> None:
     case = COUNTED["LlavaNextImageProcessor"].make()
     case.image_processor, case.patch_size = LlavaNextImageProcessor(size={"shortest_edge": 336}), 14
     assert count_visual_tokens(case, 672, 672) == 576 + 48 * 49
-    made = case.replace_image_token({"image_sizes": [[500, 900]], "pixel_values": [[picture(336, 336)]]}, 0)
+    made = case.replace_image_token({"image_sizes": [[500, 900]], "pixel_values": [[image(336, 336)]]}, 0)
     assert count_visual_tokens(case, 500, 900) == made.count("<image>")
     onevision = LlavaOnevisionProcessor(
         LlavaOnevisionImageProcessor(), tokenizer(), LlavaOnevisionVideoProcessor(), num_image_tokens=729
     )
     onevision.vision_feature_select_strategy = "full"
     for size in sizes(20, 3000, seed=3):
-        fake = {"image_sizes": [size], "pixel_values": [[picture(384, 384)]], "batch_num_images": [1]}
+        fake = {"image_sizes": [size], "pixel_values": [[image(384, 384)]], "batch_num_images": [1]}
         made = onevision.replace_image_token(fake, 0)
         assert count_visual_tokens(onevision, *size) == made.count("<image>"), size
 
@@ -95,14 +95,14 @@ def test_settings_of_the_call() -> None:
     case = COUNTED["Qwen2VLImageProcessor"]
     processor = case.make(**case.variants[0])
     size = {"shortest_edge": 16 * 64, "longest_edge": 32 * 64}
-    made = int(processor(picture(150, 150), size=size)["image_grid_thw"].prod()) // 4
+    made = int(processor(image(150, 150), size=size)["image_grid_thw"].prod()) // 4
     assert count_visual_tokens(processor, 150, 150, size=size) == made < count_visual_tokens(processor, 150, 150)
     assert count_visual_tokens(processor, 150, 150, max_pixels=32 * 64) == made
 
 
-def test_onevision_does_not_cut_several_pictures() -> None:
+def test_onevision_does_not_cut_several_images() -> None:
     processor = COUNTED["LlavaOnevisionImageProcessor"].make()
-    both = written(processor, picture(64, 96), picture(90, 30))
+    both = written(processor, image(64, 96), image(90, 30))
     assert both == 2 * 65
     assert count_visual_tokens(processor, 64, 96, images=2) == count_visual_tokens(processor, 90, 30, images=2) == 65
 

@@ -57,8 +57,8 @@ def chosen(question: str, count: int = 6, most: int = 6, **options: Any) -> list
         ("the rear right camera", [5]),
         ("a car in front and a bike in the back left", [0, 4]),
         ("front left and right", [1, 2, 5]),  # more than meant rather than less
-        ("image 2 and picture #5", [1, 4]),
-        ("compare pictures 1, 3 and 6", [0, 2, 5]),
+        ("image 2 and image #5", [1, 4]),
+        ("compare images 1, 3 and 6", [0, 2, 5]),
         ("do the first and the third image agree?", [0, 2]),
         ("the last view", [5]),
         ("what color is the car", ALL),
@@ -99,18 +99,18 @@ def test_equals_a_naive_loop() -> None:
 
 def test_views_without_names() -> None:
     assert chosen("front left", views=()) == ALL
-    assert chosen("the second picture", views=()) == [1]
+    assert chosen("the second image", views=()) == [1]
     assert chosen("the 3rd camera", 3, 3, views=()) == [2]
-    # Numbers of pictures and names that are numbers.
+    # Numbers of images and names that are numbers.
     assert chosen("camera 2 sees 1 car", 2, 2, views=["camera 1", "camera 2"]) == [1]
 
 
-def test_always_keep_and_one_picture() -> None:
+def test_always_keep_and_one_image() -> None:
     assert chosen("back left", always_keep=["CAM_FRONT"]) == [0, 4]
     assert chosen("car?", always_keep=["CAM_FRONT"]) == ALL
     assert chosen("back left", 1, 1) == [0]
     assert chosen("back left", 0, 1) == []
-    with pytest.raises(OptionError, match="4 pictures, and views= names 6"):
+    with pytest.raises(OptionError, match="4 images, and views= names 6"):
         chosen("back left", 4)
 
 
@@ -184,7 +184,7 @@ def test_wrong_options() -> None:
         ("<|vision_start|><image><|vision_end|><|vision_start|><image><|vision_end|>q", [1],
          "<|vision_start|><image><|vision_end|>q"),
         ("<|vision_start|><image>q", [0], "<|vision_start|><image>q"),
-        ("no picture", [], "no picture"),
+        ("no image", [], "no image"),
     ],
 )  # fmt: skip
 def test_what_is_left_of_a_text(text: str, kept: list[int], want: str) -> None:
@@ -194,7 +194,7 @@ def test_what_is_left_of_a_text(text: str, kept: list[int], want: str) -> None:
     assert prompt.keeping(range(len(prompt.marks))) == text
 
 
-def test_the_question_is_what_stands_behind_the_last_picture() -> None:
+def test_the_question_is_what_stands_behind_the_last_image() -> None:
     reader = PromptReader(llava(), "a test")
     text = "front: <image> back: <image> what <|im_end|> now?<s> " + tokenizer().eos_token
     assert reader.question(reader.prompt(text)) in ("what now?", "what now?<s>")
@@ -210,7 +210,7 @@ def qwen() -> Any:
 
 
 def gemma() -> Any:
-    """Gemma 3 marks a picture by the token that begins it."""
+    """Gemma 3 marks an image by the token that begins it."""
     special = special_tokenizer(boi_token="<b>", eoi_token="<e>", image_token="<soft>")
     return Gemma3Processor(Gemma3ImageProcessor(size={"height": 32, "width": 32}), special, image_seq_length=4)
 
@@ -262,7 +262,7 @@ def test_a_call_is_that_with_the_kept_views(name: str) -> None:
 
 
 def test_batches_of_prompts() -> None:
-    """Rows with different views kept, one picture, and none; flat and nested lists; one text or a list of one."""
+    """Rows with different views kept, one image, and none; flat and nested lists; one text or a list of one."""
     processor = patch_processor(llava(), "view_select", views=["front", "front left"])
     plain = llava()
     texts = ["<image><image> is the front left red?", "what?", "<image> front?", "<image><image> is it red?"]
@@ -303,7 +303,7 @@ def test_a_patched_processor_copies_and_saves(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("keep, count", [(0.5, 3), (0.49, 2), (2 / 3, 4), (0.01, 1), (2, 2), (9, 6), (1.0, 6)])
-def test_keep_is_a_share_or_a_number_of_pictures(keep: float, count: int) -> None:
+def test_keep_is_a_share_or_a_number_of_images(keep: float, count: int) -> None:
     processor = patch_processor(llava(), "view_select", keep=keep)
     assert len(processor(images=VIEWS, text="<image>" * 6 + "what?", return_tensors="pt")["pixel_values"]) == count
 
@@ -410,6 +410,6 @@ def test_one_patch_on_a_processor() -> None:
 
 
 def test_the_benchmark_leaves_it_out() -> None:
-    plan = Plan(("view_select",), keeps=(0.5,), pictures=1, repeats=0)
+    plan = Plan(("view_select",), keeps=(0.5,), images=1, repeats=0)
     records = {one.get("method"): one for one in Bench(load(device="cpu"), plan).records() if "method" in one}
     assert "one each" in records["view_select"]["reason"]

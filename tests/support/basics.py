@@ -51,7 +51,7 @@ def check_takes(family: Family, method: str) -> None:
 
 
 def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[int]]]:
-    """Per row the positions of each piece of picture that has a budget for itself."""
+    """Per row the positions of each piece of image that has a budget for itself."""
     rows = []
     for counts, ids in zip(inputs.counts, inputs["input_ids"], strict=True):
         places = ((ids == IMAGE) | (ids == VIDEO)).nonzero().flatten()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-VISUAL, TEXT = 100, 20  # tokens of a picture, and of a question
+VISUAL, TEXT = 100, 20  # tokens of an image, and of a question
 
 
 class Pretender(ThreadingHTTPServer):

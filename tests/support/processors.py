@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real processors of transformers, made offline, and what they really do with a picture."""
+"""Real processors of transformers, made offline, and what they really do with an image."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def demo_model() -> Any:
     return AutoModelForImageTextToText.from_pretrained(DEMO).eval()
 
 
-# Qwen's processor with small patches, and limits that leave the pictures of the tests alone.
+# Qwen's processor with small patches, and limits that leave the images of the tests alone.
 LIMITS = dict(patch_size=4, size={"shortest_edge": 64, "longest_edge": 10**6})
 
 
@@ -66,10 +66,10 @@ def photo(height: int, width: int, seed: int = 0) -> Image.Image:
     return Image.fromarray((values.clamp(0, 1) * 255).byte().permute(1, 2, 0).numpy())
 
 
-def asked(processor: Any, *pictures: Image.Image) -> dict[str, torch.Tensor]:
-    """A batch with one picture and one question a row."""
+def asked(processor: Any, *images: Image.Image) -> dict[str, torch.Tensor]:
+    """A batch with one image and one question a row."""
     return processor(
-        images=list(pictures), text=["<image>what color is it?"] * len(pictures), padding=True, return_tensors="pt"
+        images=list(images), text=["<image>what color is it?"] * len(images), padding=True, return_tensors="pt"
     )
 
 
@@ -91,9 +91,9 @@ class Partial:
         return self.image_processor(images, **kwargs)
 
 
-def written(processor: Any, *pictures: torch.Tensor, **kwargs: Any) -> int:
-    """Placeholders that the whole processor writes for a prompt with these pictures."""
-    inputs = processor(images=[list(pictures)], text=["<image>" * len(pictures)], return_tensors="pt", **kwargs)
+def written(processor: Any, *images: torch.Tensor, **kwargs: Any) -> int:
+    """Placeholders that the whole processor writes for a prompt with these images."""
+    inputs = processor(images=[list(images)], text=["<image>" * len(images)], return_tensors="pt", **kwargs)
     return int((inputs["input_ids"] == tokenizer().convert_tokens_to_ids("<image>")).sum())
 
 
@@ -148,12 +148,12 @@ def _pixtral(size: dict[str, int] | None = None, **settings: Any) -> Any:
 COUNTED: dict[str, Counted] = {
     "Qwen2VLImageProcessor": Counted(
         lambda **settings: Qwen2VLImageProcessor(patch_size=4, **settings),
-        lambda processor, picture: int(processor(picture)["image_grid_thw"].prod()) // processor.merge_size**2,
+        lambda processor, image: int(processor(image)["image_grid_thw"].prod()) // processor.merge_size**2,
         ({"size": {"shortest_edge": 16 * 64, "longest_edge": 128 * 64}}, {"merge_size": 1}),
     ),
     "Siglip2ImageProcessor": Counted(
         lambda **settings: Siglip2ImageProcessor(patch_size=4, **settings),
-        lambda processor, picture: int(processor(picture, return_tensors="pt")["spatial_shapes"].prod()),
+        lambda processor, image: int(processor(image, return_tensors="pt")["spatial_shapes"].prod()),
         ({"max_num_patches": 64}, {"max_num_patches": 41}),
         different=4,
     ),
@@ -176,13 +176,13 @@ COUNTED: dict[str, Counted] = {
     ),
     "GotOcr2ImageProcessor": Counted(
         lambda **settings: Partial(GotOcr2ImageProcessor(size={"height": 32, "width": 32}, **settings)),
-        lambda processor, picture: 4 * int(processor(picture)["num_patches"][0]),
+        lambda processor, image: 4 * int(processor(image)["num_patches"][0]),
         ({"crop_to_patches": True}, {"crop_to_patches": True, "max_patches": 6}, {}),
         different=6,
     ),
     "Idefics3ImageProcessor": Counted(
         lambda **settings: Partial(Idefics3ImageProcessor(**{"max_image_size": {"longest_edge": 16}, **settings})),
-        lambda processor, picture: 4 * len(processor([[picture]])["pixel_values"][0]),
+        lambda processor, image: 4 * len(processor([[image]])["pixel_values"][0]),
         (
             {"size": {"longest_edge": 64}},
             {"size": {"longest_edge": 50}},
@@ -193,7 +193,7 @@ COUNTED: dict[str, Counted] = {
     ),
     "SmolVLMImageProcessor": Counted(
         lambda **settings: Partial(SmolVLMImageProcessor(max_image_size={"longest_edge": 16}, **settings)),
-        lambda processor, picture: 4 * len(processor([[picture]])["pixel_values"][0]),
+        lambda processor, image: 4 * len(processor([[image]])["pixel_values"][0]),
         ({"size": {"longest_edge": 64}}, {"size": {"longest_edge": 50}}),
         different=4,
     ),

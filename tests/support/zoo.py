@@ -37,8 +37,8 @@ def tower(model_type: str, image_size: int, **extra: Any) -> dict[str, Any]:
 
 
 @dataclass
-class Picture:
-    """One picture (or video): the ids that stand for it in the prompt, and what the tower is fed for it."""
+class InputImage:
+    """One image (or video): the ids that stand for it in the prompt, and what the tower is fed for it."""
 
     ids: list[int]
     pixels: dict[str, torch.Tensor]
@@ -55,7 +55,7 @@ class Picture:
 
 
 class Inputs(dict):
-    """Keyword arguments of the model; ``counts`` remembers, per row and picture, how many placeholders were written.
+    """Keyword arguments of the model; ``counts`` remembers, per row and image, how many placeholders were written.
 
     A plain ``dict`` made from it has lost ``counts``.
     """
@@ -65,18 +65,18 @@ class Inputs(dict):
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """A model type. Pictures of ``sizes`` take turns through the batch, so visual counts differ where they can."""
+    """A model type. Images of ``sizes`` take turns through the batch, so visual counts differ where they can."""
 
     name: str
     config: dict[str, Any] = field(repr=False)
-    picture: Callable[[Any, torch.Generator, int], Picture]  # (size, generator, pictures in this row)
+    image: Callable[[Any, torch.Generator, int], InputImage]  # (size, generator, images in this row)
     sizes: tuple[Any, ...]
     decoder: str = "model.language_model"
-    video: Callable[[torch.Generator, int | None], Picture] | None = None  # (generator, frames of 4 tokens or None)
-    collate: Callable[[list[list[Picture]]], dict[str, torch.Tensor]] = field(default=lambda rows: join(rows))
+    video: Callable[[torch.Generator, int | None], InputImage] | None = None  # (generator, frames of 4 tokens or None)
+    collate: Callable[[list[list[InputImage]]], dict[str, torch.Tensor]] = field(default=lambda rows: join(rows))
     types: str | None = None  # name under which the processor hands over token types,
     type_ids: tuple[int, int, int] = (0, 1, 2)  # of text, images and videos
-    mixes: bool = True  # whether one batch may hold pictures and videos
+    mixes: bool = True  # whether one batch may hold images and videos
     model_type: str | None = None  # where `name` is that of a variant
     eager: tuple[str, ...] = ()  # configs of parts that do not know sdpa
     settle: Callable[[PreTrainedModel], None] | None = None  # weights that must not be random
@@ -112,12 +112,12 @@ class Family:
         video: bool | int | Sequence[int] = False,
         only: int | None = None,
     ) -> Inputs:
-        """A batch ready for ``model(**inputs)``: two rows with one picture each unless told otherwise.
+        """A batch ready for ``model(**inputs)``: two rows with one image each unless told otherwise.
 
-        ``images`` counts pictures (of each row, if a sequence); ``video`` adds one to row 0, before its pictures: True
+        ``images`` counts images (of each row, if a sequence); ``video`` adds one to row 0, before its images: True
         for a short one, a number for one of as many frames of 4 tokens, a sequence with one of these for each row.
         ``padding=None`` writes more text at the end of the shorter rows instead of padding them. ``only=i`` gives row i
-        alone, without padding. Other ``sizes`` are in the unit of the family's own (see its ``picture``).
+        alone, without padding. Other ``sizes`` are in the unit of the family's own (see its ``image``).
         """
         images = [images] * (2 if rows is None else rows) if isinstance(images, int) else list(images)
         if rows is not None and len(images) != rows:
@@ -127,11 +127,11 @@ class Family:
         sizes = self.sizes if sizes is None else sizes
         videos = list(video) if isinstance(video, Sequence) else [video]
         videos += [False] * (len(images) - len(videos))
-        ids, types, pictures, used = [], [], [], 0
+        ids, types, photos, used = [], [], [], 0
         for row, number in enumerate(images):
             # Each row draws from its own generator: it is the same row in whatever batch it stands.
             g = torch.Generator().manual_seed(1000 * seed + row)
-            shown = [self.picture(sizes[(used + i) % len(sizes)], g, number) for i in range(number)]
+            shown = [self.image(sizes[(used + i) % len(sizes)], g, number) for i in range(number)]
             used += number
             if videos[row]:
                 if self.video is None:
@@ -139,31 +139,31 @@ class Family:
                 shown.insert(0, self.video(g, None if videos[row] is True else videos[row]))
             prompt = [BOS, *words(3 + row, g)]
             kinds = [0] * len(prompt)
-            for i, picture in enumerate(shown):
+            for i, image in enumerate(shown):
                 between = words(3, g) if i else []
-                prompt += [*between, *picture.ids]
-                kinds += [*[0] * len(between), *picture.types]
+                prompt += [*between, *image.ids]
+                kinds += [*[0] * len(between), *image.types]
             ids.append(prompt + words(5 + 6 * row, g))
             types.append(kinds + [0] * (len(ids[-1]) - len(kinds)))
-            pictures.append(shown)
+            photos.append(shown)
         if padding is None:
             g = torch.Generator().manual_seed(1000 * seed + 999)
             ids = [row + words(max(map(len, ids)) - len(row), g) for row in ids]
             types = [kinds + [0] * (len(row) - len(kinds)) for kinds, row in zip(types, ids, strict=True)]
         if only is not None:
-            ids, types, pictures = [ids[only]], [types[only]], [pictures[only]]
+            ids, types, photos = [ids[only]], [types[only]], [photos[only]]
 
         side = "right" if padding is None else padding
         input_ids = pad_sequence([torch.tensor(row) for row in ids], True, PAD, side)
         mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in ids], True, 0, side)
         inputs = Inputs(input_ids=input_ids, attention_mask=mask)
-        inputs.counts = [[picture.count for picture in row] for row in pictures]
+        inputs.counts = [[image.count for image in row] for row in photos]
         if self.types:
             inputs[self.types] = pad_sequence(
                 [torch.tensor(self.type_ids)[row] for row in types], True, self.type_ids[0], side
             )
-        if any(pictures):
-            inputs.update(self.collate(pictures))
+        if any(photos):
+            inputs.update(self.collate(photos))
         return inputs
 
     def visual_mask(self, model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
@@ -172,7 +172,7 @@ class Family:
         return (ids == IMAGE) | (ids == VIDEO)
 
     def visual_counts(self, model: PreTrainedModel, inputs: Inputs) -> list[list[int]]:
-        """Placeholders of each picture of each row, in the order of the prompt, known from writing the prompt."""
+        """Placeholders of each image of each row, in the order of the prompt, known from writing the prompt."""
         return inputs.counts
 
 
@@ -199,9 +199,9 @@ def wake(model: PreTrainedModel) -> None:
     head.weight[:FIRST_TEXT_ID] = 0
 
 
-def join(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
-    """Pictures of the batch one after the other, whichever row they stand in."""
-    flat = [picture.pixels for row in rows for picture in row]
+def join(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    """Images of the batch one after the other, whichever row they stand in."""
+    flat = [image.pixels for row in rows for image in row]
     keys = dict.fromkeys(key for pixels in flat for key in pixels)
     return {key: torch.cat([pixels[key] for pixels in flat if key in pixels]) for key in keys}
 
@@ -210,66 +210,68 @@ def noise(*shape: int, g: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=g)
 
 
-# LLaVA-1.5: one square picture, always 36 tokens.
+# LLaVA-1.5: one square image, always 36 tokens.
 
 
-def llava_picture(size: int, g: torch.Generator, _: int) -> Picture:
-    return Picture([IMAGE] * (size // 4) ** 2, {"pixel_values": noise(1, 3, size, size, g=g)})
+def llava_image(size: int, g: torch.Generator, _: int) -> InputImage:
+    return InputImage([IMAGE] * (size // 4) ** 2, {"pixel_values": noise(1, 3, size, size, g=g)})
 
 
 # LLaVA-NeXT and OneVision: a base view of 4 x 4 patches, then the tiles of the best of these resolutions, cut back to
-# the picture's own shape, with a newline feature after each row of patches.
+# the image's own shape, with a newline feature after each row of patches.
 
 PINPOINTS = [[16, 32], [32, 16]]
 ANYRES = {(16, 32): 16 + 4 * (8 + 1), (8, 32): 16 + 2 * (8 + 1), (32, 16): 16 + 8 * (4 + 1), (32, 8): 16 + 8 * (2 + 1)}
 
 
-def anyres_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def anyres_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     pixels = {"pixel_values": noise(3, 3, 16, 16, g=g), "image_sizes": torch.tensor([size])}
-    return Picture([IMAGE] * ANYRES[size], pixels)
+    return InputImage([IMAGE] * ANYRES[size], pixels)
 
 
-def onevision_picture(size: tuple[int, int], g: torch.Generator, in_row: int) -> Picture:
+def onevision_image(size: tuple[int, int], g: torch.Generator, in_row: int) -> InputImage:
     if in_row == 1:
-        return anyres_picture(size, g, in_row)
-    # Several pictures in one prompt are not cut into tiles: base view and one newline.
-    return Picture([IMAGE] * 17, {"pixel_values": noise(1, 3, 16, 16, g=g), "image_sizes": torch.tensor([size])})
+        return anyres_image(size, g, in_row)
+    # Several images in one prompt are not cut into tiles: base view and one newline.
+    return InputImage([IMAGE] * 17, {"pixel_values": noise(1, 3, 16, 16, g=g), "image_sizes": torch.tensor([size])})
 
 
-def onevision_video(g: torch.Generator, frames: int | None) -> Picture:
+def onevision_video(g: torch.Generator, frames: int | None) -> InputImage:
     frames = frames or 5
-    return Picture([VIDEO] * (frames * 4 + 1), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
+    return InputImage([VIDEO] * (frames * 4 + 1), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
 
 
-def anyres_collate(rows: list[list[Picture]], count_rows: bool = False) -> dict[str, torch.Tensor]:
-    pixels = [picture.pixels for row in rows for picture in row]
+def anyres_collate(rows: list[list[InputImage]], count_rows: bool = False) -> dict[str, torch.Tensor]:
+    pixels = [image.pixels for row in rows for image in row]
     tiles = [p.pop("pixel_values") for p in pixels if "pixel_values" in p]
     out = join(rows)
     if tiles:
         out["pixel_values"] = pad_sequence(tiles, batch_first=True)
         if count_rows:
-            out["batch_num_images"] = torch.tensor([sum(IMAGE in picture.ids for picture in row) for row in rows])
+            out["batch_num_images"] = torch.tensor([sum(IMAGE in image.ids for image in row) for row in rows])
     return out
 
 
-# Qwen-VL: patches of all pictures on one axis, the grid tells their shape; 2 x 2 patches make a token.
+# Qwen-VL: patches of all images on one axis, the grid tells their shape; 2 x 2 patches make a token.
 
 
-def qwen_picture(size: tuple[int, int], g: torch.Generator, _: int, patch: int = 4) -> Picture:
+def qwen_image(size: tuple[int, int], g: torch.Generator, _: int, patch: int = 4) -> InputImage:
     h, w = size
     pixels = {"pixel_values": noise(h * w, 3 * 2 * patch**2, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
-def qwen_video(g: torch.Generator, frames: int | None, seconds: float | None = None, stamped: bool = False) -> Picture:
+def qwen_video(
+    g: torch.Generator, frames: int | None, seconds: float | None = None, stamped: bool = False
+) -> InputImage:
     t, h, w = (3, 6, 8) if frames is None else (frames, 4, 4)
     pixels = {"pixel_values_videos": noise(t * h * w, 3 * 2 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
     if seconds is not None:
         pixels["second_per_grid_ts"] = torch.tensor([seconds])
     frame = [VIDEO] * (h * w // 4)
     if stamped:  # Qwen3-VL writes the time in words before each frame and wraps each frame
-        return Picture([token for _ in range(t) for token in [*words(2, g), START, *frame, END]], pixels)
-    return Picture([START, *frame * t, END], pixels)
+        return InputImage([token for _ in range(t) for token in [*words(2, g), START, *frame, END]], pixels)
+    return InputImage([START, *frame * t, END], pixels)
 
 
 def qwen_config(section: list[int], vision: dict[str, Any], **text: Any) -> dict[str, Any]:
@@ -283,21 +285,21 @@ def qwen_config(section: list[int], vision: dict[str, Any], **text: Any) -> dict
 # InternVL: tiles and a thumbnail in one run of 16 tokens a tile.
 
 
-def internvl_picture(tiles: int, g: torch.Generator, _: int) -> Picture:
-    return Picture([START, *[IMAGE] * (16 * tiles), END], {"pixel_values": noise(tiles, 3, 32, 32, g=g)})
+def internvl_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
+    return InputImage([START, *[IMAGE] * (16 * tiles), END], {"pixel_values": noise(tiles, 3, 32, 32, g=g)})
 
 
-# Idefics3 and SmolVLM: tiles in rows and columns, each with a token telling its place, then the whole picture.
+# Idefics3 and SmolVLM: tiles in rows and columns, each with a token telling its place, then the whole image.
 
 
-def idefics_picture(grid: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def idefics_image(grid: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     r, c = grid
     tile = [FAKE, TILE, *[IMAGE] * 16]
     ids = ([*tile * c, BREAK] * r + [BREAK] if r else []) + [FAKE, GLOBAL, *[IMAGE] * 16, FAKE]
-    return Picture(ids, {"pixel_values": noise(r * c + 1, 3, 32, 32, g=g)})
+    return InputImage(ids, {"pixel_values": noise(r * c + 1, 3, 32, 32, g=g)})
 
 
-def idefics_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
+def idefics_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
     # Tiles are padded with zeros row by row; the tower drops the zero tiles again.
     tiles = [torch.cat([torch.zeros(0, 3, 32, 32), *(p.pixels["pixel_values"] for p in row)]) for row in rows]
     pixels = pad_sequence(tiles, batch_first=True)
@@ -307,8 +309,8 @@ def idefics_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
 # Gemma 3: always 16 tokens after pooling; begin and end tokens and blank lines around.
 
 
-def gemma_picture(size: int, g: torch.Generator, _: int) -> Picture:
-    return Picture([BREAK, START, *[IMAGE] * 16, END, BREAK], {"pixel_values": noise(1, 3, size, size, g=g)})
+def gemma_image(size: int, g: torch.Generator, _: int) -> InputImage:
+    return InputImage([BREAK, START, *[IMAGE] * 16, END, BREAK], {"pixel_values": noise(1, 3, size, size, g=g)})
 
 
 def _families() -> list[Family]:
@@ -326,28 +328,28 @@ def _families() -> list[Family]:
     )  # fmt: skip
     idefics = dict(text_config={**TEXT, "model_type": "llama"}, scale_factor=2, pad_token_id=PAD)
     idefics_kwargs = dict(
-        picture=idefics_picture, sizes=((1, 2), (0, 0), (2, 1)), decoder="model.text_model", collate=idefics_collate
+        image=idefics_image, sizes=((1, 2), (0, 0), (2, 1)), decoder="model.text_model", collate=idefics_collate
     )
     gemma_layers = ["sliding_attention", "full_attention"] * 2
     return [
         Family("llava", dict(text_config={**TEXT, "model_type": "llama"}, vision_config=clip, image_seq_length=36),
-               llava_picture, (24,)),
+               llava_image, (24,)),
         Family("llava_next", dict(text_config={**TEXT, "model_type": "llama"}, vision_config={**clip, "image_size": 16},
                                   image_grid_pinpoints=PINPOINTS, image_seq_length=16),
-               anyres_picture, shapes, collate=anyres_collate),
+               anyres_image, shapes, collate=anyres_collate),
         Family("llava_onevision", dict(text_config={**TEXT, "model_type": "qwen2"}, vision_config=siglip,
                                        image_grid_pinpoints=PINPOINTS, video_token_id=VIDEO),
-               onevision_picture, shapes, video=onevision_video,
+               onevision_image, shapes, video=onevision_video,
                collate=lambda rows: anyres_collate(rows, count_rows=True)),
-        Family("qwen2_vl", qwen_config([2, 3, 3], qwen2_vision), qwen_picture, grids,
+        Family("qwen2_vl", qwen_config([2, 3, 3], qwen2_vision), qwen_image, grids,
                video=qwen_video, types="mm_token_type_ids"),
-        Family("qwen2_5_vl", qwen_config([2, 3, 3], qwen25_vision), qwen_picture, grids,
+        Family("qwen2_5_vl", qwen_config([2, 3, 3], qwen25_vision), qwen_image, grids,
                video=lambda g, frames: qwen_video(g, frames, seconds=0.5), types="mm_token_type_ids"),
-        Family("qwen3_vl", qwen_config([4, 2, 2], qwen3_vision, head_dim=HEAD_DIM), qwen_picture, grids,
+        Family("qwen3_vl", qwen_config([4, 2, 2], qwen3_vision, head_dim=HEAD_DIM), qwen_image, grids,
                video=lambda g, frames: qwen_video(g, frames, stamped=True), types="mm_token_type_ids"),
         Family("internvl", dict(text_config={**TEXT, "model_type": "qwen2"}, image_seq_length=16,
                                 vision_config={**tower("internvl_vision", 32), "layer_scale_init_value": 1.0}),
-               internvl_picture, (2, 1, 3)),
+               internvl_image, (2, 1, 3)),
         Family("smolvlm", {**idefics, "vision_config": tower("smolvlm_vision", 32)}, **idefics_kwargs),
         Family("idefics3", {**idefics, "vision_config": tower("idefics3_vision", 32)}, **idefics_kwargs),
         # A window shorter than the prompt, and both kinds of layer on either side of a cut at layer 2.
@@ -355,7 +357,7 @@ def _families() -> list[Family]:
                                            "sliding_window": 16, "layer_types": gemma_layers},
                               vision_config={**siglip, "image_size": 32}, mm_tokens_per_image=16,
                               boi_token_id=START, eoi_token_id=END),
-               gemma_picture, (32,), types="token_type_ids"),
+               gemma_image, (32,), types="token_type_ids"),
     ]  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def tokens_in_mlps(model: Any) -> Iterator[list[int]]:
 def naive_tower(
     tower: Any, pixels: Tensor, plan: list[int], proportional: bool
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """One picture through the blocks in plain loops: features on the full grid after each block, and final groups."""
+    """One image through the blocks in plain loops: features on the full grid after each block, and final groups."""
     embed = tower.embeddings(pixels[None])
     x = (tower.pre_layrnorm(embed) if hasattr(tower, "pre_layrnorm") else embed)[0]
     protected = int(hasattr(tower, "pre_layrnorm"))
@@ -98,8 +98,8 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
     pixels, plan = tiles(model), [4, 0, 3] if family.name == "llava_onevision" else [5, 4, 0]
     with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
         got = tower_of(model)(pixels, output_hidden_states=True)
-    for row, picture in enumerate(pixels):
-        grids, groups = naive_tower(tower_of(model), picture, plan, proportional)
+    for row, image in enumerate(pixels):
+        grids, groups = naive_tower(tower_of(model), image, plan, proportional)
         assert sorted(i for group in groups for i in group) == list(range(len(grids[0])))
         assert len(groups) == len(grids[0]) - sum(plan)
         for stage, want in enumerate(grids):
@@ -120,12 +120,12 @@ def test_tokens_really_leave_between_attention_and_mlp(family: Family, model) ->
         stats = tokenprune.stats(model)
     assert seen == [count - 3, count - 6, count - 6 - plan[2]]
     entered = stats.encoder_tokens_per_layer
-    pictures = entered[0] // count
-    assert entered == [pictures * n for n in (count, count - 3, count - 6)]
+    images = entered[0] // count
+    assert entered == [images * n for n in (count, count - 3, count - 6)]
 
 
 @torch.no_grad()
-def test_a_batch_equals_its_single_pictures(family: Family, model) -> None:
+def test_a_batch_equals_its_single_images(family: Family, model) -> None:
     pixels = tiles(model, 3)
     with tokenprune.patched(model, "tome", keep=0.5):
         batch = tower_of(model)(pixels, output_hidden_states=True)
@@ -143,8 +143,8 @@ def test_merging_duplicates_changes_nothing(proportional: bool) -> None:
     model = family.build()
     model.model.vision_tower.embeddings.position_embedding.weight.zero_()
     # Neighbours are equal, so that each pair has one at an even and one at an odd place. The class token is at place 0.
-    picture = tiles(model, 1).view(1, 3, 6, 4, 3, 2, 4)
-    pixels = picture[..., :1, :].expand_as(picture).reshape(1, 3, 24, 24)
+    image = tiles(model, 1).view(1, 3, 6, 4, 3, 2, 4)
+    pixels = image[..., :1, :].expand_as(image).reshape(1, 3, 24, 24)
     want = tower_of(model)(pixels, output_hidden_states=True).hidden_states
     with tokenprune.patched(model, "tome", r=[18], proportional=proportional), tokens_in_mlps(model) as seen:
         got = tower_of(model)(pixels, output_hidden_states=True).hidden_states
@@ -158,7 +158,7 @@ def test_merging_duplicates_changes_nothing(proportional: bool) -> None:
 
 @contextmanager
 def with_features(model: Any, output: Any) -> Iterator[None]:
-    """The unpatched model, with the pictures' features as a patched tower made them."""
+    """The unpatched model, with the images' features as a patched tower made them."""
     original = model.model.get_image_features
 
     @functools.wraps(original)  # generate() reads the signature
@@ -177,12 +177,12 @@ def image_arguments(inputs: dict) -> dict[str, Any]:
 
 
 def groups_of(features: list[Tensor]) -> list[list[list[int]]]:
-    """Per picture the places of features that are equal to the bit. Newlines, equal too, count for themselves."""
+    """Per image the places of features that are equal to the bit. Newlines, equal too, count for themselves."""
     found = []
-    for picture in features:
+    for image in features:
         groups: list[list[int]] = []
-        for place, feature in enumerate(picture):
-            same = [group for group in groups if torch.equal(picture[group[0]], feature)]
+        for place, feature in enumerate(image):
+            same = [group for group in groups if torch.equal(image[group[0]], feature)]
             same[0].append(place) if same else groups.append([place])
         found.append(groups)
     return found
@@ -190,15 +190,15 @@ def groups_of(features: list[Tensor]) -> list[list[list[int]]]:
 
 def expected_sources(family: Family, model: Any, inputs: Any, features: list[Tensor]) -> list[dict[int, list[int]]]:
     newline = getattr(model.model, "image_newline", None)
-    sources, picture = [], 0
+    sources, image = [], 0
     for places in pieces(family, inputs):
         row: dict[int, list[int]] = {}
         for position in places:
-            for group in groups_of([features[picture]])[0]:
-                is_newline = newline is not None and torch.equal(features[picture][group[0]], newline)
+            for group in groups_of([features[image]])[0]:
+                is_newline = newline is not None and torch.equal(features[image][group[0]], newline)
                 for part in [[place] for place in group] if is_newline else [group]:
                     row[position[part[0]]] = [position[place] for place in part]
-            picture += 1
+            image += 1
         sources.append(row)
     return sources
 

@@ -253,8 +253,8 @@ def test_flash_attention_in_the_tower(name: str, build) -> None:
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize(("name", "side"), [("llava", 1), ("mistral3", 2)])
 @torch.no_grad()
-def test_pictures_of_any_size_on_one_axis(name: str, side: int, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pixtral's tower, in LLaVA and Mistral 3: scores are of one picture's patches, not of all that a call encodes."""
+def test_images_of_any_size_on_one_axis(name: str, side: int, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixtral's tower, in LLaVA and Mistral 3: scores are of one image's patches, not of all that a call encodes."""
     vision = dict(model_type="pixtral", hidden_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=64,
                   patch_size=4, intermediate_size=32, head_dim=16)  # fmt: skip
     more = dict(spatial_merge_size=2) if side == 2 else dict(vision_feature_select_strategy="full")
@@ -323,7 +323,7 @@ def in_one_thread(model: Any, job: Any) -> Tensor:
 
 
 def test_threads(family: Family, model) -> None:
-    """Two threads in the tower at once see their own pictures."""
+    """Two threads in the tower at once see their own images."""
     jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (1, 0)])]
     with tokenprune.patched(model, "vscan", keep=0.3):
         alone = [in_one_thread(model, job) for job in jobs]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging in towers that pack all pictures into one sequence, against plain loops over one frame at a time."""
+"""Merging in towers that pack all images into one sequence, against plain loops over one frame at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def encode(model: Any, inputs: Any) -> dict[str, Any]:
-    """The features of the pictures and videos of a batch."""
+    """The features of the images and videos of a batch."""
     found = {}
     for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if inputs.get(pixels) is not None:
@@ -145,20 +145,20 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
     with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
         got = encode(model, inputs)["image"]
     grids, start = inputs["image_grid_thw"], 0
-    for picture, grid in enumerate(grids):
+    for image, grid in enumerate(grids):
         patches = int(grid.prod())
         pixels = inputs["pixel_values"][start : start + patches]
         (want, deepstack), groups = naive_tower(model, pixels, grid, plan, proportional)
-        close(got.pooler_output[picture], want)
+        close(got.pooler_output[image], want)
         for mine, theirs in zip(getattr(got, "deepstack_features", None) or [], deepstack, strict=True):
-            close(mine[picture], theirs)
+            close(mine[image], theirs)
         first = {unit: group[0] for group in groups for unit in group}
-        assert record_of(got).groups[picture].tolist() == [first[unit] for unit in range(len(want))]
+        assert record_of(got).groups[image].tolist() == [first[unit] for unit in range(len(want))]
         assert len(groups) == len(want) - sum(plan)
         start += patches
 
 
-def pictures(sizes: list[tuple[int, int]]) -> list[Any]:
+def photos(sizes: list[tuple[int, int]]) -> list[Any]:
     return [photo(height, width, seed) for seed, (height, width) in enumerate(sizes)]
 
 
@@ -169,7 +169,7 @@ def small_processor() -> Any:
 @torch.no_grad()
 def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, build) -> None:
     model, processor = build(family), small_processor()
-    images = pictures([(48, 64), (48, 64), (32, 56), (64, 40)])
+    images = photos([(48, 64), (48, 64), (32, 56), (64, 40)])
     thresholds = tokenprune.calibrate(model, images, processor=processor, keep=0.4, batch_size=4)
     values = thresholds.values[0.4].tolist()
     assert all(0 < value < 1 for value in values)
@@ -177,15 +177,15 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
     with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds):
         got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
     start, left, total = 0, [], 0
-    for picture, grid in enumerate(made["image_grid_thw"]):
+    for image, grid in enumerate(made["image_grid_thw"]):
         patches = int(grid.prod())
         rules = [partial(above, threshold=value) for value in values]
         (want, _), groups = naive_tower(model, made["pixel_values"][start : start + patches], grid, rules, True)
-        close(got.pooler_output[picture], want)
-        assert len(record_of(got).groups[picture].unique()) == len(groups)
+        close(got.pooler_output[image], want)
+        assert len(record_of(got).groups[image].unique()) == len(groups)
         left.append(len(groups) / len(want))
         start, total = start + patches, total + patches // UNIT
-    assert len(set(left)) > 2  # each picture a share of its own
+    assert len(set(left)) > 2  # each image a share of its own
     assert 0.3 < sum(left) / 4 < 0.5
     with pytest.raises(OptionError, match="only the processor"):
         tokenprune.calibrate(model, [torch.zeros(3, 32, 32)], processor=processor, keep=0.4)
@@ -194,7 +194,7 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
 @torch.no_grad()
 def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
     model, processor = build(FAMILIES["qwen2_vl"]), small_processor()
-    images = pictures([(48, 64)] * 5)
+    images = photos([(48, 64)] * 5)
     thresholds = tokenprune.calibrate(model, images, processor=processor, keep=0.5, batch_size=5)
     made = processor(images=images, return_tensors="pt")
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds):
@@ -204,9 +204,9 @@ def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
 
 
 @torch.no_grad()
-def test_exact_dymu_leaves_the_asked_number_of_every_picture(family: Family, build) -> None:
+def test_exact_dymu_leaves_the_asked_number_of_every_image(family: Family, build) -> None:
     model, processor = build(family), small_processor()
-    images = pictures([(48, 64), (32, 56), (64, 40), (24, 24)])
+    images = photos([(48, 64), (32, 56), (64, 40), (24, 24)])
     thresholds = tokenprune.calibrate(model, images[:1], processor=processor, keep=0.4)
     made = processor(images=images, return_tensors="pt")
     with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds, exact=True):
@@ -228,16 +228,16 @@ def test_units_really_leave_between_attention_and_mlp(family: Family, model) -> 
 
 
 @torch.no_grad()
-def test_a_batch_equals_its_single_pictures(family: Family, model) -> None:
+def test_a_batch_equals_its_single_images(family: Family, model) -> None:
     inputs, start = family.make_inputs(images=(2, 2)), 0
     with tokenprune.patched(model, "tome", keep=0.4):
         batch = encode(model, inputs)["image"]
-        for picture, grid in enumerate(inputs["image_grid_thw"]):
+        for image, grid in enumerate(inputs["image_grid_thw"]):
             patches = int(grid.prod())
             pixels = inputs["pixel_values"][start : start + patches]
             alone = encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"]
-            assert torch.equal(record_of(batch).groups[picture], record_of(alone).groups[0])
-            close(batch.pooler_output[picture], alone.pooler_output[0], 1e-6)
+            assert torch.equal(record_of(batch).groups[image], record_of(alone).groups[0])
+            close(batch.pooler_output[image], alone.pooler_output[0], 1e-6)
             start += patches
 
 

@@ -40,14 +40,14 @@ def build(kind: str) -> Any:
     return model
 
 
-def pictures(count: int = 3) -> Tensor:
+def images(count: int = 3) -> Tensor:
     return torch.randn(count, 3, 24, 24, generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def naive_features(model: Any, picture: Tensor, plan: list[int], proportional: bool = True) -> tuple[Tensor, list[int]]:
-    """One picture through the blocks in plain loops: the full grid behind the last block, and tokens after each."""
-    x = model.norm_pre(model._pos_embed(model.patch_embed(picture[None])))[0]
+def naive_features(model: Any, image: Tensor, plan: list[int], proportional: bool = True) -> tuple[Tensor, list[int]]:
+    """One image through the blocks in plain loops: the full grid behind the last block, and tokens after each."""
+    x = model.norm_pre(model._pos_embed(model.patch_embed(image[None])))[0]
     groups = [[i] for i in range(len(x))]
     counts = []
     for block, r in zip(model.blocks, plan, strict=True):
@@ -72,15 +72,15 @@ def naive_features(model: Any, picture: Tensor, plan: list[int], proportional: b
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_logits_equal_the_naive_loop(kind: str, fused: bool) -> None:
-    model, x = build(kind), pictures()
+    model, x = build(kind), images()
     for block in model.blocks:
         block.attn.fused_attn = fused
     plan = [5, 0, 9, 2]
     with tokenprune.patched(model, "tome", r=plan):
         logits, features = model(x), model.forward_features(x)
         stats = tokenprune.stats(model)
-    for row, picture in enumerate(x):
-        grid, counts = naive_features(model, picture, plan)
+    for row, image in enumerate(x):
+        grid, counts = naive_features(model, image, plan)
         torch.testing.assert_close(features[row], model.norm(grid), atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(logits[row], model.forward_head(model.norm(grid[None]))[0], atol=2e-5, rtol=1e-4)
     entered = 36 + model.num_prefix_tokens
@@ -91,13 +91,13 @@ def test_logits_equal_the_naive_loop(kind: str, fused: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_patch_and_unpatch(kind: str) -> None:
-    model, x = build(kind), pictures()
+    model, x = build(kind), images()
     before, was = model(x), snapshot(model)
     assert tokenprune.patch(model, method="tome", keep=0.25) is model
     assert not torch.equal(model(x), before)
     stats = tokenprune.stats(model)
     assert stats.keep_ratio == 0.25 and 0.3 < stats.prefill_flops_ratio < 0.9
-    alone = torch.cat([model(picture[None]) for picture in x])
+    alone = torch.cat([model(image[None]) for image in x])
     torch.testing.assert_close(model(x), alone, atol=1e-5, rtol=1e-4)
     tokenprune.unpatch(model)
     assert snapshot(model) == was
@@ -112,14 +112,14 @@ def test_mlps_see_fewer_tokens() -> None:
     model, seen = build("class token"), []
     handles = [b.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1])) for b in model.blocks]
     with tokenprune.patched(model, "tome", r=(4, -1)):
-        model(pictures())
+        model(images())
     assert seen == [29, 24, 22, 22]
     for handle in handles:
         handle.remove()
 
 
 def test_deep_copy_and_training() -> None:
-    model, x = build("average"), pictures()
+    model, x = build("average"), images()
     tokenprune.patch(model, "tome", keep=0.5)
     twin = copy.deepcopy(model)
     assert torch.equal(twin(x), model(x))
@@ -146,4 +146,4 @@ def test_refused() -> None:
     assert snapshot(model) == was
     model.set_grad_checkpointing()
     with tokenprune.patched(model, "tome"), pytest.raises(UnsupportedSetupError, match="set_grad_checkpointing"):
-        model(pictures())
+        model(images())

@@ -144,7 +144,7 @@ def test_too_few_questions_are_said_before_any_work() -> None:
 class Fake:
     """A panel without a model. losses: for each candidate the share of right answers that it loses, and its cost."""
 
-    films = False
+    videos = False
 
     def __init__(self, questions: int, losses: dict[Candidate, tuple[float, float]], seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -256,8 +256,8 @@ def test_nothing_may_keep_the_promise() -> None:
     assert said[1].startswith("dart 0.9, the safest, lost ") and len(tuning_table(found).rows) == 1
     none = Tuner(Fake(900, {}), grid(["pevlm", "view_select"], [0.5]), Promise(0.02)).run()
     assert [trial.state for trial in none.trials] == [
-        "pevlm acts on videos, and these questions are about pictures only",
-        "view_select chooses between the pictures of a prompt: it has no budget to tune",
+        "pevlm acts on videos, and these questions are about images only",
+        "view_select chooses between the images of a prompt: it has no budget to tune",
     ]
     assert outcome(none) == ["No setting could be tried; --verbose says why."]
     slow = Fake(900, candidates({"dart 0.9": (0.0, 1.2)}))
@@ -423,7 +423,7 @@ def test_a_kind_that_collapses_is_told_or_refused() -> None:
         assert "keeps the promise, but rare loses" in found.trials[0].state
 
 
-def test_halves_are_stratified_and_keep_pictures_together() -> None:
+def test_halves_are_stratified_and_keep_images_together() -> None:
     groups = [number // 2 for number in range(600)]
     kinds = ["odd" if group % 3 == 0 else "even" for group in groups]
     search, held = split(groups, kinds, 0)

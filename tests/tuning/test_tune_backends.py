@@ -75,9 +75,9 @@ def test_a_model_whose_sizes_are_not_at_hand_is_refused() -> None:
     with pytest.raises(UnsupportedSetupError, match="from the config of m, which is not at hand here: tune where"):
         Panel(VllmBackend(MadeUp(config=None), "", 4), QUESTIONS)
     Panel(VllmBackend(MadeUp(config=CONFIG), "", 4), QUESTIONS)
-    film = SimpleNamespace(is_film=True, where="line 3")
+    video = SimpleNamespace(is_video=True, where="line 3")
     with pytest.raises(Exception, match="line 3 asks about a video"):
-        Panel(VllmBackend(MadeUp(), "", 4), [film])
+        Panel(VllmBackend(MadeUp(), "", 4), [video])
 
 
 def command(*arguments: str) -> Result:

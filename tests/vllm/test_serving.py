@@ -243,7 +243,7 @@ def test_reduced_prompts() -> None:
     nine = [9]
     assert plan(half, "########").reduced() == nine * 4
     assert plan(half, "s########e").reduced() == [ord("s"), *nine * 4, ord("e")]
-    # The break within the picture needs a place too, and nothing tells which.
+    # The break within the image needs a place too, and nothing tells which.
     broken = plan(half, "s####/####e")
     assert broken.counts == [8] and broken.between == 1
     assert broken.reduced() == [ord("s"), *nine * 5, ord("e")]
@@ -280,7 +280,7 @@ def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
 
 
 def test_every_frame_has_its_budget() -> None:
-    """Frames of one run split it evenly, a rest goes with the last; runs apart are the frames; pictures do not care."""
+    """Frames of one run split it evenly, a rest goes with the last; runs apart are the frames; images do not care."""
     half, frames = Setting(DivPrune(), 0.5), Setting(DivPrune(), 0.5, per="frame")
 
     def made(setting: Setting, pieces: str, number: int) -> Plan:
@@ -347,7 +347,7 @@ def item(count: int) -> dict:
 
 
 def test_batches_of_the_encoder_hold_what_was_measured() -> None:
-    """Counted before reduction: the scheduler would let any number of these one-token pictures through."""
+    """Counted before reduction: the scheduler would let any number of these one-token images through."""
     items = [("image", item(count)) for count in (4, 4, 4, 20, 1, 9)]
     made = [[items.index(one) for one in chunk] for chunk in chunks(items, 10)]
     assert made == [[0, 1], [2], [3], [4, 5]]

@@ -86,7 +86,7 @@ class Asking:
         return self._answered.setdefault(json.dumps(place), dict(before))
 
     def _is_alone(self, number: int) -> bool:
-        return self.questions[number].is_film
+        return self.questions[number].is_video
 
 
 __all__ = ["Asking"]

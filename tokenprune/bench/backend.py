@@ -62,7 +62,7 @@ class HfBackend:
 
     def __init__(self, subject: Model) -> None:
         self.subject = subject
-        self._films = False
+        self._videos = False
         self._reused: dict[int, dict[str, Any]] = {}
         self._reused_bytes = 0
 
@@ -78,22 +78,22 @@ class HfBackend:
         return misfits(questions, self.subject.processor)
 
     def begin(self, questions: Sequence[Any]) -> None:
-        self._films = any(question.is_film for question in questions)
+        self._videos = any(question.is_video for question in questions)
         check_questions(questions, self.subject.processor)
 
     def alone(self, setting: Setting) -> bool:
-        """A method that looks at a picture to size it goes picture by picture: in a batch, LLaVA's processor would make
+        """A method that looks at an image to size it goes image by image: in a batch, LLaVA's processor would make
         all of them one size."""
         return any(isinstance(method, ResizeMethod) and method.by_content for method in _methods(setting))
 
     @contextmanager
     def answering(self, setting: Setting) -> Iterator[Answer]:
-        with patched_by(self.subject, setting, self._films):
+        with patched_by(self.subject, setting, self._videos):
             yield lambda number, batch: self._answer(setting, self._inputs(setting, number, batch))
 
     def timing(self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
         def context() -> AbstractContextManager[Any]:
-            return patched_by(self.subject, setting, self._films)
+            return patched_by(self.subject, setting, self._videos)
 
         return compare(self.subject, context, lambda: self._asked([question]), repeats, new_tokens)
 
@@ -122,8 +122,8 @@ class HfBackend:
         return dict(self._reused[number])
 
     def _asked(self, batch: list[Any]) -> dict[str, Any]:
-        if batch[0].is_film:
-            return self.subject.film_inputs(batch[0].video, batch[0].question)
+        if batch[0].is_video:
+            return self.subject.video_inputs(batch[0].video, batch[0].question)
         return self.subject.inputs([example.images for example in batch], [example.question for example in batch])
 
 
@@ -133,27 +133,27 @@ def backend_of(subject: Model | Backend) -> Backend:
 
 
 def patched(
-    subject: Model, name: str, keep: float | int, films: bool = False, record: bool = False, **options: Any
+    subject: Model, name: str, keep: float | int, videos: bool = False, record: bool = False, **options: Any
 ) -> AbstractContextManager[Any]:
     """Return `patched_by` for a method by its name, with its options; `UNPATCHED` leaves the model as it is."""
     setting = None if name == UNPATCHED else {"method": name, "keep": keep} | options
-    return patched_by(subject, setting, films, record)
+    return patched_by(subject, setting, videos, record)
 
 
 def patched_by(
-    subject: Model, setting: Setting, films: bool = False, record: bool = False
+    subject: Model, setting: Setting, videos: bool = False, record: bool = False
 ) -> AbstractContextManager[Any]:
     """Return a context in which the subject's model is patched; methods that act on pixels get its processor.
 
-    films: whether the model sees videos.
+    videos: whether the model sees videos.
     """
     if setting is None:
         return nullcontext()
     more: dict[str, Any] = {"record": record}
     for method in _methods(setting):
-        if method.site is Site.ATTENTION and not films:
+        if method.site is Site.ATTENTION and not videos:
             raise UnsupportedSetupError(
-                f"{method.name} acts on videos, and here the model sees pictures only: it would leave them as they are"
+                f"{method.name} acts on videos, and here the model sees images only: it would leave them as they are"
             )
         if method.site is Site.PRE_ENCODER:
             more["processor"] = subject.processor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw which patches of the pictures of a prompt, or of a video's frames, a method keeps, drops and merges."""
+"""Draw which patches of the images of a prompt, or of a video's frames, a method keeps, drops and merges."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class Shown:
 
 
 def show(subject: Model, images: Sequence[Image.Image], question: str, method: str, keep: float | int) -> Shown:
-    """Ask once without and once with `method`, and draw what it kept: of one picture beside it, as the model sees it;
+    """Ask once without and once with `method`, and draw what it kept: of one image beside it, as the model sees it;
     of several below each.
 
-    A model that takes videos gets several as a video, unless the method acts on pixels; others get pictures of one
-    prompt. Raises UnsupportedSetupError where the tokens of a picture form no grid, OptionError for a method that
-    chooses between pictures.
+    A model that takes videos gets several as a video, unless the method acts on pixels; others get images of one
+    prompt. Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that
+    chooses between images.
     """
     draw.check_drawable(method)
-    film = len(images) > 1 and _as_film(subject, method)
-    full = _asked(subject, images, question, film)
+    video = len(images) > 1 and _as_video(subject, method)
+    full = _asked(subject, images, question, video)
     (before,) = subject.generate(full)
-    seen = _seen(subject, images, question, method, keep, film)
+    seen = _seen(subject, images, question, method, keep, video)
     if len(images) == 1:
-        original = draw.seen_picture(subject, full, images[0])
+        original = draw.seen_image(subject, full, images[0])
         drawing = row(_drawn(seen, draw.CELL, original), gap=draw.CELL // 2)
     else:
         drawing = sheet(seen)
@@ -66,7 +66,7 @@ def fitting(
     """Return as many frames as the model's context holds beside the question and the answer, and a sentence that says
     how many were left out; None where none were.
 
-    read: returns frames of a video, or pictures, evenly chosen where there are more than it is told. most: how many are
+    read: returns frames of a video, or images, evenly chosen where there are too many. most: how many are
     wanted. Raises OptionError where not even one fits.
     """
     frames = read(most)
@@ -74,7 +74,7 @@ def fitting(
     said = None
     while context is not None:
         with _quiet():
-            inputs = _asked(subject, frames, question, len(frames) > 1 and _as_film(subject, method))
+            inputs = _asked(subject, frames, question, len(frames) > 1 and _as_video(subject, method))
         number, visual = len(frames), subject.visual_tokens(inputs)
         text = inputs["input_ids"].shape[1] - visual + subject.max_new_tokens
         if visual + text <= context:
@@ -82,8 +82,8 @@ def fitting(
         fewer = min(number - 1, (context - text) * number // visual)
         if fewer < 1:
             raise OptionError(
-                f"a picture takes {visual // number} tokens and the rest of the prompt {text}, but this model's context"
-                f" is {context}: ask a shorter question, or take a smaller picture"
+                f"an image takes {visual // number} tokens and the rest of the prompt {text}, but this model's context"
+                f" is {context}: ask a shorter question, or take a smaller image"
             )
         needed = f"all of them and the question take {visual + text} tokens, and this model's context is {context}"
         said = said or needed
@@ -121,23 +121,23 @@ def look(
     question: str,
     method: str,
     keep: float | int,
-    film: bool,
+    video: bool,
     side: int,
     **options: Any,
 ) -> tuple[Image.Image, int]:
-    """Ask with `method`, and return the drawing of what it kept of each picture, side by side, and how many tokens that
+    """Ask with `method`, and return the drawing of what it kept of each image, side by side, and how many tokens that
     is; raises like `show`.
 
-    film: whether the pictures are a video. side: pixels of a drawing's longer side, about. options: of the method.
+    video: whether the images are a video. side: pixels of a drawing's longer side, about. options: of the method.
     """
     draw.check_drawable(method)
-    seen = _seen(subject, images, question, method, keep, film, **options)
+    seen = _seen(subject, images, question, method, keep, video, **options)
     cell = max(2, side // max(max(grid) for grid in seen.grids))
     return row(_drawn(seen, cell)), int(seen.kept.sum())
 
 
-def _asked(subject: Model, frames: Sequence[Image.Image], question: str, film: bool) -> dict[str, Any]:
-    return subject.film_inputs(frames, question) if film else subject.inputs([list(frames)], [question])
+def _asked(subject: Model, frames: Sequence[Image.Image], question: str, video: bool) -> dict[str, Any]:
+    return subject.video_inputs(frames, question) if video else subject.inputs([list(frames)], [question])
 
 
 def _seen(
@@ -146,25 +146,25 @@ def _seen(
     question: str,
     method: str,
     keep: float | int,
-    film: bool,
+    video: bool,
     **options: Any,
 ) -> Seen:
-    with patched(subject, method, keep, film, record=True, **options):
-        inputs = _asked(subject, frames, question, film)
-        grids = grids_of(subject, inputs, len(frames), film)
+    with patched(subject, method, keep, video, record=True, **options):
+        inputs = _asked(subject, frames, question, video)
+        grids = grids_of(subject, inputs, len(frames), video)
         (answer,) = subject.generate(inputs)
         stats = tokenprune.stats(subject.model)
     kept, groups = draw.patches(subject, inputs, stats)
     # A model that merges frames in time has fewer of them: each shows its first.
     step = math.ceil(len(frames) / len(grids))
     shown = [
-        frames[place] if film else draw.seen_picture(subject, inputs, frames[place], place)
+        frames[place] if video else draw.seen_image(subject, inputs, frames[place], place)
         for place in (min(number * step, len(frames) - 1) for number in range(len(grids)))
     ]
     return Seen(shown, grids, kept, groups, answer, stats)
 
 
-def _as_film(subject: Model, method: str) -> bool:
+def _as_video(subject: Model, method: str) -> bool:
     return takes_video(subject) and method_class(method).site is not tokenprune.Site.PRE_ENCODER
 
 
@@ -174,17 +174,17 @@ def takes_video(subject: Model) -> bool:
     return able and "video" in subject.adapter.placeholders
 
 
-def grids_of(subject: Model, inputs: dict[str, Any], images: int, film: bool) -> list[Grid]:
-    """Return (height, width) in tokens of each picture or frame of the one prompt, in the order of its tokens."""
+def grids_of(subject: Model, inputs: dict[str, Any], images: int, video: bool) -> list[Grid]:
+    """Return (height, width) in tokens of each image or frame of the one prompt, in the order of its tokens."""
     family, count = subject.model.config.model_type, subject.visual_tokens(inputs)
-    told, pixels = subject.adapter.grids("video" if film else "image", inputs), inputs.get("pixel_values")
-    if not film:
+    told, pixels = subject.adapter.grids("video" if video else "image", inputs), inputs.get("pixel_values")
+    if not video:
         if pixels is None:
-            raise UnsupportedSetupError(f"{family!r} takes pictures in a form that `show` does not know")
-        # [1, tiles, 3, H, W] or [tiles, 3, H, W]: its tokens are those of several crops, and overlap in the picture.
+            raise UnsupportedSetupError(f"{family!r} takes images in a form that `show` does not know")
+        # [1, tiles, 3, H, W] or [tiles, 3, H, W]: its tokens are those of several crops, and overlap in the image.
         if (told is None or images == 1) and (pixels.ndim > 4 or (pixels.ndim == 4 and len(pixels) != images)):
             raise UnsupportedSetupError(
-                f"{family!r} cuts a picture into tiles; `show` draws pictures that are one grid"
+                f"{family!r} cuts an image into tiles; `show` draws images that are one grid"
             )
         side = math.isqrt(count // images)
         told = told or [(1, side, side)] * images
@@ -221,11 +221,11 @@ def _resized(image: Image.Image, like: Image.Image) -> Image.Image:
     return image.convert("RGB").resize(like.size, Image.Resampling.BICUBIC)
 
 
-def row(pictures: Sequence[Image.Image], gap: int = _GAP) -> Image.Image:
-    """Return pictures side by side."""
-    width = sum(picture.width + gap for picture in pictures) - gap
-    image, left = Image.new("RGB", (width, max(picture.height for picture in pictures)), "white"), 0
-    for picture in pictures:
-        image.paste(picture, (left, 0))
-        left += picture.width + gap
+def row(parts: Sequence[Image.Image], gap: int = _GAP) -> Image.Image:
+    """Return images side by side."""
+    width = sum(part.width + gap for part in parts) - gap
+    image, left = Image.new("RGB", (width, max(part.height for part in parts)), "white"), 0
+    for part in parts:
+        image.paste(part, (left, 0))
+        left += part.width + gap
     return image

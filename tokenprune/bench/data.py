@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of one's own, from the rows of files (rows.py) with their pictures and videos (media.py).
+"""Questions of one's own, from the rows of files (rows.py) with their images and videos (media.py).
 
 A row is {image | images | video, question, answer | answers, kind?}. Everything is checked before any model runs.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from tokenprune.bench.media import BadRow, Source, read_film, read_picture, short, source_of
+from tokenprune.bench.media import BadRow, Source, read_image, read_video, short, source_of
 from tokenprune.bench.rows import read_rows
 from tokenprune.errors import DataError
 
@@ -37,29 +37,29 @@ class Question:
     question: str
     answers: tuple[str, ...]
     kind: str
-    pictures: tuple[Source, ...] = ()
-    film: Source | None = None
+    sources: tuple[Source, ...] = ()
+    video_source: Source | None = None
     frames: int = FRAMES
 
     @property
-    def is_film(self) -> bool:
-        return self.film is not None
+    def is_video(self) -> bool:
+        return self.video_source is not None
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
-        """The pictures, read anew; raises DataError."""
+        """The images, read anew; raises DataError."""
         try:
-            return tuple(map(read_picture, self.pictures))
+            return tuple(map(read_image, self.sources))
         except BadRow as error:
             raise DataError(f"{self.where}: {error}") from error
 
     @property
     def video(self) -> list[Image.Image]:
         """Frames of the video, evenly chosen, read anew; none without a video. Raises DataError."""
-        if self.film is None:
+        if self.video_source is None:
             return []
         try:
-            return read_film(self.film, self.frames)
+            return read_video(self.video_source, self.frames)
         except BadRow as error:
             raise DataError(f"{self.where}: {error}") from error
 
@@ -76,8 +76,8 @@ class Data:
         """Return what tells these questions from others, as plain values."""
         parts: list[tuple] = []
         for one in self.questions:
-            files = [(source.name, source.size) for source in (*one.pictures, *filter(None, [one.film]))]
-            parts.append((one.question, one.answers, one.kind, one.frames if one.film else 0, files))
+            files = [(source.name, source.size) for source in (*one.sources, *filter(None, [one.video_source]))]
+            parts.append((one.question, one.answers, one.kind, one.frames if one.video_source else 0, files))
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         return {"name": self.name, "questions": len(self.questions), "skipped": self.skipped, "digest": digest}
 
@@ -94,7 +94,7 @@ def load_data(
     """Read and check questions.
 
     path: a file of JSON lines, a list in a .json, .csv, .tsv or .parquet; a folder with one file of JSON lines; or a
-    folder of the `datasets` library (`save_to_disk`, or pictures with a metadata file). Pictures are named relative to
+    folder of the `datasets` library (`save_to_disk`, or images with a metadata file). Images are named relative to
     the folder. skip_bad: leave out rows that cannot be asked
     instead of raising. columns: names to change, from theirs to ours; "" drops a column. split: of a `datasets` folder
     with several. frames: taken of a video. limit: only the first rows; 0: all.
@@ -136,11 +136,11 @@ def read_columns(text: str) -> dict[str, str]:
 def misfits(questions: Sequence[Question], processor: Any) -> list[tuple[int, str]]:
     """Return the places of the questions that do not fit the model's processor, each with the reason: a video where it
     takes none, or words in a question that it takes for an image."""
-    no_films, marks = getattr(processor, "video_processor", None) is None, _marks(processor)
+    no_videos, marks = getattr(processor, "video_processor", None) is None, _marks(processor)
     found = []
     for place, one in enumerate(questions):
         mark = next((mark for mark in marks if mark in one.question), None)
-        if one.is_film and no_films:
+        if one.is_video and no_videos:
             found.append((place, _NO_VIDEO))
         elif mark is not None:
             found.append((place, f"its question holds {mark!r}, which stands for an image in this model's prompts"))
@@ -148,7 +148,7 @@ def misfits(questions: Sequence[Question], processor: Any) -> list[tuple[int, st
 
 
 def left_out(data: Data, unfit: Sequence[tuple[int, str]]) -> Data:
-    """Return the data without the questions at these places, which are told among those skipped, in the rows' order.
+    """Return the data without the questions at these places, which are listed among those skipped, in the rows' order.
 
     unfit: of `misfits` or of a benchmark's backend. Raises DataError where no question is left.
     """
@@ -165,7 +165,7 @@ def check_questions(questions: Iterable[Question], processor: Any) -> None:
     """Raise DataError where questions do not fit the model's processor: a video where it takes none, or words in a
     question that it takes for an image."""
     questions = list(questions)
-    check_films(questions, processor)
+    check_videos(questions, processor)
     marks = _marks(processor)
     wrong = [f"{one.where} has {mark!r}" for one in questions for mark in marks if mark in one.question]
     if wrong:
@@ -175,15 +175,15 @@ def check_questions(questions: Iterable[Question], processor: Any) -> None:
         )
 
 
-def check_films(questions: Iterable[Question], processor: Any) -> None:
+def check_videos(questions: Iterable[Question], processor: Any) -> None:
     """Raise DataError for a video where the model's processor takes none."""
-    film = next((one for one in questions if one.is_film), None)
-    if film is not None and getattr(processor, "video_processor", None) is None:
-        raise DataError(f"{film.where} {_NO_VIDEO}")
+    video = next((one for one in questions if one.is_video), None)
+    if video is not None and getattr(processor, "video_processor", None) is None:
+        raise DataError(f"{video.where} {_NO_VIDEO}")
 
 
 def _marks(processor: Any) -> list[str]:
-    """What stands for pictures, videos and sounds in prompts."""
+    """What stands for images, videos and sounds in prompts."""
     kinds = ("image", "video", "audio")
     marks = {getattr(processor, name, None) for name in ("boi_token", *(f"{kind}_token" for kind in kinds))}
     for kind in kinds:
@@ -194,7 +194,7 @@ def _marks(processor: Any) -> list[str]:
 
 
 def _alike(bad: list[tuple[str, str]]) -> str:
-    """Rows that are bad for one reason are told together."""
+    """Rows that are bad for one reason are reported together."""
     places: dict[str, list[str]] = {}
     for where, reason in bad:
         places.setdefault(reason, []).append(where)
@@ -234,16 +234,16 @@ def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frame
     answers = _answers(row)
     value = row[seen[0]]
     if "images" in row and not (isinstance(value, list) and value):
-        raise BadRow("images must be a list of pictures")
+        raise BadRow("images must be a list of images")
     sources = tuple(source_of(one, folder) for one in (value if "images" in row else [value]))
     for text in (row["question"], kind, *answers, *(source.name for source in sources)):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise BadRow("holds half of a letter (a surrogate), which cannot be written in UTF-8")
     if "video" in row:
-        read_film(sources[0], frames)
+        read_video(sources[0], frames)
         return Question(where, row["question"], answers, kind, (), sources[0], frames)
     for source in sources:
-        read_picture(source)
+        read_image(source)
     return Question(where, row["question"], answers, kind, sources)
 
 

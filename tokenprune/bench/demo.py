@@ -22,7 +22,7 @@ REPEATS = 3
 def run(subject: Model) -> list[Table]:
     """Return a table of answers and one of what they cost; nothing is chosen by its outcome."""
     asked = load_heldout(kinds=KINDS, limit=len(KINDS))
-    examples = [next(e for e in asked if e.picture == number and e.kind == kind) for number, kind in enumerate(KINDS)]
+    examples = [next(e for e in asked if e.number == number and e.kind == kind) for number, kind in enumerate(KINDS)]
     inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
     names = (UNPATCHED, *METHODS)
     answers: dict[str, list[str]] = {}
@@ -47,7 +47,7 @@ def run(subject: Model) -> list[Table]:
         rows.append([Cell(example.path.name), Cell(example.question), Cell(example.answer), *cells])
     titles = [name if name == UNPATCHED else f"{name} {KEEP}" for name in names]
     title = f"{subject.name}: answers (wrong ones in red)"
-    first = Table(title, ("picture", "question", "gold", *titles), rows)
+    first = Table(title, ("image", "question", "gold", *titles), rows)
 
     rows = []
     whole = costs[UNPATCHED]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw which patches of a picture are kept, dropped and merged."""
+"""Draw which patches of an image are kept, dropped and merged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DARK, _BORDER, _TINT = 0.22, (255, 255, 255), 0.35
 def check_drawable(method: str) -> None:
     """Raise OptionError for a method of which nothing can be drawn."""
     if issubclass(method_class(method), ImageChooser):
-        raise OptionError(f"{method} chooses between pictures, not within them: there is nothing to draw")
+        raise OptionError(f"{method} chooses between images, not within them: there is nothing to draw")
 
 
 def patches(subject: Model, inputs: dict[str, Any], stats: tokenprune.Stats) -> tuple[np.ndarray, np.ndarray]:
@@ -47,18 +47,18 @@ def patches(subject: Model, inputs: dict[str, Any], stats: tokenprune.Stats) -> 
     return kept, np.where(kept[groups], groups, -1)  # a later cut may drop what earlier ones merged into
 
 
-def seen_picture(subject: Model, inputs: dict[str, Any], image: Image.Image, number: int = 0) -> Image.Image:
-    """Return what the model sees of picture `number`: a processor that crops or pads shows only a part of it."""
+def seen_image(subject: Model, inputs: dict[str, Any], image: Image.Image, number: int = 0) -> Image.Image:
+    """Return what the model sees of image `number`: a processor that crops or pads shows only a part of it."""
     pixels, processor = inputs["pixel_values"], subject.processor.image_processor
     mean, std = (getattr(processor, name, None) for name in ("image_mean", "image_std"))
     if pixels.ndim != 4 or mean is None or std is None:
-        return image.convert("RGB")  # flattened patches (Qwen's families) are of the whole picture, resized
+        return image.convert("RGB")  # flattened patches (Qwen's families) are of the whole image, resized
     values = rearrange(pixels[number].float().cpu(), "c h w -> h w c") * torch.tensor(std) + torch.tensor(mean)
     return Image.fromarray((values.clamp(0, 1) * 255).round().byte().numpy())
 
 
 def draw(
-    picture: Image.Image, kept: np.ndarray, groups: np.ndarray, merged: np.ndarray | None = None, cell: int = CELL
+    image: Image.Image, kept: np.ndarray, groups: np.ndarray, merged: np.ndarray | None = None, cell: int = CELL
 ) -> Image.Image:
     """Darken what is dropped and outline what is kept.
 
@@ -68,14 +68,14 @@ def draw(
     """
     height, width = kept.shape
     merged = shared(groups) if merged is None else merged
-    picture = picture.resize((width * cell, height * cell), Image.Resampling.BICUBIC)
-    pixels = np.asarray(picture, np.float32)
+    image = image.resize((width * cell, height * cell), Image.Resampling.BICUBIC)
+    pixels = np.asarray(image, np.float32)
     colors = np.array([[color_of(group) for group in row] for row in groups], np.float32)
     tint = np.where(merged[..., None], _TINT, 0.0)
     mixed = pixels * (1 - enlarge(tint, cell)) + enlarge(colors * tint, cell)
     drawing = np.where(enlarge(groups < 0, cell)[..., None], pixels.mean(-1, keepdims=True) * _DARK, mixed)
-    image = Image.fromarray(drawing.round().astype(np.uint8))
-    pen = ImageDraw.Draw(image)
+    drawn = Image.fromarray(drawing.round().astype(np.uint8))
+    pen = ImageDraw.Draw(drawn)
     everything = np.pad(groups, 1, constant_values=-1)
     for row, column in zip(*(groups >= 0).nonzero(), strict=True):
         color = color_of(groups[row, column]) if merged[row, column] else _BORDER
@@ -93,7 +93,7 @@ def draw(
         if merged[row, column] and kept[row, column]:
             middle, size = (left + cell // 2, top + cell // 2), max(1, cell // 10)
             pen.ellipse((middle[0] - size, middle[1] - size, middle[0] + size, middle[1] + size), fill=color)
-    return image
+    return drawn
 
 
 def shared(groups: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and questions to fit the rate predictor of `dyrate` with."""
+"""Images and questions to fit the rate predictor of `dyrate` with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 
 from tokenprune.bench.model import Model
 from tokenprune.bench.scenes import draw_scene
-from tokenprune.calibration.images import SUFFIXES, read_picture
+from tokenprune.calibration.images import SUFFIXES, read_image
 from tokenprune.calibration.rate_fitting import Fit, fit_dyrate
 from tokenprune.errors import TokenPruneError
 
@@ -29,8 +29,8 @@ def fit(
     step: Callable[[str, int, int], None],
     options: dict[str, Any],
 ) -> Fit:
-    """Fit a predictor on up to `limit` pictures and write it. images: a folder; None draws scenes, which come with
-    questions of their own. step: is told of progress. options: those of `fit_dyrate`."""
+    """Fit a predictor on up to `limit` images and write it. images: a folder; None draws scenes, which come with
+    questions of their own. step: gets the progress. options: those of `fit_dyrate`."""
     if not out.parent.is_dir():
         raise TokenPruneError(f"cannot write {out}: there is no folder {out.parent}")
     asked = list(_scenes(limit)) if images is None else list(_folder(images, question, limit))
@@ -51,6 +51,6 @@ def _folder(folder: Path, question: str, limit: int) -> Iterator[tuple[Image.Ima
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     found = [path for path in paths if path.suffix.lower() in SUFFIXES][:limit]
     for path in found:
-        yield read_picture(path), question
+        yield read_image(path), question
     if not found:
-        raise TokenPruneError(f"--images {folder} holds no pictures: name a folder of image files")
+        raise TokenPruneError(f"--images {folder} holds no images: name a folder of image files")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixed held-out set: drawn pictures that ship with the package, with one question of each kind per picture."""
+"""The fixed held-out set: drawn images that ship with the package, with one question of each kind per image."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _open(path: Path) -> Image.Image:
 
 @dataclass(frozen=True)
 class Example:
-    """One question about one held-out picture; ``boxes`` are the pixels (left, top, right, bottom) of the evidence."""
+    """One question about one held-out image; ``boxes`` are the pixels (left, top, right, bottom) of the evidence."""
 
-    picture: int
+    number: int
     path: Path
     background: str
     kind: str
@@ -47,7 +47,7 @@ class Example:
         return (self.answer,)
 
     @property
-    def is_film(self) -> bool:
+    def is_video(self) -> bool:
         return False
 
     def is_right(self, generated: str) -> bool:
@@ -58,7 +58,7 @@ class Example:
 def load_heldout(
     kinds: Collection[str] | None = None, limit: int | None = None, folder: str | Path = FOLDER
 ) -> list[Example]:
-    """The examples of the given kinds (default: all) on the first ``limit`` pictures, picture by picture."""
+    """The examples of the given kinds (default: all) on the first ``limit`` images, image by image."""
     folder, examples = Path(folder), []
     lines = (folder / "questions.jsonl").read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines[:limit]):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and videos from files or bytes, as RGB: Pillow reads pictures, animations and folders of frames; PyAV other
+"""Images and videos from files or bytes, as RGB: Pillow reads images, animations and folders of frames; PyAV other
 videos.
 
-As in `transformers.image_utils.load_image`, a picture is turned upright as its EXIF says, and its alpha is dropped.
+As in `transformers.image_utils.load_image`, an image is turned upright as its EXIF says, and its alpha is dropped.
 Differs from it: 16-bit greys are scaled to 8 bits, where Pillow's own conversion would make nearly all of them white.
 """
 
@@ -30,7 +30,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a picture or video is. name: for messages. size: in bytes. read: returns its path or its bytes."""
+    """Where an image or video is. name: for messages. size: in bytes. read: returns its path or its bytes."""
 
     name: str
     size: int
@@ -38,11 +38,11 @@ class Source:
 
 
 def source_of(value: Any, folder: Path) -> Source:
-    """Return where a picture or video of a row is: a path, seen from `folder`, or a dict of the `datasets` library with
+    """Return where an image or video of a row is: a path, seen from `folder`, or a dict of the `datasets` library with
     bytes or a path. Raises BadRow for anything else, and for a file that is not there."""
     if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
         data = value["bytes"]
-        return Source(Path(value.get("path") or "picture").name, len(data), lambda: data)
+        return Source(Path(value.get("path") or "image").name, len(data), lambda: data)
     if isinstance(value, dict) and isinstance(value.get("path"), str):
         value = value["path"]
     if not isinstance(value, str) or not value:
@@ -63,21 +63,21 @@ def short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:150]}... ({len(text)} letters)"
 
 
-def read_picture(source: Source) -> Image.Image:
-    """Return a picture as RGB, of an animation the first frame; raises BadRow."""
+def read_image(source: Source) -> Image.Image:
+    """Return an image as RGB, of an animation the first frame; raises BadRow."""
     found = source.read()
-    with _reading(source.name, "picture"), Image.open(_opened(found)) as image:
+    with _reading(source.name, "image"), Image.open(_opened(found)) as image:
         return _rgb(image)
 
 
-def read_film(source: Source, most: int) -> list[Image.Image]:
+def read_video(source: Source, most: int) -> list[Image.Image]:
     """Return frames of a video, evenly chosen where there are more than `most`; raises BadRow."""
     with _reading(source.name, "video"):
         return _frames(source.read(), most)
 
 
 def read_frames(paths: Sequence[Path], most: int) -> list[Image.Image]:
-    """Return the frames of a video (see `read_film`), or several pictures, also those of a folder in the order of their
+    """Return the frames of a video (see `read_video`), or several images, also those of a folder in the order of their
     names; evenly chosen where there are more than `most`.
 
     Raises TokenPruneError for what cannot be read.
@@ -85,7 +85,7 @@ def read_frames(paths: Sequence[Path], most: int) -> list[Image.Image]:
     try:
         files = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
         if len(files) == 1:
-            with _reading(str(files[0]), "picture or video"):
+            with _reading(str(files[0]), "image or video"):
                 return _frames(files[0], most)
         return [_first(files[index]) for index in _evenly(len(files), most)]
     except BadRow as error:
@@ -111,18 +111,18 @@ def _decoded(found: Path | bytes, most: int) -> list[Image.Image]:
         import av
     except ImportError as error:
         raise BadRow("Pillow reads GIF, WebP and folders of frames; for others, pip install av") from error
-    with _film(av, found) as film:
-        stream = film.streams.video[0]
+    with _video(av, found) as video:
+        stream = video.streams.video[0]
         # Not all containers say how many frames they hold.
-        count = sum(packet.size > 0 for packet in film.demux(stream))
+        count = sum(packet.size > 0 for packet in video.demux(stream))
         if count < stream.frames:
             raise BadRow(f"it is cut off, {count} of {stream.frames} frames are there")
     while count:
         wanted, frames, seen = _evenly(count, most), [], 0
-        with _film(av, found) as film:
-            for seen, frame in enumerate(film.decode(video=0), 1):
+        with _video(av, found) as video:
+            for seen, frame in enumerate(video.decode(video=0), 1):
                 if seen - 1 == wanted[len(frames)]:
-                    # Phones store films as the sensor lies, with a note of how to turn them.
+                    # Phones store videos as the sensor lies, with a note of how to turn them.
                     frames.append(frame.to_image().rotate(frame.rotation, expand=True))
                 if len(frames) == len(wanted):
                     return frames
@@ -130,24 +130,24 @@ def _decoded(found: Path | bytes, most: int) -> list[Image.Image]:
     raise BadRow("it has no frames")
 
 
-def _film(av: Any, found: Path | bytes) -> Any:
-    film = av.open(str(found) if isinstance(found, Path) else io.BytesIO(found))
-    if film.streams.video:
-        return film
-    film.close()
-    raise BadRow("it has no pictures, or is cut off")
+def _video(av: Any, found: Path | bytes) -> Any:
+    video = av.open(str(found) if isinstance(found, Path) else io.BytesIO(found))
+    if video.streams.video:
+        return video
+    video.close()
+    raise BadRow("it has no images, or is cut off")
 
 
 def _inside(folder: Path) -> list[Path]:
     Image.init()
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in Image.EXTENSION)
     if not files:
-        raise BadRow(f"there are no pictures in {folder}")
+        raise BadRow(f"there are no images in {folder}")
     return files
 
 
 def _first(file: Path) -> Image.Image:
-    return read_picture(Source(file.name, 0, lambda: file))
+    return read_image(Source(file.name, 0, lambda: file))
 
 
 def _at(image: Image.Image, index: int) -> Image.Image:

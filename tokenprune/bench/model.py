@@ -48,15 +48,15 @@ class Model:
         return DecoderShape.from_config(self.adapter.text_config)
 
     def inputs(self, images: Sequence[Image.Image | Sequence[Any]], questions: Sequence[str]) -> dict[str, Any]:
-        """Return the model's arguments for a left-padded batch, one picture (or list of pictures) and one question a
-        row. Raises DataError for a picture that the model's processor refuses."""
+        """Return the model's arguments for a left-padded batch, one image (or list of images) and one question a
+        row. Raises DataError for an image that the model's processor refuses."""
         rows = [row if isinstance(row, (list, tuple)) else [row] for row in images]
         return self._asked([[{"type": "image", "image": image} for image in row] for row in rows], questions)
 
-    def film_inputs(self, frames: Sequence[Image.Image], question: str) -> dict[str, Any]:
+    def video_inputs(self, frames: Sequence[Image.Image], question: str) -> dict[str, Any]:
         """Return the model's arguments for one question about a video; all frames are taken."""
-        film = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
-        return self._asked([[{"type": "video", "video": film}]], [question], do_sample_frames=False)
+        video = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
+        return self._asked([[{"type": "video", "video": video}]], [question], do_sample_frames=False)
 
     def _asked(self, seen: list[list[dict[str, Any]]], questions: Sequence[str], **settings: Any) -> dict[str, Any]:
         contents = [
@@ -78,7 +78,7 @@ class Model:
                 for row, question in zip(seen, questions, strict=True):
                     self._asked([row], [question], **settings)  # raises for the one that is wrong
             asked = "; ".join(map(repr, questions))
-            raise DataError(f"the processor of {self.name} takes no picture of {asked}: {error}") from error
+            raise DataError(f"the processor of {self.name} takes no image of {asked}: {error}") from error
         dtype = self.model.dtype
         return {
             name: value.to(self.model.device, dtype if value.is_floating_point() else None)

@@ -15,7 +15,7 @@ from tokenprune.registry import method_class
 
 BASELINES = tuple(MARKS)
 DEFAULT_KEEPS = (0.5, 0.25, 0.11)
-DEFAULT_PICTURES = 24
+DEFAULT_IMAGES = 24
 T = TypeVar("T")
 
 
@@ -37,23 +37,23 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. The baselines are put in front of `methods`; () means all registered ones that choose within a
-    picture.
+    """What to run. The baselines are put in front of `methods`; () means all registered ones that choose within an
+    image.
 
-    pictures: how many held-out pictures, each with one question of every kind; 0: all. Questions that are given are all
+    images: how many held-out images, each with one question of every kind; 0: all. Questions that are given are all
     asked. seeds: methods that draw at random (that have an option `seed`) answer once with each. repeats: timed runs of
     each (method, keep); 0: no timing.
     """
 
     methods: tuple[str, ...] = ()
     keeps: tuple[float | int, ...] = DEFAULT_KEEPS
-    pictures: int = DEFAULT_PICTURES
+    images: int = DEFAULT_IMAGES
     batch_size: int = 32
     seeds: tuple[int, ...] = (0, 1, 2)
     repeats: int = 7
 
     def __post_init__(self) -> None:
-        # Every question here has one picture, so that nothing is left to a method that chooses between pictures.
+        # Every question here has one image, so that nothing is left to a method that chooses between images.
         fitting = (name for name in tokenprune.available_methods() if not issubclass(method_class(name), ImageChooser))
         names = self.methods or tuple(fitting)
         for name in names:
@@ -62,7 +62,7 @@ class Plan:
         object.__setattr__(self, "methods", ordered)
         for keep in self.keeps:
             tokenprune.Budget.of(keep)
-        for name, low in (("pictures", 0), ("batch_size", 1), ("repeats", 0)):
+        for name, low in (("images", 0), ("batch_size", 1), ("repeats", 0)):
             if getattr(self, name) < low:
                 raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}")
         if not self.keeps or not self.seeds:

@@ -66,17 +66,17 @@ class Row:
 
     @property
     def tokens_in(self) -> float:
-        """Visual tokens of one question's picture before pruning."""
+        """Visual tokens of one question's image before pruning."""
         return self.stats["visual_tokens_in"] / self.questions
 
     @property
     def tokens_out(self) -> float:
-        """Visual tokens of one question's picture in the last decoder layer."""
+        """Visual tokens of one question's image in the last decoder layer."""
         return self.stats["visual_tokens_out"] / self.questions
 
     @property
     def tokens_average(self) -> float:
-        """Visual tokens of one question's picture, averaged over the decoder's layers."""
+        """Visual tokens of one question's image, averaged over the decoder's layers."""
         return self.stats["visual_tokens_average"] / self.questions
 
     @property

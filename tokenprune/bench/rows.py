@@ -19,11 +19,11 @@ _LISTS = ("images", "answers")  # columns whose cells are lists
 
 
 def read_rows(path: Path, split: str | None) -> tuple[Path, Iterator[tuple[str, Any]]]:
-    """Return the folder that names of pictures are seen from, and each row with the words that name it; a row that is
+    """Return the folder that names of images are seen from, and each row with the words that name it; a row that is
     no JSON comes as a BadRow.
 
     path: a file (.csv, .tsv, .parquet, .json; any other name: JSON lines), a folder with one *.jsonl, or a folder that
-    the `datasets` library reads: saved by it, of pictures with a metadata file, or of Parquet files. split: which one,
+    the `datasets` library reads: saved by it, of images with a metadata file, or of Parquet files. split: which one,
     where a folder has several. Raises DataError for anything else.
     """
     if not path.exists():
@@ -124,7 +124,7 @@ def _stored(path: Path, split: str | None) -> Iterator[tuple[str, Any]]:
         if split not in found:
             raise DataError(f"{path} has the splits {', '.join(found)}: name one of them with --split")
         found = found[split]
-    # As bytes or paths: a picture that cannot be decoded is the fault of one row.
+    # As bytes or paths: an image that cannot be decoded is the fault of one row.
     for name, feature in found.features.items():
         inner = getattr(feature, "feature", feature)
         if isinstance(inner, (datasets.Image, datasets.Video)):

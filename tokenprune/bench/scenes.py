@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn pictures with questions whose answers are known, for training and benchmarking small vision-language models.
+"""Drawn images with questions whose answers are known, for training and benchmarking small vision-language models.
 
 A scene is drawn from one ``numpy.random.Generator`` and holds large shapes, many tiny shapes, a digit and a word on a
 sign, over a plain, gradient, textured or photographic background. Eight kinds of question can be asked about it; each
-is answered by one look at one place, and they differ in how much of the picture that place takes up.
+is answered by one look at one place, and they differ in how much of the image that place takes up.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Item:
 
 @dataclass
 class Scene:
-    """A picture, what is in it (``owner`` maps each pixel to 1 + the index of its item), and all its questions."""
+    """An image, what is in it (``owner`` maps each pixel to 1 + the index of its item), and all its questions."""
 
     image: Image.Image
     background: str

@@ -21,7 +21,7 @@ from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.metrics import metric_named
 from tokenprune.bench.model import Model
-from tokenprune.bench.plan import BASELINES, DEFAULT_KEEPS, DEFAULT_PICTURES, Pass, Plan, passes_of
+from tokenprune.bench.plan import BASELINES, DEFAULT_IMAGES, DEFAULT_KEEPS, Pass, Plan, passes_of
 from tokenprune.bench.results import SCHEMA, UNPATCHED
 from tokenprune.bench.scenes import KINDS
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
@@ -31,7 +31,7 @@ from tokenprune.statistics import Stats
 if TYPE_CHECKING:
     from tokenprune.bench.run_folder import Batch, RunFolder
 
-__all__ = ["BASELINES", "DEFAULT_KEEPS", "DEFAULT_PICTURES", "Bench", "Plan", "Step", "patched"]
+__all__ = ["BASELINES", "DEFAULT_IMAGES", "DEFAULT_KEEPS", "Bench", "Plan", "Step", "patched"]
 Step = Callable[[str, int, int], None]
 
 
@@ -59,7 +59,7 @@ class Bench:
         self.subject, self.plan, self.metric = subject, plan, metric_named(metric)
         self.backend = backend_of(subject)
         self.about, self.folder, self.group = about or {}, folder, group
-        self.examples = load_heldout(limit=plan.pictures or None) if questions is None else list(questions)
+        self.examples = load_heldout(limit=plan.images or None) if questions is None else list(questions)
         self.kinds = list(KINDS) if questions is None else sorted({example.kind for example in self.examples})
         self._asking = Asking(self.backend, self.examples, plan.batch_size, folder, group)
         batches = len(self.batches(None))
@@ -142,7 +142,7 @@ class Bench:
             return self._result(name, keep, passes, None), passes
         try:
             if issubclass(method_class(name), ImageChooser):
-                raise OptionError(f"{name} chooses between the pictures of a prompt; these questions have one each")
+                raise OptionError(f"{name} chooses between the images of a prompt; these questions have one each")
             passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
             record = self._result(name, keep, passes, whole)
             if self.plan.repeats and self.group.leads:

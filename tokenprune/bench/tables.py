@@ -135,7 +135,7 @@ def _time(row: Row, name: str, whole: float | None) -> str:
 def _title(results: Results) -> str:
     base, env = results.baseline, results.header["environment"]
     data = results.header.get("data")
-    asked = f"of {data['name']}" if data else f"on {base.questions // len(base.kinds)} pictures"
+    asked = f"of {data['name']}" if data else f"on {base.questions // len(base.kinds)} images"
     return f"{env['model']}: {base.questions} questions {asked}, {env['device']}, {_engine(env)}, {env['dtype']}"
 
 
@@ -154,7 +154,7 @@ def _cost_notes(results: Results) -> list[str]:
     vllm = "vllm" in results.header["environment"]
     cache = "closed form, from the length of the prompt that vLLM reports" if vllm else "measured"
     notes = [
-        "Visual tokens: of a picture as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean "
+        "Visual tokens: of an image as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean "
         f"over the decoder's layers. IN_LLM methods ({inside}) see all tokens in the layers before their cut: at the "
         "same keep they spend more than PRE_LLM ones, so compare at equal layer avg.",
         "FLOPs: decoder prefill, closed form, share of unpatched; KV cache: of one question after prefill, "
@@ -166,7 +166,7 @@ def _cost_notes(results: Results) -> list[str]:
     ]
     if timing:
         how = (
-            "requests to vLLM, one at a time and with a picture that no cache has seen, processor included"
+            "requests to vLLM, one at a time and with an image that no cache has seen, processor included"
             if vllm
             else f"runs of `generate` on {timing['rows']} question(s), vision tower included, processor not"
         )

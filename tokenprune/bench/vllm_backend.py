@@ -29,9 +29,9 @@ OFF = {"off": True}
 
 @dataclass(frozen=True)
 class Chat:
-    """One turn of a user: pictures, and behind them a text."""
+    """One turn of a user: images, and behind them a text."""
 
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     text: str
 
 
@@ -77,7 +77,7 @@ class VllmBackend:
     """vLLM as the backend of a benchmark.
 
     Visual tokens are counted by the plugin. FLOPs and bytes of the KV cache are closed forms, from the lengths of
-    prompts that the engine reports. Times are those of single requests, each with a picture that no cache has seen.
+    prompts that the engine reports. Times are those of single requests, each with an image that no cache has seen.
     """
 
     def __init__(self, engine: Engine, suffix: str, max_new_tokens: int) -> None:
@@ -89,7 +89,7 @@ class VllmBackend:
 
     def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
         reason = "asks about a video: --backend vllm takes images; use --backend hf"
-        return [(place, reason) for place, question in enumerate(questions) if question.is_film]
+        return [(place, reason) for place, question in enumerate(questions) if question.is_video]
 
     def begin(self, questions: Sequence[Any]) -> None:
         for place, reason in self.misfits(questions):
@@ -99,7 +99,7 @@ class VllmBackend:
             self._checked = True
 
     def alone(self, setting: Setting) -> bool:
-        return False  # vLLM processes picture by picture, whatever comes together
+        return False  # vLLM processes image by image, whatever comes together
 
     @contextmanager
     def answering(self, setting: Setting) -> Iterator[Answer]:
@@ -138,7 +138,7 @@ class VllmBackend:
         before = self.engine.counted()
         replies = self.engine.ask([self._chat(question) for question in batch], setting, self.max_new_tokens)
         entered, left = (now - then for now, then in zip(self.engine.counted(), before, strict=True))
-        # The plugin counts what everybody asks; the same pictures make the same tokens each time.
+        # The plugin counts what everybody asks; the same images make the same tokens each time.
         if self._seen.setdefault(number, entered) != entered or (setting == OFF and entered != left):
             raise RunError(
                 "vLLM counted other visual tokens than those of this benchmark's questions: measure on a server that "
@@ -182,11 +182,11 @@ def adds_special(prompt: Callable[[bool], list[int]]) -> bool:
 
 
 def _unseen(chat: Chat) -> Chat:
-    """Change a pixel of each picture, so that neither its encoding nor its prefix is in a cache."""
-    pictures = []
-    for picture in chat.pictures:
-        changed = picture.convert("RGB")
-        changed = changed.copy() if changed is picture else changed
+    """Change a pixel of each image, so that neither its encoding nor its prefix is in a cache."""
+    images = []
+    for image in chat.images:
+        changed = image.convert("RGB")
+        changed = changed.copy() if changed is image else changed
         changed.putpixel((0, 0), tuple(secrets.token_bytes(3)))
-        pictures.append(changed)
-    return Chat(tuple(pictures), chat.text)
+        images.append(changed)
+    return Chat(tuple(images), chat.text)

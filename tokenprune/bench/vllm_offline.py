@@ -31,13 +31,13 @@ _COUNTER = "tokenprune:visual_tokens_total"
 class OfflineEngine:
     """`vllm.LLM` with one model, started so that requests can choose their setting.
 
-    model: a directory or hub id; None: the shipped model. arguments: of `vllm.LLM`. pictures: the most that a question
+    model: a directory or hub id; None: the shipped model. arguments: of `vllm.LLM`. images: the most that a question
     has. Raises OptionError for arguments that are not the caller's to give, TokenPruneError if vLLM is not installed,
     does not start, or did not load the plugin.
     """
 
     def __init__(
-        self, model: str | None, dtype: str = "auto", arguments: dict[str, Any] | None = None, pictures: int = 1
+        self, model: str | None, dtype: str = "auto", arguments: dict[str, Any] | None = None, images: int = 1
     ) -> None:
         self._arguments = dict(arguments or {})
         kwargs = self._arguments.get("mm_processor_kwargs") or {}
@@ -59,7 +59,7 @@ class OfflineEngine:
         from tokenprune.integrations.vllm.setting.configuration import configured
 
         options = {
-            "limit_mm_per_prompt": {"image": pictures},
+            "limit_mm_per_prompt": {"image": images},
             **self._arguments,
             "mm_processor_kwargs": {**kwargs, KEY: OFF},
             "dtype": dtype,
@@ -96,7 +96,7 @@ class OfflineEngine:
 
     def clock(self, chat: Chat, setting: dict[str, Any], tokens: int) -> tuple[float, float]:
         messages = [_messages(chat)]
-        self.llm.reset_prefix_cache()  # of the text before the picture
+        self.llm.reset_prefix_cache()  # of the text before the image
         begin = time.perf_counter()
         (output,) = self._run(messages, setting, max_tokens=tokens, ignore_eos=True)
         took = time.perf_counter() - begin
@@ -166,15 +166,15 @@ class OfflineEngine:
             raise TokenPruneError(f"vLLM refused a request: {_told(error)}") from error
 
     def _plain(self, special: bool) -> list[int]:
-        """The ids of a chat without pictures."""
+        """The ids of a chat without images."""
         self._special = special
         (output,) = self._run([_messages(Chat((), "x"))], None, max_tokens=1)
         return list(output.prompt_token_ids)
 
 
 def _messages(chat: Chat) -> list[dict[str, Any]]:
-    pictures = [{"type": "image_pil", "image_pil": picture} for picture in chat.pictures]
-    return [{"role": "user", "content": [*pictures, {"type": "text", "text": chat.text}]}]
+    images = [{"type": "image_pil", "image_pil": image} for image in chat.images]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": chat.text}]}]
 
 
 def _write_shipped(folder: Path) -> Path:

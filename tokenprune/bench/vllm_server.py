@@ -131,7 +131,7 @@ class ServerEngine:
         )
 
     def _plain(self, special: bool) -> list[int]:
-        """The ids of a chat without pictures."""
+        """The ids of a chat without images."""
         asked = {"model": self._model, "messages": _messages(Chat((), "x")), "add_special_tokens": special}
         return json.loads(self._get("/tokenize", asked))["tokens"]
 
@@ -173,9 +173,9 @@ class ServerEngine:
 
 def _messages(chat: Chat) -> list[dict[str, Any]]:
     content: list[dict[str, Any]] = []
-    for picture in chat.pictures:
+    for image in chat.images:
         buffer = io.BytesIO()
-        picture.convert("RGB").save(buffer, "PNG", compress_level=1)
+        image.convert("RGB").save(buffer, "PNG", compress_level=1)
         url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
         content.append({"type": "image_url", "image_url": {"url": url}})
     return [{"role": "user", "content": [*content, {"type": "text", "text": chat.text}]}]

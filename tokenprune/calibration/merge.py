@@ -24,9 +24,9 @@ SCHEDULES = ("constant", "linear", "reverse_linear")
 
 @dataclass(frozen=True)
 class Calibrator(EncoderMethod):
-    """Merge a fixed number of tokens a block, shared out among a batch's pictures, and note the thresholds.
+    """Merge a fixed number of tokens a block, shared out among a batch's images, and note the thresholds.
 
-    found: those of the last batch, for each block, one for each size of pictures in it.
+    found: those of the last batch, for each block, one for each size of images in it.
     """
 
     name: ClassVar[str] = "dymu"
@@ -50,7 +50,7 @@ class Calibrator(EncoderMethod):
         counts = counts or [keys.shape[1]] * len(keys)
         caps = torch.tensor([most(count, protected) for count in counts], device=best.device)
         ranked = best.sort(dim=1, descending=True, stable=True).values
-        # In a picture of odd length there may be one source more than half of it.
+        # In an image of odd length there may be one source more than half of it.
         allowed = torch.arange(ranked.shape[1], device=best.device) < caps[:, None]
         values, places = ranked.masked_fill(~allowed, -torch.inf).flatten().sort(descending=True, stable=True)
         edges = min(r * len(counts), int(caps.sum()))
@@ -61,7 +61,7 @@ class Calibrator(EncoderMethod):
 
 
 def merges_per_block(tower: Tower, left: int, schedule: str) -> list[int]:
-    """Return how many tokens each block merges so that `left` patches of a picture are left.
+    """Return how many tokens each block merges so that `left` patches of an image are left.
 
     schedule: "constant" (what is over goes to the first blocks), "linear" (falling to 0) or "reverse_linear". What a
     block cannot merge, because it merges at most half of its tokens, goes to the others in the same proportions. Blocks

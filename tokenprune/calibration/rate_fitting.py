@@ -47,13 +47,13 @@ def fit_dyrate(
 ) -> tuple[RatePredictor, Fit]:
     """Fit the classifier that `dyrate` with rate="predictor" uses, and return it with what the fit saw.
 
-    samples: the model's arguments for prompts with pictures, as its processor makes them. The model answers each
+    samples: the model's arguments for prompts with images, as its processor makes them. The model answers each
     greedily, unpruned; the answer is then forced under each rate in turn, from the first decode step on, behind a
     prefill cut to `keep`. The label of a step is the highest rate whose next-token distribution is within `divergence`
     (KL, nats, full against pruned) of the full one, or rate 0. The classifier is a multinomial logistic regression on
     the attention masses of each step. Takes `grid` + 1 generations a sample; the same input gives the same file.
 
-    out: file to write. layer, grid: as in `dyrate`. max_new_tokens: longest answer. progress: is told the number of
+    out: file to write. layer, grid: as in `dyrate`. max_new_tokens: longest answer. progress: gets the number of
     samples done. Raises AlreadyPatchedError for a patched model, and TokenPruneError if there is nothing to fit.
     """
     if is_patched(model):
@@ -76,7 +76,7 @@ def fit_dyrate(
             progress(done)
     if not labels:
         raise TokenPruneError(
-            "nothing to fit: no sample had a picture that keep cuts and an answer of two tokens or more; ask for "
+            "nothing to fit: no sample had an image that keep cuts and an answer of two tokens or more; ask for "
             "longer answers, for example a description"
         )
     x, y = torch.cat(features).flatten(1).double(), torch.cat(labels)
@@ -112,7 +112,7 @@ def _label(
             forced = model.generate(**sample, **options, logits_processor=[_Forced(answer)])
         reduction = reduction_of(forced.past_key_values)
         if reduction is None or reduction.decode is None:
-            return none, none  # no picture, or one so small that `keep` keeps all of it
+            return none, none  # no image, or one so small that `keep` keeps all of it
         got = torch.stack(forced.logits[1:], 1).float().log_softmax(-1)
         near = (wanted.exp() * (wanted - got)).nan_to_num(0.0).sum(-1) <= divergence
         labels[near] = number

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the thresholds of `dymu` for a vision tower and a set of pictures: no labels, no training."""
+"""Find the thresholds of `dymu` for a vision tower and a set of images: no labels, no training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from tokenprune.api import is_patched
 from tokenprune.budget import Budget
-from tokenprune.calibration.images import PackedPixels, Pictures, Pixels
+from tokenprune.calibration.images import ImageFiles, PackedPixels, Pixels
 from tokenprune.calibration.merge import SCHEDULES, Calibrator
 from tokenprune.calibration.state import State
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError
@@ -40,13 +40,13 @@ def calibrate(
     """Return the thresholds with which `dymu` keeps the share `keep` of the patches, on average over `images`.
 
     model:      a vision-language model that `dymu` can patch, or a plain vision transformer of timm; stays as it is.
-    images:     a folder (all pictures in and below it, sorted), or paths, PIL pictures or tensors of pixels
+    images:     a folder (all images in and below it, sorted), or paths, PIL images or tensors of pixels
                 (`[3, H, W]`, or `[tiles, 3, H, W]`).
-    processor:  what makes pixels of pictures: the model's processor or image processor; for a model of timm a
+    processor:  what makes pixels of images: the model's processor or image processor; for a model of timm a
                 transform, by default the model's own. Tensors need none.
     keep:       one share in (0, 1), or several.
     schedule:   how many tokens each block merges: "constant", "linear" (falling to 0) or "reverse_linear".
-    batch_size: pictures whose pairs of tokens compete with each other (in towers that take pictures of any size, those
+    batch_size: images whose pairs of tokens compete with each other (in towers that take images of any size, those
                 of one size).
     progress:   whether to draw a bar (on a terminal), or a function that takes (label, done, total; 0 = unknown).
     out:        the file to write. Until it is whole, a file beside it (`.partial`) holds what was done so far, and the
@@ -66,16 +66,16 @@ def calibrate(
     calibrators = [Calibrator(schedule=schedule) for _ in keeps]
     parts = [_part(model, one, share) for one, share in zip(calibrators, keeps, strict=True)]
     tower = parts[0].shape
-    pictures, pixels = Pictures(images), _pixels(parts[0], model, processor)
+    source, pixels = ImageFiles(images), _pixels(parts[0], model, processor)
     settings = {"keeps": keeps, "schedule": schedule, "batch_size": batch_size}
-    state = State.start(out, pictures, tower, settings, resume)
+    state = State.start(out, source, tower, settings, resume)
 
     training = model.training
     model.eval()
     try:
         with _steps(progress) as step:
-            step("calibrating", state.images, pictures.total)
-            rest = islice(pictures, state.images, None)
+            step("calibrating", state.images, source.total)
+            rest = islice(source, state.images, None)
             while batch := list(islice(rest, batch_size)):
                 values = pixels(batch)
                 for row, (part, one) in enumerate(zip(parts, calibrators, strict=True)):
@@ -85,11 +85,11 @@ def calibrate(
                     state.sums[row] += one.thresholds(tower.blocks)
                 state.images, state.batches = state.images + len(batch), state.batches + 1
                 state.save()
-                step("calibrating", state.images, pictures.total)
+                step("calibrating", state.images, source.total)
     finally:
         model.train(training)
     if not state.images:
-        raise OptionError("images is empty: calibration takes pictures like those that the model will see")
+        raise OptionError("images is empty: calibration takes images like those that the model will see")
     values = state.sums / state.batches
     result = Thresholds(dict(zip(keeps, values.float(), strict=True)), tower.fingerprint, state.images, settings)
     if out is not None:

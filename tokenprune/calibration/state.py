@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tokenprune.calibration.images import Pictures
+from tokenprune.calibration.images import ImageFiles
 from tokenprune.encoder import Tower
 from tokenprune.errors import OptionError
 from tokenprune.methods.encoder.thresholds import write
@@ -23,7 +23,7 @@ _ENTRY = "tokenprune_calibration"
 
 @dataclass
 class State:
-    """sums: of the thresholds, float64 `[keeps, blocks]`, over `batches` batches of together `images` pictures.
+    """sums: of the thresholds, float64 `[keeps, blocks]`, over `batches` batches of together `images` images.
 
     path: where this is kept, None for nowhere. same: what must be the same for a calibration to go on.
     """
@@ -36,16 +36,16 @@ class State:
 
     @staticmethod
     def start(
-        out: str | Path | None, pictures: Pictures, tower: Tower, settings: dict[str, Any], resume: bool
+        out: str | Path | None, images: ImageFiles, tower: Tower, settings: dict[str, Any], resume: bool
     ) -> State:
         """Return where an earlier run stopped, or the beginning; raises OptionError if that was another calibration."""
-        same = settings | {"files": pictures.digest, "model": vars(tower.fingerprint)}
+        same = settings | {"files": images.digest, "model": vars(tower.fingerprint)}
         path = None
         if out is not None:
             out = Path(out)
             if not out.parent.is_dir():
                 raise OptionError(f"cannot write {out}: there is no folder {out.parent}")
-            path = out.with_name(f"{out.name}.partial") if pictures.digest else None
+            path = out.with_name(f"{out.name}.partial") if images.digest else None
         state = State(torch.zeros(len(settings["keeps"]), tower.blocks, dtype=torch.float64), path, same)
         if resume and path is not None and path.exists():
             state._load()

@@ -51,7 +51,7 @@ def bench(
         int | None,
         typer.Option(
             min=0,
-            help="Held-out pictures, each with one question of all 8 kinds, default 24; with --data: rows, default "
+            help="Held-out images, each with one question of all 8 kinds, default 24; with --data: rows, default "
             "all. 0: all.",
         ),
     ] = None,
@@ -104,7 +104,7 @@ def bench(
     from tokenprune.bench.metrics import metric_named
     from tokenprune.bench.report.drawing import Wanted
     from tokenprune.bench.report.runs import finished_run
-    from tokenprune.bench.suite import DEFAULT_PICTURES, Plan
+    from tokenprune.bench.suite import DEFAULT_IMAGES, Plan
     from tokenprune.cli.engines import Engines
 
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
@@ -115,7 +115,7 @@ def bench(
     plan = Plan(
         methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
         keeps=read_keeps(keep),
-        pictures=DEFAULT_PICTURES if limit is None else limit,
+        images=DEFAULT_IMAGES if limit is None else limit,
         batch_size=batch_size,
         repeats=repeats,
     )
@@ -130,8 +130,8 @@ def bench(
             limit=limit or 0,
         )
     with ExitStack() as stack:
-        pictures = max((len(one.pictures) for one in asked.questions), default=1) if asked is not None else 1
-        subject = engines.open(stack, pictures)
+        images = max((len(one.sources) for one in asked.questions), default=1) if asked is not None else 1
+        subject = engines.open(stack, images)
         subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
         group = stack.enter_context(joined())
         if asked is not None and skip_bad:

@@ -21,20 +21,20 @@ from tokenprune.cli.common import (
 
 
 def calibrate(
-    images: Annotated[Path, typer.Option(help="Folder of pictures like those that the model will see.")],
+    images: Annotated[Path, typer.Option(help="Folder of images like those that the model will see.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("thresholds.safetensors"),
     keep: Annotated[str, typer.Option(help="Comma-separated shares of the patches to keep on average.")] = "0.25",
     schedule: Annotated[
         str, typer.Option(help="How many tokens each block merges: constant, linear or reverse_linear.")
     ] = "constant",
-    batch_size: Annotated[int, typer.Option(min=1, help="Pictures whose tokens compete with each other.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images whose tokens compete with each other.")] = 32,
     restart: Annotated[bool, typer.Option("--restart", help="Forget what an interrupted run has done.")] = False,
     model: ModelOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Find the thresholds that `dymu` needs for a model, on unlabelled pictures."""
+    """Find the thresholds that `dymu` needs for a model, on unlabelled images."""
     import tokenprune
 
     keeps = list(read_keeps(keep))
@@ -55,14 +55,14 @@ def calibrate(
     for share in found.keeps:
         row = " ".join(f"{value:.3f}" for value in found.values[share].tolist())
         console.print(f"keep {share:g}: {row}", markup=False, soft_wrap=True)
-    console.print(f"written: {out} (calibrated on {found.images} pictures)", markup=False, soft_wrap=True)
+    console.print(f"written: {out} (calibrated on {found.images} images)", markup=False, soft_wrap=True)
 
 
 def fit_dyrate(
     out: Annotated[Path, typer.Option(help="The predictor file to write.")] = Path("predictor.safetensors"),
-    images: Annotated[Path | None, typer.Option(help="Folder of pictures; default: drawn scenes.")] = None,
-    question: Annotated[str, typer.Option(help="Asked about each picture of --images.")] = "Describe this picture.",
-    limit: Annotated[int, typer.Option(min=1, help="How many pictures.")] = 24,
+    images: Annotated[Path | None, typer.Option(help="Folder of images; default: drawn scenes.")] = None,
+    question: Annotated[str, typer.Option(help="Asked about each image of --images.")] = "Describe this image.",
+    limit: Annotated[int, typer.Option(min=1, help="How many images.")] = 24,
     keep: Annotated[float, typer.Option(help="Share that prefill keeps; use the same with dyrate.")] = 0.5,
     layer: Annotated[int, typer.Option(help="As in dyrate.")] = 3,
     grid: Annotated[int, typer.Option(min=1, help="As in dyrate.")] = 10,

@@ -56,8 +56,8 @@ class Engines:
             if value is not None:
                 raise OptionError(f"--{name} is no option of {how}")
 
-    def open(self, stack: ExitStack, pictures: int) -> Model | Backend:
-        """Return what answers; `stack` ends it. pictures: the most that a question has."""
+    def open(self, stack: ExitStack, images: int) -> Model | Backend:
+        """Return what answers; `stack` ends it. images: the most that a question has."""
         if self.backend == "hf":
             return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
         from tokenprune.bench.model import SHORT
@@ -70,7 +70,7 @@ class Engines:
         else:
             from tokenprune.bench.vllm_offline import OfflineEngine
 
-            engine = OfflineEngine(self.model, self.dtype, _read(self.engine_args), pictures)
+            engine = OfflineEngine(self.model, self.dtype, _read(self.engine_args), images)
         stack.callback(engine.close)
         shipped = self.model is None and self.server is None
         suffix = ("" if shipped else SHORT) if self.suffix is None else self.suffix

@@ -30,9 +30,9 @@ def demo(model: ModelOption = None, device: DeviceOption = None, threads: Thread
 
 
 def show(
-    pictures: Annotated[
+    files: Annotated[
         list[Path],
-        typer.Argument(help="A picture; or the frames of a video: a GIF, a film (with PyAV), a folder, files."),
+        typer.Argument(help="An image; or the frames of a video: a GIF, a video (with PyAV), a folder, files."),
     ],
     method: Annotated[str, typer.Option(help="A name out of `tokenprune methods`.")] = "dart",
     keep: Annotated[str, typer.Option(help="Share of the visual tokens, or a whole number of them.")] = "0.25",
@@ -43,16 +43,16 @@ def show(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
 ) -> None:
-    """Draw which patches of a picture, or of frames, a method keeps (clear), drops (dark) and merges (one colour)."""
+    """Draw which patches of an image, or of frames, a method keeps (clear), drops (dark) and merges (one colour)."""
     from tokenprune.bench import contact_sheet
     from tokenprune.bench.media import read_frames
     from tokenprune.registry import method_class
 
     method_class(method)
     (share,) = read_keeps(keep, one=True)
-    read_frames(pictures, 1)  # a file that cannot be read is said before the model is loaded
+    read_frames(files, 1)  # a file that cannot be read is said before the model is loaded
     subject = load_model(model, device, threads, suffix="")
-    images, left_out = contact_sheet.fitting(subject, partial(read_frames, pictures), frames, question, method)
+    images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, method)
     shown = contact_sheet.show(subject, images, question, method, share)
     try:
         shown.image.save(out)

@@ -62,7 +62,7 @@ def tune(
         str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
     ] = "0.75,0.5,0.33,0.25,0.15",
     limit: Annotated[
-        int, typer.Option(min=0, help="Held-out pictures, each with 8 questions; with --data: rows. 0: all.")
+        int, typer.Option(min=0, help="Held-out images, each with 8 questions; with --data: rows. 0: all.")
     ] = 0,
     data: Annotated[
         Path | None, typer.Option(help="Your own questions, as for `bench`; default: those that ship, 8 kinds of them.")
@@ -132,7 +132,7 @@ def tune(
         questions, about = read.questions, read.about()
     check_enough(len(questions), promise)
     with ExitStack() as stack:
-        subject = engines.open(stack, 1 if data is None else max(len(one.pictures) for one in questions))
+        subject = engines.open(stack, 1 if data is None else max(len(one.sources) for one in questions))
         subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
         asked = backend_of(subject)
         group = stack.enter_context(joined())

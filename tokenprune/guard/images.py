@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a picture looks like text: from pixels as a vision tower gets them, whatever they were normalised by.
+"""How much an image looks like text: from pixels as a vision tower gets them, whatever they were normalised by.
 
-A picture is cut into blocks. A block with contrast is like text if many of its pixels have the block's lightest or
+An image is cut into blocks. A block with contrast is like text if many of its pixels have the block's lightest or
 darkest value (paper), and the middle between the two is crossed often in its lines and in its columns. Wood, grass and
 noise have no paper; edges, stripes and shadows are crossed in one direction or seldom. The measure is the share of such
 blocks among those with contrast. docs/guard.md has how well that tells documents from photographs.
@@ -15,28 +15,28 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-# A block's side, where the picture comes whole: two patches of 14.
+# A block's side, where the image comes whole: two patches of 14.
 SIDE = 28
-# Of the picture's range of values: what a block needs to have contrast. Of the block's: what is near its extremes.
+# Of the image's range of values: what a block needs to have contrast. Of the block's: what is near its extremes.
 _CONTRAST, _NEAR = 0.3, 0.2
 _PAPER = 0.5  # share of pixels near the lighter or near the darker extreme
 _CROSSED = 1.5 / 27  # share of pairs of neighbours on two sides of the middle
-# A picture with few blocks of contrast is judged as if it had this share of them: two words on a wall are no document.
+# An image with few blocks of contrast is judged as if it had this share of them: two words on a wall are no document.
 _LEAST = 0.25
 
 
 @torch.no_grad()
-def text_shares(blocks: Tensor, owner: Tensor, pictures: int) -> Tensor:
-    """Return float32 `[pictures]` on the blocks' device: how much each looks like text, 0 to 1; 0 for a picture of one
+def text_shares(blocks: Tensor, owner: Tensor, images: int) -> Tensor:
+    """Return float32 `[images]` on the blocks' device: how much each looks like text, 0 to 1; 0 for an image of one
     value, or without blocks. Nothing waits for the device.
 
-    blocks: grey `[K, H, W]`, in any scale. owner: long `[K]`, the picture of each block.
+    blocks: grey `[K, H, W]`, in any scale. owner: long `[K]`, the image of each block.
     """
     values = blocks.float()
     flat = values.flatten(1)
     low, high = (bound.nan_to_num(0.0, 0.0, 0.0) for bound in flat.aminmax(dim=1))
     span = high - low
-    full = _of_pictures(high, owner, pictures, "amax") - _of_pictures(low, owner, pictures, "amin")
+    full = _of_images(high, owner, images, "amax") - _of_images(low, owner, images, "amin")
     contrast = (span > _CONTRAST * full[owner]) & (span > 0)
 
     def least(of: Tensor, share: float) -> Tensor:
@@ -48,24 +48,24 @@ def text_shares(blocks: Tensor, owner: Tensor, pictures: int) -> Tensor:
     text = (least(dark, _PAPER) | least(light, _PAPER)) & least(lines, _CROSSED) & least(columns, _CROSSED) & contrast
 
     def count(of: Tensor) -> Tensor:
-        return torch.zeros(pictures, device=of.device).index_add_(0, owner, of.float())
+        return torch.zeros(images, device=of.device).index_add_(0, owner, of.float())
 
     few = (_LEAST * count(torch.ones_like(text))).clamp(min=1)
     return count(text) / torch.maximum(count(contrast), few)
 
 
-def _of_pictures(values: Tensor, owner: Tensor, pictures: int, how: str) -> Tensor:
-    return values.new_zeros(pictures).scatter_reduce_(0, owner, values, how, include_self=False)
+def _of_images(values: Tensor, owner: Tensor, images: int, how: str) -> Tensor:
+    return values.new_zeros(images).scatter_reduce_(0, owner, values, how, include_self=False)
 
 
 def blocks_of(planes: Tensor, side: int = SIDE) -> Tensor:
-    """Cut `[N, C, H, W]` pictures into grey blocks `[N, blocks, side, side]`; what is left at the edges is left out."""
+    """Cut `[N, C, H, W]` images into grey blocks `[N, blocks, side, side]`; what is left at the edges is left out."""
     grey = planes.mean(1)
     high, wide = (size // side * side for size in grey.shape[1:])
     return rearrange(grey[:, :high, :wide], "n (h a) (w b) -> n (h w) a b", a=side, b=side)
 
 
-class Late:
+class AsyncValues:
     """A small tensor on its way to the host, which does not wait for it."""
 
     def __init__(self, values: Tensor) -> None:

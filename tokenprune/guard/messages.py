@@ -6,7 +6,7 @@ from __future__ import annotations
 from tokenprune.guard.floors import Floors
 
 _SEEN = {
-    ("picture", "text"): "a picture looks like text",
+    ("picture", "text"): "an image looks like text",
     ("prompt", "text"): "a prompt asks to read, or for fine detail",
     ("prompt", "grounding"): "a prompt asks where something is, or for something by its place",
     ("prompt", "counting"): "a prompt asks to count",
@@ -14,7 +14,7 @@ _SEEN = {
 
 
 def warning(source: str, kind: str, name: str, share: float, floor: float, raisable: bool, table: Floors) -> str:
-    """Return the warning for a kind of question. source: "picture" or "prompt", where it was seen. name: of the method,
+    """Return the warning for a kind of question. source: "image" or "prompt", where it was seen. name: of the method,
     which keeps `share` where `floor` would be enough. raisable: whether guard="auto" is possible."""
     loss = table.loss(name, kind, share)
     measured = "it was not measured on such questions"

@@ -13,7 +13,7 @@ from tokenprune.errors import OptionError
 # What a method may lose while the rest holds: reading and fine detail, telling things apart by where they are, numbers.
 KINDS = ("text", "grounding", "counting")
 MODES = ("warn", "auto", "off")
-# A picture whose measure (pictures.py) is above this is full of text: docs/guard.md has how it was found.
+# An image whose measure (images.py) is above this is full of text: docs/guard.md has how it was found.
 TEXT_LIMIT = 0.25
 
 
@@ -24,9 +24,9 @@ class Guard:
     mode:       "warn": log one warning for each reason; "auto": keep more tokens where there is one; "off".
     patterns:   kind -> regular expressions (any case) that mark a prompt as of that kind, beside those that are built
                 in. Kinds: "text", "grounding", "counting".
-    floors:     kind -> share of a picture's tokens in (0, 1] that is enough, in place of what was measured of any
+    floors:     kind -> share of an image's tokens in (0, 1] that is enough, in place of what was measured of any
                 method.
-    text_limit: how much a picture must look like text, above 0 and up to 1, to count as text; 1.0: none does.
+    text_limit: how much an image must look like text, above 0 and up to 1, to count as text; 1.0: none does.
 
     Raises OptionError for anything else.
     """

@@ -31,11 +31,11 @@ small, digits, word, grounding = _only("small"), _only("digits"), _only("word"),
 
 
 def doc_to_visual(doc: dict[str, Any]) -> list[Any]:
-    """Return the question's picture."""
+    """Return the question's image."""
     from PIL import Image
 
-    with Image.open(FOLDER / doc["picture"]) as picture:
-        return [picture.convert("RGB")]
+    with Image.open(FOLDER / doc["picture"]) as image:
+        return [image.convert("RGB")]
 
 
 def doc_to_text(doc: dict[str, Any], lmms_eval_specific_kwargs: dict[str, str] | None = None) -> str:

@@ -20,7 +20,7 @@ from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
 from tokenprune.testing.rules import require
 
-LAYERS = 32  # of the decoder that a method is told of
+LAYERS = 32  # of the decoder that a method hears of
 
 
 def check_method(method: str | Method | type[Method], *, tower: Tower | None = None) -> None:

@@ -49,13 +49,13 @@ class Candidate:
     def __str__(self) -> str:
         return f"{self.name} {self.keep}"
 
-    def unfit(self, films: bool) -> str | None:
-        """Return why it cannot act on such questions. films: whether any is about a video."""
+    def unfit(self, videos: bool) -> str | None:
+        """Return why it cannot act on such questions. videos: whether any is about a video."""
         for method in self.methods:
             if isinstance(method, ImageChooser):
-                return f"{method.name} chooses between the pictures of a prompt: it has no budget to tune"
-            if method.site is Site.ATTENTION and not films:
-                return f"{method.name} acts on videos, and these questions are about pictures only"
+                return f"{method.name} chooses between the images of a prompt: it has no budget to tune"
+            if method.site is Site.ATTENTION and not videos:
+                return f"{method.name} acts on videos, and these questions are about images only"
         return None
 
 

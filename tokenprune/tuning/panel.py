@@ -53,7 +53,7 @@ class Panel:
         group: Group = ALONE,
     ) -> None:
         self.backend, self.questions, self.metric = backend_of(subject), list(questions), tunable_metric(metric)
-        self.group, self.films = group, any(one.is_film for one in questions)
+        self.group, self.videos = group, any(one.is_video for one in questions)
         self.backend.begin(self.questions)
         self.environment = self.backend.environment()
         if self.environment["model_type"] is None:
@@ -72,7 +72,7 @@ class Panel:
 
     @property
     def groups(self) -> list[Any]:
-        """What each question is about: those about the same pictures are equal."""
+        """What each question is about: those about the same images are equal."""
         return [_seen(question) for question in self.questions]
 
     def ask(
@@ -153,7 +153,7 @@ def _total(costs: Any) -> Stats:
 def _seen(question: Any) -> Any:
     if hasattr(question, "path"):
         return str(question.path)
-    return tuple((one.name, one.size) for one in (*question.pictures, *filter(None, [question.film])))
+    return tuple((one.name, one.size) for one in (*question.sources, *filter(None, [question.video_source])))
 
 
 __all__ = ["Panel", "Search", "tunable_metric"]

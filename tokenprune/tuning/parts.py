@@ -12,13 +12,13 @@ import numpy as np
 from tokenprune.errors import OptionError
 from tokenprune.tuning.promise import Promise, points
 
-_PART = 3  # every third picture is for the search: what is held out decides how small a drop can be shown
+_PART = 3  # every third image is for the search: what is held out decides how small a drop can be shown
 
 
 def split(groups: Sequence[Any], kinds: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
     """Return the numbers of the questions to search with, about a third, and of those to hold out, in random order.
 
-    Questions about the same pictures (equal groups) stay together; pictures are divided evenly by the kinds asked.
+    Questions about the same images (equal groups) stay together; images are divided evenly by the kinds asked.
     """
     members: dict[Any, list[int]] = {}
     for number, group in enumerate(groups):

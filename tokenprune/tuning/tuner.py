@@ -37,7 +37,7 @@ class Tuner:
     """One search; `run()` does it.
 
     panel: answers the questions. candidates: all that are tried. seed: of the split of the questions. repeats: timed
-    runs of a setting. objective: what is made small, of `objective.OBJECTIVES`. step: is told what is being done, how
+    runs of a setting. objective: what is made small, of `objective.OBJECTIVES`. step: gets what is being done, how
     many answers are there, and how many there may be. Raises OptionError for an objective that is not known, or for too
     few questions.
     """
@@ -65,7 +65,7 @@ class Tuner:
         sizes = [max(_FIRST, len(self.search) >> (rungs - rung)) for rung in range(rungs)]
         self.sizes = sorted({size for size in sizes if size < len(self.search)} | {len(self.search)})
         self._step, self._done = step or (lambda label, done, total: None), 0
-        alive, asked = sum(not trial.candidate.unfit(panel.films) for trial in self.trials), 0
+        alive, asked = sum(not trial.candidate.unfit(panel.videos) for trial in self.trials), 0
         self.total = len(self.search) + len(self.held_out) * (1 + min(FINALISTS, alive))
         for size in self.sizes:
             self.total += alive * (size - asked)
@@ -100,7 +100,7 @@ class Tuner:
     def _able(self) -> list[Trial]:
         """Return the trials that can act, and that are fast enough if that counts."""
         for trial in self.trials:
-            reason = trial.candidate.unfit(self.panel.films)
+            reason = trial.candidate.unfit(self.panel.videos)
             target = reason is None and self.promise.target_ttft is not None
             if target and self._time(trial) and not self.promise.reached(trial.timing):
                 reason = f"too slow: {trial.timing['ttft_ms']['p50']:.0f} ms to the first token"

@@ -18,10 +18,10 @@ from zoo import (
     VIDEO,
     VISION,
     Family,
-    Picture,
+    InputImage,
     noise,
     qwen_config,
-    qwen_picture,
+    qwen_image,
     qwen_video,
     words,
 )
@@ -32,14 +32,14 @@ GRIDS = ((8, 12), (6, 10), (10, 12), (8, 8))
 MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
 
 # GLM-V: each frame stands for itself between ids of its own, behind its time in words; its placeholders carry the id of
-# images, and token types alone tell them apart. A batch holds pictures or videos, not both.
+# images, and token types alone tell them apart. A batch holds images or videos, not both.
 
 
-def glm_video(g: torch.Generator, frames: int | None) -> Picture:
+def glm_video(g: torch.Generator, frames: int | None) -> InputImage:
     t, h, w = (3, 6, 8) if frames is None else (frames, 4, 4)
     ids = [token for _ in range(t) for token in [START, *[IMAGE] * (h * w // 4), END, *words(2, g)]]
     pixels = {"pixel_values_videos": noise(t * h * w, 3 * 2 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
-    return Picture(ids, pixels, video=True)
+    return InputImage(ids, pixels, video=True)
 
 
 def glm(name: str, text: dict, **vision) -> Family:
@@ -52,31 +52,31 @@ def glm(name: str, text: dict, **vision) -> Family:
         text_config={**TEXT, "rope_parameters": rope, **text}, vision_config=tower, video_token_id=VIDEO,
         image_start_token_id=START, image_end_token_id=END, video_start_token_id=TILE, video_end_token_id=TILE + 1,
     )  # fmt: skip
-    return Family(name, config, qwen_picture, GRIDS, video=glm_video, types="mm_token_type_ids", mixes=False)
+    return Family(name, config, qwen_image, GRIDS, video=glm_video, types="mm_token_type_ids", mixes=False)
 
 
-# PaddleOCR-VL: patches of one frame, as little pictures.
+# PaddleOCR-VL: patches of one frame, as little images.
 
 
-def paddle_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def paddle_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
     pixels = {"pixel_values": noise(h * w, 3, 4, 4, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
-# HunYuan-VL: features for begin, end and each end of a row stand among those of the picture.
+# HunYuan-VL: features for begin, end and each end of a row stand among those of the image.
 
 
-def hunyuan_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def hunyuan_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
     pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return Picture([IMAGE] * (h // 2 * (w // 2 + 1) + 2), pixels)
+    return InputImage([IMAGE] * (h // 2 * (w // 2 + 1) + 2), pixels)
 
 
-def omni_video(g: torch.Generator, frames: int | None) -> Picture:
-    picture = qwen_video(g, frames, seconds=0.5)
-    picture.pixels["video_second_per_grid"] = picture.pixels.pop("second_per_grid_ts")
-    return picture
+def omni_video(g: torch.Generator, frames: int | None) -> InputImage:
+    image = qwen_video(g, frames, seconds=0.5)
+    image.pixels["video_second_per_grid"] = image.pixels.pop("second_per_grid_ts")
+    return image
 
 
 def _families() -> list[Family]:
@@ -93,10 +93,10 @@ def _families() -> list[Family]:
         Family("qwen3_vl_moe",
                qwen_config([4, 2, 2], dict(**vision, num_position_embeddings=64, deepstack_visual_indexes=[0, 2]),
                            head_dim=HEAD_DIM, **MOE, num_experts=4),
-               qwen_picture, GRIDS, video=lambda g, frames: qwen_video(g, frames, stamped=True),
+               qwen_image, GRIDS, video=lambda g, frames: qwen_video(g, frames, stamped=True),
                types="mm_token_type_ids"),
         Family("qwen2_5_omni_thinker", {**omni, "audio_config": audio, "audio_token_index": TILE},
-               qwen_picture, GRIDS, decoder=THINKER, video=omni_video),
+               qwen_image, GRIDS, decoder=THINKER, video=omni_video),
         glm("glm4v", {}),
         glm("glm46v", {}),
         glm("glmga", {}),
@@ -108,7 +108,7 @@ def _families() -> list[Family]:
                     vision_config=dict(hidden_size=VISION, intermediate_size=64, num_hidden_layers=2,
                                        num_attention_heads=2, image_size=32, patch_size=4),
                     video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END),
-               paddle_picture, GRIDS, types="mm_token_type_ids"),
+               paddle_image, GRIDS, types="mm_token_type_ids"),
         Family("hunyuan_vl",
                dict(text_config={**TEXT, "head_dim": HEAD_DIM,
                                  "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2, 2]}},
@@ -116,7 +116,7 @@ def _families() -> list[Family]:
                                        num_attention_heads=2, patch_size=4, out_hidden_size=HIDDEN,
                                        text_hidden_size=HIDDEN, img_max_token_num=64, max_image_size=64,
                                        min_image_size=16)),
-               hunyuan_picture, GRIDS, types="mm_token_type_ids"),
+               hunyuan_image, GRIDS, types="mm_token_type_ids"),
     ]  # fmt: skip
 
 

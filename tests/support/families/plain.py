@@ -20,11 +20,11 @@ from zoo import (
     VIDEO,
     VISION,
     Family,
-    Picture,
+    InputImage,
     anyres_collate,
-    anyres_picture,
-    gemma_picture,
-    llava_picture,
+    anyres_image,
+    gemma_image,
+    llava_image,
     noise,
     tower,
 )
@@ -44,59 +44,59 @@ COHERE2 = {
 
 
 def run(tokens: int, size: int, count: int = 1, wrapped: bool = False):
-    """A picture of any size that is `count` square tiles of `size` pixels and `tokens` tokens each, in one run."""
+    """An image of any size that is `count` square tiles of `size` pixels and `tokens` tokens each, in one run."""
 
-    def picture(tiles: int, g: torch.Generator, _: int) -> Picture:
+    def image(tiles: int, g: torch.Generator, _: int) -> InputImage:
         ids = [IMAGE] * (tokens * tiles * count)
-        return Picture([START, *ids, END] if wrapped else ids, {"pixel_values": noise(tiles, 3, size, size, g=g)})
+        return InputImage([START, *ids, END] if wrapped else ids, {"pixel_values": noise(tiles, 3, size, size, g=g)})
 
-    return picture
+    return image
 
 
 # LLaVA-NeXT-Video: 16 patches a frame are averaged to 4. Video-LLaVA: the class token of each frame stays.
 
 
-def next_video(g: torch.Generator, frames: int | None) -> Picture:
+def next_video(g: torch.Generator, frames: int | None) -> InputImage:
     frames = frames or 5
-    return Picture([VIDEO] * (frames * 4), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
+    return InputImage([VIDEO] * (frames * 4), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
 
 
-def video_llava_picture(size: int, g: torch.Generator, _: int) -> Picture:
-    return Picture([IMAGE] * 16, {"pixel_values_images": noise(1, 3, size, size, g=g)})
+def video_llava_image(size: int, g: torch.Generator, _: int) -> InputImage:
+    return InputImage([IMAGE] * 16, {"pixel_values_images": noise(1, 3, size, size, g=g)})
 
 
-def video_llava_video(g: torch.Generator, frames: int | None) -> Picture:
+def video_llava_video(g: torch.Generator, frames: int | None) -> InputImage:
     frames = frames or 8
-    return Picture([VIDEO] * (frames * 17), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
+    return InputImage([VIDEO] * (frames * 17), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
 
 
-# Pixtral's tower takes pictures of any shape; ids for the ends of rows and of the picture stand between the
+# Pixtral's tower takes images of any shape; ids for the ends of rows and of the image stand between the
 # placeholders.
 
 
-def pixtral_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def pixtral_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     return rows_of(size, g, 1)
 
 
-def merged_pixtral_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def merged_pixtral_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     return rows_of(size, g, 2)
 
 
-def rows_of(size: tuple[int, int], g: torch.Generator, merge: int) -> Picture:
+def rows_of(size: tuple[int, int], g: torch.Generator, merge: int) -> InputImage:
     h, w = (side // 4 // merge for side in size)
     pixels = {"pixel_values": noise(1, 3, *size, g=g), "image_sizes": torch.tensor([size])}
     ids = [*[IMAGE] * w, BREAK] * h
-    return Picture([*ids[:-1], END], pixels)
+    return InputImage([*ids[:-1], END], pixels)
 
 
-def unbroken_pixtral_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
-    picture = rows_of(size, g, 2)
-    return Picture([START, *[IMAGE] * picture.count, END], picture.pixels)
+def unbroken_pixtral_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    image = rows_of(size, g, 2)
+    return InputImage([START, *[IMAGE] * image.count, END], image.pixels)
 
 
-def pixtral_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
-    """Pictures are padded on the right and below to the largest of the batch."""
-    pixels = [picture.pixels for row in rows for picture in row]
+def pixtral_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    """Images are padded on the right and below to the largest of the batch."""
+    pixels = [image.pixels for row in rows for image in row]
     sizes = torch.cat([p["image_sizes"] for p in pixels])
     h, w = sizes.amax(0).tolist()
     padded = torch.zeros(len(pixels), 3, h, w)
@@ -108,39 +108,39 @@ def pixtral_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
 PIXTRAL = dict(sizes=((16, 24), (24, 24), (32, 16)), collate=pixtral_collate)
 
 
-# PerceptionLM: the tiles of a picture make one run; so do the frames of a video.
+# PerceptionLM: the tiles of an image make one run; so do the frames of a video.
 
 
-def perception_picture(tiles: int, g: torch.Generator, _: int) -> Picture:
-    return Picture([IMAGE] * (16 * tiles), {"pixel_values": noise(1, tiles, 3, 16, 16, g=g)})
+def perception_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
+    return InputImage([IMAGE] * (16 * tiles), {"pixel_values": noise(1, tiles, 3, 16, 16, g=g)})
 
 
-def perception_video(g: torch.Generator, frames: int | None) -> Picture:
+def perception_video(g: torch.Generator, frames: int | None) -> InputImage:
     frames = frames or 3
-    return Picture([VIDEO] * (16 * frames), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
+    return InputImage([VIDEO] * (16 * frames), {"pixel_values_videos": noise(1, frames, 3, 16, 16, g=g)})
 
 
 # Ovis2: indicator ids, filled with features of their own, stand around and between the tiles.
 
 
-def ovis_picture(tiles: int, g: torch.Generator, _: int) -> Picture:
+def ovis_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
     tile = [IMAGE] * 16
     ids = [START, *tile, BREAK, *[token for _ in range(tiles - 1) for token in (*tile, FAKE)], END]
-    return Picture(ids, {"pixel_values": noise(tiles, 3, 16, 16, g=g)})
+    return InputImage(ids, {"pixel_values": noise(tiles, 3, 16, 16, g=g)})
 
 
-# Idefics2: 16 queries of a resampler for each picture, which may be of any shape.
+# Idefics2: 16 queries of a resampler for each image, which may be of any shape.
 
 
-def idefics2_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def idefics2_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
     pixels, mask = torch.zeros(1, 3, 32, 32), torch.zeros(1, 32, 32, dtype=torch.long)
     pixels[..., :h, :w], mask[:, :h, :w] = noise(1, 3, h, w, g=g), 1
-    return Picture([FAKE, *[IMAGE] * 16, FAKE], {"pixel_values": pixels, "pixel_attention_mask": mask})
+    return InputImage([FAKE, *[IMAGE] * 16, FAKE], {"pixel_values": pixels, "pixel_attention_mask": mask})
 
 
-def idefics2_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
-    """Rows with fewer pictures are filled up with zeros."""
+def idefics2_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    """Rows with fewer images are filled up with zeros."""
     columns = {"pixel_values": torch.zeros(0, 3, 32, 32), "pixel_attention_mask": torch.zeros(0, 32, 32).long()}
     return {
         key: pad_sequence([torch.cat([empty, *(p.pixels[key] for p in row)]) for row in rows], batch_first=True)
@@ -148,12 +148,12 @@ def idefics2_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
     }
 
 
-# DeepSeek-VL (hybrid): one picture at two resolutions.
+# DeepSeek-VL (hybrid): one image at two resolutions.
 
 
-def hybrid_picture(size: int, g: torch.Generator, _: int) -> Picture:
+def hybrid_image(size: int, g: torch.Generator, _: int) -> InputImage:
     pixels = {"pixel_values": noise(1, 3, 24, 24, g=g), "high_res_pixel_values": noise(1, 3, size, size, g=g)}
-    return Picture([IMAGE] * 36, pixels)
+    return InputImage([IMAGE] * 36, pixels)
 
 
 GOT_TOWER = dict(
@@ -173,20 +173,20 @@ def _families() -> list[Family]:
     gemma_layers = ["sliding_attention", "full_attention"] * 2
     return [
         Family("vipllava", dict(text_config=LLAMA, vision_config=CLIP, vision_feature_layers=[-1, -2, 1]),
-               llava_picture, (24,)),
+               llava_image, (24,)),
         Family("llava_pixtral", dict(text_config=MISTRAL, vision_config=tower("pixtral", 32), vision_feature_layer=-1,
                                      vision_feature_select_strategy="full"),
-               pixtral_picture, model_type="llava", **PIXTRAL),
+               pixtral_image, model_type="llava", **PIXTRAL),
         Family("mistral3", dict(text_config=MISTRAL, vision_config=tower("pixtral", 32)),
-               merged_pixtral_picture, **PIXTRAL),
+               merged_pixtral_image, **PIXTRAL),
         Family("lighton_ocr", dict(text_config=QWEN3, vision_config=tower("pixtral", 32)),
-               unbroken_pixtral_picture, **PIXTRAL),
+               unbroken_pixtral_image, **PIXTRAL),
         Family("llava_next_video", dict(text_config=LLAMA, vision_config={**CLIP, "image_size": 16},
                                         image_grid_pinpoints=PINPOINTS, video_token_index=VIDEO),
-               anyres_picture, shapes, video=next_video, collate=anyres_collate),
+               anyres_image, shapes, video=next_video, collate=anyres_collate),
         Family("video_llava", dict(text_config=LLAMA, vision_config={**CLIP, "image_size": 16},
                                    video_token_index=VIDEO),
-               video_llava_picture, (16,), video=video_llava_video),
+               video_llava_image, (16,), video=video_llava_video),
         Family("aya_vision", dict(text_config=COHERE2, vision_config=SIGLIP), run(9, 24), (2, 1, 3)),
         Family("cohere2_vision", dict(text_config=COHERE2, vision_config=SIGLIP, alignment_intermediate_size=64),
                run(9, 24), (2, 1, 3)),
@@ -196,39 +196,39 @@ def _families() -> list[Family]:
                                                                      "layer_scale_init_value": 1.0}),
                run(16, 32, wrapped=True), (2, 1, 3)),
         Family("perception_lm", dict(text_config=LLAMA, vision_config=TIMM, video_token_id=VIDEO),
-               perception_picture, (2,), video=perception_video),
+               perception_image, (2,), video=perception_video),
         Family("ovis2", dict(text_config=QWEN2, vision_config=dict(
                    hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16,
                    patch_size=4, vocab_size=64), visual_indicator_token_ids=[START, END, BREAK, FAKE, GLOBAL],
                    vocab_size=TEXT["vocab_size"], hidden_size=HIDDEN),
-               ovis_picture, (2, 1, 3)),
+               ovis_image, (2, 1, 3)),
         # The whole prompt sees itself both ways.
         Family("paligemma", dict(text_config={**TEXT, "model_type": "gemma", "head_dim": HEAD_DIM}, **paligemma),
-               llava_picture, (24,), types="token_type_ids", type_ids=(0, 0, 0)),
+               llava_image, (24,), types="token_type_ids", type_ids=(0, 0, 0)),
         Family("paligemma2", dict(text_config={**TEXT, "model_type": "gemma2", "head_dim": HEAD_DIM,
                                                "query_pre_attn_scalar": HEAD_DIM, "sliding_window": 16,
                                                "layer_types": gemma_layers}, **paligemma),
-               llava_picture, (24,), types="token_type_ids", type_ids=(0, 0, 0), model_type="paligemma",
+               llava_image, (24,), types="token_type_ids", type_ids=(0, 0, 0), model_type="paligemma",
                eager=("text_config",)),
         Family("shieldgemma2", dict(text_config={**TEXT, "head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM,
                                                  "sliding_window": 16, "layer_types": gemma_layers},
                                     vision_config={**SIGLIP, "image_size": 32}, mm_tokens_per_image=16,
                                     boi_token_id=START, eoi_token_id=END),
-               gemma_picture, (32,), types="token_type_ids"),
+               gemma_image, (32,), types="token_type_ids"),
         Family("idefics2", dict(text_config=MISTRAL, vision_config=dict(
                    hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32,
                    patch_size=4),
                    perceiver_config=dict(hidden_size=HIDDEN, resampler_n_latents=16, resampler_depth=1,
                                          resampler_n_heads=2, resampler_head_dim=16, num_key_value_heads=1)),
-               idefics2_picture, ((32, 24), (16, 32)), decoder="model.text_model", collate=idefics2_collate),
-        Family("deepseek_vl", dict(text_config=LLAMA, vision_config=SIGLIP), llava_picture, (24,)),
+               idefics2_image, ((32, 24), (16, 32)), decoder="model.text_model", collate=idefics2_collate),
+        Family("deepseek_vl", dict(text_config=LLAMA, vision_config=SIGLIP), llava_image, (24,)),
         Family("janus", dict(text_config=LLAMA, vision_config=dict(
                    hidden_size=VISION, num_hidden_layers=2, num_attention_heads=2, image_size=24, patch_size=4,
                    projection_dim=HIDDEN, num_image_tokens=36),
                    vq_config=dict(embed_dim=8, num_embeddings=16, latent_channels=16, base_channels=32,
                                   channel_multiplier=[1], num_res_blocks=1, projection_dim=HIDDEN,
                                   image_token_embed_dim=HIDDEN)),
-               llava_picture, (24,)),
+               llava_image, (24,)),
         Family("aria", dict(text_config={**TEXT, "model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2,
                                          "moe_num_shared_experts": 1},
                             vision_config=tower("idefics3_vision", 24), projector_patch_to_query_dict={36: 16}),

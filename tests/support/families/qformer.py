@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from families.plain import LLAMA
-from zoo import HIDDEN, IMAGE, PAD, TEXT, VIDEO, VISION, Family, Picture, noise
+from zoo import HIDDEN, IMAGE, PAD, TEXT, VIDEO, VISION, Family, InputImage, noise
 
 QUERIES = 16
 OPT = dict(model_type="opt", ffn_dim=96, do_layer_norm_before=True, dropout=0.0, tie_word_embeddings=False)
@@ -16,23 +16,23 @@ OPT |= {name: size for name, size in TEXT.items() if name not in ("intermediate_
 OPT_WITHOUT_NORM = {**OPT, "do_layer_norm_before": False}
 
 
-def blip_picture(size: int, g: torch.Generator, _: int) -> Picture:
-    return Picture([IMAGE] * QUERIES, {"pixel_values": noise(1, 3, size, size, g=g)})
+def blip_image(size: int, g: torch.Generator, _: int) -> InputImage:
+    return InputImage([IMAGE] * QUERIES, {"pixel_values": noise(1, 3, size, size, g=g)})
 
 
-def instruct_picture(size: int, g: torch.Generator, _: int) -> Picture:
+def instruct_image(size: int, g: torch.Generator, _: int) -> InputImage:
     """The Q-Former reads the instruction, too; of this one, the last word is padding."""
     pixels = {
         "pixel_values": noise(1, 3, size, size, g=g),
         "qformer_input_ids": torch.randint(1, 32, (1, 5), generator=g),
         "qformer_attention_mask": torch.tensor([[1, 1, 1, 1, 0]]),
     }
-    return Picture([IMAGE] * QUERIES, pixels)
+    return InputImage([IMAGE] * QUERIES, pixels)
 
 
-def instruct_video(size: int, g: torch.Generator, _: int) -> Picture:
-    pixels = instruct_picture(size, g, 1).pixels
-    return Picture([VIDEO] * (3 * QUERIES), pixels | {"pixel_values": noise(1, 3, 3, size, size, g=g)})
+def instruct_video(size: int, g: torch.Generator, _: int) -> InputImage:
+    pixels = instruct_image(size, g, 1).pixels
+    return InputImage([VIDEO] * (3 * QUERIES), pixels | {"pixel_values": noise(1, 3, 3, size, size, g=g)})
 
 
 def generate_as_asked(model: PreTrainedModel) -> None:
@@ -52,17 +52,17 @@ def _families() -> list[Family]:
     )  # fmt: skip
     parts = dict(vision_config=vision, qformer_config=queries, num_query_tokens=QUERIES)
 
-    def family(name: str, text: dict, picture, **extra) -> Family:
+    def family(name: str, text: dict, image, **extra) -> Family:
         config, decoder = {**parts, "text_config": text}, "language_model.model"
         decoder += ".decoder" if text["model_type"] == "opt" else ""
-        return Family(name, config | extra.pop("config", {}), picture, (16,), decoder=decoder,
+        return Family(name, config | extra.pop("config", {}), image, (16,), decoder=decoder,
                       settle=generate_as_asked, **extra)  # fmt: skip
 
     return [
-        family("blip-2", OPT, blip_picture),
-        family("blip-2_without_norm", OPT_WITHOUT_NORM, blip_picture, model_type="blip-2"),
-        family("instructblip", LLAMA, instruct_picture),
-        family("instructblip_opt", OPT, instruct_picture, model_type="instructblip"),
+        family("blip-2", OPT, blip_image),
+        family("blip-2_without_norm", OPT_WITHOUT_NORM, blip_image, model_type="blip-2"),
+        family("instructblip", LLAMA, instruct_image),
+        family("instructblip_opt", OPT, instruct_image, model_type="instructblip"),
         family("instructblipvideo", LLAMA, instruct_video, config=dict(video_token_index=VIDEO)),
     ]
 

@@ -36,12 +36,12 @@ from zoo import (
     VIDEO,
     VISION,
     Family,
+    InputImage,
     Inputs,
-    Picture,
     anyres_collate,
     noise,
     qwen_config,
-    qwen_picture,
+    qwen_image,
     qwen_video,
     tower,
 )
@@ -72,29 +72,29 @@ def calm_scores(model: PreTrainedModel) -> None:
             parameter.data.mul_(0.4)
 
 
-def stamped_video(g: torch.Generator, frames: int | None) -> Picture:
+def stamped_video(g: torch.Generator, frames: int | None) -> InputImage:
     return qwen_video(g, frames, stamped=True)
 
 
 def qwen35(name: str, **text: Any) -> Family:
     config = qwen_config([4, 2, 2], QWEN3_VISION, head_dim=HEAD_DIM, **LINEAR, **text)
     config["text_config"]["rope_parameters"]["partial_rotary_factor"] = 1.0
-    return Family(name, config, qwen_picture, GRIDS, video=stamped_video, types="mm_token_type_ids", settle=calm_states)
+    return Family(name, config, qwen_image, GRIDS, video=stamped_video, types="mm_token_type_ids", settle=calm_states)
 
 
-# Gemma 4: patches of each picture on an axis of its own with their places beside them, 2 x 2 averaged to a token.
+# Gemma 4: patches of each image on an axis of its own with their places beside them, 2 x 2 averaged to a token.
 # No video: the forward of transformers 5.19 does not hand on how many frames one has, and raises.
 
 
-def gemma4_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def gemma4_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
     places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
     pixels = {"pixel_values": torch.rand(h * w, 3 * 4**2, generator=g), "image_position_ids": places}
-    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
-def gemma4_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
-    flat = [picture.pixels for row in rows for picture in row]
+def gemma4_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    flat = [image.pixels for row in rows for image in row]
     return {
         key: pad_sequence([pixels[key] for pixels in flat], True, padding)
         for key, padding in (("pixel_values", 0), ("image_position_ids", -1))
@@ -109,7 +109,7 @@ def gemma4(
     name: str,
     model_type: str = "gemma4",
     vision: dict[str, Any] | None = None,
-    picture: Any = gemma4_picture,
+    image: Any = gemma4_image,
     sizes: tuple[Any, ...] = ((8, 12), (8, 6), (4, 12)),
     **text: Any,
 ) -> Family:
@@ -125,7 +125,7 @@ def gemma4(
     return Family(
         name,
         config,
-        picture,
+        image,
         sizes,
         collate=gemma4_collate,
         types="mm_token_type_ids",
@@ -134,29 +134,29 @@ def gemma4(
     )
 
 
-# Llama 4: a tile of 16 tokens each with a separator behind it, then the whole picture.
+# Llama 4: a tile of 16 tokens each with a separator behind it, then the whole image.
 
 
-def llama4_picture(tiles: int, g: torch.Generator, _: int) -> Picture:
+def llama4_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
     ids = [token for _ in range(tiles) for token in (*[IMAGE] * 16, TILE)]
-    return Picture([START, *ids, *[IMAGE] * 16, END], {"pixel_values": noise(tiles + 1, 3, 32, 32, g=g)})
+    return InputImage([START, *ids, *[IMAGE] * 16, END], {"pixel_values": noise(tiles + 1, 3, 32, 32, g=g)})
 
 
 # LFM2-VL: patches on an axis of their own, 2 x 2 of them joined to a token.
 
 
-def lfm2_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def lfm2_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
     pixels = {
         "pixel_values": noise(h * w, 3 * 4**2, g=g),
         "pixel_attention_mask": torch.ones(h * w, dtype=torch.long),
         "spatial_shapes": torch.tensor(size),
     }
-    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
-def lfm2_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
-    flat = [picture.pixels for row in rows for picture in row]
+def lfm2_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    flat = [image.pixels for row in rows for image in row]
     out = {key: pad_sequence([pixels[key] for pixels in flat], True) for key in flat[0] if key != "spatial_shapes"}
     return out | {"spatial_shapes": torch.stack([pixels["spatial_shapes"] for pixels in flat])}
 
@@ -164,102 +164,102 @@ def lfm2_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
 # Gemma 3n: always 16 tokens, of a convolutional tower.
 
 
-def gemma3n_picture(size: int, g: torch.Generator, _: int) -> Picture:
-    return Picture([START, *[IMAGE] * 16, END], {"pixel_values": noise(1, 3, size, size, g=g)})
+def gemma3n_image(size: int, g: torch.Generator, _: int) -> InputImage:
+    return InputImage([START, *[IMAGE] * 16, END], {"pixel_values": noise(1, 3, size, size, g=g)})
 
 
 # Gemma 4 without a tower: a token is a patch.
 
 
-def unified_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
-    picture = gemma4_picture((2 * size[0], 2 * size[1]), g, 0)
+def unified_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    image = gemma4_image((2 * size[0], 2 * size[1]), g, 0)
     h, w = size
     places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
-    return Picture(picture.ids, {"pixel_values": noise(h * w, 3 * 8**2, g=g), "image_position_ids": places})
+    return InputImage(image.ids, {"pixel_values": noise(h * w, 3 * 8**2, g=g), "image_position_ids": places})
 
 
-# Granite 4 Vision: LLaVA-NeXT's pictures, with windows of 2 x 2 patches joined to a token.
+# Granite 4 Vision: LLaVA-NeXT's images, with windows of 2 x 2 patches joined to a token.
 
 
-def granite_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def granite_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     pixels = {"pixel_values": noise(3, 3, 32, 32, g=g), "image_sizes": torch.tensor([[2 * side for side in size]])}
-    return Picture([IMAGE] * ANYRES[size], pixels)
+    return InputImage([IMAGE] * ANYRES[size], pixels)
 
 
-# Kimi K2.5: patches as little pictures.
+# Kimi K2.5: patches as little images.
 
 
-def kimi_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def kimi_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
     pixels = {"pixel_values": noise(h * w, 3, 4, 4, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
-# MiniCPM-V 4.6: patches of all pictures, of one size, in a strip; 4 x 4 of them joined to a token.
+# MiniCPM-V 4.6: patches of all images, of one size, in a strip; 4 x 4 of them joined to a token.
 
 
-def minicpm_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def minicpm_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
     pixels = {"pixel_values": noise(1, 3, 4, 4 * h * w, g=g), "target_sizes": torch.tensor([size])}
-    return Picture([START, *[IMAGE] * (h * w // 16), END], pixels)
+    return InputImage([START, *[IMAGE] * (h * w // 16), END], pixels)
 
 
-def minicpm_ocr_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def minicpm_ocr_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     """It merges 2 x 2 patches, and not twice."""
-    picture = minicpm_picture(size, g, _)
-    return dataclasses.replace(picture, ids=[START, *[IMAGE] * (size[0] * size[1] // 4), END])
+    image = minicpm_image(size, g, _)
+    return dataclasses.replace(image, ids=[START, *[IMAGE] * (size[0] * size[1] // 4), END])
 
 
-def minicpm_collate(rows: list[list[Picture]]) -> dict[str, torch.Tensor]:
-    flat = [picture.pixels for row in rows for picture in row]
+def minicpm_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    flat = [image.pixels for row in rows for image in row]
     return {
         "pixel_values": torch.cat([pixels["pixel_values"] for pixels in flat], -1),
         "target_sizes": torch.cat([pixels["target_sizes"] for pixels in flat]),
     }
 
 
-# Nemotron-H Omni: patches of all pictures on an axis. No video: transformers 5.19 fails on the features of one.
+# Nemotron-H Omni: patches of all images on an axis. No video: transformers 5.19 fails on the features of one.
 
 
-def nemotron_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def nemotron_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
     pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_hw": torch.tensor([size])}
-    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
-# Step 3.7: crops of 4 tokens, then the whole picture in 16.
+# Step 3.7: crops of 4 tokens, then the whole image in 16.
 
 
-def step_picture(crops: int, g: torch.Generator, _: int) -> Picture:
+def step_image(crops: int, g: torch.Generator, _: int) -> InputImage:
     pixels = {"pixel_values": noise(1, 3, 64, 64, g=g), "num_local_patches": torch.tensor([crops])}
     if crops:
         pixels["pixel_values_local"] = noise(crops, 3, 32, 32, g=g)
-    return Picture([START, *[IMAGE] * (4 * crops + 16), END], pixels)
+    return InputImage([START, *[IMAGE] * (4 * crops + 16), END], pixels)
 
 
 # Emu 3: pixels become ids of the vocabulary, 4 x 4 of them one, and a row ends with one more.
 
 
-def emu_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def emu_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
     pixels = torch.zeros(1, 3, 24, 24)
     pixels[..., :h, :w] = noise(1, 3, h, w, g=g)
-    return Picture(
+    return InputImage(
         [START, *[IMAGE] * (h // 4 * (w // 4 + 1)), END], {"pixel_values": pixels, "image_sizes": torch.tensor([size])}
     )
 
 
-# Chameleon: all pictures are of one size, a code for 4 x 4 pixels.
+# Chameleon: all images are of one size, a code for 4 x 4 pixels.
 
 
-def chameleon_picture(size: int, g: torch.Generator, _: int) -> Picture:
+def chameleon_image(size: int, g: torch.Generator, _: int) -> InputImage:
     pixels = noise(1, 3, size // 4, size // 4, g=g).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    return Picture([START, *[IMAGE] * (size // 4) ** 2, END], {"pixel_values": pixels})
+    return InputImage([START, *[IMAGE] * (size // 4) ** 2, END], {"pixel_values": pixels})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErnieFamily(Family):
-    """Ernie 4.5 VL is also told which tokens go to the experts for pictures: placeholders, and the tokens around."""
+    """Ernie 4.5 VL is also told which tokens go to the experts for images: placeholders, and the tokens around."""
 
     def make_inputs(self, *args: Any, **kwargs: Any) -> Inputs:
         inputs = super().make_inputs(*args, **kwargs)
@@ -268,22 +268,22 @@ class ErnieFamily(Family):
         return inputs
 
 
-def ernie_picture(size: tuple[int, int], g: torch.Generator, _: int) -> Picture:
+def ernie_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     h, w = size
     pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return Picture([START, *[IMAGE] * (h * w // 4), END], pixels)
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
-def ernie_video(g: torch.Generator, frames: int | None) -> Picture:
+def ernie_video(g: torch.Generator, frames: int | None) -> InputImage:
     t, h, w = (4, 4, 8) if frames is None else (2 * frames, 4, 4)
     pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
-    return Picture([START, *[VIDEO] * (t // 2 * h * w // 4), END], pixels)
+    return InputImage([START, *[VIDEO] * (t // 2 * h * w // 4), END], pixels)
 
 
-def edge_video(g: torch.Generator, frames: int | None) -> Picture:
+def edge_video(g: torch.Generator, frames: int | None) -> InputImage:
     t, h, w = (3, 6, 8) if frames is None else (frames, 4, 4)
     pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
-    return Picture([token for _ in range(t) for token in [START, *[VIDEO] * (h * w // 4), END]], pixels)
+    return InputImage([token for _ in range(t) for token in [START, *[VIDEO] * (h * w // 4), END]], pixels)
 
 
 def _families() -> list[Family]:
@@ -478,36 +478,36 @@ def _families() -> list[Family]:
                global_head_dim=2 * HEAD_DIM, num_global_key_value_heads=1, attention_k_eq_v=True),
         gemma4("gemma4_moe", hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
                moe_intermediate_size=32),
-        Family("llama4", chunked, llama4_picture, (1, 2, 0), decoder="language_model.model"),
-        Family("lfm2_vl", lfm2, lfm2_picture, GRIDS, collate=lfm2_collate),
-        Family("gemma3n", gemma3n, gemma3n_picture, (128,)),
+        Family("llama4", chunked, llama4_image, (1, 2, 0), decoder="language_model.model"),
+        Family("lfm2_vl", lfm2, lfm2_image, GRIDS, collate=lfm2_collate),
+        Family("gemma3n", gemma3n, gemma3n_image, (128,)),
         gemma4("gemma4_unified", "gemma4_unified",
                dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=VISION, mm_posemb_size=32,
                     output_proj_dims=VISION),
-               picture=unified_picture, sizes=((4, 6), (4, 3), (2, 6))),
-        Family("granite4_vision", granite, granite_picture, ((16, 32), (32, 8), (8, 32)), collate=anyres_collate),
-        Family("kimi_k25", kimi, kimi_picture, GRIDS),
-        Family("qwen3_omni_moe_thinker", omni, qwen_picture, GRIDS, decoder=THINKER, video=omni_video),
-        Family("exaone4_5", exaone, qwen_picture, GRIDS, video=qwen_video),
-        Family("hyperclovax_vision_v2", clova, qwen_picture, GRIDS, video=qwen_video),
-        Family("minicpmv4_6", minicpm, minicpm_picture, ((16, 16),), collate=minicpm_collate, settle=calm_states),
-        Family("minicpmv4_7", {**minicpm, **marks}, minicpm_picture, ((16, 16),), collate=minicpm_collate,
+               image=unified_image, sizes=((4, 6), (4, 3), (2, 6))),
+        Family("granite4_vision", granite, granite_image, ((16, 32), (32, 8), (8, 32)), collate=anyres_collate),
+        Family("kimi_k25", kimi, kimi_image, GRIDS),
+        Family("qwen3_omni_moe_thinker", omni, qwen_image, GRIDS, decoder=THINKER, video=omni_video),
+        Family("exaone4_5", exaone, qwen_image, GRIDS, video=qwen_video),
+        Family("hyperclovax_vision_v2", clova, qwen_image, GRIDS, video=qwen_video),
+        Family("minicpmv4_6", minicpm, minicpm_image, ((16, 16),), collate=minicpm_collate, settle=calm_states),
+        Family("minicpmv4_7", {**minicpm, **marks}, minicpm_image, ((16, 16),), collate=minicpm_collate,
                settle=calm_states, types="mm_token_type_ids"),
-        Family("nemotron_h_omni", nemotron, nemotron_picture, GRIDS, decoder="language_model.model"),
-        Family("cosmos3_omni", cosmos, qwen_picture, GRIDS, video=stamped_video, types="mm_token_type_ids"),
-        Family("cosmos3_edge", edge, ernie_picture, GRIDS, video=edge_video, types="mm_token_type_ids"),
-        Family("cohere_compass", compass, qwen_picture, GRIDS, types="mm_token_type_ids"),
-        Family("muse_glimmer", muse, qwen_picture, GRIDS, video=qwen_video),
+        Family("nemotron_h_omni", nemotron, nemotron_image, GRIDS, decoder="language_model.model"),
+        Family("cosmos3_omni", cosmos, qwen_image, GRIDS, video=stamped_video, types="mm_token_type_ids"),
+        Family("cosmos3_edge", edge, ernie_image, GRIDS, video=edge_video, types="mm_token_type_ids"),
+        Family("cohere_compass", compass, qwen_image, GRIDS, types="mm_token_type_ids"),
+        Family("muse_glimmer", muse, qwen_image, GRIDS, video=qwen_video),
         # Of later versions of transformers.
-        Family("minicpm_ocr", minicpm, minicpm_ocr_picture, ((8, 8),), collate=minicpm_collate, settle=calm_states),
-        Family("muse_spark", spark, qwen_picture, GRIDS, video=qwen_video),
-        Family("lfm3_vl", lfm3, qwen_picture, GRIDS, video=qwen_video),
-        Family("step3p7", step, step_picture, (2, 0, 3)),
-        Family("emu3", emu, emu_picture, ((16, 24), (24, 16), (16, 16)), decoder="model.text_model"),
-        Family("chameleon", chameleon, chameleon_picture, (16,), decoder="model"),
-        Family("chameleon_swin", {**chameleon, "swin_norm": True}, chameleon_picture, (16,), decoder="model",
+        Family("minicpm_ocr", minicpm, minicpm_ocr_image, ((8, 8),), collate=minicpm_collate, settle=calm_states),
+        Family("muse_spark", spark, qwen_image, GRIDS, video=qwen_video),
+        Family("lfm3_vl", lfm3, qwen_image, GRIDS, video=qwen_video),
+        Family("step3p7", step, step_image, (2, 0, 3)),
+        Family("emu3", emu, emu_image, ((16, 24), (24, 16), (16, 16)), decoder="model.text_model"),
+        Family("chameleon", chameleon, chameleon_image, (16,), decoder="model"),
+        Family("chameleon_swin", {**chameleon, "swin_norm": True}, chameleon_image, (16,), decoder="model",
                model_type="chameleon"),
-        ErnieFamily("ernie4_5_vl_moe", ernie, ernie_picture, GRIDS, video=ernie_video, types="mm_token_type_ids"),
+        ErnieFamily("ernie4_5_vl_moe", ernie, ernie_image, GRIDS, video=ernie_video, types="mm_token_type_ids"),
     ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenprune.bench.model import Model
 
 COUNT = 4
-SIDE, FRAME_SIDE = 320, 160  # pixels of the longer side of a picture, and of a frame of a video
+SIDE, FRAME_SIDE = 320, 160  # pixels of the longer side of an image, and of a frame of a video
 Step = Callable[[str, int, int], None]
 
 
@@ -196,16 +196,16 @@ def _draw(
 
 
 def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
-    """Return the pictures as the unpatched model sees them, and the number of their tokens."""
-    if question.is_film:
+    """Return the images as the unpatched model sees them, and the number of their tokens."""
+    if question.is_video:
         frames = question.video
-        inputs = subject.film_inputs(frames, question.question)
+        inputs = subject.video_inputs(frames, question.question)
     else:
         frames = list(question.images)
         inputs = subject.inputs([frames], [question.question])
         pixels = inputs.get("pixel_values")
         if len(frames) == 1 and pixels is not None and pixels.shape[:-3].numel() == 1:
-            frames = [draw.seen_picture(subject, inputs, frames[0])]  # a processor may cut off a part
+            frames = [draw.seen_image(subject, inputs, frames[0])]  # a processor may cut off a part
     side = SIDE if len(frames) == 1 else FRAME_SIDE
     return contact_sheet.row([ImageOps.contain(frame, (side, side)) for frame in frames]), subject.visual_tokens(inputs)
 
@@ -214,12 +214,12 @@ def _look(
     subject: Model, question: Any, method: str, keep: float | int, options: dict[str, Any]
 ) -> tuple[Image.Image, int]:
     draw.check_drawable(method)
-    film, text = question.is_film, question.question
-    if film and method_class(method).site is tokenprune.Site.PRE_ENCODER:
+    video, text = question.is_video, question.question
+    if video and method_class(method).site is tokenprune.Site.PRE_ENCODER:
         raise TokenPruneError("it acts on the pixels of the video, before there are tokens")
-    frames = question.video if film else question.images
-    side = SIDE if len(frames) == 1 and not film else FRAME_SIDE
-    return contact_sheet.look(subject, frames, text, method, keep, film, side, **options)
+    frames = question.video if video else question.images
+    side = SIDE if len(frames) == 1 and not video else FRAME_SIDE
+    return contact_sheet.look(subject, frames, text, method, keep, video, side, **options)
 
 
 def _answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tuple, dict[str, Any]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One page out of one or several runs, which loads nothing: style, script and pictures are inside.
+"""One page out of one or several runs, which loads nothing: style, script and images are inside.
 
 A policy in its head forbids everything else, whatever stands in the names of models, methods and questions.
 """

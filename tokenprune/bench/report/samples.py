@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of a run with what each method kept of their pictures: the folder `samples`, as it is laid out and read.
+"""Questions of a run with what each method kept of their images: the folder `samples`, as it is laid out and read.
 
-samples.json names the pictures beside it, all of which are small WebP files. drawing.py writes it.
+samples.json names the images beside it, all of which are small WebP files. drawing.py writes it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MOST_PIXELS, _MOST_BYTES = 2**24, 2**22
 
 
 @dataclass(frozen=True)
-class Picture:
-    """uri: the picture itself, as a data: URI. width, height: in pixels."""
+class InputImage:
+    """uri: the image itself, as a data: URI. width, height: in pixels."""
 
     uri: str
     width: int
@@ -32,14 +32,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one method did with the question. picture: with its kept patches, None where `note` says why not. kept: its
+    """What one method did with the question. image: with its kept patches, None where `note` says why not. kept: its
     visual tokens after pruning. score: of the answer that the run counted."""
 
     method: str
     prediction: str
     score: float
     kept: int | None
-    picture: Picture | None
+    image: InputImage | None
     note: str
 
 
@@ -54,7 +54,7 @@ class Sample:
     tokens: int | None
     prediction: str
     score: float
-    picture: Picture | None
+    image: InputImage | None
     note: str
     drawn: tuple[Drawn, ...]
 
@@ -69,7 +69,7 @@ class Samples:
     missing: str = ""
 
 
-NOT_KEPT = Samples(missing="Pictures are drawn for runs that are kept in a folder: `tokenprune bench --run DIR`.")
+NOT_KEPT = Samples(missing="Images are drawn for runs that are kept in a folder: `tokenprune bench --run DIR`.")
 
 
 def read_samples(run: Path) -> Samples:
@@ -89,7 +89,7 @@ def read_samples(run: Path) -> Samples:
 
 
 def _sample(folder: Path, entry: Mapping[str, Any]) -> Sample:
-    picture, note = _picture(folder, entry)
+    image, note = _image(folder, entry)
     return Sample(
         number=int(entry["question"]),
         kind=str(entry["kind"]),
@@ -98,16 +98,16 @@ def _sample(folder: Path, entry: Mapping[str, Any]) -> Sample:
         tokens=_count(entry["tokens"]),
         prediction=str(entry["prediction"]),
         score=float(entry["score"]),
-        picture=picture,
+        image=image,
         note=note,
         drawn=tuple(_drawn(folder, one) for one in entry["methods"]),
     )
 
 
 def _drawn(folder: Path, entry: Mapping[str, Any]) -> Drawn:
-    picture, note = _picture(folder, entry)
+    image, note = _image(folder, entry)
     return Drawn(
-        str(entry["method"]), str(entry["prediction"]), float(entry["score"]), _count(entry["kept"]), picture, note
+        str(entry["method"]), str(entry["prediction"]), float(entry["score"]), _count(entry["kept"]), image, note
     )
 
 
@@ -115,23 +115,23 @@ def _count(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _picture(folder: Path, entry: Mapping[str, Any]) -> tuple[Picture | None, str]:
-    """Return the picture that an entry names, and the words to show in its place or below it."""
+def _image(folder: Path, entry: Mapping[str, Any]) -> tuple[InputImage | None, str]:
+    """Return the image that an entry names, and the words to show in its place or below it."""
     name, note = entry["picture"], str(entry["note"])
     if name is None:
         return None, note
-    # The folder may come from anybody: no file outside it, and nothing that is no small picture.
+    # The folder may come from anybody: no file outside it, and nothing that is no small image.
     if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != ".webp":
-        return None, "this picture has a name that none of ours has"
+        return None, "this image has a name that none of ours has"
     try:
         data = (folder / name).read_bytes()
         if len(data) > _MOST_BYTES:
-            return None, "this picture is too large to be one of ours"
+            return None, "this image is too large to be one of ours"
         with Image.open(io.BytesIO(data), formats=["WEBP"]) as image:
             if image.width * image.height > _MOST_PIXELS:
-                return None, "this picture is too large to be one of ours"
+                return None, "this image is too large to be one of ours"
             image.load()
             size = image.size
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None, "this picture cannot be read"
-    return Picture(f"data:image/webp;base64,{base64.b64encode(data).decode()}", *size), note
+        return None, "this image cannot be read"
+    return InputImage(f"data:image/webp;base64,{base64.b64encode(data).decode()}", *size), note

@@ -76,7 +76,7 @@ def _unfinished(results: Results) -> Iterator[RunWarning]:
 
 
 def _against_baselines(results: Results, rows: list[Row]) -> Iterator[RunWarning]:
-    said = {"random": "tokens picked at random", "downsample": "a smaller picture"}
+    said = {"random": "tokens picked at random", "downsample": "a smaller image"}
     for name, mark in MARKS.items():
         if not any(row.method == name for row in results.rows):
             text = f"Without {said[name]} as a rival, nobody can say whether a method earns its overhead."
@@ -104,7 +104,7 @@ def _collapsed(base: Row, rows: list[Row]) -> Iterator[RunWarning]:
     reading = {kind for kind in kinds if _READING.search(kind.replace("_", " "))}
     more = f"by more than {100 * COLLAPSE:.0f} points against the unpatched model, whatever the mean says."
     for code, title, text, mine in (
-        ("ocr-collapse", "Reading is lost", f"Questions about text in the picture fall {more}", reading),
+        ("ocr-collapse", "Reading is lost", f"Questions about text in the image fall {more}", reading),
         ("collapse", "A kind of question is lost", f"These kinds fall {more}", kinds.keys() - reading),
     ):
         items = []

@@ -25,9 +25,9 @@ from tokenprune.integrations.hf.guard.part import check_processor, guard_for
 from tokenprune.integrations.hf.processor.full_counts import FullCounts
 from tokenprune.integrations.hf.processor.resizing import patch_for
 from tokenprune.integrations.hf.tower.attention_scores import EncoderAttention
-from tokenprune.integrations.hf.tower.lost_features import LostPictures
+from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.hf.tower.merging import TowerPatch, tower_patch
-from tokenprune.integrations.shared.composition import check_places, place_of
+from tokenprune.integrations.shared.composition import check_places, composition_key
 from tokenprune.observable import Where
 from tokenprune.observable_registry import observables_of
 
@@ -49,7 +49,7 @@ def hf_parts(
         for owner, (method, whole) in enumerate(zip(methods, budgets, strict=True))
         for stage, budget in method.stages(whole, layers)
     ]
-    stages.sort(key=lambda step: place_of(step.method))
+    stages.sort(key=lambda step: composition_key(step.method))
     acting = [step.method for step in stages]
     check_places(acting)
     check_composition(acting)
@@ -88,7 +88,7 @@ def hf_parts(
     if cutting or parts:
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
     if not all(budget.is_identity() for budget in budgets):
-        parts.append(LostPictures(adapter))
+        parts.append(ChunkedPrefillCheck(adapter))
     if pixels:
         parts.append(FullCounts(pixels))
     if (watching := guard_for(adapter, guard, methods, budgets, processor)) is not None:

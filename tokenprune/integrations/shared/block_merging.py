@@ -76,7 +76,7 @@ class Merging:
 class Merger(Attachable):
     """Attached to the blocks of one tower, in their order; the state of a forward is kept per thread.
 
-    tower: what the method is told; its `tokens` are those of a picture as the config has it.
+    tower: what the method knows of it; its `tokens` are those of an image as the config has it.
     Raises BudgetError for a budget that is neither a share nor a number of tokens, or that cannot be reached.
     """
 
@@ -84,7 +84,7 @@ class Merger(Attachable):
         super().__init__()
         if budget.keep is None or budget.per != "image":
             raise BudgetError(
-                f"{method.name} merges in the encoder, where each picture is for itself: keep is a share of its "
+                f"{method.name} merges in the encoder, where each image is for itself: keep is a share of its "
                 f"patches or a number of them, not {budget}"
             )
         self.method, self.budget, self.blocks, self.shape = method, budget, list(blocks), tower

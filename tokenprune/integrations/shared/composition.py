@@ -9,7 +9,7 @@ from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError
 
 
-def place_of(method: Method) -> tuple[int, int]:
+def composition_key(method: Method) -> tuple[int, int]:
     """Return where a method acts, as something that sorts in the order in which data flows."""
     # What acts while decoding makes its first cut like a method inside the decoder.
     site = Site.IN_LLM if method.site is Site.DECODE else method.site
@@ -20,7 +20,7 @@ def check_places(methods: Sequence[Method]) -> None:
     """Raise OptionError if two methods act at the same place."""
     seen: dict[tuple[int, int], Method] = {}
     for one in methods:
-        first = seen.setdefault(place_of(one), one)
+        first = seen.setdefault(composition_key(one), one)
         if first is not one:
             raise OptionError(
                 f"{first.name} and {one.name} act at the same place ({one.site}, layer {one.cut_layer}): composed "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 _thread = threading.local()
 
@@ -45,29 +45,29 @@ class PackRecorder:
         bound.apply_defaults()
         result = self.original(*bound.args, **bound.kwargs)
         numbers, start = [], 0
-        for picture in bound.arguments["image_features"]:
-            tiles, tokens = picture.shape[:2]
+        for image in bound.arguments["image_features"]:
+            tiles, tokens = image.shape[:2]
             numbers.append(numbered(tiles, tokens, torch.device("cpu"), start))
             start += tiles * tokens
         bound.arguments["image_features"] = numbers
         bound.arguments["image_sizes"] = torch.as_tensor(bound.arguments["image_sizes"]).cpu()
         if bound.arguments.get("image_newline") is not None:
             bound.arguments["image_newline"] = newline_number(numbers[0].device)
-        pictures = self.original(*bound.args, **bound.kwargs)[0]
-        _thread.packed = Packed(list(pictures), numbers[0].shape[1])
+        images = self.original(*bound.args, **bound.kwargs)[0]
+        _thread.packed = Packed(list(images), numbers[0].shape[1])
         return result
 
 
 class Packed:
-    """pictures: float64 `[features, 2]` each, the numbers of the features that were packed, on the host; tokens:
+    """images: float64 `[features, 2]` each, the numbers of the features that were packed, on the host; tokens:
     features a tile."""
 
-    def __init__(self, pictures: list[Tensor], tokens: int) -> None:
-        self.pictures, self.tokens = pictures, tokens
+    def __init__(self, images: list[Tensor], tokens: int) -> None:
+        self.images, self.tokens = images, tokens
 
     def follow(self, groups: Tensor, packed: Tensor) -> Tensor:
-        """groups: long `[tiles, tokens]`, first of each feature's group in its tile; packed: one picture's numbers."""
-        ids = sent(self.numbers(packed), groups.device)
+        """groups: long `[tiles, tokens]`, first of each feature's group in its tile; packed: one image's numbers."""
+        ids = to_device(self.numbers(packed), groups.device)
         tile, token = ids // self.tokens, ids % self.tokens
         places = torch.arange(len(ids), device=ids.device)
         # Newlines: each for itself.
@@ -77,18 +77,18 @@ class Packed:
 
     @staticmethod
     def numbers(packed: Tensor) -> Tensor:
-        """long `[features]`: for each feature of a picture the number of the one that was packed, -1 for a newline."""
+        """long `[features]`: for each feature of an image the number of the one that was packed, -1 for a newline."""
         ids = packed[:, 0].round().long()
         if not torch.equal(packed[:, 1], _check(ids.double())):
             raise UnsupportedSetupError(
-                "this picture has so many tiles that the model interpolates its features, so that none of them is a "
-                "patch of the tower; use a smaller picture, or a method that acts behind the tower"
+                "this image has so many tiles that the model interpolates its features, so that none of them is a "
+                "patch of the tower; use a smaller image, or a method that acts behind the tower"
             )
         return ids
 
 
 def numbered(tiles: int, tokens: int, device: torch.device, start: int = 0) -> Tensor:
-    """float64 `[tiles, tokens, 2]`: what stands for the features of a picture while it is packed."""
+    """float64 `[tiles, tokens, 2]`: what stands for the features of an image while it is packed."""
     ids = torch.arange(start, start + tiles * tokens, dtype=torch.float64, device=device)
     # A second channel, so that interpolated numbers do not pass for numbers.
     return torch.stack([ids, _check(ids)], -1).view(tiles, tokens, 2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.packed_features import Packed
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 PATCH_LAYOUTS = {
     family: layout
@@ -41,14 +41,14 @@ class PatchSource:
 
         "tiles": each row of the tower is a square tile, and a square of one or more patches makes a token.
         "packed": tiles whose features are reordered, cropped and set apart by newlines (`pack_image_features`).
-        "runs": patches of all pictures on one axis, ordered so that consecutive ones make a token.
-        "sized": patches of all pictures on one axis, each picture's row by row; a square of them makes a token.
+        "runs": patches of all images on one axis, ordered so that consecutive ones make a token.
+        "sized": patches of all images on one axis, each image's row by row; a square of them makes a token.
         """
         tower = getattr(getattr(self.config, "vision_config", None), "model_type", None)
         return PATCH_LAYOUTS.get((self.config.model_type, tower), PATCH_LAYOUTS.get(self.config.model_type))
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
-        """Return (frames, height, width) in tokens of each picture, from the arguments of `get_image_features` or
+        """Return (frames, height, width) in tokens of each image, from the arguments of `get_image_features` or
         `get_video_features`; None where they do not tell."""
         sizes = arguments.get(f"{modality}_grid_thw")
         if sizes is None:
@@ -60,7 +60,7 @@ class PatchSource:
 
 @dataclass(frozen=True)
 class Placed:
-    """Visual tokens of all pictures of a call, end to end.
+    """Visual tokens of all images of a call, end to end.
 
     scores: `[tokens, C]`, means over each token's patches, 0 for what is no patch.
     cells: long `[tokens, 6]`: tile or frame, row, column, height, width, size (see `Patches`); tiles are numbered
@@ -109,7 +109,7 @@ def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.de
     """long `[tiles * height * width, 6]`."""
     axes = [torch.arange(n, device=device) for n in (tiles, height, width)]
     cells = torch.cartesian_prod(*axes).view(-1, 3)
-    return torch.cat([cells, sent([height, width, size], device).expand(len(cells), 3)], dim=1)
+    return torch.cat([cells, to_device([height, width, size], device).expand(len(cells), 3)], dim=1)
 
 
 def _no_patch(cells: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def _packed(source: PatchSource, arguments: dict[str, Any], scores: Tensor, pack
     if packed is None or packed.tokens != patches or grid is None:
         return None
     cells = _grid_cells(tiles, *grid, 1, scores.device)
-    ids = sent(packed.numbers(torch.cat(packed.pictures)), scores.device)
+    ids = to_device(packed.numbers(torch.cat(packed.images)), scores.device)
     newline = (ids < 0).unsqueeze(-1)
     ids = ids.clamp(min=0)
     flat = scores.reshape(-1, channels)[ids].masked_fill(newline, 0)
@@ -170,7 +170,7 @@ def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, scores:
     cells, start = [], 0
     for frames, height, width in grids:
         cells.append(_grid_cells(frames, height, width, size, scores.device))
-        cells[-1][:, 0] += start  # frames of all pictures are numbered through
+        cells[-1][:, 0] += start  # frames of all images are numbered through
         start += frames
     cells = torch.cat(cells)
     window = getattr(vision, "window_size", None)
@@ -187,7 +187,7 @@ def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, scores:
 
 def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
     patch, side = source.config.vision_config.patch_size, getattr(source.config, "spatial_merge_size", 1)
-    grids = [(height // patch, width // patch) for height, width in picture_sizes(arguments)]
+    grids = [(height // patch, width // patch) for height, width in image_sizes(arguments)]
     if sum(map(math.prod, grids)) != len(scores):
         return None
     means, cells = [], []
@@ -200,14 +200,14 @@ def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Pl
     return Placed(torch.cat(means), torch.cat(cells), len(grids))
 
 
-def picture_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return (height, width) in pixels of each picture, from the arguments of `get_image_features` or of a tower."""
+def image_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return (height, width) in pixels of each image, from the arguments of `get_image_features` or of a tower."""
     sizes, pixels = arguments.get("image_sizes"), arguments["pixel_values"]
     return [tuple(pixels.shape[-2:])] * len(pixels) if sizes is None else torch.as_tensor(sizes).tolist()
 
 
 def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
-    """Videos of LLaVA-OneVision: frames are pooled like pictures, and a newline follows each video."""
+    """Videos of LLaVA-OneVision: frames are pooled like images, and a newline follows each video."""
     pool = getattr(source.base, "apply_pooling", None)
     videos = arguments.get("pixel_values_videos")
     if pool is None or videos is None or len(scores) % len(videos):

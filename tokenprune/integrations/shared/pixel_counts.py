@@ -9,7 +9,7 @@ _CALLS = 64  # of a processor that are remembered
 
 
 class PixelCounts:
-    """Remembers of a processor's last calls how many visual tokens their pictures make, and would have made.
+    """Remembers of a processor's last calls how many visual tokens their images make, and would have made.
 
     Nothing travels from a processor to the model but tensors, so a prompt is recognised by the number of its tokens.
     """
@@ -19,7 +19,7 @@ class PixelCounts:
         self._calls: tuple[tuple[int, int], ...] = ()
 
     def note(self, made: int, full: int) -> None:
-        """A call made pictures of `made` visual tokens in all, which would have been `full` without the method."""
+        """A call made images of `made` visual tokens in all, which would have been `full` without the method."""
         self._calls = (*self._calls[1 - _CALLS :], (made, full))
 
     def full(self, rows: Sequence[int]) -> int | None:
@@ -37,6 +37,6 @@ class PixelCounts:
         return None if None in found_each else sum(found_each)
 
     def _find(self, made: int) -> int | None:
-        """Pictures of several sizes may make as many tokens: then nobody knows."""
+        """Images of several sizes may make as many tokens: then nobody knows."""
         full = {full for known, full in self._calls if known == made}
         return full.pop() if len(full) == 1 else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make smaller pictures of those that a processor gets, by what a method that acts on pixels says of them."""
+"""Make smaller images of those that a processor gets, by what a method that acts on pixels says of them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.images import Picture, collect
+from tokenprune.images import InputImage, collect
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from tokenprune.token_counts import Reader, countable_processors, image_processor_of, rule_for
 
 
 class Resizer:
-    """Makes pictures of a processor's call smaller.
+    """Makes images of a processor's call smaller.
 
     How depends on the processor (`Rule.resizing`, or `Adapter.resizing` for one whose tokens cannot be counted):
-    "input": it follows the picture's size, so the picture is shrunk before it; "target": it makes every picture one
+    "input": it follows the image's size, so the image is shrunk before it; "target": it makes every image one
     size, so that size is shrunk, and the tower interpolates its positions; None: neither is possible.
 
     adapter: of the model that takes the pixels (`resizing`, `base`, `config`); None if only the processor is at hand.
@@ -47,7 +47,7 @@ class Resizer:
         if self.resizing is None and (self.rule or self.adapter):
             family = self.adapter.config.model_type if self.adapter else type(self.image_processor).__name__
             raise UnsupportedSetupError(
-                f"{name}: the processor of {family!r} makes as many tokens of a small picture as of a large one; "
+                f"{name}: the processor of {family!r} makes as many tokens of a small image as of a large one; "
                 "use method='pool' for a baseline without fine detail"
             )
         if keep is None or isinstance(keep, numbers.Integral):
@@ -70,7 +70,7 @@ class Resizer:
             )
         if self.rule is None and self.resizing == "input" and "height" in Reader(self.processor).size():
             raise UnsupportedSetupError(
-                f"{name}: {type(self.image_processor).__name__} makes every picture one size, so a smaller one would "
+                f"{name}: {type(self.image_processor).__name__} makes every image one size, so a smaller one would "
                 "lose detail and save nothing"
             )
         if self.resizing == "target":
@@ -81,20 +81,20 @@ class Resizer:
     def _check_tower(self) -> None:
         if self.adapter is None:
             raise UnsupportedSetupError(
-                f"{self.method.name}: {type(self.image_processor).__name__} makes every picture one size, which the "
+                f"{self.method.name}: {type(self.image_processor).__name__} makes every image one size, which the "
                 "vision tower expects: patch the model, tokenprune.patch(model, ..., processor=processor)"
             )
         tower = getattr(self.adapter.base, "vision_tower", None)
         if tower is None or "interpolate_pos_encoding" not in inspect.signature(tower.forward).parameters:
             raise UnsupportedSetupError(
                 f"{self.method.name}: {type(tower).__name__} cannot interpolate its positions, so it takes no other "
-                "size of picture"
+                "size of image"
             )
 
     def change(self, images: Any, kwargs: dict[str, Any], questions: Iterable[str] = ()) -> tuple[Any, dict[str, Any]]:
-        """Return the pictures and settings of a processor's call as they have to be.
+        """Return the images and settings of a processor's call as they have to be.
 
-        questions: of each picture, for a method that reads them.
+        questions: of each one, for a method that reads them.
         """
         if self.identity:
             return images, kwargs
@@ -102,50 +102,50 @@ class Resizer:
         counted = self.rule.count if self.rule else None
         left = iter(questions)
 
-        def make(image: Any, prompt: int, companions: int) -> Picture:
+        def make(image: Any, prompt: int, companions: int) -> InputImage:
             count = counted and (lambda height, width: counted(read, height, width, companions))
-            return Picture(image, kwargs.get("input_data_format"), prompt, companions, count, next(left, ""))
+            return InputImage(image, kwargs.get("input_data_format"), prompt, companions, count, next(left, ""))
 
-        pictures, rebuild = collect(self.image_processor.fetch_images(images), make)
-        if not pictures:
+        found, rebuild = collect(self.image_processor.fetch_images(images), make)
+        if not found:
             return images, kwargs
-        shares = self.method.shares(pictures, float(self.budget.keep), self.budget.per)
+        shares = self.method.shares(found, float(self.budget.keep), self.budget.per)
         if self.resizing == "target":
-            # Pictures of a call are stacked, so they have one size.
+            # Images of a call are stacked, so they have one size.
             share = 1.0 if max(shares) >= 1 else sum(shares) / len(shares)
             kwargs = kwargs | self._target(read, share)
-            self._note(pictures, [picture.size for picture in pictures], kwargs)
+            self._note(found, [one.size for one in found], kwargs)
             return images, kwargs
         if self.rule is not None and self.rule.grid is not None:
-            sizes, size = self._on_grid(read, pictures, shares)
+            sizes, size = self._on_grid(read, found, shares)
             kwargs = {name: value for name, value in kwargs.items() if name not in ("min_pixels", "max_pixels")}
             kwargs["size"] = size
         else:
-            sizes = [_scaled(picture, share) for picture, share in zip(pictures, shares, strict=True)]
-        self._note(pictures, sizes, kwargs)
-        return rebuild([picture.resized(*size) for picture, size in zip(pictures, sizes, strict=True)]), kwargs
+            sizes = [_scaled(one, share) for one, share in zip(found, shares, strict=True)]
+        self._note(found, sizes, kwargs)
+        return rebuild([one.resized(*size) for one, size in zip(found, sizes, strict=True)]), kwargs
 
-    def _note(self, pictures: list[Picture], sizes: list[tuple[int, int]], kwargs: dict[str, Any]) -> None:
-        """Remember how many tokens `pictures` make with `sizes` and settings `kwargs`, and would have made."""
+    def _note(self, images: list[InputImage], sizes: list[tuple[int, int]], kwargs: dict[str, Any]) -> None:
+        """Remember how many tokens `images` make with `sizes` and settings `kwargs`, and would have made."""
         if self.rule is None:
             return
         read = Reader(self.processor, kwargs)
-        made = [self.rule.count(read, *size, one.companions) for one, size in zip(pictures, sizes, strict=True)]
-        self.counts.note(sum(made), sum(picture.tokens for picture in pictures))
+        made = [self.rule.count(read, *size, one.companions) for one, size in zip(images, sizes, strict=True)]
+        self.counts.note(sum(made), sum(image.tokens for image in images))
 
     def _on_grid(
-        self, read: Reader, pictures: list[Picture], shares: list[float]
+        self, read: Reader, images: list[InputImage], shares: list[float]
     ) -> tuple[list[tuple[int, int]], dict]:
         """Sizes in whole tokens, which the processor then leaves alone."""
         sizes = []
-        for picture, share in zip(pictures, shares, strict=True):
-            height, width = picture.size
+        for image, share in zip(images, shares, strict=True):
+            height, width = image.size
             rows, columns, factor, least, most = self.rule.grid(read, height, width)
-            # A picture of full size is left to the processor, unless it is only made that large by the lower limit,
-            # which has to go: what becomes of a picture must not depend on the others in the call.
+            # An image of full size is left to the processor, unless it is only made that large by the lower limit,
+            # which has to go: what becomes of an image must not depend on the others in the call.
             left = share >= 1 and round(height / factor) * round(width / factor) * factor**2 >= least
             small = _grid(rows, columns, share)
-            sizes.append(picture.size if left else (small[0] * factor, small[1] * factor))
+            sizes.append(image.size if left else (small[0] * factor, small[1] * factor))
         return sizes, {"shortest_edge": min(least, factor**2), "longest_edge": most}
 
     def _target(self, read: Reader, share: float) -> dict[str, Any]:
@@ -201,18 +201,18 @@ def _patches(side: int, share: float) -> int:
     return min(range(1, side + 1), key=lambda patches: abs(patches**2 - wanted))
 
 
-def _scaled(picture: Picture, share: float) -> tuple[int, int]:
+def _scaled(image: InputImage, share: float) -> tuple[int, int]:
     """The size with the same shape whose tokens are closest to the share; the largest of several."""
-    height, width = picture.size
+    height, width = image.size
     if share >= 1:
         return height, width
-    if picture.count is None:
+    if image.count is None:
         return tuple(max(1, round(side * math.sqrt(share))) for side in (height, width))
-    wanted = share * picture.tokens
+    wanted = share * image.tokens
 
     def at(power: float) -> tuple[float, float, tuple[int, int]]:
         size = tuple(max(1, round(side * 2**-power)) for side in (height, width))
-        return abs(picture.count(*size) - wanted), power, size
+        return abs(image.count(*size) - wanted), power, size
 
     # Counts go in steps, which are not quite monotone: look at all octaves coarsely, then finely around the best.
     octaves = math.ceil(math.log2(max(height, width)))

@@ -12,7 +12,7 @@ from tokenprune.kernels.join import join
 from tokenprune.tokens import Segments
 
 
-def counted_keep(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, list[int]]:
+def validate_selection(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, list[int]]:
     """Return the selection's `keep`, and how many of each segment that are.
 
     A method that says so itself is believed where asking would let the host wait for the device, and asked nothing

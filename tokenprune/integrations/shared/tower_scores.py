@@ -120,7 +120,7 @@ def block_index(method: Pruner, layer: int | float, depth: int, config: Any) -> 
     if index not in whole:
         raise OptionError(
             f"{method.name}: block {index} of this tower attends in windows, so that its scores do not compare "
-            f"patches of the whole picture; use one of {sorted(whole)}"
+            f"patches of the whole image; use one of {sorted(whole)}"
         )
     return index
 

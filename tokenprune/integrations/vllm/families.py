@@ -11,11 +11,11 @@ from tokenprune.tokens import square_grid
 
 @dataclass(frozen=True)
 class Family:
-    """How an architecture hands its pictures to the language model.
+    """How an architecture hands its images to the language model.
 
     mrope:   its positions have three axes (time, height, width), and kept tokens keep theirs.
     per_run: every unbroken run of placeholders (a tile, a frame) has the budget for itself, instead of the whole
-             picture or video. Like on the Hugging Face side, where nothing tells which of them belong together.
+             image or video. Like on the Hugging Face side, where nothing tells which of them belong together.
     in_llm:  tokens can leave between the layers of its language model (see `in_llm`).
     nested:  vLLM keeps its CLIP or SigLIP tower in `vision_tower.vision_model`. transformers 5 leaves the second name
              out when it saves a checkpoint.

@@ -33,7 +33,7 @@ class PEVLM(AttentionPattern):
     position_mode: "sequential" keeps the positions of full attention; "reuse" starts every context block where the
     first one starts (as APE and Star Attention do).
     dense_layers: decoder layers, counted from 0, that keep full attention.
-    only_single_video: prompts with more than one video or picture keep full attention.
+    only_single_video: prompts with more than one video or image keep full attention.
 
     Source: Kang et al., "PEVLM: Parallel Encoding for Vision-Language Models". Its body could not be read: the rule is
     from the abstracts of v1-v3 [A], the four ICLR reviews [R], machine-written review summaries of v1 [M] and the
@@ -41,7 +41,7 @@ class PEVLM(AttentionPattern):
     [M, R], an end that attends to everything [A, M].
 
     Differs from the paper: a reconstruction, not a reproduction. Sizes of sink and block, `min_frames`, the last block,
-    the block that text between frames joins (that of the frame it precedes) and prompts with several videos or pictures
+    the block that text between frames joins (that of the frame it precedes) and prompts with several videos or images
     could not be established and are our decision.
     """
 
@@ -72,7 +72,7 @@ class PEVLM(AttentionPattern):
         if not videos:
             return "it holds no video"
         if self.only_single_video and len(visuals) > 1:
-            return "it holds more than one video or picture (only_single_video)"
+            return "it holds more than one video or image (only_single_video)"
         if frames < self.fewest_frames:
             return f"its {frames} frames are fewer than min_frames={self.fewest_frames}"
         tail = visuals[-1].frames[-1][1]

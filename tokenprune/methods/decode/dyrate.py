@@ -25,7 +25,7 @@ class DyRate(DecodeMethod):
 
     `keep` is what prefill leaves (k_0, by the rule of fastv); decoding can only lower it. keep=1.0 prunes nothing.
 
-    rate: "attn_mass" follows the share of attention that goes to the pictures, without training; "schedule" takes
+    rate: "attn_mass" follows the share of attention that goes to the images, without training; "schedule" takes
     `schedule`; "predictor" asks a linear classifier that `tokenprune fit-dyrate` fitted to this model.
     layer: int >= 1; layers before it keep every token, and the attention of the last of these is observed.
     mode: "evict" frees the memory of dropped tokens; "mask" keeps it, and the attention is given a mask.
@@ -44,7 +44,7 @@ class DyRate(DecodeMethod):
 
     Differs from the paper: its full text could not be read and no code is public, so this is a reconstruction with
     decisions of ours, not a reproduction: the default "attn_mass" and all numbers; the layer; masses taken where no
-    token is missing yet; `keep` as the share after prefill; no token returns after "evict"; pictures of a prompt
+    token is missing yet; `keep` as the share after prefill; no token returns after "evict"; images of a prompt
     compete while decoding; labels by KL divergence instead of training end to end.
     """
 
@@ -80,7 +80,7 @@ class DyRate(DecodeMethod):
             self.rate == "predictor" or self.predictor is None, "predictor= is used by rate='predictor' only: add that"
         )
         if self.rate == "predictor":
-            # Read here, so that a file that is missing or broken is told before a model is touched.
+            # Read here, so that a file that is missing or broken is refused before a model is touched.
             fitted = RatePredictor.load(self.predictor)
             object.__setattr__(self, "_fitted", fitted)
             self._check(
@@ -102,9 +102,9 @@ class DyRate(DecodeMethod):
         return ((1 - kept) * self.grid + 1e-6).floor().clamp(max=self.grid - 1) / self.grid
 
     def _attention_left(self, masses: Tensor) -> Tensor:
-        """float64 `[B]` in 0..1: running mean of the pictures' share of attention against that of the prompt's end.
+        """float64 `[B]` in 0..1: running mean of the images' share of attention against that of the prompt's end.
 
-        The text before the pictures is left out of the share: its first token is where attention goes to rest.
+        The text before the images is left out of the share: its first token is where attention goes to rest.
         """
         mean = masses.double().mean(dim=2)
         seen = mean[..., TokenType.IMG]

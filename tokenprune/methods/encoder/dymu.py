@@ -19,23 +19,23 @@ from tokenprune.registry import register
 @register("dymu", site=Site.IN_ENCODER, paper="arXiv 2504.17040, NeurIPS 2025", merges=True)
 @dataclass(frozen=True)
 class DyMU(EncoderMethod):
-    """Merge the tokens inside the vision tower that are more similar than calibrated thresholds: simple pictures keep
+    """Merge the tokens inside the vision tower that are more similar than calibrated thresholds: simple images keep
     fewer tokens than detailed ones.
 
-    `keep` is an average over pictures like those of the calibration: each picture gets a number of its own, which no
-    other picture of a batch changes. It must be one of the shares that the thresholds were calibrated for.
+    `keep` is an average over images like those of the calibration: each image gets a number of its own, which no
+    other image of a batch changes. It must be one of the shares that the thresholds were calibrated for.
 
     thresholds: what `tokenprune calibrate` wrote (a path), or what `tokenprune.calibrate` returned. Without them, those
     that the package ships for this model, if it does (it does for the demo model).
     proportional: add the logarithm of a token's size to its attention logits, so that a merged token counts as often as
     its members did.
-    max_r: tokens that a block merges in one picture at most; half of them is the limit in any case.
+    max_r: tokens that a block merges in one image at most; half of them is the limit in any case.
     vtu: virtual unmerging in the decoder: "off", or "expanded", which applies its weights to the merged tokens and its
     attention to all positions. It saves no KV memory (docs/vtu.md).
-    exact: every picture keeps exactly the number of patches that `keep` asks for: what merges in which block is still
+    exact: every image keeps exactly the number of patches that `keep` asks for: what merges in which block is still
     its content's choice, but no block goes below that number, and where the thresholds would leave more than the blocks
     behind can still merge, the best pairs below the threshold merge too. For those who must know the number before the
-    picture, such as vLLM.
+    image, such as vLLM.
 
     Source: Wang et al., "DyMU: Dynamic Merging and Virtual Unmerging for Efficient VLMs", sections 3.1 (dynamic
     token merging) and 3.2 (virtual token unmerging). `exact` is ours.
@@ -67,7 +67,7 @@ class DyMU(EncoderMethod):
 
     @property
     def inexact(self) -> str | None:
-        return None if self.exact else "each picture keeps a number of its own: pass exact=True"
+        return None if self.exact else "each image keeps a number of its own: pass exact=True"
 
     @property
     def calibrated_for(self) -> Fingerprint | None:

@@ -12,19 +12,19 @@ from tokenprune.registry import register
 @register("downsample", site=Site.PRE_ENCODER, paper="arXiv 2510.07143 (as a baseline)")
 @dataclass(frozen=True)
 class Downsample(ResizeMethod):
-    """Hand the model a smaller picture: the baseline that needs no library at all.
+    """Hand the model a smaller image: the baseline that needs no library at all.
 
-    `keep` is the share of the picture's visual tokens, so both sides shrink by its square root. It acts through the
+    `keep` is the share of the image's visual tokens, so both sides shrink by its square root. It acts through the
     processor: `tokenprune.patch(model, "downsample", keep=0.25, processor=processor)`, and saves work in the vision
     tower as well.
 
     Source: the protocol of VTC-Bench, arXiv 2510.07143 (side factor k, keep 1 / k^2).
 
-    Differs from the paper: any share is allowed, and it is one of the tokens that the model would see: a picture that
-    the processor would shrink or enlarge anyway still gives that share. Processors that make every picture one fixed
+    Differs from the paper: any share is allowed, and it is one of the tokens that the model would see: an image that
+    the processor would shrink or enlarge anyway still gives that share. Processors that make every image one fixed
     size would undo the resizing; their target size shrinks instead, to whole patches, and the tower interpolates its
     position table.
     """
 
-    def shares(self, pictures: Sequence[Any], keep: float, per: str) -> list[float]:
-        return [keep] * len(pictures)
+    def shares(self, images: Sequence[Any], keep: float, per: str) -> list[float]:
+        return [keep] * len(images)

@@ -16,7 +16,7 @@ from tokenprune.errors import BudgetError
 from tokenprune.registry import register
 
 if TYPE_CHECKING:
-    from tokenprune.images import Picture
+    from tokenprune.images import InputImage
 
 # log10 of the variance of the Laplacian (of grey values in 0..1, mean of the 8 differences) that count as no detail and
 # as all detail. Photographs lie around the middle; scans of text above the upper end.
@@ -34,26 +34,26 @@ _FINE = re.compile(
 @register("dynres", site=Site.PRE_ENCODER, paper="none (statistics of arXiv 2510.18091)")
 @dataclass(frozen=True)
 class DynRes(ResizeMethod):
-    """Choose each picture's resolution by its detail: smooth pictures shrink more than busy ones, text stays whole.
+    """Choose each image's resolution by its detail: smooth images shrink more than busy ones, text stays whole.
 
-    `keep` is the share of visual tokens that a picture of middling detail gets, and the average over pictures like
-    photographs; the detail of a picture moves its own share up or down by the same amount. A picture's share depends
-    on that picture alone. With `Budget(keep=0.25, per="prompt")` the pictures of one call (of each inner list, where
+    `keep` is the share of visual tokens that an image of middling detail gets, and the average over images like
+    photographs; the detail of an image moves its own share up or down by the same amount. An image's share depends
+    on that image alone. With `Budget(keep=0.25, per="prompt")` the images of one call (of each inner list, where
     they come as lists of lists) share the budget instead, weighted by their tokens: the average then holds for them.
 
-    min_scale:  the smallest factor for the sides of a picture; `keep` must be at least its square.
-    text_guard: leave pictures of text, diagrams and screens at their full size. They are spent on top of `keep`, unless
-                the budget is shared and the other pictures can make up for them.
-    question_guard: do the same where the question (the text behind the prompt's last picture) has a word of reading,
+    min_scale:  the smallest factor for the sides of an image; `keep` must be at least its square.
+    text_guard: leave images of text, diagrams and screens at their full size. They are spent on top of `keep`, unless
+                the budget is shared and the other images can make up for them.
+    question_guard: do the same where the question (the text behind the prompt's last image) has a word of reading,
                 text, numbers or charts. It needs the whole processor, and the choice then depends on the question.
 
-    On models whose processor makes every picture one size (LLaVA), all pictures of a call get the mean of their
+    On models whose processor makes every image one size (LLaVA), all images of a call get the mean of their
     shares, or the full size if one of them is text.
 
     Source: training-free, our decision. Statistics: variance of the Laplacian, and the entropy of the grey values in
     cells, both used to choose patch sizes by the Adaptive Patch Transformer (arXiv 2510.18091).
 
-    Differs from the paper: that one trains a model with patches of several sizes; this one only resizes pictures.
+    Differs from the paper: that one trains a model with patches of several sizes; this one only resizes images.
     """
 
     min_scale: float = 0.25
@@ -87,11 +87,11 @@ class DynRes(ResizeMethod):
                 "set a smaller min_scale"
             )
 
-    def shares(self, pictures: Sequence[Picture], keep: float, per: str) -> list[float]:
-        looks = [look(picture.grey) for picture in pictures]
+    def shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
+        looks = [look(image.grey) for image in images]
         whole = [
-            (self.text_guard and text) or (self.question_guard and asks_for_detail(picture.question))
-            for picture, (_, text) in zip(pictures, looks, strict=True)
+            (self.text_guard and text) or (self.question_guard and asks_for_detail(image.question))
+            for image, (_, text) in zip(images, looks, strict=True)
         ]
         details = [detail for detail, _ in looks]
         if per != "prompt":
@@ -100,16 +100,16 @@ class DynRes(ResizeMethod):
             prompt: self._level(
                 [
                     (one.tokens, detail, kept)
-                    for one, detail, kept in zip(pictures, details, whole, strict=True)
+                    for one, detail, kept in zip(images, details, whole, strict=True)
                     if one.prompt == prompt
                 ],
                 keep,
             )
-            for prompt in {picture.prompt for picture in pictures}
+            for prompt in {image.prompt for image in images}
         }
         return [
-            self._share(detail, kept, levels[picture.prompt])
-            for picture, detail, kept in zip(pictures, details, whole, strict=True)
+            self._share(detail, kept, levels[image.prompt])
+            for image, detail, kept in zip(images, details, whole, strict=True)
         ]
 
     def _share(self, detail: float, whole: bool, level: float) -> float:
@@ -137,7 +137,7 @@ def asks_for_detail(question: str) -> bool:
 
 
 def look(grey: Tensor) -> tuple[float, bool]:
-    """Return how much detail a picture has, in 0..1, and whether it looks like text. grey: float `[H, W]` in 0..1."""
+    """Return how much detail an image has, in 0..1, and whether it looks like text. grey: float `[H, W]` in 0..1."""
     # The mean difference to the eight neighbours.
     padded = F.pad(grey[None, None], (1, 1, 1, 1), mode="replicate")
     laplacian = (F.avg_pool2d(padded, 3, 1)[0, 0] - grey) * 9 / 8

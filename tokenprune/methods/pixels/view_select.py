@@ -37,12 +37,12 @@ _OPEN = re.compile(
 @register("view_select", site=Site.PRE_ENCODER, paper="none (idea of LiteVLM, arXiv 2506.07416)")
 @dataclass(frozen=True)
 class ViewSelect(ImageChooser):
-    """Encode only those of a prompt's pictures that the question names, such as "front left" of six camera views.
+    """Encode only those of a prompt's images that the question names, such as "front left" of six camera views.
 
     A question that names no view gets all of them. So does one that says "all", "each", "other", "except", "which
-    camera" and the like. The question is the text behind the last picture.
+    camera" and the like. The question is the text behind the last image.
 
-    views:       names of a prompt's pictures, in their order ("front", "CAM_FRONT_LEFT", "rear right", "map"). Words
+    views:       names of a prompt's images, in their order ("front", "CAM_FRONT_LEFT", "rear right", "map"). Words
                  for directions have synonyms (ahead, forward; rear, behind) and come in any order; the longest name
                  wins. Whether given or not, "image 2", "pictures 1 and 3", "the second photo", "the last view" count.
     always_keep: names out of `views` that are never left out.
@@ -50,16 +50,16 @@ class ViewSelect(ImageChooser):
                  questions that name no view (a trained head, `similarity`).
     weight:      of the scorer's numbers; being named counts +1, not being named where another view is, -1.
 
-    `keep` is an upper bound on the pictures of a prompt (a share, rounded down, or a number), and 1.0, the default,
-    means no bound: this method may leave out pictures at keep=1.0. Where the bound binds, higher scores win, then
-    earlier pictures; `always_keep` and one picture stay in any case. A prompt with one picture is left alone.
+    `keep` is an upper bound on the images of a prompt (a share, rounded down, or a number), and 1.0, the default,
+    means no bound: this method may leave out images at keep=1.0. Where the bound binds, higher scores win, then
+    earlier images; `always_keep` and one image stay in any case. A prompt with one image is left alone.
 
     Source: LiteVLM, arXiv 2506.07416, whose patch selection module scores camera views by the question alone, adds a
     lexical score, and drops views below a threshold before the encoder.
 
     Differs from the paper: there is no public code and its text could not be read; this is a reconstruction of the
     idea. The paper trains a module on the query's tokens; here there is none, `scorer` takes its place. Names, words
-    and weights are our decision. Tiles of one picture (LLaVA-NeXT, InternVL) are not chosen: to score a tile by the
+    and weights are our decision. Tiles of one image (LLaVA-NeXT, InternVL) are not chosen: to score a tile by the
     question before it is encoded takes an image tower and a text tower trained together, which a VLM does not have.
     """
 
@@ -92,8 +92,8 @@ class ViewSelect(ImageChooser):
             return list(range(count))
         if self.views and count != len(self.views):
             raise OptionError(
-                f"{self.name}: a prompt has {count} pictures, and views= names {len(self.views)}: give a name for each "
-                "picture of a prompt"
+                f"{self.name}: a prompt has {count} images, and views= names {len(self.views)}: give a name for each "
+                "image of a prompt"
             )
         names = list(self.views) or [f"image {number}" for number in range(1, count + 1)]
         found = named(question, names, match_names=bool(self.views))

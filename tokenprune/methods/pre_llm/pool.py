@@ -9,7 +9,7 @@ from torch import Tensor
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 
 @register("pool", site=Site.PRE_LLM, paper="none (baseline)", merges=True)
@@ -17,7 +17,7 @@ from tokenprune.transfer import sent
 class Pool(Pruner):
     """Average neighbouring visual tokens: a low-pass baseline that loses small things and nothing else.
 
-    A picture of h x w tokens is cut into exactly as many rectangles as it may keep tokens, of sizes as equal as can be;
+    An image of h x w tokens is cut into exactly as many rectangles as it may keep tokens, of sizes as equal as can be;
     the token nearest to a rectangle's middle becomes its mean and keeps its own position. Where the tokens are no full
     grid (newline tokens, unknown shape), stretches of the raster order take the place of rectangles.
     """
@@ -30,7 +30,7 @@ class Pool(Pruner):
             keep[segment, middle] = True
             assign[segment, :count] = middle[cell]
         device = tokens.mask.device
-        return Selection(sent(keep, device), sent(assign, device), counts=tokens.keep)
+        return Selection(to_device(keep, device), to_device(assign, device), counts=tokens.keep)
 
 
 def rectangles(count: int, cells: int, grid: tuple[int, int, int] | None) -> tuple[Tensor, Tensor]:

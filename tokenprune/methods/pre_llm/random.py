@@ -10,7 +10,7 @@ from tokenprune.base import Pruner, Site
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 
 @register("random", site=Site.PRE_LLM, paper="none (baseline)")
@@ -31,4 +31,4 @@ class Random(Pruner):
         scores = torch.zeros(tokens.mask.shape)
         for segment, count in enumerate(tokens.counts):
             scores[segment, :count] = torch.rand(count, generator=tokens.generator(segment, self.seed))
-        return sent(scores, tokens.mask.device)
+        return to_device(scores, tokens.mask.device)

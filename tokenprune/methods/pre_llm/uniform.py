@@ -10,7 +10,7 @@ import torch
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 
 @register("uniform", site=Site.PRE_LLM, paper="none (baseline)")
@@ -28,7 +28,7 @@ class Uniform(Pruner):
         keep = torch.zeros(tokens.mask.shape, dtype=torch.bool)
         for segment, (count, number, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
             keep[segment, spread(count, number, grid)] = True
-        return Selection(sent(keep, tokens.mask.device), counts=tokens.keep)
+        return Selection(to_device(keep, tokens.mask.device), counts=tokens.keep)
 
 
 def spread(count: int, keep: int, grid: tuple[int, int, int] | None) -> list[int]:

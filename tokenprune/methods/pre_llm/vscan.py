@@ -89,7 +89,7 @@ class VScan(Pruner):
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.per != "image":
-            raise BudgetError(f"vscan scans each picture by itself: it cannot share {budget} among them")
+            raise BudgetError(f"vscan scans each image by itself: it cannot share {budget} among them")
         first = dataclasses.replace(self, stage2=False, layer=None)
         if not self.stage2:
             return [(first, budget)]

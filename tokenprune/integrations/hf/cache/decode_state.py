@@ -15,7 +15,7 @@ from tokenprune.decode import DecodeMethod, TokenType
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.take import top_mask
 from tokenprune.statistics import Cut, Stats
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 
 @dataclass
@@ -55,7 +55,7 @@ class DecodeState:
         return self.types.shape[1]
 
     @property
-    def hides(self) -> bool:
+    def has_hidden(self) -> bool:
         """Whether the cache holds tokens that its layers must not see."""
         return self.method.mode != "evict" and bool((self.count < self.start).any())
 
@@ -74,9 +74,9 @@ class DecodeState:
 
     def hide(self, columns: Tensor) -> Tensor:
         """Return the logical positions `[B, K]` of the keys of a layer from the cut on, -1 = those it must not see."""
-        return columns.masked_fill(self.gone(columns), -1) if self.hides else columns
+        return columns.masked_fill(self.pruned_mask(columns), -1) if self.has_hidden else columns
 
-    def gone(self, columns: Tensor) -> Tensor:
+    def pruned_mask(self, columns: Tensor) -> Tensor:
         """bool like `columns` (logical positions): those of visual tokens that are available but not kept."""
         gone = self.available & ~self.kept
         # What is not gone is written to a scratch entry at the end.
@@ -97,14 +97,15 @@ class DecodeState:
         self.stats.decode_rates.append(self.rate.tolist())
         self.stats.decode_kept.append(self.count.tolist())
         if changed and self.record:
-            self.stats.later(partial(_add_cut, self.method, time - self.prompt + 1, self._alive()))
+            self.stats.defer(partial(_add_cut, self.method, time - self.prompt + 1, self._alive()))
         return changed
 
     def _choose(self, row: Tensor) -> bool:
         method, prunable = self.method, self.start < self.visual
         share = self.start.double() / self.visual.clamp(min=1)
         # What the method makes of the attention decides how much memory is freed: the host has to wait for it.
-        rate = method.next_rate(self.masses, sent(share, self.masses.device)).double().cpu().clamp(0, method.max_rate)
+        rate = method.next_rate(self.masses, to_device(share, self.masses.device))
+        rate = rate.double().cpu().clamp(0, method.max_rate)
         if method.batch_policy == "shared" and bool(prunable.any()):
             rate = rate.masked_fill(~prunable, 0).max().expand_as(rate)
         if method.monotone:
@@ -120,7 +121,7 @@ class DecodeState:
         index = self.position.clamp(min=0)[:, None].expand(-1, row.shape[1], -1)
         score = row.to(index.device).gather(2, index).mean(1)
         pool = self.kept if method.monotone else self.available
-        self.kept, before = top_mask(score, pool, sent(count, score.device), int(count.max())), self.kept
+        self.kept, before = top_mask(score, pool, to_device(count, score.device), int(count.max())), self.kept
         self.count = count
         return method.monotone or not torch.equal(self.kept, before)
 
@@ -145,7 +146,7 @@ def sum_by_type(row: Tensor, types: Tensor) -> Tensor:
     return masses.scatter_add_(2, types[:, None].expand_as(row), row)
 
 
-def to_the_right(stays: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def right_align(stays: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the slots (long `[B, width]`) that bring those that stay, `width` in a row at most, to the right end, and
     which of them do stay."""
     view = partition(~stays)[:, stays.shape[1] - width :]

@@ -22,7 +22,7 @@ from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.frames import Visual
 from tokenprune.integrations.hf.attention.observer import Tap
 from tokenprune.integrations.hf.decoder.checks import reruns_layers
-from tokenprune.integrations.hf.encoded.alignment import of_each_piece
+from tokenprune.integrations.hf.encoded.alignment import align_per_image
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
@@ -32,7 +32,7 @@ from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.integrations.hf.sequence.segments import find_segments
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.observable_registry import observables_of
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 # What some families' attention functions take that the block attention does not compute.
 _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window")
@@ -81,7 +81,7 @@ class BlockAttention(Part):
         if "video" not in adapter.placeholders:
             raise UnsupportedSetupError(
                 f"{name} acts on videos, and prompts of {adapter.config.model_type!r} hold none: its config names no "
-                "video token; use a method that acts on pictures too, such as divprune"
+                "video token; use a method that acts on images too, such as divprune"
             )
         for other in others:
             if any(one.all_rows for one in observables_of(other.needs)):
@@ -108,7 +108,7 @@ class BlockAttention(Part):
 
     # -- once a forward, at the decoder's entry
 
-    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         """Plan the blocks of a call that brings a video, and note why where there are none."""
         embeds = kwargs["inputs_embeds"]
         ids = self._plan(call, *embeds.shape[:2])
@@ -159,17 +159,17 @@ class BlockAttention(Part):
         return torch.stack(rows)
 
     def _visuals(self, call: Call, batch: int) -> list[list[Visual] | str]:
-        """Return the videos and pictures of each row in order, or why they are not known."""
-        outputs = call.outputs if self.adapter.features_per_picture else {}
+        """Return the videos and images of each row in order, or why they are not known."""
+        outputs = call.outputs if self.adapter.features_per_image else {}
         segments = find_segments(call.host.masks, outputs, "image", torch.device("cpu"))
         encoded = record_of(call.outputs.get("video")).frames
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
-        frames = iter(of_each_piece(encoded or [], videos))
+        frames = iter(align_per_image(encoded or [], videos))
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         for row, modality, count, position in zip(
             segments.row, segments.modality, segments.counts, segments.position.tolist(), strict=True
         ):
-            # A picture is one frame; of a video of which nothing is known, 0 make none.
+            # An image is one frame; of a video of which nothing is known, 0 make none.
             number = 1 if modality == "image" else next(frames) or 0
             visual = Visual.of(modality, position[:count], number)
             if visual is None:
@@ -200,13 +200,13 @@ class BlockAttention(Part):
         else:
             outputs = []
             for parts, same in rows.items():
-                own = sent(same, query.device)
+                own = to_device(same, query.device)
                 outputs.append(attend_in_blocks(query[own], key[own], value[own], parts, scale, dropout))
-            order = sent(torch.tensor([row for same in rows.values() for row in same]).argsort(), query.device)
+            order = to_device(torch.tensor([row for same in rows.values() for row in same]).argsort(), query.device)
             output = torch.cat(outputs)[order]
         self._note(call, layer, rows, len(ids))
         real = ids != PADDING
-        return output.transpose(1, 2).contiguous(), None if bool(real.all()) else sent(real, query.device)
+        return output.transpose(1, 2).contiguous(), None if bool(real.all()) else to_device(real, query.device)
 
     def _note(self, call: Call, layer: int, rows: dict[Parts, list[int]], batch: int) -> None:
         pairs = [0] * batch

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from tokenprune.decode import DecodeMethod, TokenType
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Seen
-from tokenprune.integrations.hf.cache.decode_state import DecodeState, gather_keys, sum_by_type, to_the_right
+from tokenprune.integrations.hf.cache.decode_state import DecodeState, gather_keys, right_align, sum_by_type
 from tokenprune.integrations.hf.cache.reduced_cache import slots_handed_out
 from tokenprune.integrations.hf.decoder import pruning as cutting
 from tokenprune.integrations.hf.decoder.method_inputs import Sources
@@ -139,7 +139,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     types = torch.where(visual, int(TokenType.IMG), text)
     available, previous = kept, call.decode
     if call.past:
-        # All that came before belongs to the prompt now; pictures of earlier turns compete with the new ones.
+        # All that came before belongs to the prompt now; images of earlier turns compete with the new ones.
         earlier = types.new_full((len(types), call.past), int(TokenType.SYS))
         if previous is not None:
             earlier[:, previous.prompt :] = TokenType.INS
@@ -212,7 +212,7 @@ def _evict(cache: Cache, reduction: Reduction, state: DecodeState) -> None:
         if first >= state.layer:
             # Layers that attend to the keys of others keep none.
             keeping = [layer for layer in cache.layers[first : ends[place]] if slots_handed_out(layer)]
-            groups.append((place, (slots >= 0) & ~state.gone(slots), keeping))
+            groups.append((place, (slots >= 0) & ~state.pruned_mask(slots), keeping))
     # A sliding layer holds the last slots only. Where it has lost a slot that the new slots of a short row reach back
     # to, it gets another one there: too old for the window, and masked by it.
     last = {
@@ -221,7 +221,7 @@ def _evict(cache: Cache, reduction: Reduction, state: DecodeState) -> None:
         for held in {stays.shape[1], *(layer.keys.shape[-2] for layer in layers)}
     }
     counts = torch.stack([stays.sum(1) for stays in last.values()]).tolist()  # one question for all of them
-    views = {key: to_the_right(last[key], max(left)) for key, left in zip(last, counts, strict=True)}
+    views = {key: right_align(last[key], max(left)) for key, left in zip(last, counts, strict=True)}
     for place, stays, layers in groups:
         for layer in layers:
             view = views[place, layer.keys.shape[-2]][0]

@@ -51,7 +51,7 @@ class Drafts(Part):
             if not self.unknown:
                 self.wrap(module, _MAKES_DRAFTS, partial(partial, self._generator))
 
-    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         drafts = states().pop(self, None)
         if call.segments is None:
             return

@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.decoder import decode_pruning as decoding
 from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_next_layer
 from tokenprune.integrations.hf.decoder.entry import cut_entry
 from tokenprune.integrations.hf.decoder.kept_inputs import keep_entry, keep_input
-from tokenprune.integrations.hf.decoder.probe import Probe, SeenError, look_ahead
+from tokenprune.integrations.hf.decoder.probe import Probe, StopForward, probe_layer
 from tokenprune.integrations.hf.decoder.pruning import cut
 from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
@@ -47,7 +47,7 @@ class Engine(Attachable):
     """Holds the hooks of one patched model, and its `stats`. The state of a forward lives in a `Call`, that of a cache
     on the cache.
 
-    steps: the cuts; parts: what else is done, in the order in which it is told of a call.
+    steps: the cuts; parts: what else is done, in the order in which it hears of a call.
     """
 
     def __init__(self, adapter: Adapter, steps: Sequence[Step], parts: Sequence[Part], record: bool) -> None:
@@ -62,7 +62,7 @@ class Engine(Attachable):
 
     @property
     def stats(self) -> Stats:
-        return self._stats.settled()
+        return self._stats.finalize()
 
     # -- attaching
 
@@ -92,7 +92,7 @@ class Engine(Attachable):
         return before | {step.layer for step in self.steps.values() if reads_next_layer(step.method)}
 
     def _record_features(self, modality: str) -> None:
-        """Wrap `get_image_features`: what it returns tells pictures apart, and `generate` calls it before any
+        """Wrap `get_image_features`: what it returns tells images apart, and `generate` calls it before any
         forward."""
         base, name = self.adapter.base, f"get_{modality}_features"
         if getattr(base, name, None) is None or modality not in self.adapter.placeholders:
@@ -115,8 +115,8 @@ class Engine(Attachable):
         call.arguments = self.adapter.arguments(call.arguments)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
-        pictures = encoded or any(name.startswith("pixel_values") for name in given)
-        if pictures and given & {"input_ids", "inputs_embeds"}:
+        images = encoded or any(name.startswith("pixel_values") for name in given)
+        if images and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
             self._read_to_host(call)
         for modality in _MODALITIES:
@@ -135,17 +135,17 @@ class Engine(Attachable):
             modality = self.adapter.modality(modality, arguments, call.arguments)
         arguments = self.adapter.on_host(modality, arguments)
         for part in self.parts:
-            part.ahead(modality, arguments)
+            part.before_encode(modality, arguments)
         return modality, arguments
 
     def _note_features(self, encoded: tuple[str, dict[str, Any]], output: Any) -> None:
-        """Pictures were encoded. Their grids travel with the output, which generate() hands to a later forward."""
+        """Images were encoded. Their grids travel with the output, which generate() hands to a later forward."""
         modality, arguments = encoded
         if hasattr(output, "pooler_output"):
             grids = self.adapter.grids(modality, arguments)
             start_record(output, grids, self.adapter.video_frames(arguments) if modality == "video" else None)
         for part in self.parts:
-            part.note(modality, arguments, output)
+            part.after_encode(modality, arguments, output)
         if (call := self._call()) is not None:
             self._match_features(call, modality, output)
 
@@ -175,7 +175,7 @@ class Engine(Attachable):
         if call.outputs and embeds.shape[1] > 1:
             self._find_segments(call, embeds)
         for part in self.parts:
-            part.enter(call, kwargs)
+            part.before_decoder(call, kwargs)
         cutting = call.segments is not None and self._plan(call)
         if cutting or call.reduction is not None:
             self._activate(call, kwargs, cutting)
@@ -184,8 +184,8 @@ class Engine(Attachable):
         return args, kwargs
 
     def _find_segments(self, call: Call, embeds: Tensor) -> None:
-        outputs = call.outputs if self.adapter.features_per_picture else {}
-        step = self.adapter.step_within_picture
+        outputs = call.outputs if self.adapter.features_per_image else {}
+        step = self.adapter.step_within_image
         runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
         grid_of = self.adapter.image_grid
         behind = self.adapter.behind_video
@@ -245,7 +245,7 @@ class Engine(Attachable):
         call = self._call()
         if call is None:
             return None
-        call.leave_cache(decoding.kept_state(call))
+        call.save_to_cache(decoding.kept_state(call))
         if call.report is not None:
             # One assignment: other threads may run the same model.
             self._stats = call.report.finish(call, call.cache or getattr(output, "past_key_values", None))
@@ -285,7 +285,7 @@ class Engine(Attachable):
         hidden = self.adapter.flatten(arrived)
         if reads_next_layer(step.method):
             seen = call.state.get(Seen) or call.state.put(Seen())
-            seen.behind = look_ahead(call, self.adapter, index, args, kwargs)
+            seen.behind = probe_layer(call, self.adapter, index, args, kwargs)
         if step.method.site is Site.DECODE:
             hidden = decoding.cut(call, step, hidden, self.adapter, self.record)
         else:
@@ -304,7 +304,7 @@ class Engine(Attachable):
         if call is None or not call.active:
             return
         if call.state.get(Probe) is not None:
-            raise SeenError(observation)
+            raise StopForward(observation)
         reads = call.cuts_at(layer + 1) and reads_layer_before(self.steps[layer + 1].method)
         if reads or layer + 1 == decoding.decides_at(call):
             call.state.put(Seen(before=observation))

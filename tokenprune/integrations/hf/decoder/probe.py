@@ -22,7 +22,7 @@ class Probe:
     layer: int
 
 
-class SeenError(Exception):
+class StopForward(Exception):
     """Ends the run of a layer of which only the attention's queries and keys are wanted; whoever observes the layer
     raises it while a `Probe` is under way."""
 
@@ -31,7 +31,7 @@ class SeenError(Exception):
         self.observation = observation
 
 
-def look_ahead(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+def probe_layer(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
     """What the attention of `layer` would see of the tokens that arrive at it, if none were cut.
 
     The layer runs until its attention function is called, so its own norms, projections and rotary embedding apply,
@@ -55,7 +55,7 @@ def attention_of(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: 
     try:
         with torch.no_grad():
             adapter.decoder.layers[layer].forward(*args, **kwargs)  # not a call: that would enter our own hooks
-    except SeenError as seen:
+    except StopForward as seen:
         return seen.observation
     finally:
         call.state.pop(Probe)

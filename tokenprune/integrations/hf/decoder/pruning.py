@@ -19,9 +19,9 @@ from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
-from tokenprune.integrations.shared.selection import counted_keep, merge_tokens
+from tokenprune.integrations.shared.selection import merge_tokens, validate_selection
 from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 
 def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
@@ -46,7 +46,7 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     """Take what `selection` leaves out of the sequence; see `cut`."""
     batch = hidden.shape[0]
     segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
-    keep, counts = counted_keep(selection, segments, step.method)
+    keep, counts = validate_selection(selection, segments, step.method)
     if counts == segments.counts:
         return hidden  # nothing leaves, nor does padding
     if ends := call.host.visual_ends:
@@ -59,7 +59,7 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     if before.valid is not None:
         stays &= before.valid
     elif (padding := call.host.padding_to_drop) is not None:
-        stays &= ~sent(padding, hidden.device).gather(1, before.index)
+        stays &= ~to_device(padding, hidden.device).gather(1, before.index)
     kept_per_row = list(before.counts)
     for row, count, kept in zip(segments.row, segments.counts, counts, strict=True):
         kept_per_row[row] -= count - kept

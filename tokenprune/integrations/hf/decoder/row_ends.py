@@ -10,7 +10,7 @@ import torch
 
 from tokenprune.base import Selection
 from tokenprune.tokens import Segments
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 
 def keep_row_ends(
@@ -28,7 +28,7 @@ def keep_row_ends(
     if not of:
         return selection
     device = segments.mask.device
-    rows, place = sent(of, device), sent([[at[segments.row[index]]] for index in of], device)
+    rows, place = to_device(of, device), to_device([[at[segments.row[index]]] for index in of], device)
     mask, keep = segments.mask[rows], selection.keep[rows] & segments.mask[rows]
     last = (segments.position[rows] == place) & mask
     there, index = last.any(1, keepdim=True), last.to(torch.uint8).argmax(1, keepdim=True)

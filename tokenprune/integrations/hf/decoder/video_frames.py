@@ -58,7 +58,7 @@ class VideoFrames(Part):
     def _attach(self) -> None:
         pass  # the engine tells all there is to know
 
-    def enter(self, call: Call, kwargs: dict) -> None:
+    def before_decoder(self, call: Call, kwargs: dict) -> None:
         """Note which segments are images, and refuse a video whose frames nothing tells."""
         if call.segments is None:
             return

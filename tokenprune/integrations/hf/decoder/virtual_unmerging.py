@@ -30,7 +30,7 @@ from tokenprune.integrations.hf.forward.plan import Merged
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.tokens import Segments
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
@@ -89,7 +89,7 @@ class Unmerged:
         left, stays = [length] * batch, first == places
         if padding is not None:
             left = (length - padding.sum(1)).tolist()
-            padding = sent(padding, device)
+            padding = to_device(padding, device)
             stays &= ~padding
         for row, before, after in zip(segments.row, segments.counts, selection.counts, strict=True):
             left[row] -= before - after
@@ -156,7 +156,7 @@ class VirtualUnmerging(Part):
         call = self.current()
         return None if call is None else call.state.get(Unmerged)
 
-    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         """Take over what was merged in the tower, so that it is not cut out: `Merged` becomes `Unmerged`."""
         if call.state.get(Merged) is None:
             return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Match what was learnt of pictures when they were encoded with the prompt that they stand in.
+"""Match what was learnt of images when they were encoded with the prompt that they stand in.
 
-For beams and samples `generate` repeats each row after its pictures were encoded, copies side by side. The features
-follow, what travels beside them on the encoder's output does not: it tells of the pictures of the first copies.
+For beams and samples `generate` repeats each row after its images were encoded, copies side by side. The features
+follow, what travels beside them on the encoder's output does not: it tells of the images of the first copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenprune.errors import UnsupportedSetupError
 T = TypeVar("T")
 
 
-def number_features(modality: str, mask: Tensor, count: int) -> Tensor:
+def placeholder_to_feature(modality: str, mask: Tensor, count: int) -> Tensor:
     """long `[B, L]`: for each placeholder the number of its feature, of `count` that were encoded; -1 elsewhere.
 
     mask: bool `[B, L]` of the placeholders, on the host, like the result. Raises UnsupportedSetupError where the two
@@ -39,10 +39,10 @@ def number_features(modality: str, mask: Tensor, count: int) -> Tensor:
     return numbers
 
 
-def of_each_piece(known: Sequence[T], rows: Sequence[int]) -> list[T | None]:
+def align_per_image(known: Sequence[T], rows: Sequence[int]) -> list[T | None]:
     """Return what is known of each piece of a prompt, None of each where the two cannot be matched.
 
-    known: of each picture of one modality that was encoded; rows: the row of each of its pieces, in order.
+    known: of each image of one modality that was encoded; rows: the row of each of its pieces, in order.
     """
     copies, rest = divmod(len(rows), max(1, len(known)))
     if copies and not rest:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
-    from tokenprune.guard.images import Late
+    from tokenprune.guard.images import AsyncValues
     from tokenprune.integrations.shared.tower_scores import Encoded
 
 KEY = "tokenprune_record"
@@ -33,13 +33,13 @@ class EncoderRecord:
     frames: how many frames of each video reach the decoder. The engine, or an adapter that merges images itself, writes
         it by `start_record`; segments.py (a budget for each frame) and block_attention.py read it.
     owners: which merged token each token is part of that entered the tower: long `[T, N]` for T tiles of N tokens, or
-        one long `[N]` for each image where these are packed. Written by `TowerPatch.leave_tokens`, read by its `note`.
+        one long `[N]` for each image where these are packed. Written by `TowerPatch.leave_tokens`, read by `after_encode`.
     block_tokens: how many tokens entered each block of the tower, all images together. Written by
-        `TowerPatch.leave_tokens`, read by its `enter`.
+        `TowerPatch.leave_tokens`, read by its `before_decoder`.
     groups: for each image, for each of its features, the first feature that is the same merged token, long
-        `[features]`. Written by `TowerPatch.note`, read by its `enter`.
+        `[features]`. Written by `TowerPatch.after_encode`, read by its `before_decoder`.
     attention: for each observable and block that was read, pieces of float32 `[rows, patches, C]`. Written by
-        `EncoderAttention` as the tower ends, and taken away by its `note`.
+        `EncoderAttention` as the tower ends, and taken away by its `after_encode`.
     encoded: the same brought to the visual tokens. Written by `EncoderAttention.note`, read by `EncodedTokens`.
     looks: how much each image looks like text. Written by `GuardPart.note`, read by guard_pixels.py.
     """
@@ -51,7 +51,7 @@ class EncoderRecord:
     groups: list[Tensor] | None = None
     attention: dict[tuple[str, int], list[Tensor]] | None = None
     encoded: Encoded | None = None
-    looks: Late | None = None
+    looks: AsyncValues | None = None
 
     def to(self, device: Any, non_blocking: bool = False) -> EncoderRecord:
         """Return the record with what indexes features (owners, groups) on `device`, as accelerate asks for where it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How model families hand pictures to their decoder: `base` has the common contract, the other files what differs."""
+"""How model families hand images to their decoder: `base` has the common contract, the other files what differs."""
 
 from tokenprune.integrations.hf.families import plain, qformer, special
 from tokenprune.integrations.hf.families.base import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How model families hand pictures to their decoder. One adapter covers the common contract; a quirk is an override
+"""How model families hand images to their decoder. One adapter covers the common contract; a quirk is an override
 here.
 
 The common contract of transformers (>= 5.19): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
@@ -29,7 +29,7 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.patch_grid import PatchSource
 from tokenprune.tokens import square_grid
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 # Layers that keep a key and a value for each token.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -52,15 +52,15 @@ class Adapter(PatchSource):
     entry_tokens: ClassVar[dict[str, int]] = {}
     layer_tokens: ClassVar[dict[str | int, int]] = {"position_embeddings": -2, "position_ids": -1}
 
-    # How methods that act on pixels can make fewer tokens: "input" (the processor follows the picture's size), "target"
-    # (it makes every picture one size, which can shrink) or None (as many tokens of any picture).
+    # How methods that act on pixels can make fewer tokens: "input" (the processor follows the image's size), "target"
+    # (it makes every image one size, which can shrink) or None (as many tokens of any image).
     resizing: str | None = "input"
 
-    # Whether a list of features from the encoder has one entry per picture; if not, runs of placeholders tell them
+    # Whether a list of features from the encoder has one entry per image; if not, runs of placeholders tell them
     # apart.
-    features_per_picture = True
-    # Where no such list tells pictures apart: from one placeholder of a picture to the next, at most.
-    step_within_picture = 1
+    features_per_image = True
+    # Where no such list tells images apart: from one placeholder of an image to the next, at most.
+    step_within_image = 1
     # Tokens of a video that follow its last frame.
     behind_video = 0
 
@@ -89,7 +89,7 @@ class Adapter(PatchSource):
     # -- finding the parts
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
-        """Return the module that merges pictures into text, and the decoder inside it."""
+        """Return the module that merges images into text, and the decoder inside it."""
         # Top down, so that wrappers (a causal LM head, an adapter library) are passed through.
         for base in model.modules():
             for name in self.decoder_names:
@@ -155,7 +155,7 @@ class Adapter(PatchSource):
         if ids is not None:
             return {modality: ids == token for modality, token in self.placeholders.items()}
         table = self.base.get_input_embeddings()
-        tokens = {m: sent([token], embeds.device) for m, token in self.placeholders.items()}
+        tokens = {m: to_device([token], embeds.device) for m, token in self.placeholders.items()}
         return {m: (embeds == table(token)).all(-1) for m, token in tokens.items()}
 
     def modality(self, modality: str, arguments: dict[str, Any], call: dict[str, Any]) -> str:
@@ -163,7 +163,7 @@ class Adapter(PatchSource):
         return modality
 
     def on_host(self, modality: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `get_image_features` or `get_video_features` with what tells the shapes of pictures
+        """Return the arguments of `get_image_features` or `get_video_features` with what tells the shapes of images
         on the host, so that `grids` and others can read it any number of times."""
         name = f"{modality}_grid_thw"
         sizes = arguments.get(name)
@@ -197,7 +197,7 @@ class Adapter(PatchSource):
         return None
 
     def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the decoder's `kwargs` with `inputs_embeds` in the place of ids, and of pictures, if it takes such."""
+        """Return the decoder's `kwargs` with `inputs_embeds` in the place of ids, and of images, if it takes such."""
         return kwargs
 
     def embedded(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tokenprune.integrations.hf.sequence.layout import Layout
 
 @register_adapter
 class LlavaAdapter(Adapter):
-    """LLaVA-1.5: every picture is made one size."""
+    """LLaVA-1.5: every image is made one size."""
 
     families = ("llava",)
     resizing = "target"
@@ -29,7 +29,7 @@ class OneVisionAdapter(Adapter):
 
 @register_adapter
 class FixedSizeAdapter(Adapter):
-    """InternVL and Gemma 3: every tile, and every picture, becomes the same number of tokens."""
+    """InternVL and Gemma 3: every tile, and every image, becomes the same number of tokens."""
 
     families = ("internvl", "gemma3")
     resizing = None
@@ -47,11 +47,11 @@ class PerceptionLMAdapter(Adapter):
 
 @register_adapter
 class Idefics2Adapter(Adapter):
-    """Idefics2 calls its decoder `text_model`; a resampler makes the same number of tokens of any picture."""
+    """Idefics2 calls its decoder `text_model`; a resampler makes the same number of tokens of any image."""
 
     families = ("idefics2",)
     resizing = None
-    features_per_picture = False  # see Idefics3Adapter
+    features_per_image = False  # see Idefics3Adapter
     decoder_names = ("text_model",)
 
 
@@ -70,7 +70,7 @@ class Idefics3Adapter(FixedSizeAdapter):
 
     families = ("idefics3", "smolvlm")
     # One tensor for all tiles up to transformers 5.22, from 5.23 on a list with one entry per prompt.
-    features_per_picture = False
+    features_per_image = False
     reads_prompt = True
     decoder_names = ("text_model",)
 
@@ -94,11 +94,11 @@ class Idefics3Adapter(FixedSizeAdapter):
 
 @register_adapter
 class FuyuAdapter(Adapter):
-    """Fuyu has no vision tower: patches are projected, all pictures' on one axis. An id ends each row of patches."""
+    """Fuyu has no vision tower: patches are projected, all images' on one axis. An id ends each row of patches."""
 
     families = ("fuyu",)
     norm_name = "final_layernorm"
-    step_within_picture = 2
+    step_within_image = 2
 
 
 @register_adapter
@@ -117,7 +117,7 @@ class GlmAdapter(Adapter):
 
 @register_adapter
 class ThinkerAdapter(Adapter):
-    """Qwen2.5-Omni's thinker merges pictures into text itself, and has its decoder as `model` (transformers
+    """Qwen2.5-Omni's thinker merges images into text itself, and has its decoder as `model` (transformers
     5.19); in later versions (5.23) it has a base model like any other."""
 
     families = ("qwen2_5_omni_thinker",)

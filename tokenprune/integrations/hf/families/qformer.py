@@ -42,7 +42,7 @@ class QFormerAdapter(Adapter):
         if text.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"model type {model.config.model_type!r} with a language model of type {text.model_type!r} is not "
-                "supported: its pictures are in an encoder that the decoder reads by cross-attention; a checkpoint "
+                "supported: its images are in an encoder that the decoder reads by cross-attention; a checkpoint "
                 "with OPT or Vicuna can be patched"
             )
         self.learned_positions = text.model_type == "opt"
@@ -62,10 +62,10 @@ class QFormerAdapter(Adapter):
         return arguments | self._before_the_merge(prompt, embeds, arguments.get("past_key_values"))
 
     def _before_the_merge(self, prompt: Prompt, embeds: Tensor, cache: Any) -> dict[str, Any]:
-        """Return ids or embeddings of the call's tokens as they were before the merge, and the pictures among them."""
+        """Return ids or embeddings of the call's tokens as they were before the merge, and the images among them."""
         rows, length = embeds.shape[:2]
         modality = "video" if "video" in self.placeholders else "image"
-        features = prompt.pictures(modality)
+        features = prompt.images(modality)
         given = {name: prompt.arguments.get(name) for name in ("input_ids", "inputs_embeds")}
         whole = {name: value for name, value in given.items() if value is not None}
         if not whole:  # generate() writes placeholders and a start token then
@@ -79,7 +79,7 @@ class QFormerAdapter(Adapter):
         if width != length:
             number = int(self.visual_mask(call)[modality].sum()) // features.shape[1]
         if number:
-            # All pictures are alike in size, so that it does not matter which one is which.
+            # All images are alike in size, so that it does not matter which one is which.
             output = BaseModelOutputWithPooling(pooler_output=[features[0]] * number)
             start_record(output, None, (self.video_frames(prompt.arguments) or [])[:1] * number)
             call["mm_encoder_outputs"] = {modality: output}
@@ -102,21 +102,21 @@ class QFormerAdapter(Adapter):
 class Prompt:
     """What the model's `forward` or `generate` was called with.
 
-    features: the last output of its projection, `[pictures or frames, queries, D]`.
+    features: the last output of its projection, `[images or frames, queries, D]`.
     """
 
     arguments: dict[str, Any]
     features: Tensor | None = None
 
-    def pictures(self, modality: str) -> Tensor:
-        """`[pictures, tokens, D]`; the frames of a video are joined."""
+    def images(self, modality: str) -> Tensor:
+        """`[images, tokens, D]`; the frames of a video are joined."""
         if self.features is None:
             return self.arguments["mm_encoder_outputs"][modality].pooler_output
         return self.features.reshape(len(self.arguments["pixel_values"]), -1, self.features.shape[-1])
 
 
 class PromptsAhead(Part):
-    """Notes prompts and pictures for the call of the language model that is to come."""
+    """Notes prompts and images for the call of the language model that is to come."""
 
     def __init__(self, adapter: QFormerAdapter) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class PromptsAhead(Part):
         config = options.get("generation_config") or self.outer.language_model.generation_config
         if options.get("prefill_chunk_size", config.prefill_chunk_size) is not None:
             raise UnsupportedSetupError(
-                "transformers cannot split embeddings into chunks, and this model's generate() hands its pictures to "
+                "transformers cannot split embeddings into chunks, and this model's generate() hands its images to "
                 "the language model as such: leave out prefill_chunk_size"
             )
         states()[self] = Prompt(arguments)

@@ -91,7 +91,7 @@ class Llama4Adapter(Adapter):
     families = ("llama4",)
     resizing = None
     decoder_names = ("language_model.model",)
-    features_per_picture = False
+    features_per_image = False
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
         # create_masks_for_generate of transformers 5.19 fails on chunks.
@@ -144,7 +144,7 @@ class Lfm2Adapter(Adapter):
 
 @register_adapter
 class Emu3Adapter(Adapter):
-    """Emu 3 turns pictures into ids of its vocabulary, so that tokens that look alike are equal; ids that end its rows
+    """Emu 3 turns images into ids of its vocabulary, so that tokens that look alike are equal; ids that end its rows
     are among them. Its decoder is `text_model`."""
 
     families = ("emu3",)
@@ -153,7 +153,7 @@ class Emu3Adapter(Adapter):
 
 @register_adapter
 class ChameleonAdapter(Adapter):
-    """Chameleon's decoder takes ids and pixels, and puts the one into the other itself: it is the base, too. Pictures
+    """Chameleon's decoder takes ids and pixels, and puts the one into the other itself: it is the base, too. Images
     are ids of its vocabulary, as in Emu 3."""
 
     families = ("chameleon",)
@@ -181,7 +181,7 @@ class ChameleonAdapter(Adapter):
 
 @register_adapter
 class ErnieAdapter(Adapter):
-    """Ernie 4.5 VL routes tokens to experts for text or for pictures, by a type that every layer is handed."""
+    """Ernie 4.5 VL routes tokens to experts for text or for images, by a type that every layer is handed."""
 
     families = ("ernie4_5_vl_moe",)
     entry_tokens: ClassVar = {"moe_mm_token_type_ids": 1}
@@ -212,10 +212,10 @@ class DeepstackThinkerAdapter(DeepstackAdapter):
 
 @register_adapter
 class GraniteAdapter(Adapter):
-    """Granite 4 Vision hands its decoder zeros where pictures are, and features that are added before some layers."""
+    """Granite 4 Vision hands its decoder zeros where images are, and features that are added before some layers."""
 
     families = ("granite4_vision",)
-    features_per_picture = False
+    features_per_image = False
     extra_arguments = frozenset({"vision_mask"})
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
@@ -237,7 +237,7 @@ class GraniteAdapter(Adapter):
         return {layer: gather_tokens(feature, slots, 1) for layer, feature in extras.items()}
 
     def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
-        # What makes a picture's tokens at the decoder's entry are the features that come first.
+        # What makes an image's tokens at the decoder's entry are the features that come first.
         return flat if layer or not extras else flat + extras[min(extras)]
 
     def before_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:

@@ -38,16 +38,16 @@ _EVERY_METHOD = {
     "internvl": Support(_FIXED),
     "smolvlm": Support(_FIXED, _TILES),
     "idefics3": Support(_FIXED, _TILES),
-    "gemma3": Support(_FIXED, "kept tokens of a picture go on seeing each other both ways"),
+    "gemma3": Support(_FIXED, "kept tokens of an image go on seeing each other both ways"),
 }
 
 # Families of the common contract.
-_FRAMES_AS_IMAGES = Support(note="frames of a video carry the id of images; a batch holds pictures or videos, not both")
+_FRAMES_AS_IMAGES = Support(note="frames of a video carry the id of images; a batch holds images or videos, not both")
 _PLAIN: dict[str, Support] = {
     "aria": Support(note="queries of a resampler: no grid"),
     "aya_vision": Support(),
     "cohere2_vision": Support(),
-    "deepseek_ocr2": Support(note="crops, whole picture and separator make one run; queries: no grid"),
+    "deepseek_ocr2": Support(note="crops, whole image and separator make one run; queries: no grid"),
     "deepseek_vl": Support(),
     "deepseek_vl_hybrid": Support(),
     "fast_vlm": Support(),
@@ -60,7 +60,7 @@ _PLAIN: dict[str, Support] = {
     "got_ocr2": Support(),
     "hunyuan_vl": Support(note="features for begin, end and ends of rows may go like any other"),
     "idefics2": Support(note="queries of a resampler: no grid"),
-    "janus": Support(note="reading pictures, not drawing them"),
+    "janus": Support(note="reading images, not drawing them"),
     "lighton_ocr": Support(),
     "llava_next_video": Support(),
     "mistral3": Support(note="ids at the ends of rows are text and stay"),
@@ -72,7 +72,7 @@ _PLAIN: dict[str, Support] = {
     "qianfan_ocr": Support(),
     "qwen2_5_omni_thinker": Support(note="audio stays; for the whole model, patch its `thinker`"),
     "qwen3_vl_moe": Support(note="deepstack features are cut and merged with the tokens"),
-    "shieldgemma2": Support(note="kept tokens of a picture go on seeing each other both ways"),
+    "shieldgemma2": Support(note="kept tokens of an image go on seeing each other both ways"),
     "video_llama_3": Support(
         note="each frame of a video counts as an image; what did not move is gone already: no grid"
     ),
@@ -103,8 +103,8 @@ _SPECIAL: dict[str, Support] = {
     "kimi_k25": Support(),
     "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
     "exaone4_5": Support(),
-    "emu3": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
-    "chameleon": Support(note="pictures are ids of the vocabulary: tokens that look alike are equal"),
+    "emu3": Support(note="images are ids of the vocabulary: tokens that look alike are equal"),
+    "chameleon": Support(note="images are ids of the vocabulary: tokens that look alike are equal"),
     "muse_glimmer": Support(),
     "muse_spark": _LATER,
     "step3p7": Support(note="crops come before the whole view in one run: no grid"),
@@ -125,13 +125,13 @@ SUPPORTED: dict[str, Support] = {**_EVERY_METHOD, **_PLAIN, **_SPECIAL}
 
 # Model types that cannot work: cutting would be without meaning, or silently wrong.
 _REASONS = {
-    "its pictures enter through cross-attention, not through the sequence: no layer but those would get faster, and "
+    "its images enter through cross-attention, not through the sequence: no layer but those would get faster, and "
     "their keys are not of the prompt": "mllama idefics evolla blip",
-    "its pictures are in an encoder that the decoder reads by cross-attention": (
+    "its images are in an encoder that the decoder reads by cross-attention": (
         "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
     ),
-    "it puts its pictures before the text inside its own layers, without placeholders in the prompt": "git",
-    "its decoder takes pictures by places of its own and counts positions itself, and generate() calls it past the "
+    "it puts its images before the text inside its own layers, without placeholders in the prompt": "git",
+    "its decoder takes images by places of its own and counts positions itself, and generate() calls it past the "
     "model's own forward": "kosmos-2 kosmos-2.5",
     "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens "
     "gone the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
@@ -146,7 +146,7 @@ _REASONS = {
     "no test covers it yet: a router decides how many tokens each of its tiles has, and features of several depths are "
     "added inside its decoder": "granite_docling",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
-    "it takes no pictures in transformers, text alone": "mistral4",
+    "it takes no images in transformers, text alone": "mistral4",
 }
 REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
 

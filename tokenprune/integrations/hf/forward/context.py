@@ -171,7 +171,7 @@ class Call:
         """Read what the decoder's cache holds."""
         self.cache, self.past = cache, 0 if cache is None else int(cache.get_seq_length())
 
-    def leave_cache(self, decode: DecodeState | None) -> None:
+    def save_to_cache(self, decode: DecodeState | None) -> None:
         """Note on the cache what it holds now. decode: see `Reduction`."""
         if not self.active or self.cache is None:
             return

@@ -55,7 +55,7 @@ class LayerInputs:
 
     def __post_init__(self) -> None:
         cached = self.reduction is not None and self.reduction.ragged
-        hidden = self.decode is not None and self.decode.hides
+        hidden = self.decode is not None and self.decode.has_hidden
         self.ragged = self.ragged or cached or hidden or self.layout.valid is not None
 
     @property

@@ -18,21 +18,21 @@ class Part(Attachable):
     what it wants to know of."""
 
     current: Callable[[], Call | None]
-    reads_text = False  # whether it reads the ids of a prompt with pictures (`Call.host`)
+    reads_text = False  # whether it reads the ids of a prompt with images (`Call.host`)
 
-    def ahead(self, modality: str, arguments: dict[str, Any]) -> None:
-        """Pictures are about to be encoded; see `note`."""
+    def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
+        """Images are about to be encoded; see `after_encode`."""
 
-    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """Pictures were encoded. What is to be known of them later is left on `output`: `generate` encodes pictures
+    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        """Images were encoded. What is to be known of them later is left on `output`: `generate` encodes images
         before any forward.
 
         modality: "image" or "video". arguments, output: of `get_image_features` or `get_video_features`.
         """
 
-    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         """A decoder that is handed `kwargs` is entered; they may be changed. What is to be done in it is left in
-        `call.state`; its segments and report are there if it brings pictures."""
+        `call.state`; its segments and report are there if it brings images."""
 
     def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
         """Return how many tokens of each segment `step` is to keep of those that `arrived`, where its budget asks for

@@ -36,7 +36,7 @@ class _Group:
 
 class Report:
     """What one forward removed; belongs to its call, and becomes the model's `Stats` when the decoder is done. What
-    costs time, or would ask the device, is left to whoever asks for the statistics (`Stats.settled`).
+    costs time, or would ask the device, is left to whoever asks for the statistics (`Stats.finalize`).
 
     segments: the visual tokens that reach the decoder; tokens: of each row, padding left out; length: slots of a row of
     the decoder's input.
@@ -71,14 +71,14 @@ class Report:
         group = _Group(step.layer, now, layout.counts, layout.width)
         self.groups = [*(group for group in self.groups if group.first < step.layer), group]
         if self.record:
-            self.stats.later(_cut_record(call, layout, step, selection, before))
+            self.stats.defer(_cut_record(call, layout, step, selection, before))
 
     def finish(self, call: Call, cache: Any) -> Stats:
         """Return the `Stats`; `cache` holds what the decoder cached, None if it cached nothing."""
         note_bytes(self.stats, call, cache, self.length)
-        self.stats.later(self._closed_forms)
+        self.stats.defer(self._closed_forms)
         if call.active and (ends := call.host.visual_ends):
-            self.stats.later(partial(_note_lost_ends, call.layout, ends))
+            self.stats.defer(partial(_note_lost_ends, call.layout, ends))
         return self.stats
 
     def cached_tokens(self, call: Call, layer: int, slots: int) -> int:
@@ -161,7 +161,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int) -> None:
         if call.active:
             positions = call.group_of(index).columns
         seen.append((size // rows, positions[:, -slots:]))
-    stats.later(partial(_note_token_bytes, seen, mask), "kv_bytes_tokens")
+    stats.defer(partial(_note_token_bytes, seen, mask), "kv_bytes_tokens")
 
 
 def _note_token_bytes(seen: list[tuple[int, Tensor]], mask: Tensor | None, stats: Stats) -> None:

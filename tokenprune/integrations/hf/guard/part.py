@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard of a patched model: what it sees of prompts and pictures, and what it does about it.
+"""The guard of a patched model: what it sees of prompts and images, and what it does about it.
 
-Pictures are looked at before the vision tower is launched, and the verdict is sent to the host without waiting; it
-travels with the encoder's output, as `generate` encodes pictures before any forward. Prompts are read from the ids that
+Images are looked at before the vision tower is launched, and the verdict is sent to the host without waiting; it
+travels with the encoder's output, as `generate` encodes images before any forward. Prompts are read from the ids that
 the engine brings to the host together with the placeholders. In "warn" mode nothing waits for the device: where a
 verdict has not arrived, the warning comes with a later step. "auto" waits for it once in a prefill.
 """
@@ -61,7 +61,7 @@ def guard_for(
     table = shipped()
     watched = []
     for method, budget in zip(methods, budgets, strict=True):
-        # A choice between pictures was never measured; and what removes no tokens puts none at risk.
+        # A choice between images was never measured; and what removes no tokens puts none at risk.
         if budget.is_identity() or isinstance(method, ImageChooser) or method.site is Site.ATTENTION:
             continue
         floors = {kind: guard.floors.get(kind, table.of(method.name, kind)) for kind in KINDS}
@@ -89,7 +89,7 @@ def check_processor(processor: Any, guard: Guard, methods: Sequence[Method]) -> 
 
 
 class GuardPart(Part):
-    """Looks at pictures and prompts of a patched model. watched: the methods that can leave too few tokens."""
+    """Looks at images and prompts of a patched model. watched: the methods that can leave too few tokens."""
 
     def __init__(
         self, adapter: Adapter, settings: Guard, watched: Sequence[Watched], table: Floors, tokenizer: Any
@@ -113,22 +113,22 @@ class GuardPart(Part):
         pass  # the engine tells all there is to know
 
     def _here(self) -> dict[str, Any]:
-        """What this thread waits for: a look at pictures that are being encoded, a verdict that was not said yet."""
+        """What this thread waits for: a look at images that are being encoded, a verdict that was not said yet."""
         return states().setdefault(self, {})
 
-    # -- pictures
+    # -- images
 
-    def ahead(self, modality: str, arguments: dict[str, Any]) -> None:
+    def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
         self._here()["looks"] = look(self.adapter, modality, arguments)
 
-    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         looks = self._here().pop("looks", None)
         if looks is not None and hasattr(output, "pooler_output"):
             open_record(output).looks = looks
 
     # -- in a call
 
-    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         self._say_late()
         if call.segments is None:
             return
@@ -145,7 +145,7 @@ class GuardPart(Part):
         """All is known of a call but what may still be on its way: warn, and have the statistics tell."""
         verdict = call.state[Verdict]
         verdict.conclude(call.plan)
-        call.report.stats.later(partial(_fill, verdict))
+        call.report.stats.defer(partial(_fill, verdict))
         if self.settings.mode == "warn":
             if not verdict.looks.ready():
                 self._here()["verdict"] = verdict

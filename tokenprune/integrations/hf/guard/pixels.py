@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures as a model's `get_image_features` gets them, cut into blocks for the guard; and whose picture is whose."""
+"""Images as a model's `get_image_features` gets them, cut into blocks for the guard; and whose image is whose."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokenprune.guard.images import SIDE, Late, blocks_of, text_shares
-from tokenprune.integrations.hf.encoded.alignment import of_each_piece
+from tokenprune.guard.images import SIDE, AsyncValues, blocks_of, text_shares
+from tokenprune.integrations.hf.encoded.alignment import align_per_image
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.sequence.segments import feature_total, pieces_of
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
@@ -27,8 +27,8 @@ _LEAST_SIDE = 16
 
 
 @torch.no_grad()
-def look(adapter: Adapter, modality: str, arguments: dict[str, Any]) -> Late | None:
-    """Return how much each picture (or tile, or video) looks like text; None for pixels in a form that is not known.
+def look(adapter: Adapter, modality: str, arguments: dict[str, Any]) -> AsyncValues | None:
+    """Return how much each image (or tile, or video) looks like text; None for pixels in a form that is not known.
 
     arguments: of `get_image_features` or `get_video_features`, with grids on the host.
     """
@@ -39,23 +39,23 @@ def look(adapter: Adapter, modality: str, arguments: dict[str, Any]) -> Late | N
     if pixels.ndim == 5:
         if modality == "video":
             pixels = pixels[:, :: -(-pixels.shape[1] // _FRAMES)]
-        planes, pictures = pixels.flatten(0, 1), len(pixels)
+        planes, images = pixels.flatten(0, 1), len(pixels)
     elif pixels.ndim == 4:
-        planes, pictures = pixels, len(pixels)
+        planes, images = pixels, len(pixels)
     elif pixels.ndim == 2 and adapter.patch_layout == "runs":
         return _of_patches(adapter, pixels, arguments.get(f"{modality}_grid_thw"))
     else:
         return None
-    if not pictures or planes.shape[1] not in (1, 3) or min(planes.shape[-2:]) < SIDE:
+    if not images or planes.shape[1] not in (1, 3) or min(planes.shape[-2:]) < SIDE:
         return None
     blocks = blocks_of(planes)
     blocks = blocks.flatten(0, 1)
-    owner = torch.arange(len(blocks), device=pixels.device) // (len(blocks) // pictures)
-    return Late(text_shares(blocks, owner, pictures))
+    owner = torch.arange(len(blocks), device=pixels.device) // (len(blocks) // images)
+    return AsyncValues(text_shares(blocks, owner, images))
 
 
-def _of_patches(adapter: Adapter, pixels: Tensor, sizes: Any) -> Late | None:
-    """Qwen-VL: flattened patches of all pictures, those that make one token side by side."""
+def _of_patches(adapter: Adapter, pixels: Tensor, sizes: Any) -> AsyncValues | None:
+    """Qwen-VL: flattened patches of all images, those that make one token side by side."""
     vision = adapter.config.vision_config
     patch, merge, frames = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
     channels = pixels.shape[1] // (frames * patch**2)
@@ -67,17 +67,17 @@ def _of_patches(adapter: Adapter, pixels: Tensor, sizes: Any) -> Late | None:
     squares = pixels.view(-1, merge, merge, channels, frames, patch, patch).mean((3, 4))
     blocks = squares.transpose(2, 3).reshape(-1, merge * patch, merge * patch)
     owner = torch.arange(len(counts)).repeat_interleave(counts)
-    return Late(text_shares(blocks, sent(owner, pixels.device), len(counts)))
+    return AsyncValues(text_shares(blocks, to_device(owner, pixels.device), len(counts)))
 
 
 @dataclass(frozen=True)
 class SegmentLooks:
-    """How much each segment's pictures look like text.
+    """How much each segment's images look like text.
 
-    parts: for each segment, for each piece of picture in it, where its values are: (looks, their indices).
+    parts: for each segment, for each piece of image in it, where its values are: (looks, their indices).
     """
 
-    parts: list[list[tuple[Late, Sequence[int]]]]
+    parts: list[list[tuple[AsyncValues, Sequence[int]]]]
 
     def ready(self) -> bool:
         return all(late.ready() for late in {id(one[0]): one[0] for parts in self.parts for one in parts}.values())
@@ -94,12 +94,12 @@ def _mean(values: list[float]) -> float:
 
 
 def looks_of_segments(call: Call, adapter: Adapter) -> SegmentLooks:
-    """Match what was seen of a call's pictures with its segments."""
+    """Match what was seen of a call's images with its segments."""
     pieces = []  # (row, first position, its looks)
     for modality, output in call.outputs.items():
         mask, looks = call.host.masks[modality], record_of(output).looks
-        known = output if adapter.features_per_picture else None
-        for row, columns, which in _matched(modality, mask, output, known, looks, adapter.step_within_picture):
+        known = output if adapter.features_per_image else None
+        for row, columns, which in _matched(modality, mask, output, known, looks, adapter.step_within_image):
             pieces.append((row, int(columns[0]), [] if which is None else [(looks, which)]))
     pieces.sort(key=lambda piece: piece[:2])
     rows = call.segments.row
@@ -109,7 +109,7 @@ def looks_of_segments(call: Call, adapter: Adapter) -> SegmentLooks:
     return SegmentLooks([[one for piece in pieces if piece[0] == row for one in piece[2]] for row in rows])
 
 
-def _matched(modality: str, mask: Tensor, output: Any, known: Any, looks: Late | None, step: int) -> list[tuple]:
+def _matched(modality: str, mask: Tensor, output: Any, known: Any, looks: AsyncValues | None, step: int) -> list[tuple]:
     """(row, columns, indices of its values in `looks` or None) of each piece of a modality."""
     rows, columns = mask.nonzero(as_tuple=True)
     if not len(rows):
@@ -118,7 +118,7 @@ def _matched(modality: str, mask: Tensor, output: Any, known: Any, looks: Late |
     of_rows, lengths = [piece[0] for piece in pieces], [len(piece[1]) for piece in pieces]
     which: Sequence[Any] = [None] * len(pieces)
     if looks is not None:
-        which = of_each_piece([[index] for index in range(looks.count)], of_rows)
+        which = align_per_image([[index] for index in range(looks.count)], of_rows)
         if None in which:
             which = _tiles(of_rows, lengths, looks.count, feature_total(output))
         if None in which and looks.count == len(mask):  # Idefics: what belongs to a row stands in its row
@@ -136,4 +136,4 @@ def _tiles(rows: list[int], lengths: list[int], count: int, total: int | None) -
             groups.append(list(range(at, at + length // size)))
             at += length // size
     fits = at == count and all(length % size == 0 for length in lengths)
-    return of_each_piece(groups, rows) if fits else [None] * len(rows)
+    return align_per_image(groups, rows) if fits else [None] * len(rows)

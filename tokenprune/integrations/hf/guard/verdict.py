@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guard finds of one call: which of its pictures are left fewer tokens than was measured to be enough."""
+"""What the guard finds of one call: which of its images are left fewer tokens than was measured to be enough."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def share_of(budget: Budget, count: int | None = None) -> float | None:
-    """Return the share of a picture's `count` tokens that a budget asks for; None where that is not told by them."""
+    """Return the share of an image's `count` tokens that a budget asks for; None where that is not told by them."""
     if isinstance(budget.keep, numbers.Integral):
         return None if count is None else min(1.0, int(budget.keep) / count)
     return budget.keep
@@ -44,7 +44,7 @@ class Watched:
         return cls(method, budget, floors, {kind: method.stages(one, layers) for kind, one in budgets.items()})
 
     def enough(self, kind: str, layer: int, count: int, shape: DecoderShape) -> int:
-        """Return how many of a picture's `count` tokens are left behind `layer` when the method is patched with its
+        """Return how many of an image's `count` tokens are left behind `layer` when the method is patched with its
         floor."""
         original = [count]
         for method, share in self.stages[kind]:
@@ -116,7 +116,7 @@ class Verdict:
                 self.raised.add(place)
 
     def reasons(self, row: int, value: float | None) -> list[tuple[str, str]]:
-        """(source, kind) of all that a segment is exposed to. value: how much its picture looks like text."""
+        """(source, kind) of all that a segment is exposed to. value: how much its image looks like text."""
         found = [("prompt", kind) for kind in (self.prompts or {}).get(row, ())]
         if value is not None and value > self.guard.settings.text_limit:
             found.append(("picture", "text"))
@@ -134,7 +134,7 @@ class Verdict:
             one.tokens, one.kept = one.tokens + self.counts[place], one.kept + self.kept[place]
             one.raised = one.raised or place in self.raised
             if value is not None:
-                one.picture = max(value, one.picture or 0.0)
+                one.image = max(value, one.image or 0.0)
             low = {kind for kind in self.kinds(row, value) if (place, kind) in self.low}
             one.risks = tuple(kind for kind in KINDS if kind in low or kind in one.risks)
         return list(found.values())

@@ -22,7 +22,7 @@ class FullCounts(Part):
     def _attach(self) -> None:
         pass  # the engine tells all there is to know
 
-    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         if call.segments is None:
             return
         rows = [0] * (max(call.segments.row) + 1)

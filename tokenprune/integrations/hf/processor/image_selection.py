@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that choose between the pictures of a prompt: the others leave the processor's call, with their
+"""Methods that choose between the images of a prompt: the others leave the processor's call, with their
 placeholders."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from tokenprune.base import ImageChooser
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError
-from tokenprune.images import Picture
+from tokenprune.images import InputImage
 from tokenprune.integrations.hf.processor.prompts import PromptReader, intercepted, is_nested
 from tokenprune.integrations.hf.processor.resizing import MARK, patch_on
 from tokenprune.integrations.shared.attachable import Attachable
@@ -22,17 +22,17 @@ from tokenprune.token_counts import Reader, rule_for
 
 
 class ViewPatch(Attachable):
-    """Makes a processor leave out pictures of a prompt before anything is made of them: no pixels, no placeholders, and
+    """Makes a processor leave out images of a prompt before anything is made of them: no pixels, no placeholders, and
     positions as if they had never been there.
 
-    Raises OptionError for anything but a whole processor, BudgetError for a budget that is no number of pictures.
+    Raises OptionError for anything but a whole processor, BudgetError for a budget that is no number of images.
     """
 
     def __init__(self, method: ImageChooser, budget: Budget, processor: Any, adapter: Any = None) -> None:
         super().__init__()
         self.method, self.budget, self.processor, self.adapter = method, budget, processor, adapter
         if budget.keep is None or budget.per != "image":
-            raise BudgetError(f"{method.name} takes keep as a share (a float) or a number of pictures, not {budget}")
+            raise BudgetError(f"{method.name} takes keep as a share (a float) or a number of images, not {budget}")
         self.reader = PromptReader(processor, method.name)
         self.rule, self.counts = rule_for(processor), PixelCounts()
 
@@ -52,7 +52,7 @@ class ViewPatch(Attachable):
         return f"{self.method.name} ({self.budget})"
 
     def change(self, images: Any, text: Any) -> tuple[Any, Any]:
-        """Return the pictures and texts of a processor's call without those that are left out."""
+        """Return the images and texts of a processor's call without those that are left out."""
         prompts = self.reader.prompts(text)
         rows = self.reader.rows(images, prompts)
         kept = [
@@ -60,7 +60,7 @@ class ViewPatch(Attachable):
             for prompt, row in zip(prompts, rows, strict=True)
         ]
         left = [[row[number] for number in chosen] for row, chosen in zip(rows, kept, strict=True)]
-        # A picture that is still an address is not fetched only to be counted.
+        # An image that is still an address is not fetched only to be counted.
         if self.rule is not None and not any(isinstance(image, str) for row in rows for image in row):
             self.counts.note(self._tokens(left), self._tokens(rows))
         if all(len(chosen) == len(row) for chosen, row in zip(kept, rows, strict=True)):
@@ -72,9 +72,9 @@ class ViewPatch(Attachable):
         )
 
     def _tokens(self, rows: list[list[Any]]) -> int:
-        """Return how many visual tokens the processor makes of the pictures of each prompt, all together."""
+        """Return how many visual tokens the processor makes of the images of each prompt, all together."""
         read = Reader(self.processor)
-        return sum(self.rule.count(read, *Picture(image).size, len(row)) for row in rows for image in row)
+        return sum(self.rule.count(read, *InputImage(image).size, len(row)) for row in rows for image in row)
 
     def _most(self, count: int) -> int:
         keep = self.budget.keep

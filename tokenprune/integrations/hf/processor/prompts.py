@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts as callers hand them to a processor: where the pictures stand in the text, and which text is the question."""
+"""Prompts as callers hand them to a processor: where the images stand in the text, and which text is the question."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _FRAMES = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One text, cut at its pictures. marks: the placeholder of each picture, with its frame; texts: what stands before,
+    """One text, cut at its images. marks: the placeholder of each image, with its frame; texts: what stands before,
     between and behind them (one more than marks)."""
 
     marks: tuple[str, ...]
     texts: tuple[str, ...]
 
     def keeping(self, kept: Collection[int]) -> str:
-        """Return the text as if it had been written with the pictures `kept` only.
+        """Return the text as if it had been written with the images `kept` only.
 
-        Blanks between two pictures go with one of them; words between pictures stay.
+        Blanks between two images go with one of them; words between images stay.
         """
         parts, between = [self.texts[0]], []
         for number, mark in enumerate(self.marks):
             if number in kept:
                 words = [text for text in between if text.strip()]
-                # Behind the first text there is nothing to keep apart, so blanks only stay between kept pictures.
+                # Behind the first text there is nothing to keep apart, so blanks only stay between kept images.
                 parts += words or (between[-1:] if len(parts) > 1 else [])
                 parts.append(mark)
                 between = []
@@ -49,12 +49,12 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """What stands behind the last picture."""
+        """What stands behind the last image."""
         return self.texts[-1]
 
 
 class PromptReader:
-    """Reads the prompts of one processor; raises OptionError for one that does not say how it marks pictures."""
+    """Reads the prompts of one processor; raises OptionError for one that does not say how it marks images."""
 
     def __init__(self, processor: Any, wanted_by: str) -> None:
         token = getattr(processor, "image_token", None)
@@ -72,7 +72,7 @@ class PromptReader:
         return [self.prompt(one) for one in ([text] if isinstance(text, str) else text)]
 
     def prompt(self, text: str) -> Prompt:
-        """Cut a text at its pictures."""
+        """Cut a text at its images."""
         return Prompt(tuple(self._mark.findall(text)), tuple(self._mark.split(text)))
 
     def question(self, prompt: Prompt) -> str:
@@ -83,7 +83,7 @@ class PromptReader:
         return " ".join(re.sub(r"<\|[^|<>]*\|>", " ", text).split())
 
     def rows(self, images: Any, prompts: Sequence[Prompt]) -> list[list[Any]]:
-        """Return the pictures of each prompt; raises PlaceholderMismatchError where it has not one for each."""
+        """Return the images of each prompt; raises PlaceholderMismatchError where it has not one for each."""
         counts = [len(prompt.marks) for prompt in prompts]
         if is_nested(images):
             rows = [list(row) if isinstance(row, (list, tuple)) else [row] for row in images]
@@ -95,21 +95,21 @@ class PromptReader:
             rows[-1] += flat[ends[-1] :]
         if [len(row) for row in rows] != counts:
             raise PlaceholderMismatchError(
-                f"the prompts hold {counts} placeholders {self.token!r} for {[len(row) for row in rows]} pictures: "
-                "write one for each picture"
+                f"the prompts hold {counts} placeholders {self.token!r} for {[len(row) for row in rows]} images: "
+                "write one for each image"
             )
         return rows
 
 
 def is_nested(images: Any) -> bool:
-    """Whether pictures come as one list for each prompt."""
+    """Whether images come as one list for each prompt."""
     return isinstance(images, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in images)
 
 
 def intercepted(
     processor: Any, around: Callable[[Any, Any], AbstractContextManager[tuple[Any, Any]]], names: dict[str, Any]
 ) -> type:
-    """Return a subclass of a processor's class that puts `around` around the calls that have both pictures and text;
+    """Return a subclass of a processor's class that puts `around` around the calls that have both images and text;
     it takes them, and yields what the processor is to take instead. names: more attributes of the class.
     """
     before = type(processor)

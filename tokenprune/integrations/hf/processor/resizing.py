@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that act on pixels: they change what a processor makes of a picture, and what the vision tower takes."""
+"""Methods that act on pixels: they change what a processor makes of an image, and what the vision tower takes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.token_counts import image_processor_of
 
 MARK = "_tokenprune_patch"
-# The question of each picture of the processor's call that is under way, for methods that read it.
+# The question of each image of the processor's call that is under way, for methods that read it.
 _QUESTIONS: ContextVar[list[str] | None] = ContextVar("tokenprune_questions", default=None)
 
 
 class PixelPatch(Attachable):
-    """Makes a processor hand out smaller pictures, and the vision tower take them; see `Resizer`.
+    """Makes a processor hand out smaller images, and the vision tower take them; see `Resizer`.
 
     adapter: of the model that takes the pixels; None if only the processor is at hand.
-    Raises what `Resizer` raises, and OptionError for a processor that does not say how it marks pictures, if the method
+    Raises what `Resizer` raises, and OptionError for a processor that does not say how it marks images, if the method
     reads questions.
     """
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
 from tokenprune.frames import frame_counts, tokens_per_frame
-from tokenprune.integrations.hf.encoded.alignment import of_each_piece
+from tokenprune.integrations.hf.encoded.alignment import align_per_image
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.kernels.compact import partition
 from tokenprune.tokens import Segments
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 RunsPerImage = Callable[[int, list[tuple[int, int]]], list[int]]
 GridOf = Callable[[int], tuple[int, int, int] | None]
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 def feature_counts(output: Any) -> list[int] | None:
-    """Return the number of features of each picture in an encoder's output, or None if it keeps no picture apart."""
+    """Return the number of features of each image in an encoder's output, or None if it keeps no image apart."""
     features = getattr(output, "pooler_output", None)
     if isinstance(features, (list, tuple)):
         return [math.prod(feature.shape[:-1]) for feature in features]
@@ -63,8 +63,8 @@ def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
     if features is not None and features != placeholders:
         raise PlaceholderMismatchError(
             f"the prompt holds {placeholders} {modality} placeholders, but the encoder returned {features} features. "
-            "A prompt cut by the tokenizer does this: leave out truncation and max_length for prompts with pictures, "
-            "or raise them; and pass as many pictures as the prompt names"
+            "A prompt cut by the tokenizer does this: leave out truncation and max_length for prompts with images, "
+            "or raise them; and pass as many images as the prompt names"
         )
 
 
@@ -75,7 +75,7 @@ def find_segments(
     """Group placeholders into segments, with tensors on `device`; None if there are none.
 
     masks: bool `[B, L]` for each modality, on the host. outputs: the encoder's output for each modality, where known:
-    it tells pictures apart that stand side by side, and carries their grids; without it every unbroken run of
+    it tells images apart that stand side by side, and carries their grids; without it every unbroken run of
     placeholders is a segment.
     per: "image"; "frame", where each frame of a video is a segment; or "prompt" for one segment a row. step: from one
     placeholder to the next within a run; 2 where ids for the ends of rows stand between. runs_per_image: tells of a
@@ -109,8 +109,8 @@ def find_segments(
         row=[piece.row for piece in pieces],
         ordinal=ordinals,
         counts=counts,
-        position=sent(position, device),
-        mask=sent(mask, device),
+        position=to_device(position, device),
+        mask=to_device(mask, device),
         grids=[piece.grid for piece in pieces],
         modality=[piece.modality for piece in pieces],
         frames=[piece.frames for piece in pieces],
@@ -138,9 +138,9 @@ def pieces_of(
         counts, grids = [b - a for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)], []
     spans = [(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True) if count]
     of_rows = [int(rows[start]) for start, _ in spans]
-    numbers = of_each_piece(record_of(output).frames or [], of_rows)
+    numbers = align_per_image(record_of(output).frames or [], of_rows)
     pieces = []
-    for row, (start, end), grid, number in zip(of_rows, spans, of_each_piece(grids, of_rows), numbers, strict=True):
+    for row, (start, end), grid, number in zip(of_rows, spans, align_per_image(grids, of_rows), numbers, strict=True):
         count = end - start
         if grid is None or math.prod(grid) != count:
             grid = grid_of(count) if grid_of is not None and modality == "image" else None
@@ -150,7 +150,7 @@ def pieces_of(
 
 
 def _by_frame(pieces: list[Piece], output: Any) -> list[Piece]:
-    frames = of_each_piece(record_of(output).frames or [], [piece.row for piece in pieces])
+    frames = align_per_image(record_of(output).frames or [], [piece.row for piece in pieces])
     split = []
     for (row, columns, grid, modality, _), number in zip(pieces, frames, strict=True):
         counts = frame_counts(len(columns), number or 0)
@@ -206,10 +206,10 @@ class Kept:
     def of(keep: Tensor, counts: list[int]) -> Kept:
         """keep: bool `[S, N]`; counts: its row sums."""
         alive = [index for index, count in enumerate(counts) if count]
-        rows = keep if len(alive) == len(counts) else keep[sent(alive, keep.device)] if alive else keep[:0]
+        rows = keep if len(alive) == len(counts) else keep[to_device(alive, keep.device)] if alive else keep[:0]
         width = max(counts)
         order = partition(rows)[:, :width] if alive else torch.zeros(0, 0, dtype=torch.long, device=keep.device)
-        limit = sent([counts[index] for index in alive], keep.device)[:, None]
+        limit = to_device([counts[index] for index in alive], keep.device)[:, None]
         return Kept(tuple(keep.shape), alive, order, torch.arange(width, device=keep.device) < limit)
 
     @property
@@ -222,7 +222,7 @@ class Kept:
         if not self.withdraws:
             return values
         if isinstance(values, Tensor):
-            return values[sent(self.alive, values.device)] if self.alive else values[:0]
+            return values[to_device(self.alive, values.device)] if self.alive else values[:0]
         return [values[index] for index in self.alive]
 
     def follow(self, values: Tensor) -> Tensor:

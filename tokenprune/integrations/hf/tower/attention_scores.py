@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tokenprune.base import Pruner
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer
-from tokenprune.integrations.hf.encoded.alignment import number_features
+from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.encoded.record import open_record, record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
@@ -28,7 +28,7 @@ from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
-from tokenprune.integrations.shared.patch_grid import picture_sizes, place
+from tokenprune.integrations.shared.patch_grid import image_sizes, place
 from tokenprune.integrations.shared.tower_scores import (
     OUTPUT,
     Blocks,
@@ -42,7 +42,7 @@ from tokenprune.integrations.shared.tower_scores import (
 )
 from tokenprune.observable_registry import find_observable
 from tokenprune.tokens import Patches, Segments
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
@@ -103,7 +103,7 @@ class EncoderAttention(Part):
         if self.adapter.patch_layout == "sized":
             given = dict(zip(("pixel_values", "image_sizes"), args, strict=False)) | kwargs
             patch = self.adapter.config.vision_config.patch_size
-            lengths = [(height // patch) * (width // patch) for height, width in picture_sizes(given)]
+            lengths = [(height // patch) * (width // patch) for height, width in image_sizes(given)]
         states()[self] = _Reading(empty(self.blocks), lengths)
 
     def _record(self, index: int, observation: Observation) -> None:
@@ -129,7 +129,7 @@ class EncoderAttention(Part):
 
     # -- behind the tower
 
-    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         """Images were encoded: leave what was read of their visual tokens in the record on `output`."""
         state = record_of(output).take_attention()
         packed = take_packed()
@@ -171,8 +171,8 @@ class EncodedTokens:
                     "is not known: pass pixels"
                 )
             count = len(encoded.placed.cells)
-            numbers = sent(number_features(modality, mask, count) + start, device)
-            self.index = numbers if self.index is None else torch.where(sent(mask, device), numbers, self.index)
+            numbers = to_device(placeholder_to_feature(modality, mask, count) + start, device)
+            self.index = numbers if self.index is None else torch.where(to_device(mask, device), numbers, self.index)
             self.parts.append(encoded)
             start += count
 

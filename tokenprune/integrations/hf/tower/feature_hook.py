@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notice what a model's vision encoder returns: it tells pictures apart, and `generate` calls it before any forward."""
+"""Notice what a model's vision encoder returns: it tells images apart, and `generate` calls it before any forward."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notice pictures that were encoded for a prompt and then never reached the model."""
+"""Notice images that were encoded for a prompt and then never reached the model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
 
 
-class LostPictures(Part):
-    """Raises UnsupportedSetupError where `generate` encodes pictures and then leaves them, or parts of them, out of the
+class ChunkedPrefillCheck(Part):
+    """Raises UnsupportedSetupError where `generate` encodes images and then leaves them, or parts of them, out of the
     prompt's forward.
 
-    With `prefill_chunk_size`, transformers 5.19 hands over no pictures at all, without a word, and 5.23 those features
-    that a chunk holds placeholders for; tokens are chosen from whole pictures.
+    With `prefill_chunk_size`, transformers 5.19 hands over no images at all, without a word, and 5.23 those features
+    that a chunk holds placeholders for; tokens are chosen from whole images.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -31,11 +31,11 @@ class LostPictures(Part):
     def _attach(self) -> None:
         pass  # the engine tells all there is to know
 
-    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         if self.current() is None:  # ahead of any forward, as `generate` does
             states().setdefault(self, {})[modality] = weakref.ref(output)
 
-    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         waiting = states().pop(self, None)
         if waiting is None:
             return
@@ -45,7 +45,7 @@ class LostPictures(Part):
             return  # another prompt, with pixels
         masks = self.adapter.visual_mask(call.arguments) if ahead else {}
         if ahead and not call.outputs and not any(bool(mask.any()) for mask in masks.values()):
-            states()[self] = waiting  # text before the pictures
+            states()[self] = waiting  # text before the images
             return
         for modality, output in ahead.items():
             if modality in call.outputs:
@@ -55,6 +55,6 @@ class LostPictures(Part):
                 lost = modality in masks and bool(masks[modality].any())
             if lost:
                 raise UnsupportedSetupError(
-                    "a part of the prompt came without its pictures, or with pieces of them: generate() was given "
+                    "a part of the prompt came without its images, or with pieces of them: generate() was given "
                     "prefill_chunk_size; leave it out"
                 )

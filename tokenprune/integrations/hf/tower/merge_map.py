@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from tokenprune.base import Selection
-from tokenprune.integrations.hf.encoded.alignment import number_features
+from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.shared.packed_features import first_of_group, take_packed
 from tokenprune.tokens import Segments
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 
 def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor] | None:
-    """Return for each picture, for each of its features, the first feature of its group (long `[features]`).
+    """Return for each image, for each of its features, the first feature of its group (long `[features]`).
 
     owners: long `[T, N]`, for each token that entered the tower (of T tiles) the one that it is part of. features: what
-    `get_image_features` made of them, one tensor a picture. protected: class tokens, which the features may leave out.
+    `get_image_features` made of them, one tensor an image. protected: class tokens, which the features may leave out.
     None if the features are not the patches.
     """
     packed = take_packed()
     if packed is not None:
         groups = first_of_group(owners[:, owners.shape[1] - packed.tokens :], owners.shape[1])
-        return [packed.follow(groups, picture) for picture in packed.pictures]
+        return [packed.follow(groups, image) for image in packed.images]
     if not isinstance(features, (list, tuple)) or len(features) != len(owners):
         return None
     if any(f.ndim != 2 or not 0 <= owners.shape[1] - f.shape[0] <= protected for f in features):
@@ -34,7 +34,9 @@ def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor
     return [first_of_group(row[None, len(row) - len(f) :], len(row))[0] for row, f in pairs]
 
 
-def one_of_each(segments: Segments, masks: dict[str, Tensor], groups: dict[str, list[Tensor]]) -> Selection | None:
+def keep_one_per_group(
+    segments: Segments, masks: dict[str, Tensor], groups: dict[str, list[Tensor]]
+) -> Selection | None:
     """Return the selection that keeps the first token of each group; None if every token is one.
 
     masks: bool `[B, L]` of placeholders for each modality, on the host; groups: see `feature_groups`. How many tokens
@@ -43,17 +45,17 @@ def one_of_each(segments: Segments, masks: dict[str, Tensor], groups: dict[str, 
     device = segments.mask.device
     batch, length = next(iter(masks.values())).shape
     first = torch.arange(length, device=device).repeat(batch, 1)  # the position of the first token of its group
-    for modality, pictures in groups.items():
+    for modality, images in groups.items():
         flat, start = [], 0
-        for picture in pictures:
-            flat.append(picture.to(device) + start)
-            start += len(picture)
+        for image in images:
+            flat.append(image.to(device) + start)
+            start += len(image)
         mask, group = masks[modality], torch.cat(flat)
-        numbers = number_features(modality, mask, len(group))
+        numbers = placeholder_to_feature(modality, mask, len(group))
         columns = torch.empty(len(group), dtype=torch.long)
         columns[numbers[mask]] = mask.nonzero()[:, 1]  # copies of a row have their features in the same columns
-        of_group = sent(columns, device)[group[sent(numbers.clamp(min=0), device)]]
-        first = torch.where(sent(mask, device), of_group, first)
+        of_group = to_device(columns, device)[group[to_device(numbers.clamp(min=0), device)]]
+        first = torch.where(to_device(mask, device), of_group, first)
     # Positions in the sequence -> places in the segment; padding is written to a scratch entry at the end.
     rows, real = segments.row_index.expand_as(segments.position), segments.mask
     numbers = torch.arange(real.shape[1], device=device).expand_as(segments.position)

@@ -2,7 +2,7 @@
 """Merging inside the vision tower of a vision-language model, and what becomes of the merged tokens behind it.
 
 The tower gives back what it always does, a feature for each patch: those of a merged token are all the same. Which
-these are travels with the tower's output (`generate` encodes pictures before any forward). At the decoder's entry one
+these are travels with the tower's output (`generate` encodes images before any forward). At the decoder's entry one
 visual token of each group is kept, the first.
 """
 
@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
-from tokenprune.integrations.hf.tower.merge_map import feature_groups, one_of_each
+from tokenprune.integrations.hf.tower.merge_map import feature_groups, keep_one_per_group
 from tokenprune.integrations.shared.attachable import with_output
 from tokenprune.integrations.shared.block_merging import Block, Merger
 from tokenprune.integrations.shared.observation import Observation
@@ -57,7 +57,7 @@ class TowerPatch(Merger, Part):
         padding = self.pads and self.method.ragged
         if attention in ("eager", "sdpa") or not (self.method.proportional or padding):
             return
-        why = "the padding of pictures that merge more than others" if padding else "proportional attention"
+        why = "the padding of images that merge more than others" if padding else "proportional attention"
         way_out = "" if padding else ", or pass proportional=False"
         raise UnsupportedSetupError(
             f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
@@ -69,17 +69,17 @@ class TowerPatch(Merger, Part):
         record = open_record(output)
         record.owners, record.block_tokens = owners, block_tokens
 
-    def note(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         groups = self.groups_of(modality, arguments, output)
         if groups is not None:
             open_record(output).groups = groups
 
     def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
-        """Return the groups of an `EncoderRecord`, of what `note` gets; None where the tower did not leave its
+        """Return the groups of an `EncoderRecord`, of what `after_encode` gets; None where the tower did not leave its
         tokens."""
         raise NotImplementedError
 
-    def enter(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         if call.segments is None:
             return
         selection = self.select(call, call.segments.to(kwargs["inputs_embeds"].device))
@@ -95,10 +95,10 @@ class TowerPatch(Merger, Part):
                     f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
                 )
         groups = {modality: record_of(output).groups for modality, output in call.outputs.items()}
-        return one_of_each(segments, call.host.masks, groups)
+        return keep_one_per_group(segments, call.host.masks, groups)
 
     def counts(self, call: Call) -> list[int]:
-        """Tokens that entered each of the tower's blocks, for all pictures of a call."""
+        """Tokens that entered each of the tower's blocks, for all images of a call."""
         counts = [record_of(output).block_tokens for output in call.outputs.values()]
         return [sum(of_block) for of_block in zip(*counts, strict=True)]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside towers that pack the patches of all pictures into one sequence (Qwen2-VL, Qwen2.5-VL, Qwen3-VL).
+"""Merging inside towers that pack the patches of all images into one sequence (Qwen2-VL, Qwen2.5-VL, Qwen3-VL).
 
 Behind these towers 2 x 2 patches, which stand side by side in the sequence, become one visual token. What merges is
-therefore such a unit with another of the same picture (or frame), patch by patch at the same place of the unit: the
+therefore such a unit with another of the same image (or frame), patch by patch at the same place of the unit: the
 2 x 2 stay together, and the unit keeps the rotary places of the one that others merged into. A unit that stays, stays
 in its attention window; units of other windows may have merged into it. At the tower's end each patch gets the feature
 of its merged one back.
@@ -30,7 +30,7 @@ from tokenprune.integrations.shared.block_merging import Block, check_checkpoint
 from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.join import join
-from tokenprune.transfer import sent
+from tokenprune.transfer import to_device
 
 BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock"})
 
@@ -39,7 +39,7 @@ BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisio
 class Packed:
     """One forward of a packed tower. N units entered, n are left so far.
 
-    grids: (frames, height, width) in patches of each picture. frame: long `[N]`, the picture or frame of each unit that
+    grids: (frames, height, width) in patches of each image. frame: long `[N]`, the image or frame of each unit that
     entered. plans: for each kind of frame (its units and its budget) its frames, and what finds the merge of each
     block. left: units of each frame so far. kept: long `[n]`, which units are left, ascending. owner: long `[N]`, for
     each unit that entered the place among those left of the one that it is part of. size: float32 `[n]`, units that
@@ -74,7 +74,7 @@ class PackedTowerPatch(TowerPatch):
         self.tower = adapter.base.visual
         self.unit = self.tower.spatial_merge_size**2  # patches that become one visual token
         blocks = [Block(block, block.norm2, block.mlp, "", 0) for block in self.tower.blocks]
-        # How many units a picture has, only the picture tells: 1 stands for that.
+        # How many units an image has, only the image tells: 1 stands for that.
         super().__init__(adapter, method, budget, blocks, Tower(1, 0, len(blocks), len(blocks), self.tower))
         self.observers = []
         if method.proportional:
@@ -113,7 +113,7 @@ class PackedTowerPatch(TowerPatch):
         pixels, weight = args[0] if args else kwargs["hidden_states"], next(self.tower.merger.parameters())
         device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
         units = torch.arange(sum(left), device=device)
-        frame = torch.repeat_interleave(sent(left, device), output_size=len(units))
+        frame = torch.repeat_interleave(to_device(left, device), output_size=len(units))
         states()[self] = Packed(grids, frame, plans, left, units, units)
 
     def _keeps(self, frames: int) -> list[float | int]:
@@ -148,7 +148,7 @@ class PackedTowerPatch(TowerPatch):
             output.hidden_states = tuple(self._restore(state, x, owner) for x, owner in stages)
         owner = state.owner
         if hasattr(self.tower, "window_size"):  # its units stand in the order of windows, its output in that of rows
-            owner = owner[sent(_window_order(self.tower, args, kwargs), owner.device).argsort()]
+            owner = owner[to_device(_window_order(self.tower, args, kwargs), owner.device).argsort()]
         sizes = [t * h * w // self.unit for t, h, w in state.grids]
         self.leave_tokens(output, list(owner.split(sizes)), [count * self.unit for count in state.counts])
         features = getattr(output, "deepstack_features", None)
@@ -253,7 +253,7 @@ class PackedTowerPatch(TowerPatch):
             counts = [state.left[frame] for frame in frames]
             ragged = min(counts) < max(counts)
             places = torch.arange(max(counts), device=metric.device)
-            rows = sent([starts[frame] for frame in frames], metric.device)[:, None] + places
+            rows = to_device([starts[frame] for frame in frames], metric.device)[:, None] + places
             # What lies behind a shorter frame is padding to the matcher, whatever it holds.
             merge = plan[index](metric[rows.clamp(max=len(metric) - 1)], counts if ragged else None)
             if merge is None:
@@ -262,7 +262,7 @@ class PackedTowerPatch(TowerPatch):
             target = rows.gather(1, merge.keep.gather(1, merge.assign))
             if ragged:
                 # Padding is written to a scratch entry at the end.
-                rows = torch.where(places < sent(counts, metric.device)[:, None], rows, len(metric))
+                rows = torch.where(places < to_device(counts, metric.device)[:, None], rows, len(metric))
             into[rows] = target
             for frame, left in zip(frames, merge.left or [merge.keep.shape[1]] * len(frames), strict=True):
                 state.left[frame] = left

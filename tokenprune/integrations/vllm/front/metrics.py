@@ -14,7 +14,7 @@ def _counter() -> Counter:
     # Made at the first request: by then vLLM has decided whether several processes answer at /metrics together.
     return Counter(
         "tokenprune:visual_tokens",
-        "Visual tokens of requests: what the model makes of their pictures and videos (in), and what is left (out).",
+        "Visual tokens of requests: what the model makes of their images and videos (in), and what is left (out).",
         ["model_name", "stage"],
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: methods that act on pixels. Pictures shrink before the model's own processor sees them, by the code that
+"""Front end: methods that act on pixels. Images shrink before the model's own processor sees them, by the code that
 patches a processor on the Hugging Face side, so vLLM counts, hashes and positions what is left as it always does."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenprune.token_counts import Reader, rule_for
 
 
 class SmallerImages(ImageProcessorItems):
-    """Pictures in another size than they came in. full: visual tokens of each, had it kept its size."""
+    """Images in another size than they came in. full: visual tokens of each, had it kept its size."""
 
     def __init__(self, originals: ImageProcessorItems, smaller: list[Any], full: list[int]) -> None:
         super().__init__(smaller)
@@ -31,10 +31,10 @@ class SmallerImages(ImageProcessorItems):
 
 @dataclass(frozen=True)
 class Shrinker:
-    """What a setting does to the pictures of one request.
+    """What a setting does to the images of one request.
 
     info: vLLM's, of the model. kwargs: the request's `mm_processor_kwargs`, without ours.
-    Raises OptionError where the model, or a picture, does not go with the method.
+    Raises OptionError where the model, or an image, does not go with the method.
     """
 
     setting: Setting
@@ -42,12 +42,12 @@ class Shrinker:
     kwargs: Mapping[str, object]
 
     def shrink(self, items: Any) -> Mapping[str, object]:
-        """Put smaller pictures in the place of `items["image"]`, and return the keyword arguments that the model's
+        """Put smaller images in the place of `items["image"]`, and return the keyword arguments that the model's
         processor needs to leave them as they are."""
-        pictures = items.get("image")
-        if pictures is None or not len(pictures) or isinstance(pictures, SmallerImages):
+        images = items.get("image")
+        if images is None or not len(images) or isinstance(images, SmallerImages):
             return self.kwargs
-        if not isinstance(pictures, ImageProcessorItems):
+        if not isinstance(images, ImageProcessorItems):
             raise OptionError(
                 f"{self.setting.pixels.name} acts on pixels, and this request brings embeddings: switch it off for the "
                 'request, {"tokenprune": {"off": true}}'
@@ -56,11 +56,11 @@ class Shrinker:
         kwargs = self.info._merge_and_resolve_mm_processor_kwargs(self.kwargs)
         options = dict(kwargs.get("images_kwargs") or {})
         patch = self._patch()
-        originals = pictures.get_all()
+        originals = images.get_all()
         smaller, changed = patch.change(originals, options)
         count, read = rule_for(patch.processor).count, Reader(patch.processor, options)
-        full = [count(read, size.height, size.width, 1) for size in map(pictures.get_image_size, range(len(pictures)))]
-        items["image"] = SmallerImages(pictures, smaller, full)
+        full = [count(read, size.height, size.width, 1) for size in map(images.get_image_size, range(len(images)))]
+        items["image"] = SmallerImages(images, smaller, full)
         if changed == options:
             return self.kwargs
         # The same said in the older way, where that was used: vLLM adds the server's own arguments once more.
@@ -80,7 +80,7 @@ class Shrinker:
             image_processor = type(processor.image_processor).__name__
             raise OptionError(
                 f"{method.name} cannot be served with this model, whose {image_processor} makes as many tokens of a "
-                "small picture as of a large one, and whose vision tower takes one size in vLLM: use a method that "
+                "small image as of a large one, and whose vision tower takes one size in vLLM: use a method that "
                 "acts behind it, such as pool, uniform or divprune"
             )
         try:

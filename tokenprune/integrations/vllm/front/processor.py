@@ -58,11 +58,11 @@ class ReducingProcessor(BaseMultiModalProcessor):
         try:
             check_model(setting, self.info.ctx.model_config)
         except UnsupportedSetupError as error:
-            raise OptionError(str(error)) from error  # the server goes on, and the client is told
+            raise OptionError(str(error)) from error  # the server goes on, and the client reads why
         return setting
 
     def check_pixels(self) -> None:
-        """Raise OptionError if the server's own setting asks for smaller pictures where they save nothing."""
+        """Raise OptionError if the server's own setting asks for smaller images where they save nothing."""
         setting = self._setting({})
         if setting is not None and setting.pixels is not None:
             Shrinker(setting, self.info, {}).check()
@@ -98,7 +98,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
 
     def _reduced(self, update: PromptUpdate, setting: Setting, mm_items: Any, out_mm_kwargs: Any) -> PromptUpdate:
         if not isinstance(update, PromptReplacement):
-            raise UnsupportedSetupError(f"{type(self).__name__} puts pictures into the prompt by {update.mode}")
+            raise UnsupportedSetupError(f"{type(self).__name__} puts images into the prompt by {update.mode}")
 
         def replacement(index: int) -> PromptUpdateDetails:
             content = update._resolve_content(index)
@@ -159,7 +159,7 @@ def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any) -> None:
-    """Positions of kept tokens are told by the placeholders that a prompt holds, and counted from the text before them:
+    """Positions of kept tokens follow from the placeholders that a prompt holds, and counted from the text before them:
     there have to be no others, and there has to be some text."""
     tokens = {"image": config.image_token_id, "video": config.video_token_id}
     for modality, token in tokens.items():
@@ -170,7 +170,7 @@ def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config:
             )
     if any(one in tokens.values() and other in tokens.values() for one, other in itertools.pairwise(prompt)):
         raise OptionError(
-            "two pictures stand side by side without a token between them; put the model's start and end tags around "
+            "two images stand side by side without a token between them; put the model's start and end tags around "
             "each, as its chat template does"
         )
 

@@ -17,10 +17,10 @@ from tokenprune.integrations.vllm.setting.settings import Setting
 
 @dataclass(frozen=True)
 class Piece:
-    """Visual tokens of a prompt that share a budget: a picture, a video, or a tile.
+    """Visual tokens of a prompt that share a budget: an image, a video, or a tile.
 
     places: their places in the prompt, ascending. keep: how many of them go on behind the cut. item: number of the
-    multimodal item. ordinal: the how-manieth piece of the prompt it is.
+    multimodal item. ordinal: index of this piece in its prompt.
     """
 
     places: tuple[int, ...]

@@ -102,11 +102,11 @@ def _size(parallel: Any, name: str) -> int:
 def _of_batches(vllm_config: Any, method: Method) -> Iterator[str]:
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if not method.prefix_cache_safe:
-        why = f"{method.name} reads the question behind a picture"
+        why = f"{method.name} reads the question behind an image"
         instead = "".join(f", or set {option} to {value}" for option, value in method.query_free.items())
         if cache.enable_prefix_caching:
             yield (
-                f"prefix caching: {why}, and a cached picture is shared by all questions. Start with "
+                f"prefix caching: {why}, and a cached image is shared by all questions. Start with "
                 f"--no-enable-prefix-caching{instead}"
             )
         if scheduler.enable_chunked_prefill:
@@ -118,9 +118,9 @@ def _of_batches(vllm_config: Any, method: Method) -> Iterator[str]:
     if cache.enable_prefix_caching and cache.prefix_match_unit is not None:
         yield "hits of the prefix cache that end within a block: leave out --prefix-match-unit"
     if scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input:
-        yield "pictures that are computed in parts: start with --disable-chunked-mm-input"
+        yield "images that are computed in parts: start with --disable-chunked-mm-input"
     if scheduler.long_prefill_token_threshold > 0:
-        yield "pictures that are longer than a chunk may be: leave out --long-prefill-token-threshold"
+        yield "images that are longer than a chunk may be: leave out --long-prefill-token-threshold"
 
 
 def check_layers(decoder: Any) -> None:

@@ -23,7 +23,7 @@ from tokenprune.token_source import LayerInput
 
 @dataclass(frozen=True)
 class Cut:
-    """One request whose pictures lose tokens in this step.
+    """One request whose images lose tokens in this step.
 
     start: the row of its first token in the step. end: behind its last one; of a method that reads the whole prompt,
     behind the prompt's last one (a recomputed request holds some of its answer too).
@@ -123,7 +123,7 @@ class Reducer:
 
     def _restore(self, module: nn.Module, args: tuple, output: tuple) -> tuple | None:
         """As many rows again as the runner expects. It reads each request's last one, and that of a prompt that ends
-        with a picture may be gone: so a row that left shows the last one before it that did not."""
+        with an image may be gone: so a row that left shows the last one before it that did not."""
         if self.step is None:
             return None
         hidden, residual = output

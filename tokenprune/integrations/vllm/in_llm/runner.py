@@ -98,7 +98,7 @@ class InLLM:
                 continue
             self._warned = True
             logger.warning(
-                "tokenprune keeps all %d tokens of a picture where %d were asked for: with prefix caching only whole "
+                "tokenprune keeps all %d tokens of an image where %d were asked for: with prefix caching only whole "
                 "blocks of the KV cache (%s tokens) are left out, and at least one stays. Use a smaller --block-size, "
                 "or --no-enable-prefix-caching",
                 *(count, setting.wanted(count), block),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine process: a picture is computed in one step, or taken from the prefix cache, as a whole."""
+"""Engine process: an image is computed in one step, or taken from the prefix cache, as a whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenprune.integrations.vllm.setting.configuration import configured
 from tokenprune.integrations.vllm.setting.settings import Setting
 
 
-class WholePictures:
+class WholeImages:
     """Mixed into vLLM's schedulers. Outside a server with the reduction inside the model it is not loaded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,10 +32,10 @@ class WholePictures:
         self.kv_cache_manager.get_computed_blocks = self._cut_back
 
     def _cut_back(self, request: Any) -> Any:
-        """A hit of the prefix cache that ends inside a picture ends before it instead: which of its tokens went on
+        """A hit of the prefix cache that ends inside an image ends before it instead: which of its tokens went on
         behind the cut is not known any more."""
         blocks, hit, boundary = self._found(request)
-        shorter = before_pictures(hit, request.mm_features, self.cache_config.block_size)
+        shorter = before_images(hit, request.mm_features, self.cache_config.block_size)
         if shorter == hit:
             return blocks, hit, boundary
         return self.kv_cache_manager.truncate_computed_blocks(blocks, shorter), shorter, boundary
@@ -43,28 +43,28 @@ class WholePictures:
     def _try_schedule_encoder_inputs(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """vLLM's own `disable_chunked_mm_input` lets a picture at the very start of a chunk be split."""
+        """vLLM's own `disable_chunked_mm_input` lets an image at the very start of a chunk be split."""
         end = num_computed_tokens + num_new_tokens
         end = max(num_computed_tokens, end - _inside(end, request.mm_features))
         found = super()._try_schedule_encoder_inputs(
             request, num_computed_tokens, end - num_computed_tokens, *args, **kwargs
         )
         if self._whole_prompts and found[1] < num_new_tokens:
-            # The encoder has no room for all pictures of the prompt: the prompt waits for the next step.
+            # The encoder has no room for all images of the prompt: the prompt waits for the next step.
             budget = args[0] if args else kwargs["encoder_compute_budget"]
             return [], 0, budget, [], []
         return found
 
 
-def before_pictures(hit: int, features: list[Any], block_size: int) -> int:
-    """The last end of a block up to `hit` that is not inside a picture; `hit` is the end of a block."""
+def before_images(hit: int, features: list[Any], block_size: int) -> int:
+    """The last end of a block up to `hit` that is not inside an image; `hit` is the end of a block."""
     while inside := _inside(hit, features):
         hit = (hit - inside) // block_size * block_size
     return hit
 
 
 def _inside(place: int, features: list[Any]) -> int:
-    """How far inside a picture the boundary before token `place` lies, 0 if it does not."""
+    """How far inside an image the boundary before token `place` lies, 0 if it does not."""
     for feature in features:
         start = feature.mm_position.offset
         if start < place < start + feature.mm_position.length:
@@ -72,9 +72,9 @@ def _inside(place: int, features: list[Any]) -> int:
     return 0
 
 
-class InLLMScheduler(WholePictures, Scheduler):
-    """vLLM's scheduler; see `WholePictures`."""
+class InLLMScheduler(WholeImages, Scheduler):
+    """vLLM's scheduler; see `WholeImages`."""
 
 
-class AsyncInLLMScheduler(WholePictures, AsyncScheduler):
-    """vLLM's asynchronous scheduler; see `WholePictures`."""
+class AsyncInLLMScheduler(WholeImages, AsyncScheduler):
+    """vLLM's asynchronous scheduler; see `WholeImages`."""

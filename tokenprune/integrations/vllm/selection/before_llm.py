@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a method choose among the features of one picture or video, and put together the rows that the prompt awaits."""
+"""Let a method choose among the features of one image or video, and put together the rows that the prompt awaits."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def configure(model_config: Any) -> None:
     if not layers:
         return
     if multimodal is None:
-        raise UnsupportedModelError(f"{KEY} is set, but {model_config.model} takes no pictures: leave the setting out")
+        raise UnsupportedModelError(f"{KEY} is set, but {model_config.model} takes no images: leave the setting out")
     setting = Setting.of(*layers)
     family_of(model_config)
     check_model(setting, model_config)

@@ -35,7 +35,7 @@ class ServedTower(Tower):
 
 
 def tower_of(method: EncoderMethod, config: Any) -> ServedTower:
-    """Return what `method` is told of the tower of a model with this config."""
+    """Return what `method` gets to know of the tower of a model with this config."""
     vision = config.vision_config
     protected, depth = CLASS_TOKENS[kind_of(config)], depth_of(vision)
     tokens = (vision.image_size // vision.patch_size) ** 2 + protected

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processor decides for one picture or video, and the model carries out in another process."""
+"""What the processor decides for one image or video, and the model carries out in another process."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Plan:
     def make(
         setting: Setting, tokens: Sequence[int], embeds: Sequence[bool] | None, per_run: bool, frames: int = 1
     ) -> Plan:
-        """frames: of a video; 1 for a picture. Raises OptionError for frames that cannot be told but have to be."""
+        """frames: of a video; 1 for an image. Raises OptionError for frames that cannot be told but have to be."""
         embeds = [True] * len(tokens) if embeds is None else embeds
         whole = Plan(setting, tuple(tokens), tuple(bool(embed) for embed in embeds), per_run)
         if per_run or frames == 1 or setting.per != "frame":

@@ -60,9 +60,9 @@ def _unservable_in_llm(method: Method) -> str | None:
 def _unservable(method: Method) -> str | None:
     if method.site is Site.PRE_ENCODER:
         if isinstance(method, ImageChooser):
-            return "vLLM needs all of a prompt's pictures; let clients leave out those that no question is about"
+            return "vLLM needs all of a prompt's images; let clients leave out those that no question is about"
         if method.reads_question:
-            return "with question_guard it reads the question, and a picture is shared by all prompts that hold it"
+            return "with question_guard it reads the question, and an image is shared by all prompts that hold it"
         return None
     if isinstance(method, EncoderMethod):
         if method.vtu != "off":
@@ -84,7 +84,7 @@ def _unservable(method: Method) -> str | None:
     if missing := not_served(method.needs, Backend.VLLM):
         return f"it needs {', '.join(missing)}, and vLLM's fused layers give no such thing"
     if method.query_aware:
-        return "it reads the question, but a picture's features are shared by all prompts that hold it"
+        return "it reads the question, but an image's features are shared by all prompts that hold it"
     try:
         probe(method)
     except TokenPruneError as error:

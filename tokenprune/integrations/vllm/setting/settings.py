@@ -32,7 +32,7 @@ class Setting:
 
     method, keep:  acts on the features of the encoder, in the encoder, or (`in_llm`) in the language model; None if all
                    tokens stay.
-    pixels, share: acts on a picture before the encoder (see pixels.py); None if pictures stay as they are.
+    pixels, share: acts on an image before the encoder (see pixels.py); None if images stay as they are.
     per:           "image", or "frame" if every frame of a video has `keep` for itself (see `Budget`).
     in_llm:        whether `method` acts inside the language model, and leaves the prompt as it is.
     files:         options of `method` that were given as files: name, path and digest of the content.
@@ -143,7 +143,7 @@ def _checked(layer: Layer) -> Setting:
     pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
     others = [step for step in steps if step[0].site is not Site.PRE_ENCODER]
     if len(others) > 1:
-        raise OptionError(f"{KEY}: one method can act behind a picture's pixels, not {len(others)}: leave one out")
+        raise OptionError(f"{KEY}: one method can act behind an image's pixels, not {len(others)}: leave one out")
     method, keep, files = (others or [(None, 1.0, ())])[0]
     if per == "frame" and method is not None and method.site is not Site.PRE_LLM:
         raise OptionError(f'{KEY}: per="frame" goes with methods that act on the features, not with {method.name}')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config tells of a vision tower before anything runs: who may look into it, and at which pictures."""
+"""What a config tells of a vision tower before anything runs: who may look into it, and at which images."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def check_method(method: Pruner, model_config: Any) -> None:
 
 
 def check_whole(method: Method, model_config: Any) -> None:
-    """Raise UnsupportedSetupError if a call's pictures are not all encoded on each device."""
+    """Raise UnsupportedSetupError if a call's images are not all encoded on each device."""
     if model_config.multimodal_config.mm_encoder_tp_mode == "data":
         raise UnsupportedSetupError(
-            f'{method.name} looks into the vision tower, whose pictures --mm-encoder-tp-mode "data" spreads over '
+            f'{method.name} looks into the vision tower, whose images --mm-encoder-tp-mode "data" spreads over '
             f"devices; leave it at its default, or {INSTEAD}"
         )
 
@@ -72,7 +72,7 @@ def kind_of(config: Any) -> str | None:
 
 
 def check_items(method: Method, setting: Any, items: Any, info: Any) -> None:
-    """Raise OptionError for pictures and videos of a prompt whose tokens cannot be traced to patches, or of which less
+    """Raise OptionError for images and videos of a prompt whose tokens cannot be traced to patches, or of which less
     would be kept than a method that traces them has to keep.
 
     setting: the `Setting` that names the method. items: vLLM's `MultiModalDataItems`. info: its `ProcessingInfo`.
@@ -113,7 +113,7 @@ def check_items(method: Method, setting: Any, items: Any, info: Any) -> None:
 
 
 def _newlines(info: Any, height: int, width: int, method: Method) -> int:
-    """Return how many newlines stand in the features of a picture; OptionError if these are interpolated."""
+    """Return how many newlines stand in the features of an image; OptionError if these are interpolated."""
     from vllm.model_executor.models.llava_next import LlavaNextProcessingInfo, get_anyres_image_grid_shape
 
     encoder = info.get_vision_encoder_info()
@@ -132,8 +132,8 @@ def _newlines(info: Any, height: int, width: int, method: Method) -> int:
     found = info._get_num_unpadded_features(**sizes)
     _check(
         found == LlavaNextProcessingInfo._get_num_unpadded_features(info, **sizes),
-        f"{method.name}: this picture has so many tiles that the model interpolates its features, so that none of them "
-        f"is a patch of the tower; send a smaller picture, or {INSTEAD}",
+        f"{method.name}: this image has so many tiles that the model interpolates its features, so that none of them "
+        f"is a patch of the tower; send a smaller image, or {INSTEAD}",
     )
     return found[1]
 

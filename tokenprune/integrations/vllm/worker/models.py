@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: vLLM's model classes, returning as many rows for a picture as the prompt has room for."""
+"""Worker: vLLM's model classes, returning as many rows for an image as the prompt has room for."""
 
 from __future__ import annotations
 

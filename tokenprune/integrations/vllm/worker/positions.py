@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions (time, height, width) of what is left of a picture, for models with M-RoPE.
+"""Positions (time, height, width) of what is left of an image, for models with M-RoPE.
 
-Kept tokens keep the positions that they have in the full picture, and text stands where it stood. Which tokens are
+Kept tokens keep the positions that they have in the full image, and text stands where it stood. Which tokens are
 kept is known only to the model's encoder, so their positions travel with their embeddings, in columns of their own, to
 the runner's hook `recompute_mrope_positions`. Text positions do not depend on the choice, so what a prefix cache holds
-of a picture never has to be computed again.
+of an image never has to be computed again.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def prepare_runner(vllm_config: Any) -> None:
 def in_small_batches(group_and_batch: Callable[..., Iterator], limit: int) -> Callable[..., Iterator]:
     """Return `group_and_batch_mm_kwargs` such that no batch holds more than `limit` tokens before reduction.
 
-    The scheduler counts embeddings after reduction, so it would let many times as many pictures into one run of the
+    The scheduler counts embeddings after reduction, so it would let many times as many images into one run of the
     encoder as its memory was measured for.
     """
 

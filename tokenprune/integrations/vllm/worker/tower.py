@@ -161,7 +161,7 @@ def _grids(kwargs: Mapping[str, Any], modality: str) -> list[tuple[int, int, int
 
 
 def attentions_of(model: nn.Module) -> list[nn.Module]:
-    """Return the fused attention of each block of a model's tower, in order; none if the server takes no pictures."""
+    """Return the fused attention of each block of a model's tower, in order; none if the server takes no images."""
     from vllm.model_executor.layers.attention import MMEncoderAttention
     from vllm.model_executor.models.utils import StageMissingLayer
 

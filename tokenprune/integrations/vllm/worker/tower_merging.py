@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside the vision tower: methods of the site IN_ENCODER that leave exactly what `keep` asks for of a picture.
+"""Merging inside the vision tower: methods of the site IN_ENCODER that leave exactly what `keep` asks for of an image.
 
 The blocks' own forward runs, with the hooks of `integrations.shared.block_merging` around it, so merged tokens cost
 neither MLP nor attention in what is left of the tower. Fused attention takes no bias, so while tokens are merged
 proportionally, or rows are padded, the blocks attend by PyTorch's. Hooks are attached for one call, and gone after it.
 
-LLaVA-1.5 alone: a picture is one row of its tower, and its visual tokens are the row's patches, so that their number
+LLaVA-1.5 alone: an image is one row of its tower, and its visual tokens are the row's patches, so that their number
 is known beforehand. Tiles (LLaVA-NeXT, LLaVA-OneVision) are cropped behind the tower, and how many merged tokens a crop
 leaves is their content's affair; where a visual token holds several patches, patches cannot merge.
 """
@@ -45,7 +45,7 @@ def merging(plan: Plan) -> bool:
 class TowerMerger(Merger):
     """Merges in the tower of vLLM's `model` between `attach` and `detach`. Afterwards `kept` tells what is left.
 
-    kept: bool `[pictures, patches]`, True for one patch of each merged token, the first.
+    kept: bool `[images, patches]`, True for one patch of each merged token, the first.
     """
 
     def __init__(self, model: nn.Module, method: EncoderMethod, keep: float | int) -> None:
