@@ -52,18 +52,22 @@ def selecting_methods() -> list[str]:
     return [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MadeUp(TokenSource):
     """One image of `count` tokens with text behind it; what a method reads is computed on demand, as in an engine."""
 
     hidden: torch.Tensor
-    before: Any
+    seen: Any
     count: int
     needs: frozenset[str]
 
     @property
+    def before(self) -> Any:
+        return self.seen
+
+    @property
     def behind(self) -> Any:
-        return self.before
+        return self.seen
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:])
@@ -95,7 +99,8 @@ def visual_tokens(method: Method, count: int, device: torch.device) -> VisualTok
     channels = WIDTH[device.type]
     hidden, keys = (torch.randn(1, count + TEXT, channels, device=device, dtype=dtype) for _ in range(2))
     by_head = keys.view(1, count + TEXT, HEADS, -1).transpose(1, 2)
-    source = MadeUp(hidden, Observation(by_head, by_head, None, (channels // HEADS) ** -0.5), count, method.needs)
+    before = Observation(by_head, by_head, None, (channels // HEADS) ** -0.5)
+    source = MadeUp(hidden=hidden, seen=before, count=count, needs=method.needs)
     place = torch.arange(count, device=device)[None]
     width = max(w for w in range(1, math.isqrt(count) + 1) if count % w == 0)
     mask = torch.ones_like(place, dtype=torch.bool)

@@ -30,7 +30,7 @@ from PIL import Image
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
-from make_heldout import ANSWERS, keep_one_per_group
+from make_heldout import ANSWERS, one_of_each
 from tokenprune.bench.lines import Lines, read_lines
 from tokenprune.bench.model import load
 from tokenprune.bench.scenes import draw_scene, load_photos
@@ -68,7 +68,7 @@ def draw(pictures: int, seed: int) -> list[Asked]:
     made: list[Asked] = []
     while len(made) < len(ANSWERS) * pictures:
         scene = draw_scene(rng, photos)
-        chosen = keep_one_per_group(rng, scene, seen, limit)
+        chosen = one_of_each(rng, scene, seen, limit)
         if chosen is None:
             continue
         seen.update((one.kind, one.answer) for one in chosen)

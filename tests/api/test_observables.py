@@ -314,7 +314,7 @@ def test_engines_know_no_observable_by_name() -> None:
         if isinstance(node, ast.Constant) and node.value in names
     ]
     # What DECODE ranks by, in the message of an error.
-    assert all("last_row_attention" in one and "decoding" in one for one in found), found
+    assert all("last_row_attention" in one and "decode_pruning" in one for one in found), found
 
 
 def test_a_selection_of_a_site_is_a_site() -> None:

@@ -52,11 +52,11 @@ def test_rows_are_read_relative_to_their_file(folder: Path) -> None:
 
 def test_a_video_is_an_animation_or_a_folder_of_frames(folder: Path) -> None:
     frames = [Image.new("RGB", (8, 8), (0, 0, 60 * index)) for index in range(4)]
-    frames[0].save(folder / "film.gif", save_all=True, append_images=frames[1:])
-    (folder / "film").mkdir()
+    frames[0].save(folder / "video.gif", save_all=True, append_images=frames[1:])
+    (folder / "video").mkdir()
     for index, frame in enumerate(frames):
         frame.save(folder / f"video/{index}.png")
-    rows = [{"video": name, "question": "what?", "answer": "cat"} for name in ("film.gif", "film")]
+    rows = [{"video": name, "question": "what?", "answer": "cat"} for name in ("video.gif", "video")]
     video, files = load_data(write(folder, *rows), frames=2).questions
     assert video.is_video and video.images == ()
     assert len(video.video) == 2

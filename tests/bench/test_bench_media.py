@@ -104,7 +104,7 @@ def test_no_damage_raises_anything_but_a_bad_row(kind: str) -> None:
                 read(media.source_of({"bytes": bytes(damaged), "path": None}, Path()))
             except BadRow as error:
                 refused += 1
-                assert str(error).startswith("cannot read image as a ") and "\n" not in str(error)
+                assert str(error).startswith("cannot read image as a") and "\n" not in str(error)
     assert refused > 20
 
 
@@ -188,7 +188,7 @@ def test_more_packets_than_frames_are_no_matter(av: Any, tmp_path: Path, monkeyp
         def demux(self, stream: Any) -> list[Any]:
             return 2 * list(self.video.demux(stream))
 
-    monkeypatch.setattr(media, "_film", lambda *given: Video(opened(*given)))
+    monkeypatch.setattr(media, "_video", lambda *given: Video(opened(*given)))
     assert shades(read_video(source(path), 4)) == [2, 7, 12, 17]
 
 

@@ -213,9 +213,9 @@ def test_placeholders_in_questions_are_refused(folder: Path) -> None:
 
 
 def test_questions_that_do_not_fit_the_model_are_left_out_in_their_order(folder: Path) -> None:
-    (folder / "film").mkdir()
-    Image.new("RGB", (8, 6)).save(folder / "film/0.png")
-    video = {"video": "film", "question": "what?", "answer": "cat"}
+    (folder / "video").mkdir()
+    Image.new("RGB", (8, 6)).save(folder / "video/0.png")
+    video = {"video": "video", "question": "what?", "answer": "cat"}
     rows = [GOOD, {**GOOD, "question": "<image> what?"}, "{", video, {**GOOD, "question": "and?"}]
     data = load_data(write(folder, *rows), skip_bad=True)
     fit = left_out(data, misfits(data.questions, llava()))

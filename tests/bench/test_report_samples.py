@@ -116,7 +116,7 @@ def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
         assert (kept["random"], kept["downsample"], kept["pool"]) == (64, 64, 64)
         # random's drawing: a quarter of the patches is clear. downsample's: all of its 8 x 8 are.
         for one, side, clear in zip(sample["methods"], (16, 8), (64, 64), strict=False):
-            with Image.open(drawn / FOLDER / one["picture"]) as image:
+            with Image.open(drawn / FOLDER / one["image"]) as image:
                 pixels = np.asarray(image, int)
             cell = 320 // side
             inner = pixels.reshape(side, cell, side, cell, 3)[:, 4:-4, :, 4:-4].transpose(0, 2, 1, 3, 4)
@@ -209,10 +209,10 @@ def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, buil
     whole, divprune, pixels, chooser = sampled(tmp_path, subject, question, "divprune", "downsample", "view_select")
     assert (whole["tokens"], divprune["kept"]) == (total, round(total / 2))
     cell = drawing.FRAME_SIDE // (max(height, width) // 2)
-    with Image.open(tmp_path / FOLDER / divprune["picture"]) as image:
+    with Image.open(tmp_path / FOLDER / divprune["image"]) as image:
         assert image.size == (times * (width // 2) * cell + 6 * (times - 1), height // 2 * cell)
-    assert pixels["picture"] is None and "pixels of the video" in pixels["note"]
-    assert chooser["picture"] is None and "nothing to draw" in chooser["note"]
+    assert pixels["image"] is None and "pixels of the video" in pixels["note"]
+    assert chooser["image"] is None and "nothing to draw" in chooser["note"]
 
 
 def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:
     question = asked(images=images, question="is there a star?")
     whole, pool = sampled(tmp_path, Model(demo_model(), llava(), "shipped"), question, "pool")
     assert (whole["tokens"], pool["kept"]) == (512, 256)
-    with Image.open(tmp_path / FOLDER / pool["picture"]) as image:
+    with Image.open(tmp_path / FOLDER / pool["image"]) as image:
         assert image.size == (2 * drawing.FRAME_SIDE + 6, drawing.FRAME_SIDE)
     assert images[0].size == (120, 90)  # the run's own images are left as they are
 

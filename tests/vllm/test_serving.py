@@ -364,6 +364,7 @@ def test_batches_of_the_encoder_hold_what_was_measured() -> None:
 
 def test_nothing_else_imports_vllm() -> None:
     modules = ["tokenprune", "tokenprune.cli", "tokenprune.integrations.hf.decoder.engine"]
-    modules += [f"tokenprune.integrations.vllm.{name}" for name in ("settings", "plan", "select", "plugin", "runner")]
+    names = ("setting.settings", "setting.plan", "selection.before_llm", "plugin", "worker.runner")
+    modules += [f"tokenprune.integrations.vllm.{name}" for name in names]
     code = f"import sys; sys.modules['vllm'] = None; import {', '.join(modules)}; tokenprune.available_methods()"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

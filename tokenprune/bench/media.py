@@ -179,7 +179,8 @@ def _reading(name: str, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise BadRow(f"cannot read {short(name)} as a {kind}: {_reason(error)}") from error
+        article = "an" if kind.startswith("image") else "a"
+        raise BadRow(f"cannot read {short(name)} as {article} {kind}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -189,7 +189,7 @@ def to_rich(table: Table) -> RichTable:
     """Return the table for a terminal; its notes are left to the caller."""
     made = RichTable(title=table.title, title_justify="left", header_style="bold")
     for index, name in enumerate(table.columns):
-        made.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < 2)
+        made.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < min(2, len(table.columns) - 1))
     previous = None
     for row in table.rows:
         if table.grouped and previous not in (None, row[0].text):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tokenprune.guard.floors import Floors
 
 _SEEN = {
-    ("picture", "text"): "an image looks like text",
+    ("image", "text"): "an image looks like text",
     ("prompt", "text"): "a prompt asks to read, or for fine detail",
     ("prompt", "grounding"): "a prompt asks where something is, or for something by its place",
     ("prompt", "counting"): "a prompt asks to count",

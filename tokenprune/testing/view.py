@@ -145,7 +145,7 @@ class _Given(TokenSource):
 
     def __post_init__(self) -> None:
         text = {seen.name for name in self.of_text if (seen := find_observable_of_text(name)) is not None}
-        self.needs = frozenset(self.visual.keys() | text)
+        self.needs = frozenset(self.visual.keys() | text | {"frames"})  # which are known of images at least
 
     @property
     def hidden(self) -> Tensor:

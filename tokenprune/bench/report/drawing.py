@@ -98,7 +98,7 @@ def draw_samples(
         known = before.get("samples", ()) if before.get("keep") == keep else ()
         entry = next((one for one in known if _is_drawn(folder, one, entry)), entry)
         data["samples"].append(entry)
-        if "picture" in entry:
+        if "image" in entry:
             continue
         for index, (method, seed, each) in enumerate(_drawable(entry, methods)):
             step("samples", place * (1 + len(methods)) + index, total)
@@ -179,7 +179,7 @@ def _draw(
 ) -> None:
     """Draw what one method kept into a file, and fill its entry."""
     counted = "tokens" if method == UNPATCHED else "kept"
-    entry |= {counted: None, "picture": None, "note": ""}
+    entry |= {counted: None, "image": None, "note": ""}
     try:
         if method == UNPATCHED:
             image, entry[counted] = _whole(subject, question)
@@ -192,7 +192,7 @@ def _draw(
         image.save(folder / name, quality=80)
     except OSError as error:
         raise _cannot_write(folder / name, error) from error
-    entry["picture"] = name
+    entry["image"] = name
 
 
 def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
@@ -247,16 +247,16 @@ def _is_drawn(folder: Path, known: Any, entry: dict[str, Any]) -> bool:
         return False
     for theirs, ours in zip([known, *known["methods"]], [entry, *entry["methods"]], strict=False):
         same = isinstance(theirs, dict) and all(theirs.get(key) == ours[key] for key in ours if key != "methods")
-        if not same or "picture" not in theirs or "note" not in theirs:
+        if not same or "image" not in theirs or "note" not in theirs:
             return False
-        if theirs["picture"] is not None and not (folder / str(theirs["picture"])).is_file():
+        if theirs["image"] is not None and not (folder / str(theirs["image"])).is_file():
             return False
     return len(known["methods"]) == len(entry["methods"])
 
 
 def _tidy(folder: Path, data: dict[str, Any]) -> None:
     """Remove drawings that no question shows any more."""
-    shown = {one["picture"] for sample in data["samples"] for one in (sample, *sample["methods"])}
+    shown = {one["image"] for sample in data["samples"] for one in (sample, *sample["methods"])}
     for file in folder.glob("*.webp"):
         if file.name not in shown:
             try:

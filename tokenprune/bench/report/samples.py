@@ -117,7 +117,7 @@ def _count(value: Any) -> int | None:
 
 def _image(folder: Path, entry: Mapping[str, Any]) -> tuple[InputImage | None, str]:
     """Return the image that an entry names, and the words to show in its place or below it."""
-    name, note = entry["picture"], str(entry["note"])
+    name, note = entry["image"], str(entry["note"])
     if name is None:
         return None, note
     # The folder may come from anybody: no file outside it, and nothing that is no small image.

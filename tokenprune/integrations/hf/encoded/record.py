@@ -33,7 +33,7 @@ class EncoderRecord:
     frames: how many frames of each video reach the decoder. The engine, or an adapter that merges images itself, writes
         it by `start_record`; segments.py (a budget for each frame) and block_attention.py read it.
     owners: which merged token each token is part of that entered the tower: long `[T, N]` for T tiles of N tokens, or
-        one long `[N]` for each image where these are packed. Written by `TowerPatch.leave_tokens`, read by `after_encode`.
+        one long `[N]` for each image where these are packed. Written by `leave_tokens`, read by `after_encode`.
     block_tokens: how many tokens entered each block of the tower, all images together. Written by
         `TowerPatch.leave_tokens`, read by its `before_decoder`.
     groups: for each image, for each of its features, the first feature that is the same merged token, long

@@ -119,7 +119,7 @@ class Verdict:
         """(source, kind) of all that a segment is exposed to. value: how much its image looks like text."""
         found = [("prompt", kind) for kind in (self.prompts or {}).get(row, ())]
         if value is not None and value > self.guard.settings.text_limit:
-            found.append(("picture", "text"))
+            found.append(("image", "text"))
         return found
 
     def kinds(self, row: int, value: float | None) -> set[str]:
