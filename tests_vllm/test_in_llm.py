@@ -156,7 +156,7 @@ class TestDart:
                 engine.generate([engine.request(prompt, images, override)])
 
     def test_a_prompt_that_ends_with_a_image(self, engine: Engine, reference: Any) -> None:
-        """Its last token speaks; if that one left, the last that did not."""
+        """Its last token speaks, and stays whatever the method says."""
         for seed in range(4):
             images = engine.checkpoint.images(1, seed=seed)
             (output,) = engine.generate([engine.request("look: <image>", images)], 1)

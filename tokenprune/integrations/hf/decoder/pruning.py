@@ -13,12 +13,12 @@ from tokenprune.integrations.hf.attention.observer import Seen
 from tokenprune.integrations.hf.decoder.carry import Carries, carry_of
 from tokenprune.integrations.hf.decoder.kept_inputs import release
 from tokenprune.integrations.hf.decoder.method_inputs import Sources
-from tokenprune.integrations.hf.decoder.row_ends import keep_row_ends
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
+from tokenprune.integrations.shared.row_ends import keep_row_ends
 from tokenprune.integrations.shared.selection import merge_tokens, validate_selection
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device

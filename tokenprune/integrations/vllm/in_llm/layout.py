@@ -70,11 +70,13 @@ def pieces_of(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list
 
 @dataclass(frozen=True)
 class Share:
-    """One request's share of a step: tokens `computed` to `end` of its prompt and answer."""
+    """One request's share of a step: tokens `computed` to `end` of its prompt and answer. prompt: tokens of its prompt,
+    where that is known."""
 
     computed: int
     end: int
     pieces: Sequence[Piece]
+    prompt: int | None = None
 
     @cached_property
     def cut(self) -> list[Piece]:

@@ -108,7 +108,9 @@ class Reducer:
             places = [[place - cut.share.computed for place in piece.places] for piece in pieces]
             ordinals, modalities = [one.ordinal for one in pieces], [one.modality for one in pieces]
             segments = segments_of(places, ordinals, modalities, cut.grids, device)
-            keep = choose(self.method, segments, [piece.keep for piece in pieces], self._seen(cut, state))
+            # The last token of a prompt stays, as on the Hugging Face side: the answer begins there.
+            last = None if cut.share.prompt is None else cut.share.prompt - 1 - cut.share.computed
+            keep = choose(self.method, segments, [piece.keep for piece in pieces], self._seen(cut, state), last)
             gone = cut.start + segments.position[segments.mask & ~keep]
             stays[gone] = False
         step.attended = step.entered = None

@@ -84,7 +84,8 @@ class InLLM:
                 found = features, len(features), self._find(features, runner)
             known[name] = found
             computed = int(batch.num_computed_tokens_cpu[row])
-            shares.append(Share(computed, computed + int(starts[row + 1] - starts[row]), found[2]))
+            end, prompt = computed + int(starts[row + 1] - starts[row]), runner.requests[name].num_prompt_tokens
+            shares.append(Share(computed, end, found[2], prompt))
         self._known = known
         return shares
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.base import Pruner
+from tokenprune.base import Pruner, Selection
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.observation import Observation
+from tokenprune.integrations.shared.row_ends import keep_row_ends
 from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, exact_keep
 from tokenprune.observable import Backend, Observable
 from tokenprune.observable_registry import not_served, served_by
@@ -93,13 +94,17 @@ def segments_of(
     return made.to(device)
 
 
-def choose(method: Pruner, segments: Segments, keep: list[int], seen: Seen) -> Tensor:
-    """bool `[S, N]`: which tokens go on; raises TokenPruneError if the method keeps other numbers than `keep`."""
+def choose(method: Pruner, segments: Segments, keep: list[int], seen: Seen, last: int | None = None) -> Tensor:
+    """bool `[S, N]`: which tokens go on; raises TokenPruneError if the method keeps other numbers than `keep`.
+
+    last: place of the prompt's last token in this step, which stays if it is a visual one.
+    """
     with torch.no_grad():
         selection = method.select(VisualTokens(segments, keep, seen))
     if selection.assign is not None:
         raise TokenPruneError("it merges tokens, and they can only be dropped here")
-    return exact_keep(selection, segments, method, keep)
+    stays = exact_keep(selection, segments, method, keep)
+    return stays if last is None else keep_row_ends(Selection(stays), segments, keep, [(0, last)]).keep
 
 
 def probe(method: Pruner) -> None:
