@@ -138,7 +138,7 @@ def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpo
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     wrong = [
         ({"exact": False}, OptionError, "pass exact=True"),
-        ({"vtu": "exact"}, OptionError, "vtu=exact changes attention inside the language model"),
+        ({"vtu": "expanded"}, OptionError, "vtu=expanded changes attention inside the language model"),
         ({"thresholds": "/etc/passwd"}, OptionError, "belongs to the server's setting"),
         ({"method": "dymu", "thresholds": "x"}, OptionError, "belongs to the server's setting"),
         ({"keep": 0.25}, BudgetError, "was not calibrated"),

@@ -19,7 +19,7 @@ from families.special import FAMILIES as SPECIAL
 from oracle import close, generate_logits
 from tests.engine.test_cache import words
 from tests.families.test_families_special import PROBES, NextProbe
-from tests.tower.test_packed_encoder import images, small_processor
+from tests.tower.test_packed_encoder import photos, small_processor
 from tokenprune import Site
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from zoo import FAMILIES, Family
@@ -46,7 +46,7 @@ RECORDED_IDS = ["divprune", "fastv", "pool", "vscan", "pool+dart", "tome", "evic
 def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
     """Arguments under which a method acts on the zoo's models."""
     if method == "dymu":
-        seen = inputs["pixel_values"] if model.config.model_type == "llava" else images([(48, 64), (64, 40)])
+        seen = inputs["pixel_values"] if model.config.model_type == "llava" else photos([(48, 64), (64, 40)])
         processor = None if model.config.model_type == "llava" else small_processor()
         return dict(
             keep=0.5, thresholds=tokenprune.calibrate(model, seen, processor=processor, keep=0.5, progress=False)

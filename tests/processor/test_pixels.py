@@ -86,9 +86,9 @@ SMALL = {"size": {"shortest_edge": 112}, "crop_size": {"height": 112, "width": 1
 @torch.no_grad()
 def test_unpatch_gives_all_back(demo: Any) -> None:
     processor, image = llava(), photo(300, 200)
-    before, model_before = state(processor), snapshot(demo)
-    inputs = asked(processor, image)
+    before, inputs = state(processor), asked(processor, image)
     logits = demo(**inputs).logits
+    model_before = snapshot(demo)  # transformers installs hooks of its own on first use
     tokenprune.patch(demo, "downsample", keep=0.25, processor=processor)
     assert state(processor)[0] != before[0]
     assert state(processor)[1:] == before[1:], "a patched processor prints and saves as it did"
