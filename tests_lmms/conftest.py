@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             checkpoint = (CHECKPOINTS | MORE)[name]
             written[name] = checkpoint.write(tmp_path_factory.mktemp(name))
             processor = checkpoint.processor()
-            template = TEMPLATE.replace("PICTURE", checkpoint.image).replace("FILM", checkpoint.video or "")
+            template = TEMPLATE.replace("IMAGE", checkpoint.image).replace("VIDEO", checkpoint.video or "")
             processor.chat_template = processor.tokenizer.chat_template = template
             processor.save_pretrained(written[name])
         return written[name]

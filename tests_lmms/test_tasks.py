@@ -14,8 +14,7 @@ from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.model import SHORT
 from tokenprune.bench.scenes import KINDS
-from tokenprune.integrations.lmms_eval import TASKS
-from tokenprune.lmms_eval import suite
+from tokenprune.lmms_eval import TASKS, suite
 
 VARIANTS = {"": (SHORT, 16), "_plain": ("", 4)}
 

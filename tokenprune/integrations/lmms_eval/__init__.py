@@ -1,2 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept for `python -m tokenprune.integrations.lmms_eval`: the model for lmms-eval is `tokenprune.lmms_eval`."""
+"""The older name of `tokenprune.lmms_eval`, kept for commands and imports that use it."""
+
+import importlib
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(importlib.import_module("tokenprune.lmms_eval"), name)
