@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.errors import BudgetError
@@ -90,10 +90,6 @@ class Budget:
     def is_identity(self) -> bool:
         """Whether this keeps every token of any image."""
         return self.keep == 1 and not isinstance(self.keep, numbers.Integral)
-
-    # What the counts of `resolve` are of: those that arrive at a cut, or ("original", of one of several cuts, see
-    # schedule.py) those that arrived at its method's first one.
-    relative_to: ClassVar[str] = "arriving"
 
     def resolve(
         self,

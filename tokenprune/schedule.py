@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.budget import TARGETS, Budget
@@ -77,8 +77,6 @@ class StageBudget(Budget):
     total: Budget | None = None
     cuts: tuple[tuple[int, float], ...] = ()
     index: int = 0
-
-    relative_to: ClassVar[str] = "original"
 
     def resolve(
         self,

@@ -151,7 +151,7 @@ _REASONS = {
 REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
 
 # Families that hand the decoder one feature for each patch of a tower, at most newlines between; or one for each unit
-# of 2 x 2 patches that stand together in a packed tower (packed_encoder.py).
+# of 2 x 2 patches that stand together in a packed tower (tower/packed_merging.py).
 PATCH_TOKENS = {"llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 UNMERGEABLE = {
     "gemma3": "it averages 4 x 4 patches (or the like) of its grid to a token, behind the tower",

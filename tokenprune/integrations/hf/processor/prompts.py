@@ -124,6 +124,6 @@ def intercepted(
         with around(given["images"], given["text"]) as (given["images"], given["text"]):
             return before.__call__(*bound.args, **bound.kwargs)
 
-    # As in pixels.py: a subclass of the same name shows in nothing that the processor prints or saves.
+    # As in resizing.py: a subclass of the same name shows in nothing that the processor prints or saves.
     own = {"__call__": call, "__module__": before.__module__, "__doc__": before.__doc__}
     return type(before.__name__, (before,), own | names)

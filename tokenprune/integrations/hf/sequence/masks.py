@@ -2,7 +2,7 @@
 """Attention masks for a sequence from which tokens were removed.
 
 transformers builds masks for the caller's full ("logical") sequence, because a reduced cache reports its logical length
-(cache.py). Each decoder layer then needs the rows and columns of the tokens that this very layer still holds.
+(reduced_cache.py). Each decoder layer then needs the rows and columns of the tokens that this very layer still holds.
 Causality, padding, sliding windows and image-wide attention all survive such a gather exactly.
 """
 
