@@ -27,7 +27,7 @@ class EncoderRecord:
     """Everything that a patch leaves on the output of one `get_image_features` or `get_video_features`.
 
     Each field has one writer, and is None where that does not stand in the patch or could not tell. `owners` and
-    `attention` are set as the vision tower ends, the others behind it (`Part.after_encode`). Counts and grids are on the host.
+    `attention` are set as the vision tower ends, the others behind it (`after_encode`). Counts and grids are on the host.
 
     grids: (frames, height, width) in tokens of each image or video. The engine writes it; segments.py reads it.
     frames: how many frames of each video reach the decoder. The engine, or an adapter that merges images itself, writes
@@ -40,7 +40,7 @@ class EncoderRecord:
         `[features]`. Written by `TowerPatch.after_encode`, read by its `before_decoder`.
     attention: for each observable and block that was read, pieces of float32 `[rows, patches, C]`. Written by
         `EncoderAttention` as the tower ends, and taken away by its `after_encode`.
-    encoded: the same brought to the visual tokens. Written by `EncoderAttention.after_encode`, read by `EncodedTokens`.
+    encoded: the same brought to the visual tokens. Written by `EncoderAttention`, read by `EncodedTokens`.
     looks: how much each image looks like text. Written by `GuardPart.after_encode`, read by guard/pixels.py.
     """
 
