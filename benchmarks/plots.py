@@ -13,7 +13,7 @@ from typing import Any
 
 from common import RESULTS, read
 
-from tokenprune.bench.plot import curve, panels, png
+from tokenprune.bench.report.png import curve, panels, png
 
 
 def efficiency(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:

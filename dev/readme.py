@@ -177,7 +177,7 @@ def main() -> None:
     for path in stale:
         path.write_text(generated()[path])
     if BENCH.exists():
-        from tokenprune.bench.plot import plot_png
+        from tokenprune.bench.report.png import plot_png
 
         (ROOT / "docs/images/bench.png").write_bytes(plot_png(_results()))
 

@@ -16,7 +16,7 @@ from tokenprune.bench import contact_sheet, draw, paired, results, significance,
 from tokenprune.bench.backend import patched_by
 from tokenprune.bench.model import Model, load
 from tokenprune.bench.plan import passes_of
-from tokenprune.bench.plot import plot_png
+from tokenprune.bench.report.png import plot_png
 from tokenprune.bench.scenes import KINDS
 from tokenprune.errors import (
     OptionError,
