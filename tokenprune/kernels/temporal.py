@@ -50,6 +50,28 @@ def frame_means(x: Tensor, mask: Tensor) -> Tensor:
     return x.float().masked_fill(~real, 0).sum(2) / real.sum(2).clamp(min=1)
 
 
+def quiet_channels(x: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
+    """float32 `[S, F, P, D // 2]`: the tokens `[S, F, P, D]` on the half of the channels that varies least over those
+    in `seen`, of length 1; zeros for padding (VidCom2).
+
+    mask, seen: bool `[S, F, P]`. Of channels that vary alike the lower ones are taken; of a single one that one.
+    """
+    real, number = seen.unsqueeze(-1), seen.sum((1, 2)).clamp(min=1)[:, None, None, None]
+    x = x.float()
+    mean = x.masked_fill(~real, 0).sum((1, 2), keepdim=True) / number
+    variance = ((x - mean).masked_fill(~real, 0).square().sum((1, 2), keepdim=True) / number).flatten(1)
+    least = variance.argsort(dim=1, stable=True)[:, : max(1, x.shape[-1] // 2)].sort(1).values
+    x = x.gather(3, least[:, None, None].expand(*x.shape[:3], -1))
+    return _unit(x).masked_fill(~mask.unsqueeze(-1), 0)
+
+
+def likeness(x: Tensor, centre: Tensor) -> Tensor:
+    """float32 `[...]`: how near the vectors `[..., D]` of `x` are to those of `centre`, broadcast: the sum of Gaussians
+    of the distance, of variances from 1/8 to 2 (VidCom2)."""
+    squared = (x - centre).square().sum(-1)
+    return sum(torch.exp(-squared / (2 * variance)) for variance in (1 / 8, 1 / 4, 1 / 2, 1, 2))
+
+
 # -- where a video falls into segments ---------------------------------------------------------------------------------
 
 
