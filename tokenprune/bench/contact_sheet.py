@@ -188,8 +188,13 @@ def grids_of(subject: Model, inputs: dict[str, Any], images: int, video: bool) -
             )
         side = math.isqrt(count // images)
         told = told or [(1, side, side)] * images
+    behind = 0
+    if video and told is None:  # frames of one square each, and what follows the last (a newline)
+        (frames,), behind = subject.adapter.video_frames(inputs) or [0], subject.adapter.behind_video
+        side = math.isqrt((count - behind) // frames) if frames else 0
+        told = [(frames, side, side)]
     grids = [(height, width) for times, height, width in told or [] for _ in range(times)]
-    if not grids or sum(height * width for height, width in grids) != count:
+    if not grids or sum(height * width for height, width in grids) != count - behind:
         raise UnsupportedSetupError(f"the {count} visual tokens of {family!r} form no grids that `show` knows of")
     return grids
 

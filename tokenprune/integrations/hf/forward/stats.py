@@ -207,21 +207,25 @@ def _cut_record(
     if padding is not None:
         positions = positions.masked_fill(padding.to(positions.device).gather(1, layout.index), -1)
     cut = partial(Cut, step.method.site, step.layer, step.method.name)
-    return partial(_add_cut, cut, call.past, positions, selection.assign, before)
+    return partial(_add_cut, cut, call.past, positions, selection, before)
 
 
 def _add_cut(
-    cut: Callable[..., Cut], past: int, positions: Tensor, assign: Tensor | None, before: Segments, stats: Stats
+    cut: Callable[..., Cut], past: int, positions: Tensor, selection: Selection, before: Segments, stats: Stats
 ) -> None:
     kept = [[past + p for p in row if p >= 0] for row in positions.tolist()]
-    sources = None
-    if assign is not None:
-        sources = [{} for _ in kept]
-        targets, place = assign.tolist(), before.position.tolist()
+    sources = weights = None
+    if selection.assign is not None:
+        sources, weighted = [{} for _ in kept], selection.weight is not None
+        weights = [{} for _ in kept] if weighted else None
+        targets, place = selection.assign.tolist(), before.position.tolist()
+        shares = selection.weight.tolist() if weighted else None
         for segment, row in enumerate(before.row):
             for index in range(before.counts[segment]):
                 target = targets[segment][index]
                 if target >= 0:
                     key = past + place[segment][target]
                     sources[row].setdefault(key, []).append(past + place[segment][index])
-    stats.cuts.append(cut(kept, sources))
+                    if weighted:
+                        weights[row][past + place[segment][index]] = shares[segment][index]
+    stats.cuts.append(cut(kept, sources, weights=weights))
