@@ -24,7 +24,7 @@ TEMPLATE = (
 )
 
 
-def write_tiny_video_model(folder: Path, patch: int = 16) -> Path:
+def write_tiny_video_model(folder: Path, patch: int = 28) -> Path:
     """Write the model; a token is twice `patch` pixels wide, and two frames deep."""
     tokenizer = special_tokenizer(
         image_token="<|image_pad|>", video_token="<|video_pad|>", start="<|vision_start|>", end="<|vision_end|>"

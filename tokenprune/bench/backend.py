@@ -90,7 +90,9 @@ class HfBackend:
     def alone(self, setting: Setting) -> bool:
         """A method that looks at an image to size it goes image by image: in a batch, LLaVA's processor would make
         all of them one size. Two passes take one prompt at a time."""
-        return _is_escalate(setting) or any(isinstance(method, ResizeMethod) and method.by_content for method in _methods(setting))
+        return _is_escalate(setting) or any(
+            isinstance(method, ResizeMethod) and method.by_content for method in _methods(setting)
+        )
 
     @contextmanager
     def answering(self, setting: Setting) -> Iterator[Answer]:

@@ -155,7 +155,9 @@ def _videos(number: int) -> DrawnSet:
             [first_frame(one) for one in questions],
             {kind: CHANCE[kind] for kind in VIDEO_KINDS if kind != "still"},
         ),
-        Control("shuffled frames", [shuffled(one) for one in questions], {kind: CHANCE_SHUFFLED[kind] for kind in TIMED}),
+        Control(
+            "shuffled frames", [shuffled(one) for one in questions], {kind: CHANCE_SHUFFLED[kind] for kind in TIMED}
+        ),
     ]
     # Eight frames are four, or eight, to the decoder: far fewer than blocks are made for.
     blocks = {"sink_frames": 1, "block_frames": 1, "min_frames": 2}

@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
 from tokenprune.accounting import DecoderShape
+from tokenprune.bench.media import BadRow, check_sizes
 from tokenprune.errors import DataError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 
@@ -67,7 +68,12 @@ class Model:
         return self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
     def video_inputs(self, frames: Sequence[Image.Image], question: str) -> dict[str, Any]:
-        """Return the model's arguments for one question about a video; all frames are taken."""
+        """Return the model's arguments for one question about a video; all frames are taken. Raises DataError for
+        frames of several sizes, and for what the model's processor refuses."""
+        try:
+            check_sizes(frames)
+        except BadRow as error:
+            raise DataError(f"{question!r} is about a video, and {error}") from error
         video = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
         return self._asked([[{"type": "video", "video": video}]], [question], do_sample_frames=False)
 

@@ -80,7 +80,6 @@ class Plan:
         if not self.keeps or not self.seeds:
             raise OptionError("a benchmark needs at least one keep and one seed")
 
-
     def rows(self) -> list[tuple[str, float | int]]:
         """Return each (method, keep) that is run; a method that removes no tokens has one keep."""
         return [

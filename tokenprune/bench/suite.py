@@ -247,7 +247,9 @@ class Bench:
 
 
 def _cost(batches: dict[int, Batch]) -> Stats:
-    told = ({name: value for name, value in cost.items() if name != EVIDENCE} for _, (_, cost) in sorted(batches.items()))
+    told = (
+        {name: value for name, value in cost.items() if name != EVIDENCE} for _, (_, cost) in sorted(batches.items())
+    )
     return sum((Stats(**cost) for cost in told), Stats())
 
 

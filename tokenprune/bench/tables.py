@@ -70,9 +70,14 @@ def _groups(results: Results) -> Table:
 
 
 def _evidence(results: Results) -> Table:
-    names = [name for name in ("", *results.kinds, *results.groups) if any(name in row.evidence for row in results.rows)]
+    names = [
+        name for name in ("", *results.kinds, *results.groups) if any(name in row.evidence for row in results.rows)
+    ]
     rows = [
-        [*map(Cell, _label(row)), *(Cell(f"{100 * row.evidence[name]:.0f}" if name in row.evidence else "") for name in names)]
+        [
+            *map(Cell, _label(row)),
+            *(Cell(f"{100 * row.evidence[name]:.0f}" if name in row.evidence else "") for name in names),
+        ]
         for row in results.rows
         if row.evidence
     ]
