@@ -96,8 +96,10 @@ def without(
     past = seen_before(cache, layer) if past is None else past
     assert mask is None or mask.ndim == 4, "the oracle knows masks made for sdpa or eager attention, and no mask"
     held = 0
-    if past and mask is None:  # a layer that shares the keys of another has no cache of its own
-        held = cache.layers[layer].keys.shape[-2] if layer < len(cache.layers) else past
+    if past and mask is None:
+        # A layer that shares the keys of another has no cache of its own, or one without keys (transformers 5.23).
+        stored = getattr(cache.layers[layer], "keys", None) if layer < len(cache.layers) else None
+        held = past if stored is None else stored.shape[-2]
     keys = queries + held if mask is None else mask.shape[-1]
     alive = alive.repeat_interleave(batch // alive.shape[0], dim=0)
     alive = torch.cat([alive, alive.new_ones(batch, past + queries - alive.shape[1])], 1)  # generated tokens
