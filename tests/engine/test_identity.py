@@ -55,6 +55,7 @@ def test_forward_is_bit_equal(method: str, family: Family, model, batch: str) ->
     assert torch.equal(after.logits, before.logits)
 
 
+@pytest.mark.few_families
 def test_generate_is_bit_equal(method: str, family: Family, model) -> None:
     check_takes(family, method)
     inputs = family.make_inputs()

@@ -191,6 +191,7 @@ def test_threads(method: str, family: Family, model) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_text_only(method: str, family: Family, model) -> None:
     inputs, images = family.make_inputs(images=(0, 0)), family.make_inputs()
