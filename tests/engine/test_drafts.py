@@ -230,8 +230,12 @@ def test_drafts_are_accepted(name: str, build) -> None:
     assert forwards[0] == text["input_ids"].shape[1] and len(forwards) <= 4
 
 
-@pytest.mark.parametrize("method", MODEL_METHODS)
-@pytest.mark.parametrize("name", NAMES)
+# A draft is asked for nothing but tokens: what may go wrong is its cache, which is cropped after each refusal.
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*(("llava", method) for method in ("divprune", "pool", "fastv", "vscan", "dyrate")), ("gemma3", "fastv"),
+     ("qwen2_5_vl", "fastv")],
+)  # fmt: skip
 def test_a_patched_draft(name: str, method: str, build) -> None:
     """Whatever a patched draft proposes, the model writes what it would have written."""
     family = FAMILIES[name]

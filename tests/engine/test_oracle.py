@@ -61,6 +61,7 @@ def compare_forward(family: Family, model: Any, method: Any, inputs: Any, keep: 
     assert torch.equal(got[gone], hole.expand_as(got[gone]))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize(("family", "batch"), CASES)
 def test_forward(method: str, family: Family, batch: str, build) -> None:
@@ -89,12 +90,14 @@ def test_generate_of_videos(method: str, name: str, build) -> None:
     check_generate(method, FAMILIES[name], build(FAMILIES[name]), {"images": (1, 0), "video": (5, 5)})
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layer", [1, 3])
 @pytest.mark.parametrize("method", [m for m in MODEL_METHODS if options(m, 1)])
 def test_other_layers(method: str, layer: int, family: Family, model) -> None:
     compare_forward(family, model, method, family.make_inputs(images=(1, 2)), 0.2, layer=layer)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize("batch", ["ragged", "one row"])
 def test_generate(method: str, family: Family, model, batch: str) -> None:
@@ -115,6 +118,7 @@ def check_generate(method: str, family: Family, model: Any, batch: dict[str, Any
     close(got[:, 1:], want[:, 1:])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
 @pytest.mark.parametrize("batch", ["right", "text beside", "no padding"])
 def test_generate_other_batches(method: str, family: Family, model, batch: str) -> None:

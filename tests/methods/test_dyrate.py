@@ -90,6 +90,7 @@ def test_equals_masking(name: str, build) -> None:
         close(got, generate_logits(model, inputs, 7, tokens=tokens)[0])
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
 def test_modes_agree(batch: dict, family: Family, model) -> None:
     inputs = family.make_inputs(**batch)
