@@ -88,7 +88,7 @@ class DrawnSet:
     """A set as a benchmark asks it.
 
     options: of methods whose own do not fit this set. groups: for each question the group beside its kind (its ground)
-    by which results are told apart; none.
+    by which results are kept apart; none.
     """
 
     name: str

@@ -122,7 +122,7 @@ class Results:
 
     @property
     def groups(self) -> list[str]:
-        """Groups beside the kinds by which questions are told apart (the grounds of videos), in their order."""
+        """Groups beside the kinds by which questions are kept apart (the grounds of videos), in their order."""
         return list(dict.fromkeys(self.header.get("group_of_question", ())))
 
     @property
