@@ -192,6 +192,7 @@ class ResizeMethod(Method):
     """Base of the methods that resize images before they are encoded (PRE_ENCODER); a subclass implements `shares`."""
 
     site: ClassVar[Site] = Site.PRE_ENCODER
+    videos: ClassVar[bool] = False  # whether frames of videos shrink too, each by `keep`; may be an option
 
     @property
     def reads_question(self) -> bool:

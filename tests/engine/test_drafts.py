@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
 import tokenprune
-from basics import METHODS, MODEL_METHODS, VIDEO_METHODS, snapshot
+from basics import METHODS, VIDEO_METHODS, snapshot
 from families.special import FAMILIES as SPECIAL
 from oracle import close, generate_logits
 from tests.engine.test_cache import words

@@ -44,7 +44,8 @@ class VideoFrames(Part):
             if "video" not in adapter.placeholders:
                 raise UnsupportedSetupError(
                     f"{name} acts on videos, and prompts of {self.family!r} hold none: its config names no video "
-                    "token; use a method that acts on images too, such as divprune"
+                    "token. Frames that its processor hands over as images have a budget each: use a method that acts "
+                    "on images too, such as uniform or divprune"
                 )
             if not adapter.tells_frames:
                 raise UnsupportedSetupError(
@@ -70,7 +71,9 @@ class VideoFrames(Part):
             count = call.segments.counts[unknown[0]]
             raise UnsupportedSetupError(
                 f"{self.names[0]} compares the frames of a video, and nothing tells which of the {count} tokens of "
-                f"this one of {self.family!r} are a frame: pass its pixels to the patched model"
+                f"this one of {self.family!r} are a frame: pass its pixels to the patched model. Frames that the "
+                "processor dropped, or joined, leave numbers that do not split; then use a method that compares no "
+                "frames, such as divprune"
             )
         if any(images):
             for name in self.names:

@@ -16,6 +16,7 @@ from tokenprune.budget import Budget
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.processor.marker import MARK, refuse_second_patch
 from tokenprune.integrations.hf.processor.prompts import PromptReader, intercepted
+from tokenprune.integrations.hf.processor.videos import smaller_videos
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.resizing import Resizer
 
@@ -55,6 +56,9 @@ class PixelPatch(Attachable):
         self.swap_class(self.resizer.image_processor, type(before.__name__, (before,), names))
         if self.resizer.identity:
             return
+        method, videos = self.resizer.method, getattr(self.processor, "video_processor", None)
+        if method.videos and videos is not None:
+            self.swap_class(videos, smaller_videos(type(videos), method.name, float(self.resizer.budget.keep)))
         if self.prompts is not None:
             self.swap_class(self.processor, intercepted(self.processor, self._around, {}))
         if self.resizer.resizing == "target":
