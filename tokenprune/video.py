@@ -10,11 +10,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tokenprune.base import Pruner, Selection
+from tokenprune.base import Method, Pruner, Selection
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.temporal import by_frame
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+
+
+def compares_frames(method: Method | None) -> bool:
+    """Return whether a method reads which frame of a video tokens are of: then it acts on videos alone."""
+    return method is not None and bool(observables_of(method.needs, Where.FRAMES))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tokenprune.files import File
 from tokenprune.integrations.shared.composition import check_places
 from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY, check_method, servable
 from tokenprune.setting import Entry, Layer, parse, plain, short
+from tokenprune.video import compares_frames
 
 __all__ = ["IN_LLM", "KEY", "Setting", "check_method", "check_override", "servable"]
 
@@ -61,6 +62,10 @@ class Setting:
     def removes_nothing(self) -> bool:
         """Whether every feature of the encoder stays in the prompt."""
         return self.method is None or self.in_llm or Budget.of(self.keep).is_identity()
+
+    def without_method(self) -> Setting:
+        """Return what is left of the setting where `method` does not act."""
+        return dataclasses.replace(self, method=None, keep=1.0, files=())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the setting with nothing left implicit; `Setting.of` reads it."""
@@ -147,6 +152,11 @@ def _checked(layer: Layer) -> Setting:
     method, keep, files = (others or [(None, 1.0, ())])[0]
     if per == "frame" and method is not None and method.site is not Site.PRE_LLM:
         raise OptionError(f'{KEY}: per="frame" goes with methods that act on the features, not with {method.name}')
+    if per == "frame" and compares_frames(method):
+        raise BudgetError(
+            f"{KEY}: {method.name} compares the frames of a video, so the whole video has one budget: leave out "
+            'per="frame"'
+        )
     return Setting(method, keep, *(pixels or [(None, 1.0)])[0][:2], per, in_llm, files)
 
 
