@@ -135,8 +135,8 @@ def _by_rows(of: Callable[..., Tensor], entries: int, *given: Tensor) -> Tensor:
 def components(near: Tensor, threshold: float | None = None) -> Tensor:
     """Return for each node the lowest index of its connected component, long `[..., n]`. Waits for the device.
 
-    near: bool `[..., n, n]`, symmetric, whether two nodes are connected; or float `[n, D]`, vectors of length 1 that are
-    connected where their cosine is above `threshold`, whose table is never in memory as a whole if it is large.
+    near: bool `[..., n, n]`, symmetric, whether two nodes are connected; or float `[n, D]`, vectors of length 1, which
+    are connected where their cosine is above `threshold`, whose table is never in memory as a whole if it is large.
     """
     if threshold is None:
         return _components(lambda label: torch.where(near, label.unsqueeze(-2), near.shape[-1]).amin(-1), near[..., 0])

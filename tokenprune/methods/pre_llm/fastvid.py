@@ -120,8 +120,8 @@ class FastVID(VideoMerger):
 
 
 def nearest_anchor(first: Tensor, anchors: Tensor) -> Tensor:
-    """long `[V, F]`: for each frame the nearest anchor frame of its segment, of two the earlier; -1 where there is none.
-    first: long `[V, F]`, see `first_frames`; anchors: bool `[V, F]`."""
+    """long `[V, F]`: for each frame the nearest anchor frame of its segment, of two the earlier; -1 where there is
+    none. first: long `[V, F]`, see `first_frames`; anchors: bool `[V, F]`."""
     frames = first.shape[1]
     index = torch.arange(frames, device=first.device)
     apart = 2 * (index[:, None] - index).abs() + (index > index[:, None])

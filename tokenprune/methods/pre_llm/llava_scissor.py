@@ -89,8 +89,8 @@ class LLaVAScissor(VideoMerger):
 
 
 class _Found(NamedTuple):
-    """Representatives: mean, float32 `[C, D]`; size, long `[C]`, of how many means each is the mean; of, long `[n]`, the
-    representative of the component that each token is in; degree, long `[n]`, neighbours of each in its frame."""
+    """Representatives: mean, float32 `[C, D]`; size, long `[C]`, of how many means each is the mean; of, long `[n]`,
+    the representative of the component that each token is in; degree, long `[n]`, neighbours of each in its frame."""
 
     mean: Tensor
     size: Tensor

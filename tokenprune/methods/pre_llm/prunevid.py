@@ -40,8 +40,8 @@ _NEIGHBOURS = 7
 @register("prunevid", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2412.16117, ACL 2025 Findings", merges=True)
 @dataclass(frozen=True)
 class PruneVid(VideoMerger):
-    """Merge what stands still in a scene of a video, cluster what is left, and keep inside the decoder what some word of
-    the question attends to (PruneVid).
+    """Merge what stands still in a scene of a video, cluster what is left, and keep inside the decoder what some word
+    of the question attends to (PruneVid).
 
     Scenes are clusters of frames, made contiguous. A place whose tokens are alike throughout a scene, by the mean of
     all pairs' cosines, becomes its mean over time. The still places of a scene, and the other tokens of each frame, are
@@ -58,8 +58,8 @@ class PruneVid(VideoMerger):
     Source: Huang et al., "PruneVid: Visual Token Pruning for Efficient Video Large Language Models", from its formulas
     alone.
 
-    Differs from the paper: counts are exact, in proportion to what scenes and frames hold (there half of each, unless it
-    is 14 tokens or fewer); where more is kept than merging leaves, the still tokens least similar to the one before
+    Differs from the paper: counts are exact, in proportion to what scenes and frames hold (there half of each, unless
+    it is 14 tokens or fewer); where more is kept than merging leaves, the still tokens least similar to the one before
     stay by themselves; a cluster stands where its centre stood; a scene of one frame has nothing still; the second cut
     leaves the caches of the layers before it as they are. Which stretch of frames a split cluster keeps, and what the
     others join, is ours: the longest, and the longer neighbour, of equal ones the earlier.
