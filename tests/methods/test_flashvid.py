@@ -15,7 +15,6 @@ import tokenprune
 from tests.kernels.test_temporal import naive_segments, naive_shares
 from tests.methods.test_methods import naive_divprune
 from tokenprune import Budget, OptionError
-from tokenprune.testing import check_method
 from videos import attention_of, best, check_counts, clusters, compare, cos, given, mean, moving, same, select
 from videos import shares_of as groups_of
 
@@ -150,8 +149,3 @@ def _shape(layers: int) -> Any:
     from tokenprune.accounting import DecoderShape
 
     return DecoderShape(layers, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16)
-
-
-def test_it_keeps_the_rules() -> None:
-    check_method("flashvid")
-    check_method(tokenprune.method("flashvid", inner=False, picks=0.3))

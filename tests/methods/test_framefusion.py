@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.methods.test_methods import naive_uniform
-from tokenprune.testing import check_method
 from videos import best, check_counts, compare, cos, given, moving, select, shares_of
 
 
@@ -78,7 +77,3 @@ def test_less_than_a_frame_is_told() -> None:
         tokens = given([video], [keep], [(4, 4)])
         select("framefusion", tokens)
         assert any("thinned like by uniform" in note for note in tokens._source.notes) == said
-
-
-def test_it_keeps_the_rules() -> None:
-    check_method("framefusion")

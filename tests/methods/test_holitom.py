@@ -13,7 +13,7 @@ from torch import Tensor
 import tokenprune
 from tests.kernels.test_temporal import naive_shares
 from tokenprune import Budget, OptionError
-from tokenprune.testing import check_method, visual_tokens
+from tokenprune.testing import visual_tokens
 from videos import (
     attention_of,
     best,
@@ -154,8 +154,3 @@ def test_its_cuts_keep_what_is_asked_for_on_average() -> None:
     with pytest.raises(OptionError, match="layer=5 is of the second cut"):
         tokenprune.method("holitom", inner=False, layer=5)
     assert tokenprune.method("holitom").query_aware and tokenprune.method("holitom", inner=False).prefix_cache_safe
-
-
-def test_it_keeps_the_rules() -> None:
-    check_method("holitom")
-    check_method(tokenprune.method("holitom", inner=False, threshold=0.1))

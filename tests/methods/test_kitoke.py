@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tokenprune.methods.pre_llm.kitoke import chances, crowd, pivotal, spread
-from tokenprune.testing import check_method
 from videos import best, check_counts, compare, cos, given, moving, select, shares_of
 
 
@@ -131,7 +130,3 @@ def test_a_static_video_has_no_cut() -> None:
     assert sorted(i for group in groups.values() for i in group) == list(range(96))
     zeros = select("kitoke", given([torch.zeros(4, 9, 12)], [5], [(3, 3)]))
     assert zeros.keep.sum() == 5
-
-
-def test_it_keeps_the_rules() -> None:
-    check_method("kitoke")

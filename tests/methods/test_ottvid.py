@@ -16,7 +16,6 @@ from tests.kernels.test_temporal import naive_shares
 from tokenprune.kernels.clusters import covering
 from tokenprune.kernels.transport import transport
 from tokenprune.methods.pre_llm.ottvid import picks_of_frames
-from tokenprune.testing import check_method
 from videos import attention_of, best, check_counts, compare, cos, given, moving, same, select, shares_of
 
 
@@ -74,9 +73,8 @@ def naive(
         work.append(float((plans[-1] * costs[-1]).sum()))
     gone = frames * k - keep
     few = k - 1 if keep >= frames else k
-    shared = (
-        naive_shares([float(w) for w in softmax([-w / 0.3 for w in work])], gone, [few] * len(work), 0) if work else []
-    )
+    weights = [float(w) for w in softmax([-w / 0.3 for w in work])] if work else []
+    shared = naive_shares(weights, gone, [few] * len(work), 0)
     goes: dict[int, int | None] = {}
     for f, number in enumerate(shared):
         entries = [(i, j) for i in range(k) for j in range(k)]
@@ -176,7 +174,3 @@ def test_attention_of_nothing_counts_all_alike() -> None:
     )
     assert torch.equal(none.assign, equal.assign)
     assert len([*pairwise(none.keep[0].nonzero())]) == 5
-
-
-def test_it_keeps_the_rules() -> None:
-    check_method("ottvid")

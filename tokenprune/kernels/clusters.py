@@ -33,10 +33,16 @@ def peaks_and_members(x: Tensor, mask: Tensor, number: Tensor, most: int) -> tup
     x: `[R, N, D]`; mask: bool `[R, N]`; number: long `[R]`, how many centres, at most `most`. The density counts as
     many neighbours as there are centres, at most 7.
     """
-    peaks = torch.zeros_like(mask)
-    for rows in in_parts(len(x), x.shape[1] ** 2):
-        peaks[rows] = density_peaks(x[rows], mask[rows], number[rows], _NEIGHBOURS, most, capped=True)
-    return peaks, nearest(x, mask, peaks, most)
+    centres = peaks(x, mask, number, most)
+    return centres, nearest(x, mask, centres, most)
+
+
+def peaks(
+    x: Tensor, mask: Tensor, number: Tensor, most: int, neighbours: int = _NEIGHBOURS, capped: bool = True
+) -> Tensor:
+    """bool `[R, N]`: see `density_peaks`; a few rows at a time."""
+    parts = in_parts(len(x), x.shape[1] ** 2)
+    return torch.cat([density_peaks(x[r], mask[r], number[r], neighbours, most, capped) for r in parts])
 
 
 def nearest(x: Tensor, mask: Tensor, centres: Tensor, most: int) -> Tensor:
@@ -124,3 +130,37 @@ def _first_largest(score: Tensor) -> Tensor:
 def _by_rows(of: Callable[..., Tensor], entries: int, *given: Tensor) -> Tensor:
     parts = [of(*(one[rows] for one in given)) for rows in in_parts(len(given[0]), entries)]
     return torch.cat(parts)
+
+
+def components(near: Tensor, threshold: float | None = None) -> Tensor:
+    """Return for each node the lowest index of its connected component, long `[..., n]`. Waits for the device.
+
+    near: bool `[..., n, n]`, symmetric, whether two nodes are connected; or float `[n, D]`, vectors of length 1, which
+    are connected where their cosine is above `threshold`, whose table is never in memory as a whole if it is large.
+    """
+    if threshold is None:
+        return _components(lambda label: torch.where(near, label.unsqueeze(-2), near.shape[-1]).amin(-1), near[..., 0])
+    parts = list(in_parts(len(near), len(near)))
+    table = (near @ near.T).clamp(max=1) > threshold if len(parts) == 1 else None
+
+    def lowest(label: Tensor) -> Tensor:
+        tables = [table] if table is not None else ((near[rows] @ near.T).clamp(max=1) > threshold for rows in parts)
+        return torch.cat([torch.where(one, label, len(near)).amin(1) for one in tables])
+
+    return _components(lowest, near[:, 0])
+
+
+def _components(lowest: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """lowest: of the labels of nodes, `[..., n]`, the least among the neighbours of each."""
+    label = torch.arange(like.shape[-1], device=like.device).expand(like.shape)
+    while True:
+        seen = torch.minimum(label, lowest(label))
+        # The component that a label stands for takes the lowest that any of its nodes sees; chains of these end at one.
+        parent = torch.arange(like.shape[-1], device=like.device).expand(like.shape)
+        parent = parent.scatter_reduce(-1, label, seen, "amin")
+        for _ in range(like.shape[-1].bit_length()):
+            parent = parent.gather(-1, parent)
+        new = parent.gather(-1, label)
+        if torch.equal(new, label):
+            return label
+        label = new

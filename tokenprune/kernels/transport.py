@@ -11,8 +11,8 @@ def transport(cost: Tensor, rows: Tensor, columns: Tensor, blur: float = 0.01, s
     """float32 `[R, n, m]`: how much mass goes from each of n places to each of m at the least cost, with an entropic
     `blur`: its sums over columns and rows come near the masses, the latter are exact.
 
-    cost: `[R, n, m]`, finite. rows, columns: `[R, n]` and `[R, m]`, the logarithms of masses that sum to 1; -inf is none,
-    but not all. In logarithms throughout, `steps` times. Nothing here asks the device.
+    cost: `[R, n, m]`, finite. rows, columns: `[R, n]` and `[R, m]`, the logarithms of masses that sum to 1; -inf is
+    none, but not all are. In logarithms throughout, `steps` times. Nothing here asks the device.
     """
     scaled = -cost.float() / blur
     left, right = torch.zeros_like(rows), torch.zeros_like(columns)

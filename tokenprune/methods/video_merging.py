@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenprune.base import Pruner, Selection
 from tokenprune.kernels.clusters import peaks_and_members
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.temporal import shares
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
 from tokenprune.video import Videos
@@ -51,7 +52,7 @@ class VideoMerger(Pruner):
             # What stands alone is copied, whatever it weighs.
             own = torch.where(inside, videos.by_token(weight.float()), 1)
             weight = torch.ones(keep.shape, device=keep.device).index_copy(0, rows, own)
-        return Selection(keep, assign, weight, counts=tokens.keep)
+        return Selection(keep, assign, weight, counts=None if self.by_content_count else tokens.keep)
 
 
 def spots(like: Tensor) -> Tensor:
@@ -109,26 +110,16 @@ class StillPlaces:
 
     def copies(self) -> Tensor:
         """long `[V, F, P]`: of how many tokens each still place consists, told at the first."""
-        return self._summed(self.still.long()) * self.heads
+        return segment_sums(self.still.long(), self.first) * self.heads
 
     def means(self) -> Tensor:
         """float32 `[V, F, P, D]`: the mean over time of each still place, at the first; zeros elsewhere."""
-        total = self._summed(self.videos.x.masked_fill(~self.still.unsqueeze(-1), 0))
+        total = segment_sums(self.videos.x.masked_fill(~self.still.unsqueeze(-1), 0), self.first)
         return total.masked_fill(~self.heads.unsqueeze(-1), 0) / self.copies().clamp(min=1).unsqueeze(-1)
 
     def spread(self, values: Tensor) -> Tensor:
         """Return `[V, F, P]`: to each frame what `values` `[V, F, P]` has at the first frame of its segment."""
         return values.gather(1, self.first.unsqueeze(-1).expand_as(values))
-
-    def _summed(self, values: Tensor) -> Tensor:
-        """Sum `[V, F, P, ...]` over the frames of each segment, as seen from its first; in order, the same each
-        time."""
-        total = values.clone()
-        shape = [len(values), *[1] * (values.ndim - 2)]
-        for frame in range(values.shape[1] - 2, -1, -1):
-            goes_on = (self.first[:, frame] == self.first[:, frame + 1]).view(shape)
-            total[:, frame] += torch.where(goes_on, total[:, frame + 1], 0)
-        return total
 
 
 def first_frames(ends: Tensor) -> Tensor:
@@ -136,6 +127,26 @@ def first_frames(ends: Tensor) -> Tensor:
     index = torch.arange(ends.shape[1] + 1, device=ends.device)
     starts = torch.cat([torch.ones_like(ends[:, :1]) if ends.shape[1] else ends.new_ones(len(ends), 1), ends], dim=1)
     return torch.where(starts, index, 0).cummax(1).values
+
+
+def segment_sums(values: Tensor, first: Tensor) -> Tensor:
+    """Return `[V, F, ...]`: at the first frame of each segment the sum of `values` `[V, F, ...]` over its frames, added
+    in the same order each time; elsewhere the sum over what is left of it. first: long `[V, F]`, see `first_frames`."""
+    total = values.clone()
+    shape = [len(values), *[1] * (values.ndim - 2)]
+    for frame in range(values.shape[1] - 2, -1, -1):
+        goes_on = (first[:, frame] == first[:, frame + 1]).view(shape)
+        total[:, frame] += torch.where(goes_on, total[:, frame + 1], 0)
+    return total
+
+
+def shares_of_segments(weight: Tensor, total: Tensor, most: Tensor, first: Tensor) -> Tensor:
+    """long `[V, F]`: split in each segment what `total` (long `[V, F]`) has at its first frame among its frames; see
+    `shares`, at least one each where it suffices. weight, most: `[V, F]`."""
+    frames = first.shape[1]
+    own = first.unsqueeze(1) == torch.arange(frames, device=first.device)[:, None]  # [V, segment, frame]
+    weight, most = ((own * one.unsqueeze(1)).flatten(0, 1) for one in (weight, most))
+    return shares(weight, total.flatten(), most, least=1).view_as(own).sum(1)
 
 
 def clusters_of_frames(x: Tensor, mask: Tensor, number: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from tokenprune.methods.video_merging import (
     clusters_of_frames,
     first_frames,
     members_of,
+    shares_of_segments,
     spots,
     tower_attention,
 )
@@ -119,9 +120,7 @@ class FlashVID(VideoMerger):
         root = roots(parent.flatten(1), first.shape[1]).view_as(parent)
         tree = rest & (root == spots(root))
         trees = tree.sum(2)
-        own = first.unsqueeze(1) == torch.arange(first.shape[1], device=first.device)[:, None]  # [V, segment, frame]
-        there = (own * trees.unsqueeze(1)).flatten(0, 1)
-        numbers = shares(there, wanted.flatten(), there, least=1).view_as(own).sum(1)
+        numbers = shares_of_segments(trees, wanted, trees, first)
 
         size = members_of(root, rest)
         _, of = clusters_of_frames(_means(videos.x, root, rest, size), tree, numbers, most)

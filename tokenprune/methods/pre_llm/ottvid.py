@@ -139,8 +139,8 @@ class OTTVid(VideoMerger):
 
 
 class _Picks(NamedTuple):
-    """The picks of each frame, k at most: mask, bool `[V, F, P]`; spot, long `[V, F, k]`; there, bool `[V, F, k]`, False
-    for padding; x, float32 `[V, F, k, D]`; mass, `[V, F, k]`, the logarithm of each one's part of its frame."""
+    """The picks of each frame, k at most: mask, bool `[V, F, P]`; spot, long `[V, F, k]`; there, bool `[V, F, k]`,
+    False for padding; x, float32 `[V, F, k, D]`; mass, `[V, F, k]`, the logarithm of each one's part of its frame."""
 
     mask: Tensor
     spot: Tensor
