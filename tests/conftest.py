@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from basics import snapshot
-from selection import is_fast, leave_out_combinations
+from selection import is_fast, leave_out_combinations, leave_out_families, leave_out_values
 from zoo import FAMILIES, Family
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
@@ -27,14 +27,15 @@ _in_use: set[tuple[str, str]] = set()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--every-combination", action="store_true", help="run the variants too that tests marked pairwise leave out"
+        "--every-combination", action="store_true", help="run the variants too that support/selection.py leaves out"
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--every-combination"):
-        config.hook.pytest_deselected(items=leave_out_combinations(items))
+        for leave_out in (leave_out_families, leave_out_values, leave_out_combinations):
+            config.hook.pytest_deselected(items=leave_out(items))
     for item in items:
         item.add_marker("fast" if is_fast(item) else "full")
 

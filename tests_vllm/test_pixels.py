@@ -71,12 +71,15 @@ def test_videos_keep_their_size(engine: Engine, reference: Any, checkpoint: Chec
     if checkpoint.video is None:
         pytest.skip(f"{checkpoint.name} takes no video here")
     prompt, images, videos = checkpoint.prompt(1, video=True), photos(checkpoint)[1:2], [checkpoint.clip()]
-    overrides = [{"off": True}, SETTINGS["downsample"], SETTINGS["downsample, divprune"]]
+    still = {"method": "downsample", "videos": False}
+    overrides = [{"off": True}, still | {"keep": 0.4}, {"method": [still, "divprune"], "keep": [0.6, 0.5]}]
     outputs = engine.generate([engine.request(prompt, images, override, videos) for override in overrides])
     for setting, output in zip(overrides, outputs, strict=True):
         check(reference, checkpoint, output, prompt, images, setting, videos)
     lengths = [len(output.prompt_token_ids) for output in outputs]
     assert lengths[0] > lengths[1] > lengths[2], lengths
+    with pytest.raises(ValueError, match='"videos": false'):
+        engine.generate([engine.request(prompt, images, SETTINGS["downsample"], videos)])
 
 
 def test_caches_tell_settings_apart(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:

@@ -336,6 +336,7 @@ def test_a_batch_keeps_what_its_rows_keep(method: str, batch: dict, family: Fami
         assert together[row] == [start + place for place in alone]
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_the_cache_grows_by_one_a_step(method: str, family: Family, model) -> None:
     inputs = family.make_inputs(images=(1, 2))

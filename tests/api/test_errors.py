@@ -107,6 +107,7 @@ def test_a_decoder_alone_is_unsupported(family: Family, model) -> None:
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @torch.no_grad()
 def test_truncated_placeholders(method: str, family: Family, model) -> None:

@@ -17,6 +17,7 @@ from tokenprune.integrations.shared.attachable import states
 from zoo import FAMILIES, Family
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @torch.no_grad()
 def test_unpatch_gives_the_same_model_back(method: str, family: Family, model) -> None:

@@ -75,6 +75,7 @@ def test_autocast(method: str, dtype: torch.dtype, name: str, build: Callable) -
     close(got.float(), want.float(), 0.03 if dtype is torch.bfloat16 else 0.005)
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("method", SITES)
 def test_half_precision(method: str, dtype: torch.dtype, name: str) -> None:
@@ -225,6 +226,7 @@ def _pickled(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.few_families
 @pytest.mark.pairwise(runs=takes)
 @pytest.mark.parametrize("way", [copy.deepcopy, _pickled], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("method", [*SITES, *PARTS])
@@ -244,6 +246,7 @@ def test_a_copy_of_a_patched_model(method: str, way: Callable, name: str) -> Non
     assert torch.equal(end(other, inputs), end(model, inputs)) and not torch.equal(end(other, inputs), want)
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", PARTS)
 def test_nothing_of_a_patch_is_saved(method: str, name: str, tmp_path) -> None:
     family = family_for(name, method)
@@ -276,6 +279,7 @@ def _offload(model: nn.Module) -> None:
     cpu_offload(model, execution_device=torch.device("cpu"))
 
 
+@pytest.mark.few_families
 @pytest.mark.pairwise(runs=takes)
 @pytest.mark.parametrize("order", ["hooks first", "patch first"])
 @pytest.mark.parametrize("hooks", [_spread, _offload], ids=["device_map", "offload"])
@@ -296,6 +300,7 @@ def test_hooks_of_accelerate(method: str, hooks: Callable, order: str, name: str
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
+@pytest.mark.few_families
 @pytest.mark.pairwise(runs=takes)
 @pytest.mark.parametrize("order", ["adapter first", "patch first"])
 @pytest.mark.parametrize("method", ["divprune", *PARTS])
@@ -339,6 +344,7 @@ def _bitsandbytes(model: nn.Module) -> None:
             model.set_submodule(path, made.to("cpu"))
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("quantize", [_torchao, _bitsandbytes], ids=["torchao", "bitsandbytes"])
 @pytest.mark.parametrize("method", ["divprune", "dart"])
 def test_quantized_weights(method: str, quantize: Callable, name: str) -> None:
@@ -362,9 +368,10 @@ def test_quantized_weights(method: str, quantize: Callable, name: str) -> None:
 # -- errors and memory -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", [*SITES, *PARTS])
 def test_an_error_in_the_middle_of_a_forward(method: str, name: str, build: Callable) -> None:
-    """In the tower, in any decoder layer, in the prompt or in a step: the next call is right."""
+    """In the tower, in the first and the last decoder layer, in the prompt or in a step: the next call is right."""
     family = family_for(name, method)
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     layers = list(model.get_submodule(family.decoder).layers)
@@ -372,8 +379,8 @@ def test_an_error_in_the_middle_of_a_forward(method: str, name: str, build: Call
     blocks = next(m for n, m in tower.named_modules() if isinstance(m, nn.ModuleList))
     with tokenprune.patched(model, method, keep=0.3):
         before = snapshot(model)
-        want = seen_again = model.generate(**inputs, max_new_tokens=4)
-        for module in [blocks[1], *layers]:
+        want = model.generate(**inputs, max_new_tokens=3)
+        for module in (blocks[1], layers[0], layers[-1]):
             for calls in (1, 3) if module in layers else (1,):
                 left = iter(range(calls - 1))
 
@@ -383,17 +390,17 @@ def test_an_error_in_the_middle_of_a_forward(method: str, name: str, build: Call
 
                 handle = module.register_forward_pre_hook(fail)
                 with pytest.raises(RuntimeError, match="out of memory"):
-                    model.generate(**inputs, max_new_tokens=4)
+                    model.generate(**inputs, max_new_tokens=3)
                 handle.remove()
-                seen_again = model.generate(**inputs, max_new_tokens=4)
-                assert torch.equal(seen_again, want)
+                assert torch.equal(model.generate(**inputs, max_new_tokens=3), want)
         now = {key: value for key, value in snapshot(model).items() if not key.endswith(".rope_deltas")}
         assert now == {key: value for key, value in before.items() if not key.endswith(".rope_deltas")}
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", ["divprune", "dyrate"])
 def test_nothing_is_kept_of_a_generation(method: str, name: str, build: Callable) -> None:
-    """No tensors, no caches, no other objects: were it one for each generation, it would show after twenty."""
+    """No tensors, no caches, no other objects: were it one for each generation, it would show after ten."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(only=0)
 
@@ -404,10 +411,10 @@ def test_nothing_is_kept_of_a_generation(method: str, name: str, build: Callable
 
     with tokenprune.patched(model, method, keep=0.3):
         counts = []
-        for times in (5, 20, 20):
+        for times in (3, 10, 10):
             for _ in range(times):
                 model.generate(**inputs, max_new_tokens=1 + (method == "dyrate"))
             counts.append(held())
     tensors, objects = zip(*counts, strict=True)
     assert tensors[2] == tensors[1] == tensors[0]
-    assert objects[2] - objects[1] < 20
+    assert objects[2] - objects[1] < 10

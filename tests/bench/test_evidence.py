@@ -49,9 +49,9 @@ def test_a_merged_token_counts_where_half_of_its_weight_is() -> None:
     assert recall([look(0, 1)], group, share) == 1.0  # two of three, in one look
     assert recall([look(3)], group, share) == 1.0  # just half
     assert recall([look(5)], group, share) == 0.0
-    heavy = outcome([cut([3, 9, 12], three, {3: 4.0, 4: 1.0, 5: 1.0, 6: 0.0, 9: 0.0, 12: 1.0})], POSITIONS)
+    heavy = outcome([cut([3, 9, 12], three, {3: [4 / 6, 1 / 6, 1 / 6], 9: [0.0, 1.0], 12: [1.0]})], POSITIONS)
     assert recall([look(0)], *heavy) == 1.0 and recall([look(1, 2)], *heavy) == 0.0
-    assert recall([look(3)], *heavy) == 1.0  # no weight at all is even weight
+    assert recall([look(3)], *heavy) == 0.0 and recall([look(4)], *heavy) == 1.0
 
 
 def test_merges_of_merges_and_a_drop_behind_them() -> None:

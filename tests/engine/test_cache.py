@@ -35,6 +35,7 @@ def longer(inputs: Any, family: Family, sequences: Tensor, more: Tensor) -> dict
     return turn
 
 
+@pytest.mark.few_families
 @pytest.mark.pairwise
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
@@ -83,6 +84,7 @@ def steps(model: Any, inputs: Any, cache: Any, tokens: Tensor, done: int = 0) ->
     return torch.stack(logits, 1)
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 def test_copies_of_a_cache(method: Any, family: Family, model) -> None:
     """Two continuations of one prefill, each from a copy, do not see each other."""
@@ -107,6 +109,7 @@ def test_copies_of_a_cache(method: Any, family: Family, model) -> None:
         close(a, b)
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 def test_interleaved_caches(method: Any, family: Family, model) -> None:
     jobs = [family.make_inputs(images=(1, 2)), family.make_inputs(images=(2, 0), seed=3)]
@@ -137,6 +140,7 @@ def test_a_cache_remembers_its_own_cuts(family: Family, model) -> None:
         assert torch.equal(steps(model, inputs, plain, text), want)
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 def test_crop(method: Any, family: Family, model) -> None:
     """Generated tokens can be taken back, tokens of the prompt cannot."""

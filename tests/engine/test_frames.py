@@ -235,6 +235,38 @@ def test_a_video_that_was_encoded_elsewhere_is_refused(build: Callable[..., Any]
         model(**inputs, video_grid_thw=pixels["video_grid_thw"], mm_encoder_outputs={"video": encoded})
 
 
+@torch.no_grad()
+def test_frames_that_do_not_split_the_tokens_are_refused(build: Callable[..., Any], monkeypatch: Any) -> None:
+    """As where a processor dropped some of them on the way."""
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(0,), video=5)
+    for told in ([3], [21]):
+        monkeypatch.setattr("tokenprune.integrations.hf.families.Adapter.video_frames", lambda *_, told=told: told)
+        with (
+            tokenprune.patched(model, Watcher(), keep=0.5),
+            pytest.raises(UnsupportedSetupError, match="Frames that the processor dropped"),
+        ):
+            model(**inputs)
+    model(**inputs)  # as it was
+
+
+@torch.no_grad()
+def test_a_video_of_no_frames_is_refused(build: Callable[..., Any]) -> None:
+    """Whatever the method, and before anything is encoded."""
+    for name, pixels in (("llava_onevision", torch.zeros(1, 0, 3, 16, 16)), ("qwen2_5_vl", torch.zeros(0, 96))):
+        family = FAMILIES[name]
+        model, inputs = build(family), family.make_inputs(images=(0,), video=1)
+        inputs["pixel_values_videos"] = pixels
+        if "video_grid_thw" in inputs:
+            inputs["video_grid_thw"][0, 0] = 0
+        for method in (Watcher(), "divprune"):
+            with (
+                tokenprune.patched(model, method, keep=0.5),
+                pytest.raises(UnsupportedSetupError, match="a video of this call has no frames"),
+            ):
+                model(**inputs)
+
+
 def test_a_method_that_did_not_ask_is_refused(build: Callable[..., Any]) -> None:
     family = FAMILIES["qwen2_5_vl"]
 

@@ -15,7 +15,7 @@ from zoo import FAMILIES, Family
 BATCHES = {
     "left": {},
     "right": {"padding": "right"},
-    "pictures": {"images": (2, 1)},
+    "images": {"images": (2, 1)},
     "one row": {"only": 1},
     "video": {"video": True, "images": (1, 0)},
 }
@@ -55,13 +55,14 @@ def test_forward_is_bit_equal(method: str, family: Family, model, batch: str) ->
     assert torch.equal(after.logits, before.logits)
 
 
+@pytest.mark.few_families
 def test_generate_is_bit_equal(method: str, family: Family, model) -> None:
     check_takes(family, method)
     inputs = family.make_inputs()
     assert (inputs["attention_mask"][:, 0] == 0).any(), "the batch must be padded on the left"
-    logits, tokens, _ = generate_logits(model, inputs, 8)
+    logits, tokens, _ = generate_logits(model, inputs, 4)
     with tokenprune.patched(model, method, keep=1.0):
-        patched_logits, patched_tokens, _ = generate_logits(model, inputs, 8)
+        patched_logits, patched_tokens, _ = generate_logits(model, inputs, 4)
     assert torch.equal(patched_tokens, tokens)
     assert torch.equal(patched_logits, logits)
 

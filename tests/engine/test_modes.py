@@ -108,6 +108,7 @@ def test_flash_masks(method: str, batch: dict, family: Family, build) -> None:
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", SITES)
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 1}], ids=["ragged", "one row"])
 def test_beams(method: str, batch: dict, family: Family, model) -> None:
@@ -123,7 +124,7 @@ def test_beams(method: str, batch: dict, family: Family, model) -> None:
     close(got.sequences_scores, want.sequences_scores)
 
 
-@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"video": (True, False)}], ids=["pictures", "video"])
+@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"video": (True, False)}], ids=["images", "video"])
 def test_beams_keep_the_shape_of_images(batch: dict, family: Family, model) -> None:
     """`generate` repeats rows after it has encoded images: `pool` must find its rectangles in each copy."""
     if "video" in batch and not family.video:
@@ -137,6 +138,7 @@ def test_beams_keep_the_shape_of_images(batch: dict, family: Family, model) -> N
     assert got.sources == [row for row in want.sources for _ in range(2)]
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", SITES)
 def test_samples(method: str, family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
@@ -162,6 +164,7 @@ def test_speculation(method: str, build) -> None:
         assert torch.equal(model.generate(**inputs, max_new_tokens=8, prompt_lookup_num_tokens=3), want)
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", SITES)
 def test_threads(method: str, family: Family, model) -> None:
     """Three threads, all of them inside the decoder at once in every step of theirs."""
@@ -188,6 +191,7 @@ def test_threads(method: str, family: Family, model) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_text_only(method: str, family: Family, model) -> None:
     inputs, images = family.make_inputs(images=(0, 0)), family.make_inputs()
@@ -204,6 +208,7 @@ def test_text_only(method: str, family: Family, model) -> None:
 # -- plain forwards ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", SITES)
 @torch.no_grad()
 def test_forms_of_call(method: str, family: Family, model) -> None:
@@ -222,6 +227,7 @@ def test_forms_of_call(method: str, family: Family, model) -> None:
     assert len(hidden) == 5  # of what each layer saw, so shorter than the prompt
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", SITES)
 @torch.no_grad()
 def test_no_mask(method: str, family: Family, model) -> None:
@@ -233,6 +239,7 @@ def test_no_mask(method: str, family: Family, model) -> None:
         close(model(**bare, use_cache=False).logits, model(**inputs).logits)
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", SITES)
 @torch.no_grad()
 def test_embeddings_in_place_of_ids(method: str, family: Family, model) -> None:

@@ -26,9 +26,9 @@ from tokenprune.integrations.hf.families import table as families
 from tokenprune.integrations.shared import patch_grid as patches
 from zoo import Family
 
-# A score method, a merge method, one inside the decoder, one that goes on while decoding, and the baseline.
-METHODS: dict[str, dict[str, int]] = {"divprune": {}, "pool": {}, "dart": {}, "dyrate": {"layer": 2}, "random": {}}
-STEPS = 3
+# A score method, a merge method, one inside the decoder, and one that goes on while decoding.
+METHODS: dict[str, dict[str, int]] = {"divprune": {}, "pool": {}, "dart": {}, "dyrate": {"layer": 2}}
+STEPS = 2
 VIDEOS = {"images": (0, 0), "video": (True, 5)}
 
 
@@ -91,8 +91,9 @@ def test_equals_masking(family: Family, model, method: str, methods: list[str]) 
         with reference(family, model, cuts, alive.shape[1]):
             masked, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
         close(written, masked)
-        full, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
-        assert (written - full).abs().max() > 1e-3, "the model does not feel what is missing"
+        with torch.no_grad():
+            full = model(**inputs).logits
+        assert (want[alive] - full[alive]).abs().max() > 1e-3, "the model does not feel what is missing"
 
 
 def check_survivors(cuts: list[Any], inputs: Any, family: Family, model: Any) -> torch.Tensor:

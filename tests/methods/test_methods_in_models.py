@@ -53,6 +53,7 @@ def test_divprune_in_a_model(family: Family, model) -> None:
     compare(kept, family, inputs, lambda row, piece, k: naive_divprune(embeds[row, piece], k))
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("texts", [4, 0])
 @torch.no_grad()
 def test_dart_in_a_model(texts: int, family: Family, model) -> None:
@@ -70,6 +71,7 @@ def test_dart_in_a_model(texts: int, family: Family, model) -> None:
     compare(kept_of(model, inputs, "dart", 0.3, pivot_text=texts), family, inputs, choose)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("query", ["last", "all"])
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -164,6 +166,7 @@ def asked_twice(family: Family, model: Any, method: Any) -> tuple[list[set[int]]
     return kept_of(model, inputs, method, 0.3), kept_of(model, other, method, 0.3)
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", [one for one in CONFIGURED if one.prefix_cache_safe], ids=str)
 def test_another_question_same_tokens(method: Any, family: Family, model) -> None:
     """What is safe with a prefix cache keeps the same tokens whatever is asked behind the image."""

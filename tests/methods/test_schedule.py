@@ -135,6 +135,7 @@ def counts_per_layer(cuts: list, row: int, piece: list[int], layers: int) -> lis
     return tokens
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("method", [Pyramid(), "vscan"], ids=["pyramid", "vscan"])
 @pytest.mark.parametrize(
     "keep",

@@ -258,6 +258,7 @@ def test_stage_1_in_a_model(family: Family, batch: str, build, monkeypatch: pyte
             assert {k: v for k, v in cut.sources[row].items() if k in piece} == groups
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @torch.no_grad()
 def test_stage_2_is_the_next_layers_own_row(layer: int, family: Family, build) -> None:
@@ -352,6 +353,7 @@ COMPOSED = [
 ]
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize(
     ("methods", "keep"), COMPOSED, ids=["vscan fastv", "fastv vscan", "stage 1 dart", "divprune stage 2"]
 )
@@ -365,6 +367,7 @@ def test_composition(methods: list, keep: Any, family: Family, model) -> None:
         close(got[alive], model(**inputs).logits[alive])
 
 
+@pytest.mark.few_families
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
 @torch.no_grad()
 def test_beams(batch: dict, family: Family, model) -> None:

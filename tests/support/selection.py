@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose which variants of a test run: all, those that pair every two values, or those of one family of each kind."""
+"""Choose which variants of a test run: all, those that pair every two values, those of one method of each kind on all
+families, or those of one family of each kind."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import tokenprune
+import zoo
 from families import FAMILIES, REFUSED
 
 # `-m fast` runs one family of each kind, and on families one method of each kind.
@@ -29,6 +31,13 @@ FAST_METHODS = {
     "tome": "merges in the vision tower",
     "dynres": "acts on pixels",
     "pevlm": "acts on attention",
+}
+# A test of every method runs one of each kind on all families of zoo.py, and the others on these: what a family does to
+# a method is in what the method gets to see, and in what the engine does at its site.
+FEW_FAMILIES = {
+    "llava": "one square of patches for each image",
+    "llava_onevision": "tiles and a token behind each image's last row, videos",
+    "qwen2_5_vl": "images of any shape, positions on three axes, videos",
 }
 # What takes long whatever the family: it starts processes, runs a whole benchmark, simulates, or interprets kernels.
 SLOW = {
@@ -74,6 +83,52 @@ def is_fast(item: pytest.Item) -> bool:
     methods = names & set(tokenprune.available_methods()) if families else set()
     slow = {place, place.partition("::")[0]} & SLOW
     return not slow and families <= FAST_FAMILIES.keys() and methods <= FAST_METHODS.keys()
+
+
+def kind_of(method: str) -> tuple[Any, ...]:
+    """Return what methods of one kind have in common: where they act, whether they merge, and what they need to see."""
+    info = tokenprune.method_info(method)
+    return info.site, info.merges, info.needs
+
+
+def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Remove from `items` the variants of tests, of a method on a family of zoo.py, that `FEW_FAMILIES` makes needless;
+    return them. Of methods of one kind in a test, one of `FAST_METHODS` or else the first by name runs everywhere."""
+    known = set(tokenprune.available_methods())
+    groups: dict[str, list[tuple[pytest.Item, str, str]]] = defaultdict(list)
+    for item in items:
+        methods, families = names_in(item) & known, names_in(item) & zoo.FAMILIES.keys()
+        if len(methods) == 1 and len(families) == 1:
+            groups[item.nodeid.partition("[")[0]].append((item, methods.pop(), families.pop()))
+    gone = set()
+    for group in groups.values():
+        first: dict[Any, str] = {}
+        for method in sorted({method for _, method, _ in group}, key=lambda name: (name not in FAST_METHODS, name)):
+            first.setdefault(kind_of(method), method)
+        gone |= {one for one, method, family in group if method not in first.values() and family not in FEW_FAMILIES}
+    items[:] = [item for item in items if item not in gone]
+    return list(gone)
+
+
+def leave_out_values(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Remove from `items` those variants of tests marked `few_families` that are on a family of zoo.py out of
+    `FEW_FAMILIES`, and have not the first values of the test's other parameters; return them."""
+    first: dict[str, dict[str, Any]] = {}
+    gone = set()
+    for item in items:
+        if item.get_closest_marker("few_families") is None:
+            continue
+        families = names_in(item) & zoo.FAMILIES.keys()
+        # By identity, because values need not be hashable; those of one parameter are the same objects in all variants.
+        others = {
+            name: id(value)
+            for name, value in item.callspec.params.items()
+            if not families & {getattr(value, "name", None), value if isinstance(value, str) else None}
+        }
+        if others != first.setdefault(item.nodeid.partition("[")[0], others) and not families & FEW_FAMILIES.keys():
+            gone.add(item)
+    items[:] = [item for item in items if item not in gone]
+    return list(gone)
 
 
 def covering(variants: Sequence[dict[str, Any]]) -> list[int]:

@@ -14,12 +14,17 @@ import tokenprune
 from oracle import close
 from zoo import FAMILIES
 
+# What is asked of the ranks together: nothing, attention of heads, keys of heads.
+METHODS = {
+    "llava": ("divprune", "fastv", "dart", "vscan", "dyrate"), "qwen2_5_vl": ("fastv", "dart"), "gemma3": ("fastv",),
+}  # fmt: skip
+
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    for name in ("llava", "qwen2_5_vl", "gemma3"):
+    for name, methods in METHODS.items():
         family = FAMILIES[name]
         whole, inputs = family.build(), family.make_inputs(images=(2, 1))
         if rank == 0:
@@ -27,7 +32,7 @@ def main(folder: Path) -> None:
         distributed.barrier()
         shared = AutoModelForImageTextToText.from_pretrained(folder / name, tp_plan="auto").eval()
         shared.generation_config = whole.generation_config
-        for method in ("divprune", "fastv", "dart", "vscan", "dyrate"):
+        for method in methods:
             seen = []
             for model in (whole, shared):
                 with torch.no_grad(), tokenprune.patched(model, method, keep=0.3, record=True):

@@ -109,13 +109,14 @@ class Family:
         images: int | Sequence[int] = 1,
         seed: int = 0,
         sizes: Sequence[Any] | None = None,
-        video: bool | int | Sequence[int] = False,
+        video: bool | int | Sequence[int | Sequence[int]] = False,
         only: int | None = None,
     ) -> Inputs:
         """A batch ready for ``model(**inputs)``: two rows with one image each unless told otherwise.
 
         ``images`` counts images (of each row, if a sequence); ``video`` adds one to row 0, before its images: True
-        for a short one, a number for one of as many frames of 4 tokens, a sequence with one of these for each row.
+        for a short one, a number for one of as many frames of 4 tokens, a sequence with one of these for each row, or
+        with a list of numbers, for as many videos in that row.
         ``padding=None`` writes more text at the end of the shorter rows instead of padding them. ``only=i`` gives row i
         alone, without padding. Other ``sizes`` are in the unit of the family's own (see its ``image``).
         """
@@ -136,7 +137,8 @@ class Family:
             if videos[row]:
                 if self.video is None:
                     raise ValueError(f"{self.name} takes no video here")
-                shown.insert(0, self.video(g, None if videos[row] is True else videos[row]))
+                several = videos[row] if isinstance(videos[row], Sequence) else [videos[row]]
+                shown = [self.video(g, None if frames is True else frames) for frames in several] + shown
             prompt = [BOS, *words(3 + row, g)]
             kinds = [0] * len(prompt)
             for i, image in enumerate(shown):

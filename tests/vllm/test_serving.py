@@ -27,7 +27,9 @@ from tokenprune.methods.pre_llm.pool import Pool
 from tokenprune.methods.pre_llm.random import Random
 from tokenprune.methods.pre_llm.uniform import Uniform
 from tokenprune.setting import IN_LLM
+from tokenprune.testing import visual_tokens
 from tokenprune.tokens import square_grid
+from tokenprune.video import compares_frames
 
 SERVER = {"method": "divprune", "keep": 0.25}
 TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
@@ -252,6 +254,37 @@ def test_reduced_prompts() -> None:
     assert tiles.counts == [4, 6] and tiles.keep == [2, 3] and tiles.rows == 5
     assert tiles.reduced() == [ord("s"), *nine * 2, ord("/"), *nine * 3, ord("e")]
     assert not plan(Setting(), "s####/####e").reduces and not plan(Setting(DivPrune(), 1.0), "##").reduces
+
+
+def test_a_video_whose_frames_are_compared() -> None:
+    """Its frames are told to the model; a newline behind them is in none, time stamps between them are in no run."""
+    evs = Setting.of({"method": "evs", "keep": 0.5})
+    for pieces, number, behind, sizes in (
+        ("a############", 3, 0, [4, 4, 4]), ("#############", 3, 1, [4, 4, 4]), ("s####t####u####e", 3, 0, [4, 4, 4]),
+        ("####", 1, 0, [4]),
+    ):  # fmt: skip
+        embeds = [piece == "#" for piece in pieces]
+        one = Plan.make(evs, [9 if embed else 1 for embed in embeds], embeds, False, number, behind)
+        assert one.counts == [sum(embeds)] and one.keep == [round(sum(embeds) / 2)]
+        assert one.frame_sizes(behind) == [sizes] and Plan.decode(one.encode()) == one
+    for number, behind in ((5, 0), (0, 0), (3, 1), (13, 0)):
+        with pytest.raises(OptionError, match=f"the 12 tokens of this one do not split into {number} frames"):
+            Plan.make(evs, [9] * 12, None, False, number, behind)
+    # Other methods ask for no frames, and images are left as they are.
+    assert plan(Setting.of({"method": "divprune"}), "####").frame_sizes(0) == [None]
+    assert not plan(evs.without_method(), "####").reduces
+    with pytest.raises(BudgetError, match="the whole video has one budget"):
+        Setting.of({"method": "evs", "keep": 0.5, "per": "frame"})
+
+
+@pytest.mark.parametrize("name", [name for name in servable() if compares_frames(registry.build(name, {}))])
+def test_rows_of_videos_are_those_of_the_method(name: str) -> None:
+    rows = torch.randn(13, 10, generator=torch.Generator().manual_seed(1))
+    segments = segments_of([13], (3, 2, 2), "video", rows.device, frames=[[4, 4, 4]])
+    method = registry.build(name, {})
+    stays, out = choose(method, rows, 6, segments, [7])
+    want = method.select(visual_tokens(rows[:, :6], keep=[7], frames=[[4, 4, 4]], modality="video"))
+    assert torch.equal(stays, want.keep[0]) and bool(stays[-1]) and torch.equal(out, rows)
 
 
 # -- choosing rows

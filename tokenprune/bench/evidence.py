@@ -62,10 +62,9 @@ def _merged(
 ) -> tuple[np.ndarray, np.ndarray]:
     into, part = np.arange(len(group)), np.ones(len(group))
     for target, sources in cut.sources[row].items():
-        weights = np.array([1.0 if cut.weights is None else cut.weights[row][source] for source in sources])
         places = [index[source] for source in sources]
-        total = weights.sum()
-        into[places], part[places] = index[target], weights / total if total else 1 / len(places)
+        into[places] = index[target]
+        part[places] = 1 / len(places) if cut.weights is None else cut.weights[row][target]
     return np.where(group >= 0, into[group], -1), share * part[group]
 
 

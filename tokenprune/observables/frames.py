@@ -13,7 +13,7 @@ class OfFrames(Observable):
     """Base of what is known of the frames of videos; whoever declares one may read all."""
 
     where = Where.FRAMES
-    backends = frozenset({Backend.HF})
+    backends = frozenset({Backend.HF, Backend.VLLM})
 
     def declared(self, needs: frozenset[str]) -> bool:
         return bool(observables_of(needs, Where.FRAMES))

@@ -12,6 +12,7 @@ from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.config import Config
 from tokenprune.errors import OptionError
 from tokenprune.registry import available_methods, method_info
+from tokenprune.video import compares_frames
 
 KEEPS = (0.75, 0.5, 0.33, 0.25, 0.15)
 SEED = 0  # of methods that draw at random: what is promised holds for the draw that was tested
@@ -54,7 +55,7 @@ class Candidate:
         for method in self.methods:
             if isinstance(method, ImageChooser):
                 return f"{method.name} chooses between the images of a prompt: it has no budget to tune"
-            if method.site is Site.ATTENTION and not videos:
+            if (method.site is Site.ATTENTION or compares_frames(method)) and not videos:
                 return f"{method.name} acts on videos, and these questions are about images only"
         return None
 

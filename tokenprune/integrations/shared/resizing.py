@@ -144,7 +144,7 @@ class Resizer:
             # An image of full size is left to the processor, unless it is only made that large by the lower limit,
             # which has to go: what becomes of an image must not depend on the others in the call.
             left = share >= 1 and round(height / factor) * round(width / factor) * factor**2 >= least
-            small = _grid(rows, columns, share)
+            small = token_grid(rows, columns, share)
             sizes.append(image.size if left else (small[0] * factor, small[1] * factor))
         return sizes, {"shortest_edge": min(least, factor**2), "longest_edge": most}
 
@@ -180,7 +180,7 @@ class Resizer:
         return False
 
 
-def _grid(rows: int, columns: int, share: float) -> tuple[int, int]:
+def token_grid(rows: int, columns: int, share: float) -> tuple[int, int]:
     """The grid whose tokens are closest to the share of `rows * columns`, its shape off by less than a token on the
     shorter side."""
     if share >= 1:

@@ -19,6 +19,7 @@ class Family:
     in_llm:  tokens can leave between the layers of its language model (see `in_llm`).
     nested:  vLLM keeps its CLIP or SigLIP tower in `vision_tower.vision_model`. transformers 5 leaves the second name
              out when it saves a checkpoint.
+    behind_video: of a family that tells which tokens of a video are a frame, how many follow the last one; else None.
     square:  what has a budget for itself is a square of tokens without newlines: "always", or for a "tile", where it
              has as many tokens as one.
     """
@@ -27,6 +28,7 @@ class Family:
     per_run: bool = False
     in_llm: bool = False
     nested: bool = False
+    behind_video: int | None = None
     square: Literal["always", "tile", "no"] = "no"
 
     def image_grid(self, count: int, config: Any) -> tuple[int, int, int] | None:
@@ -49,11 +51,11 @@ def _tile_tokens(config: Any) -> int | None:
 FAMILIES: dict[str, Family] = {
     "LlavaForConditionalGeneration": Family(in_llm=True, nested=True, square="always"),
     "LlavaNextForConditionalGeneration": Family(in_llm=True, nested=True),
-    "LlavaOnevisionForConditionalGeneration": Family(in_llm=True, nested=True),
+    "LlavaOnevisionForConditionalGeneration": Family(in_llm=True, nested=True, behind_video=1),
     "Mistral3ForConditionalGeneration": Family(in_llm=True),
-    "Qwen2VLForConditionalGeneration": Family(mrope=True, in_llm=True),
-    "Qwen2_5_VLForConditionalGeneration": Family(mrope=True, in_llm=True),
-    "Qwen3VLForConditionalGeneration": Family(mrope=True, in_llm=True),
+    "Qwen2VLForConditionalGeneration": Family(mrope=True, in_llm=True, behind_video=0),
+    "Qwen2_5_VLForConditionalGeneration": Family(mrope=True, in_llm=True, behind_video=0),
+    "Qwen3VLForConditionalGeneration": Family(mrope=True, in_llm=True, behind_video=0),
     "InternVLForConditionalGeneration": Family(per_run=True, in_llm=True, square="tile"),
     "Gemma3ForConditionalGeneration": Family(per_run=True, nested=True, square="always"),
     "Idefics3ForConditionalGeneration": Family(in_llm=True, square="tile"),

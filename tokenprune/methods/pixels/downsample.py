@@ -6,17 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.base import ResizeMethod, Site
+from tokenprune.options import check_options
 from tokenprune.registry import register
 
 
 @register("downsample", site=Site.PRE_ENCODER, paper="arXiv 2510.07143 (as a baseline)")
 @dataclass(frozen=True)
 class Downsample(ResizeMethod):
-    """Hand the model a smaller image: the baseline that needs no library at all.
+    """Hand the model a smaller image, or smaller frames of a video: the baseline that needs no library at all.
 
     `keep` is the share of the image's visual tokens, so both sides shrink by its square root. It acts through the
     processor: `tokenprune.patch(model, "downsample", keep=0.25, processor=processor)`, and saves work in the vision
     tower as well.
+
+    videos: whether frames of videos shrink too; False leaves them as they are. Where a processor makes as many tokens
+    of small frames as of large ones, a video raises UnsupportedSetupError.
 
     Source: the protocol of VTC-Bench, arXiv 2510.07143 (side factor k, keep 1 / k^2).
 
@@ -25,6 +29,11 @@ class Downsample(ResizeMethod):
     size would undo the resizing; their target size shrinks instead, to whole patches, and the tower interpolates its
     position table.
     """
+
+    videos: bool = True
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def shares(self, images: Sequence[Any], keep: float, per: str) -> list[float]:
         return [keep] * len(images)

@@ -4,9 +4,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection, Site
@@ -14,6 +15,8 @@ from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
+from tokenprune.kernels.take import rank_in_group
+from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import profile
 from tokenprune.tokens import Patches, VisualTokens
@@ -54,30 +57,17 @@ class VScan(Pruner):
 
     query_free: ClassVar[Mapping[str, Any]] = {"stage2": False}
 
-    layer: int | None = None
+    layer: Annotated[int, Ge(1)] | None = None
     stage2: bool = True
-    local: float = 0.5
-    local_layer: int | float = 0.25
-    window: int | None = None
+    local: Annotated[float, Ge(0), Le(1)] = 0.5
+    local_layer: int | Annotated[float, Gt(0), Lt(1)] = 0.25
+    window: Annotated[int, Ge(1)] | None = None
     merge: bool = True
 
     def __post_init__(self) -> None:
-        if self.layer is not None:
-            self._check_int("layer", 1)
-            self._check(
-                self.stage2 is not False, f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
-            )
-        if self.window is not None:
-            self._check_int("window", 1)
-        for option in ("stage2", "merge"):
-            value = getattr(self, option)
-            self._check(isinstance(value, bool), f"{option}={value!r} must be True or False")
-        fine = isinstance(self.local, (int, float)) and not isinstance(self.local, bool) and 0 <= self.local <= 1
-        self._check(fine, f"local={self.local!r} must be a share in [0, 1]")
-        if isinstance(self.local_layer, float):
-            self._check(0 < self.local_layer < 1, f"local_layer={self.local_layer!r} must be an int or between 0 and 1")
-        else:
-            self._check_int("local_layer")
+        check_options(self)
+        told = f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
+        self._check(self.stage2 or self.layer is None, told)
 
     @property
     def query_aware(self) -> bool:
@@ -120,9 +110,9 @@ class VScan(Pruner):
         picks = shares(torch.zeros_like(tile[:, :1]).expand(-1, tiles + 1).scatter_add(1, tile, real.long()), wanted)
         scanned = (picks.double() * self.local).long()
         # Best of each window first, then second best of each, and so on.
-        turn = rank(tile * patches.height.amax() * patches.width.amax() + windows(patches, self.window), local)
-        near = rank(tile, -turn, local) < scanned.gather(1, tile)
-        far = rank(tile, (~near).byte(), last) < (picks - scanned).gather(1, tile)
+        turn = rank_in_group(tile * patches.height.amax() * patches.width.amax() + windows(patches, self.window), local)
+        near = rank_in_group(tile, -turn, local) < scanned.gather(1, tile)
+        far = rank_in_group(tile, (~near).byte(), last) < (picks - scanned).gather(1, tile)
         return real & (near | far)
 
 
@@ -140,17 +130,6 @@ def windows(patches: Patches, side: int | None) -> Tensor:
     down, across = ((length // side).clamp(min=1) for length in (patches.height, patches.width))
     row, column = torch.minimum(patches.row // side, down - 1), torch.minimum(patches.column // side, across - 1)
     return row * across + column
-
-
-def rank(group: Tensor, *keys: Tensor) -> Tensor:
-    """long `[S, N]`: the place of each token in its group, largest first; a later key, then the order, breaks ties."""
-    order = torch.arange(group.shape[1], device=group.device).expand_as(group)
-    for key in reversed(keys):
-        order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))
-    order = order.gather(1, group.gather(1, order).argsort(dim=1, stable=True))
-    groups = group.gather(1, order)
-    place = torch.arange(group.shape[1], device=group.device) - torch.searchsorted(groups, groups)
-    return torch.empty_like(order).scatter_(1, order, place)
 
 
 def most_similar(features: Tensor, picked: Tensor, tile: Tensor, most: int) -> Tensor:

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Site
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer, Seen
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
 from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_next_layer
@@ -134,6 +135,8 @@ class Engine(Attachable):
         if (call := self._call()) is not None:
             modality = self.adapter.modality(modality, arguments, call.arguments)
         arguments = self.adapter.on_host(modality, arguments)
+        if modality == "video" and 0 in (self.adapter.video_frames(arguments) or ()):
+            raise UnsupportedSetupError("a video of this call has no frames: leave it out, or pass its frames")
         for part in self.parts:
             part.before_encode(modality, arguments)
         return modality, arguments

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokenprune import video
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.observable import Where
-from tokenprune.observable_registry import observables_of
 
 
 def compares_frames(step: Step) -> bool:
     """Return whether a step runs a method that reads which frame of a video tokens are of."""
-    return step.acts and bool(observables_of(step.method.needs, Where.FRAMES))
+    return step.acts and video.compares_frames(step.method)
 
 
 class VideoFrames(Part):
@@ -29,7 +28,10 @@ class VideoFrames(Part):
     def __init__(self, adapter: Adapter, steps: Sequence[Step], merges: Sequence[str]) -> None:
         super().__init__()
         self.family = adapter.config.model_type
-        self.names = list(dict.fromkeys(step.method.name for step in steps if compares_frames(step)))
+        comparing = [step for step in steps if compares_frames(step)]
+        self.names = list(dict.fromkeys(step.method.name for step in comparing))
+        # A later stage of such a method leaves images alone too, whatever it reads itself.
+        self.owners = {step.owner for step in comparing}
         for index, step in enumerate(steps):
             if not compares_frames(step):
                 continue
@@ -42,7 +44,8 @@ class VideoFrames(Part):
             if "video" not in adapter.placeholders:
                 raise UnsupportedSetupError(
                     f"{name} acts on videos, and prompts of {self.family!r} hold none: its config names no video "
-                    "token; use a method that acts on images too, such as divprune"
+                    "token. Frames that its processor hands over as images have a budget each: use a method that acts "
+                    "on images too, such as uniform or divprune"
                 )
             if not adapter.tells_frames:
                 raise UnsupportedSetupError(
@@ -68,7 +71,9 @@ class VideoFrames(Part):
             count = call.segments.counts[unknown[0]]
             raise UnsupportedSetupError(
                 f"{self.names[0]} compares the frames of a video, and nothing tells which of the {count} tokens of "
-                f"this one of {self.family!r} are a frame: pass its pixels to the patched model"
+                f"this one of {self.family!r} are a frame: pass its pixels to the patched model. Frames that the "
+                "processor dropped, or joined, leave numbers that do not split; then use a method that compares no "
+                "frames, such as divprune"
             )
         if any(images):
             for name in self.names:
@@ -76,7 +81,7 @@ class VideoFrames(Part):
         call.state.put(_Images(images))
 
     def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        if not compares_frames(step):
+        if step.owner not in self.owners:
             return list(wanted)
         images = call.state[_Images]
         return [count if image else number for count, number, image in zip(arrived, wanted, images, strict=True)]

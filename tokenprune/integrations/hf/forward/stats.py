@@ -216,16 +216,21 @@ def _add_cut(
     kept = [[past + p for p in row if p >= 0] for row in positions.tolist()]
     sources = weights = None
     if selection.assign is not None:
-        sources, weighted = [{} for _ in kept], selection.weight is not None
-        weights = [{} for _ in kept] if weighted else None
+        sources, weights = [{} for _ in kept], [{} for _ in kept]
         targets, place = selection.assign.tolist(), before.position.tolist()
-        shares = selection.weight.tolist() if weighted else None
+        given = None if selection.weight is None else selection.weight.tolist()
         for segment, row in enumerate(before.row):
             for index in range(before.counts[segment]):
                 target = targets[segment][index]
                 if target >= 0:
                     key = past + place[segment][target]
                     sources[row].setdefault(key, []).append(past + place[segment][index])
-                    if weighted:
-                        weights[row][past + place[segment][index]] = shares[segment][index]
+                    weights[row].setdefault(key, []).append(1.0 if given is None else given[segment][index])
+        weights = None if given is None else [{key: _shares(of) for key, of in row.items()} for row in weights]
     stats.cuts.append(cut(kept, sources, weights=weights))
+
+
+def _shares(weights: list[float]) -> list[float]:
+    """Scale weights so that they sum to 1; those of one token are 1, as it is copied whatever it weighs."""
+    total = sum(weights)
+    return [one / total for one in weights] if total > 0 else [1.0] * len(weights)

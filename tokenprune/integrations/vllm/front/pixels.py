@@ -44,12 +44,18 @@ class Shrinker:
     def shrink(self, items: Any) -> Mapping[str, object]:
         """Put smaller images in the place of `items["image"]`, and return the keyword arguments that the model's
         processor needs to leave them as they are."""
+        name = self.setting.pixels.name
+        if self.setting.pixels.videos and items.get("video"):
+            raise OptionError(
+                f"{name} makes the frames of videos smaller too, which this server does not: leave them as they are, "
+                f'{{"method": "{name}", "videos": false}}, or use a method that acts on the features, such as uniform'
+            )
         images = items.get("image")
         if images is None or not len(images) or isinstance(images, SmallerImages):
             return self.kwargs
         if not isinstance(images, ImageProcessorItems):
             raise OptionError(
-                f"{self.setting.pixels.name} acts on pixels, and this request brings embeddings: switch it off for the "
+                f"{name} acts on pixels, and this request brings embeddings: switch it off for the "
                 'request, {"tokenprune": {"off": true}}'
             )
         # As the processor's call will see them: those of the server below those of the request, sorted by modality.

@@ -22,6 +22,7 @@ from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name
 from tokenprune.integrations.vllm.setting.settings import KEY, Setting, check_override
 from tokenprune.integrations.vllm.setting.tower_checks import check_items, reads_tower
+from tokenprune.video import compares_frames
 
 
 @dataclasses.dataclass
@@ -103,9 +104,12 @@ class ReducingProcessor(BaseMultiModalProcessor):
         def replacement(index: int) -> PromptUpdateDetails:
             content = update._resolve_content(index)
             embeds = None if content.is_embed is None else content.is_embed(content.full).tolist()
-            apart = setting.per == "frame" and update.modality == "video"
-            frames = _frames(mm_items, out_mm_kwargs, index) if apart else 1
-            plan = Plan.make(setting, content.full, embeds, family_of(self.info.ctx.model_config).per_run, frames)
+            family, compares = family_of(self.info.ctx.model_config), compares_frames(setting.method)
+            # Images stay as they are where frames are compared.
+            own = setting.without_method() if compares and update.modality == "image" else setting
+            asked = update.modality == "video" and (compares or setting.per == "frame")
+            frames = _frames(mm_items, out_mm_kwargs, index) if asked else 1
+            plan = Plan.make(own, content.full, embeds, family.per_run, frames, family.behind_video or 0)
             # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
             element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
             out_mm_kwargs[update.modality][index][field_name(update.modality)] = element

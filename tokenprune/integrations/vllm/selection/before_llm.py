@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,10 +21,19 @@ from tokenprune.integrations.shared.tower_scores import Encoded, as_patches
 from tokenprune.observable import Backend, Observable, Sizes, TowerScores, Where
 from tokenprune.observable_registry import observables_of
 from tokenprune.tokens import Patches, Segments, TokenSource, VisualTokens
+from tokenprune.video import compares_frames
+
+logger = logging.getLogger(__name__)
 
 Grid = tuple[int, int, int]
 GridOf = Callable[[int], Grid | None]
 Norm = Callable[[Tensor], Tensor]
+
+
+@lru_cache(maxsize=256)
+def _say(text: str) -> None:
+    """Log what a method has to say of an item, once."""
+    logger.info(text)
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,9 @@ class _Features(TokenSource):
         if Backend.VLLM not in seen.backends:
             raise TokenPruneError(f"it reads {seen.name!r}, and vLLM gives a method nothing but the encoder's features")
         return super().read(seen, tokens, *layer)
+
+    def note(self, text: str) -> None:
+        _say(text)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
@@ -67,12 +81,13 @@ class _Features(TokenSource):
 
 
 def segments_of(
-    counts: list[int], grid: Grid | None, modality: str, device: torch.device, guess: GridOf = lambda count: None
-) -> Segments:
+    counts: list[int], grid: Grid | None, modality: str, device: torch.device, guess: GridOf = lambda count: None,
+    frames: list[list[int] | None] | None = None,
+) -> Segments:  # fmt: skip
     """Return one segment for each entry of `counts`, in the order of the rows.
 
     grid: (frames, height, width) of an item that is one segment, or whose frames are one each. guess: tells of
-    an image's number of tokens its grid, where `grid` does not.
+    an image's number of tokens its grid, where `grid` does not. frames: see `Segments`.
     """
     limit = torch.tensor(counts, device=device)[:, None]
     place = torch.arange(max(counts), device=device)
@@ -88,6 +103,7 @@ def segments_of(
         mask=mask,
         grids=[_fitting(grid, count) or (guess(count) if modality == "image" else None) for count in counts],
         modality=[modality] * len(counts),
+        frames=frames or [],
     )
 
 
@@ -135,7 +151,10 @@ def probe(method: Pruner) -> None:
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
         rows = torch.randn(sum(counts), 8, generator=generator)
         keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
-        choose(method, rows, 8, segments_of(counts, None, "image", rows.device), keep, encoded=_made_up(method, counts))
+        frames = [[n // 2] * 2 for n in counts]  # what an odd number leaves over is behind the last one
+        modality = "video" if compares_frames(method) else "image"
+        segments = segments_of(counts, None, modality, rows.device, frames=frames)
+        choose(method, rows, 8, segments, keep, encoded=_made_up(method, counts))
 
 
 def _made_up(method: Pruner, counts: list[int]) -> Encoded:

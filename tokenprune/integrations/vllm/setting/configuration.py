@@ -13,6 +13,7 @@ from tokenprune.integrations.vllm.families import FAMILIES, Family
 from tokenprune.integrations.vllm.setting.merge_checks import check_merging, merges_in_tower
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, Setting
 from tokenprune.integrations.vllm.setting.tower_checks import check_method, reads_tower
+from tokenprune.video import compares_frames
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,12 @@ def family_of(model_config: Any) -> Family:
 
 def check_model(setting: Setting, model_config: Any) -> None:
     """Raise UnsupportedSetupError or OptionError for a method that this model cannot be served with."""
+    if compares_frames(setting.method) and family_of(model_config).behind_video is None:
+        raise UnsupportedSetupError(
+            f"{setting.method.name} compares the frames of a video, and of {model_config.architecture} it is not known "
+            "which tokens are a frame, or its prompts hold no videos; use a method that acts on images too, such as "
+            "divprune"
+        )
     if reads_tower(setting.method):
         check_method(setting.method, model_config)
     if merges_in_tower(setting.method):

@@ -17,8 +17,9 @@ from cachetools import LRUCache, cached
 from torch import Tensor
 
 from tokenprune.errors import OptionError
-from tokenprune.frames import frame_counts
+from tokenprune.frames import frame_counts, tokens_per_frame
 from tokenprune.integrations.vllm.setting.settings import KEY, Setting
+from tokenprune.video import compares_frames
 
 
 def field_name(modality: str) -> str:
@@ -33,7 +34,8 @@ class Plan:
     tokens:  ids of the item's text in the prompt, placeholders and what stands between them.
     embeds:  which of them are placeholders, and get a row of the encoder's output.
     per_run: see `Family`.
-    frames:  of a video whose frames have a budget each, and stand in one run; else 1.
+    frames:  of a video how many it has, where they have a budget each and stand in one run, or the method compares
+             them; else 1.
     """
 
     setting: Setting
@@ -50,7 +52,15 @@ class Plan:
     @cached_property
     def counts(self) -> list[int]:
         """Rows of the encoder's output in each segment, the pieces that have a budget each."""
-        return self.runs if self.per_run else frame_counts(sum(self.runs), self.frames)
+        if self.per_run:
+            return self.runs
+        return frame_counts(sum(self.runs), self.frames if self.setting.per == "frame" else 1)
+
+    def frame_sizes(self, behind: int | None) -> list[list[int] | None]:
+        """Return how many tokens each frame of each segment has, None where that is not known. behind: tokens of a
+        video that follow its last frame."""
+        compared = compares_frames(self.setting.method) and behind is not None
+        return [tokens_per_frame(count, self.frames, behind) if compared else None for count in self.counts]
 
     @cached_property
     def keep(self) -> list[int]:
@@ -116,11 +126,15 @@ class Plan:
 
     @staticmethod
     def make(
-        setting: Setting, tokens: Sequence[int], embeds: Sequence[bool] | None, per_run: bool, frames: int = 1
-    ) -> Plan:
-        """frames: of a video; 1 for an image. Raises OptionError for frames that cannot be told but have to be."""
+        setting: Setting, tokens: Sequence[int], embeds: Sequence[bool] | None, per_run: bool, frames: int = 1,
+        behind: int = 0,
+    ) -> Plan:  # fmt: skip
+        """frames: of a video; 1 for an image. behind: tokens that follow its last frame. Raises OptionError for frames
+        that cannot be told but have to be."""
         embeds = [True] * len(tokens) if embeds is None else embeds
         whole = Plan(setting, tuple(tokens), tuple(bool(embed) for embed in embeds), per_run)
+        if compares_frames(setting.method):
+            return whole._compared(frames, behind)
         if per_run or frames == 1 or setting.per != "frame":
             return whole
         if len(whole.runs) == frames:  # time stamps between them
@@ -131,6 +145,16 @@ class Plan:
                 "video shares its budget"
             )
         return dataclasses.replace(whole, frames=frames)
+
+    def _compared(self, frames: int, behind: int) -> Plan:
+        count = sum(self.runs)
+        if tokens_per_frame(count, frames, behind) is None:
+            raise OptionError(
+                f"{self.setting.method.name} compares the frames of a video, and the {count} tokens of this one do not "
+                f"split into {frames} frames: let the processor sample no frames of its own, or use a method that "
+                "compares none, such as divprune"
+            )
+        return dataclasses.replace(self, frames=frames)
 
 
 def _size(plan: Plan) -> int:

@@ -17,6 +17,7 @@ from tokenprune.files import File
 from tokenprune.integrations.shared.composition import check_places
 from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY, check_method, servable
 from tokenprune.setting import Entry, Layer, parse, plain, short
+from tokenprune.video import compares_frames
 
 __all__ = ["IN_LLM", "KEY", "Setting", "check_method", "check_override", "servable"]
 
@@ -32,7 +33,7 @@ class Setting:
 
     method, keep:  acts on the features of the encoder, in the encoder, or (`in_llm`) in the language model; None if all
                    tokens stay.
-    pixels, share: acts on an image before the encoder (see pixels.py); None if images stay as they are.
+    pixels, share: acts on an image before the encoder (see front/pixels.py); None if images stay as they are.
     per:           "image", or "frame" if every frame of a video has `keep` for itself (see `Budget`).
     in_llm:        whether `method` acts inside the language model, and leaves the prompt as it is.
     files:         options of `method` that were given as files: name, path and digest of the content.
@@ -61,6 +62,10 @@ class Setting:
     def removes_nothing(self) -> bool:
         """Whether every feature of the encoder stays in the prompt."""
         return self.method is None or self.in_llm or Budget.of(self.keep).is_identity()
+
+    def without_method(self) -> Setting:
+        """Return what is left of the setting where `method` does not act."""
+        return dataclasses.replace(self, method=None, keep=1.0, files=())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the setting with nothing left implicit; `Setting.of` reads it."""
@@ -147,6 +152,11 @@ def _checked(layer: Layer) -> Setting:
     method, keep, files = (others or [(None, 1.0, ())])[0]
     if per == "frame" and method is not None and method.site is not Site.PRE_LLM:
         raise OptionError(f'{KEY}: per="frame" goes with methods that act on the features, not with {method.name}')
+    if per == "frame" and compares_frames(method):
+        raise BudgetError(
+            f"{KEY}: {method.name} compares the frames of a video, so the whole video has one budget: leave out "
+            'per="frame"'
+        )
     return Setting(method, keep, *(pixels or [(None, 1.0)])[0][:2], per, in_llm, files)
 
 

@@ -11,6 +11,7 @@ from tokenprune.integrations.shared.patch_grid import PatchSource
 from tokenprune.integrations.shared.tower_scores import block_index, read_block
 from tokenprune.observable import Where
 from tokenprune.observable_registry import observables_of
+from tokenprune.video import compares_frames
 
 # By the model type of the vision config: how many class tokens stand before the patches.
 CLASS_TOKENS = {
@@ -81,6 +82,8 @@ def check_items(method: Method, setting: Any, items: Any, info: Any) -> None:
 
     served = PatchSource(None, info.get_hf_config())
     for modality, of_modality in items.items():
+        if modality == "image" and compares_frames(method):
+            continue  # it leaves them as they are
         if isinstance(of_modality, EmbeddingItems) or not len(of_modality):
             _check(not len(of_modality), f"{method.name} reads the vision tower: pass pixels, not embeddings")
             continue

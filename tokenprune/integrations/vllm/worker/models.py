@@ -104,7 +104,10 @@ class ReducingModel:
         if plan.reduces:
             kept = told
             if not isinstance(told, Tensor):
-                segments = segments_of(plan.counts, self._grid(item, modality), modality, rows.device, self._image_grid)
+                segments = segments_of(
+                    plan.counts, self._grid(item, modality), modality, rows.device, self._image_grid,
+                    plan.frame_sizes(self.tokenprune_family.behind_video),
+                )  # fmt: skip
                 norm = getattr(getattr(self.get_language_model(), "model", None), "norm", None)
                 kept, rows = choose(plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm, told)
             first, end = plan.span

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""llava_scissor against naive loops written from its description, on a still background with a moving part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from tokenprune.kernels import clusters as kernels
+from tokenprune.kernels.clusters import components
+from tokenprune.kernels.temporal import unit
+from videos import best, check_counts, compare, cos, given, mean, moving, select, shares_of
+
+
+def connected(x: list[list[float]], threshold: float) -> list[list[int]]:
+    """Components, each in order, by their lowest nodes."""
+    found: list[list[int]] = []
+    for i in range(len(x)):
+        if any(i in one for one in found):
+            continue
+        one, edge = [i], [i]
+        while edge:
+            node = edge.pop()
+            new = [j for j in range(len(x)) if j not in one and cos(x[node], x[j]) > threshold]
+            one, edge = one + new, edge + new
+        found.append(sorted(one))
+    return found
+
+
+Groups = list[tuple[list[list[float]], list[int]]]  # the means of each representative, and its tokens
+
+
+def representatives(x: list[list[list[float]]], threshold: float) -> Groups:
+    places = len(x[0])
+    means, tokens = [], []
+    for f, frame in enumerate(x):
+        for one in connected(frame, threshold):
+            means.append(mean([frame[p] for p in one]))
+            tokens.append([f * places + p for p in one])
+    return [([means[i] for i in one], [t for i in one for t in tokens[i]]) for one in connected(means, threshold)]
+
+
+def naive(
+    video: Tensor, attention: Any, keep: int, grid: Any = None, threshold: float | None = None
+) -> dict[int, dict]:
+    """threshold: None searches for the one that is nearest to `keep`, and settles the rest."""
+    x, places = video.tolist(), video.shape[1]
+    flat = [token for frame in x for token in frame]
+    low, high, found, used = -1.01, 1.0, None, threshold
+    for _ in range(14 if threshold is None else 0):
+        middle = (low + high) / 2
+        made = representatives(x, middle)
+        if found is None or (abs(len(made) - keep), len(made)) < (abs(len(found) - keep), len(found)):
+            found, used = made, middle
+        low, high = (middle, high) if len(made) < keep else (low, middle)
+        if len(made) == keep:
+            break
+    found = representatives(x, threshold) if found is None else found
+    while threshold is None and len(found) > keep:
+        reps = [mean(means) for means, _ in found]
+        pairs = {(i, j): cos(reps[i], reps[j]) for j in range(len(found)) for i in range(j)}
+        i, j = max(pairs, key=lambda pair: (pairs[pair], -pair[0], -pair[1]))
+        found[i] = (found[i][0] + found[j][0], found[i][1] + found[j][1])
+        del found[j]
+    reps = [mean(means) for means, _ in found]
+    degree = {i: sum(cos(token, other) > used for other in x[i // places]) for i, token in enumerate(flat)}
+    token = [best(sorted(tokens), degree, 1)[0] for _, tokens in found]
+    alike = [[cos(one, rep) for rep in reps] for one in flat]
+    nearest = [max(range(len(reps)), key=lambda r: (row[r], -r)) for row in alike]
+    far = {i: -alike[i][nearest[i]] for i in range(len(flat)) if i not in token}
+    split = best(far, far, keep - len(token)) if threshold is None else []
+    groups: dict[int, list[int]] = {}
+    for i in range(len(flat)):
+        groups.setdefault(i if i in token or i in split else token[nearest[i]], []).append(i)
+    return {to: {i: 1 / len(of) for i in of} for to, of in groups.items()}
+
+
+# The loops are slow: small videos.
+@pytest.mark.parametrize("cut", [None, 2])
+@pytest.mark.parametrize("keep", [1, 6, 14, 30, 44])
+def test_against_a_naive_loop(keep: int, cut: int | None) -> None:
+    video, other = moving(5, 3, 3, seed=1, cut=cut, noise=0.15), moving(1, 2, 3, seed=2)
+    selection = select("llava_scissor", given([video, other], [keep, 3], [(3, 3), (2, 3)]))
+    for row, (one, number) in enumerate(((video, keep), (other, 3))):
+        count = one.shape[0] * one.shape[1]
+        got = {to: set(of) for to, of in shares_of(selection, row, count).items()}
+        assert got == {to: set(of) for to, of in naive(one, None, number).items()}
+
+
+@pytest.mark.parametrize("threshold", [-1.0, 0.3, 0.9, 1.0])
+def test_a_threshold_decides(threshold: float) -> None:
+    """At 1 nothing is connected; below the least cosine all is one token."""
+    video = moving(4, 3, 3, seed=3, cut=2, noise=0.1)
+    method = tokenprune.method("llava_scissor", exact=False, threshold=threshold)
+    selection = method.select(given([video], [9], [(3, 3)]))
+    groups = shares_of(selection, 0, 36)
+    assert {to: set(of) for to, of in groups.items()} == {
+        to: set(of) for to, of in naive(video, None, 0, threshold=threshold).items()
+    }
+    assert len(groups) == {-1.0: 1, 1.0: 36}.get(threshold, len(groups)) and selection.counts is None
+    assert method.by_content_count and not tokenprune.method("llava_scissor").by_content_count
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 5, 16])
+def test_counts(frames: int) -> None:
+    check_counts("llava_scissor", frames)
+
+
+def test_a_batch_is_its_videos_with_a_newline_or_without() -> None:
+    def part(video: Tensor, attention: Tensor, keep: int, grid: Any) -> dict[int, dict]:
+        return shares_of(select("llava_scissor", given([video], [keep], [grid])), 0, video.shape[0] * video.shape[1])
+
+    compare("llava_scissor", part, 0.3, None, newline=True)
+    compare("llava_scissor", part, 0.6, 3, newline=False)
+
+
+def test_every_token_is_in_one_mean_in_whatever_order() -> None:
+    """Places of a frame in another order make the same groups."""
+    video = moving(4, 3, 4, seed=4, noise=0.1)
+    turn = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    method = tokenprune.method("llava_scissor", exact=False)
+    groups, turned = (shares_of(method.select(given([one], [11], [(3, 4)])), 0, 48) for one in (video, video[:, turn]))
+    assert 1 < len(groups) < 48
+    assert sorted(i for group in groups.values() for i in group) == list(range(48))
+    back = [{i // 12 * 12 + int(turn[i % 12]) for i in group} for group in turned.values()]
+    assert sorted(map(sorted, back)) == sorted(map(sorted, groups.values()))
+
+
+def test_a_static_video() -> None:
+    frame = moving(1, 3, 3, noise=0.0)
+    groups = shares_of(select("llava_scissor", given([frame.repeat(4, 1, 1)], [9], [(3, 3)])), 0, 36)
+    assert sorted(map(sorted, groups.values())) == [[p, p + 9, p + 18, p + 27] for p in range(9)]
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.5, 0.8])
+def test_components(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a table of all pairs, a few rows at a time, and of several graphs at once."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 40, 4, generator=g)
+    want = []
+    for row in x:
+        label = [0] * 40
+        for one in connected(row.tolist(), threshold):
+            for i in one:
+                label[i] = one[0]
+        want.append(label)
+    direction = unit(x)
+    near = (direction @ direction.transpose(1, 2)).clamp(max=1) > threshold
+    assert components(near).tolist() == want
+    assert components(direction[0], threshold).tolist() == want[0]
+    monkeypatch.setattr(kernels, "_AT_ONCE", 100)
+    assert components(direction[1], threshold).tolist() == want[1]
+    # A chain as long as can be.
+    place = torch.arange(33)
+    assert not components((place[:, None] - place).abs() <= 1).any()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods on videos inside real models keep what a loop over the unpatched model's own embeddings would keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from basics import VIDEO_METHODS, pieces
+from naive_video import NAIVE, THINNING, spread
+from tests.methods.test_methods import naive_uniform
+from tests.methods.test_methods_in_models import kept_of, look_inside
+from zoo import FAMILIES, IMAGE, VIDEO
+
+# Several videos in a prompt, of other lengths where the family allows it, images beside them, a row without video.
+BATCHES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": dict(images=(1, 0, 1), video=([5, 3], 1, False)),
+    "qwen2_5_vl": dict(images=(0, 2), video=(2, [3, 8]), padding="right"),
+    "qwen3_vl": dict(images=(1, 0, 1), video=([5, 3], 1, False)),
+    "llava_onevision": dict(images=(1, 0, 2), video=(5, [5, 5], False)),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@torch.no_grad()
+def test_each_keeps_what_a_loop_keeps(name: str, build) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(**BATCHES[name])
+    embeds, _ = look_inside(family, model, inputs, 0)
+    ids = inputs["input_ids"]
+    # Qwen's frames are grids of 2 x 2.
+    thin = spread if name == "llava_onevision" else lambda size, number: naive_uniform(number, (1, 2, 2))
+    for method, naive in NAIVE.items():
+        kept, chosen = kept_of(model, inputs, method, 0.4), {"thin": thin} if method in THINNING else {}
+        for row, of_row in enumerate(pieces(family, inputs)):
+            for piece in of_row:
+                if ids[row, piece[0]] == IMAGE:
+                    assert kept[row] >= set(piece)
+                    continue
+                newline = len(piece) % 4  # of LLaVA-OneVision
+                frames = embeds[row, piece[: len(piece) - newline]].unflatten(0, (-1, 4))
+                keep = max(1, round(0.4 * len(piece)))
+                want = [4 * t + p for t, p in naive(frames.double(), max(1, keep - newline), **chosen)]
+                want += [len(piece) - 1] if keep > len(want) else []
+                assert kept[row] & set(piece) == {piece[i] for i in want}, method
+
+
+@pytest.mark.parametrize("method", VIDEO_METHODS)
+@torch.no_grad()
+def test_another_question_same_tokens_of_a_video(method: str, build) -> None:
+    family = FAMILIES["qwen3_vl"]
+    model, inputs = build(family), family.make_inputs(images=(1, 0), video=(5, 5))
+    other = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    other["input_ids"][:, -4:] = torch.arange(100, 104)
+    same = kept_of(model, inputs, method, 0.3) == kept_of(model, other, method, 0.3)
+    assert same or tokenprune.method(method).query_aware
+
+
+@torch.no_grad()
+def test_what_a_method_notes_is_in_the_statistics(build) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(1, 0), video=(1, 3))
+    with tokenprune.patched(model, "evs", keep=0.5):
+        model(**inputs)
+        assert tokenprune.stats(model).notes == [
+            "evs: images keep all tokens, because it compares the frames of videos",
+            "evs: less than a frame is to be kept: the first is thinned as by uniform",
+        ]
+        model(**family.make_inputs(images=(0,), video=8))
+        assert tokenprune.stats(model).notes == []
+    assert int((inputs["input_ids"] == VIDEO).sum()) == 16

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that compare the frames of videos, in the real engine: the words of the patched Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoints import Checkpoint
+from conftest import Engine, same
+from tokenprune import TokenPruneError
+from tokenprune.integrations.vllm.setting.servable import servable
+from tokenprune.registry import build
+from tokenprune.video import compares_frames
+
+EVS = {"method": "evs", "keep": 0.4}
+METHODS = [name for name in servable() if compares_frames(build(name, {}))]
+MERGING = {"method": "holitom", "inner": False, "keep": 0.4}  # by the attention of the vision tower
+BLOCK = 32
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision"])
+def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engine:
+    """Prompts are read in chunks that split videos; a video's blocks are kept."""
+    return start(request.param, EVS, max_num_batched_tokens=64)
+
+
+@pytest.fixture
+def checkpoint(engine: Engine) -> Checkpoint:
+    return engine.checkpoint
+
+
+def clip(checkpoint: Checkpoint, frames: int = 6, seed: int = 0) -> Any:
+    """A still ground before which something moves."""
+    height, width = checkpoint.sizes[0]
+    rng = np.random.default_rng(seed)
+    shown = np.repeat(rng.integers(0, 256, (1, height, width, 3), dtype=np.uint8), frames, axis=0)
+    for t in range(frames):
+        shown[t, : height // 2, t * width // frames : t * width // frames + width // 3] = rng.integers(0, 256, 3)
+    if not checkpoint.mrope:
+        return shown
+    told = dict(fps=2.0, duration=frames / 2, total_num_frames=frames, frames_indices=list(range(frames)))
+    return shown, told | {"video_backend": "opencv", "do_sample_frames": False}
+
+
+def check(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, images: list, setting: Any, videos: Any):
+    tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 6, setting, videos)
+    return same(output, tokens, logprobs)
+
+
+def test_a_batch_of_every_method_with_an_image_beside(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """And once more from the prefix cache."""
+    prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.images(1), [clip(checkpoint)]
+    overrides = [{"off": True}, *({"method": name, "keep": 0.4} for name in METHODS), MERGING]
+    requests = [engine.request(prompt, images, override, videos) for override in overrides]
+    for _ in range(2):
+        outputs = engine.generate(requests)
+        for override, output in zip(overrides, outputs, strict=True):
+            check(reference, checkpoint, output, prompt, images, None if "off" in override else override, videos)
+    assert all(output.num_cached_tokens >= BLOCK for output in outputs)
+    # The image stays whole: only the video's tokens are fewer.
+    only, whole = [len(output.prompt_token_ids) for output in outputs[1:]], len(outputs[0].prompt_token_ids)
+    assert len(set(only)) == 1 and only[0] < whole
+
+
+def test_videos_of_other_lengths_and_images_alone(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    cases = [([clip(checkpoint, frames, seed=frames)], []) for frames in (2, 4, 8)] + [([], checkpoint.images(2))]
+    prompts = [checkpoint.prompt(len(images), f"case {i}? ", bool(v)) for i, (v, images) in enumerate(cases)]
+    requests = [engine.request(p, images, None, v) for p, (v, images) in zip(prompts, cases, strict=True)]
+    for prompt, output, (videos, images) in zip(prompts, engine.generate(requests), cases, strict=True):
+        check(reference, checkpoint, output, prompt, images, EVS if videos else None, videos)
+
+
+def test_what_cannot_be_served_is_said(engine: Engine, checkpoint: Checkpoint) -> None:
+    request = engine.request(checkpoint.prompt(0, video=True), [], {"per": "frame"}, [clip(checkpoint)])
+    with pytest.raises(ValueError, match="evs compares the frames of a video, so the whole video has one budget"):
+        engine.generate([request])
+
+
+@pytest.mark.parametrize("name", ["internvl", "llava"])
+def test_families_whose_videos_are_not_known_are_refused_at_the_start(name: str, start: Callable[..., Engine]) -> None:
+    with pytest.raises((TokenPruneError, ValueError), match=r"of \w+ForConditionalGeneration it is not known which"):
+        start(name, EVS)

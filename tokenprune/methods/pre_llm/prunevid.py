@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor
+
+from tokenprune.base import Method, Pruner, Selection, Site
+from tokenprune.budget import Budget
+from tokenprune.kernels.clusters import nearest, peaks
+from tokenprune.kernels.take import rank_in_group
+from tokenprune.kernels.temporal import frame_means, same_place, shares, unit
+from tokenprune.methods.video_merging import (
+    StillPlaces,
+    VideoMerger,
+    at,
+    clusters_of_frames,
+    first_frames,
+    members_of,
+    segment_sums,
+    spots,
+)
+from tokenprune.options import check_options
+from tokenprune.registry import register
+from tokenprune.schedule import profile
+from tokenprune.tokens import VisualTokens
+from tokenprune.transfer import to_device
+from tokenprune.video import Videos
+
+_DEPTH = 10 / 32  # of the second cut
+_SEGMENTS = 0.25  # as many clusters of frames as this share of them
+_NEIGHBOURS = 7
+
+
+@register("prunevid", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2412.16117, ACL 2025 Findings", merges=True)
+@dataclass(frozen=True)
+class PruneVid(VideoMerger):
+    """Merge what stands still in a scene of a video, cluster what is left, and keep inside the decoder what some word
+    of the question attends to (PruneVid).
+
+    Scenes are clusters of frames, made contiguous. A place whose tokens are alike throughout a scene, by the mean of
+    all pairs' cosines, becomes its mean over time. The still places of a scene, and the other tokens of each frame, are
+    clustered, and a cluster becomes its mean. The second cut ranks by the most attention that any head of any text
+    token behind the video pays in the layer before; each scene's still part and each frame's other part have their
+    share of it.
+
+    keep: tokens averaged over the decoder's layers, the second cut included.
+    threshold: mean cosine above which a place stands still.
+    inner: False leaves out the second cut: the choice then knows nothing of the question, and `keep` is the first cut.
+    layer: int >= 1, decoder layer of the second cut, ranked by the layer before it; None: 10 of 32, in proportion.
+    inner_keep: share of the tokens that the second cut keeps.
+
+    Source: Huang et al., "PruneVid: Visual Token Pruning for Efficient Video Large Language Models", from its formulas
+    alone.
+
+    Differs from the paper: counts are exact, in proportion to what scenes and frames hold (there half of each, unless
+    it is 14 tokens or fewer); where more is kept than merging leaves, the still tokens least similar to the one before
+    stay by themselves; a cluster stands where its centre stood; a scene of one frame has nothing still; the second cut
+    leaves the caches of the layers before it as they are. Which stretch of frames a split cluster keeps, and what the
+    others join, is ours: the longest, and the longer neighbour, of equal ones the earlier.
+    """
+
+    query_free: ClassVar[Mapping[str, Any]] = {"inner": False}
+
+    threshold: Annotated[float, Ge(-1), Le(1)] = 0.8
+    inner: bool = True
+    layer: Annotated[int, Ge(1)] | None = None
+    inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.4
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        said = self.layer is None or self.inner
+        self._check(said, f"layer={self.layer} is of the second cut: leave it out, or inner=False")
+
+    @property
+    def query_aware(self) -> bool:
+        return self.inner
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        outer = dataclasses.replace(self, inner=False, layer=None)
+        if not self.inner:
+            return [(outer, budget)]
+        early, late = profile(layers, ((0, 1.0), (self.layer or _DEPTH, self.inner_keep)), budget)
+        return [(outer, early.budget), (_Inner(late.layer), late.budget)]
+
+    def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
+        mask, most = videos.mask, max(videos.keep)
+        ends = self._scenes(videos)
+        still = self._still(videos, first_frames(ends))
+        places = StillPlaces.of(videos, ends, still, same_place(videos.x, mask))
+        heads, moving = places.heads, places.moving
+        sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: of each frame, still before moving
+        room = videos.budget - places.alone.sum((1, 2))
+        numbers = shares(sizes.flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
+
+        _, of = clusters_of_frames(places.means(), heads, numbers[..., 0], most)
+        part = 1 / (at(members_of(of, heads), of) * places.copies()).clamp(min=1)
+        _, into = clusters_of_frames(videos.x, moving, numbers[..., 1], most)
+        weight = 1 / at(members_of(into, moving), into).clamp(min=1)
+        into = torch.where(places.alone, spots(mask), torch.where(places.still, places.spread(of), into))
+        weight = torch.where(places.alone, 1.0, torch.where(places.still, places.spread(part), weight))
+
+        # Behind the cut a scene's still tokens are one group, and each frame's others.
+        frame = torch.arange(mask.shape[1], device=mask.device)[:, None]
+        self._remember(videos, torch.where(places.still, 2 * places.first.unsqueeze(-1), 2 * frame + 1))
+        return into, weight
+
+    def _remember(self, videos: Videos, group: Tensor) -> None:
+        """Tell the second cut the group of each token, long `[V, F, P]`; what is in no video's frame is of the first
+        one."""
+        tokens = videos.tokens
+        whole = torch.zeros_like(tokens.mask, dtype=torch.long)
+        rows = to_device(videos.segments, whole.device)
+        tokens.remember("group", whole.index_copy(0, rows, videos.by_token(group)), per_token=True)
+        tokens.remember("groups", 2 * group.shape[1])
+
+    def _scenes(self, videos: Videos) -> Tensor:
+        """bool `[V, F - 1]`: whether a scene ends behind each frame, also where a video does."""
+        real = videos.sizes > 0
+        means = frame_means(videos.x, videos.mask)
+        wanted = [max(1, int(_SEGMENTS * len(sizes))) for sizes in videos.frames]
+        number = to_device(wanted, real.device)
+        centres = peaks(means, real, number, max(wanted), _NEIGHBOURS, capped=False)
+        labels = nearest(means, real, centres, max(wanted)).tolist()
+        frames = real.shape[1]
+        ends = [
+            [*scene_ends(of[: len(sizes)]), *[True] * frames][: frames - 1]
+            for of, sizes in zip(labels, videos.frames, strict=True)
+        ]
+        return to_device(torch.tensor(ends, dtype=torch.bool).view(len(real), -1), real.device)
+
+    def _still(self, videos: Videos, first: Tensor) -> Tensor:
+        """bool `[V, F, P]`: tokens at places that stand still in their scene. first: long `[V, F]`."""
+        direction = unit(videos.x)
+        own = segment_sums(direction.square().sum(-1), first)
+        pairs = segment_sums(direction, first).square().sum(-1) - own
+        length = segment_sums(videos.mask.long(), first)
+        alike = pairs / (length * (length - 1)).clamp(min=1)
+        still = (alike > self.threshold) & (length > 1)
+        return videos.mask & still.gather(1, first.unsqueeze(-1).expand_as(still))
+
+
+def scene_ends(labels: Sequence[int]) -> list[bool]:
+    """Return whether a scene ends behind each frame but the last: the longest run of each label is one, and every other
+    run joins the longer of its neighbours, one after the other; of equal ones the earlier."""
+    runs: list[list[Any]] = []  # label, length
+    for label in labels:
+        if runs and runs[-1][0] == label:
+            runs[-1][1] += 1
+        else:
+            runs.append([label, 1])
+    longest: dict[int, list[Any]] = {}
+    for run in runs:
+        if run[0] not in longest or run[1] > longest[run[0]][1]:
+            longest[run[0]] = run
+    stays = {id(run) for run in longest.values()}
+    while (at := next((i for i, run in enumerate(runs) if id(run) not in stays), None)) is not None:
+        left, right = runs[at - 1] if at else None, runs[at + 1] if at + 1 < len(runs) else None
+        to = left if right is None or (left is not None and left[1] >= right[1]) else right
+        to[1] += runs.pop(at)[1]
+    return [end for _, length in runs for end in [*[False] * (length - 1), True]][:-1]
+
+
+@dataclass(frozen=True)
+class _Inner(Pruner):
+    """The second cut: of each group keep what some head of some text token attends to most in the layer before.
+
+    layer: where it cuts.
+    """
+
+    layer: int
+
+    name: ClassVar[str] = "prunevid"
+    site: ClassVar[Site] = Site.IN_LLM
+    needs: ClassVar[frozenset[str]] = frozenset({"text_attention"})
+
+    @property
+    def query_aware(self) -> bool:
+        return True
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        rows = tokens.text_attention
+        # Without text behind the video all tokens are alike.
+        score = rows.amax((1, 2)) if rows.shape[2] else torch.zeros_like(tokens.mask, dtype=torch.float32)
+        groups = tokens.carry.get("groups", 1)
+        group = tokens.carry.get("group", torch.zeros_like(tokens.mask, dtype=torch.long))
+        group = group.masked_fill(~tokens.mask, groups)
+        number = torch.zeros(len(group), groups + 1, dtype=torch.long, device=group.device)
+        number = number.scatter_add(1, group, tokens.mask.long())
+        share = shares(number, tokens.budget, number)
+        keep = rank_in_group(group, score.nan_to_num(nan=-torch.inf)) < share.gather(1, group)
+        return Selection(keep, counts=tokens.keep)
