@@ -112,7 +112,7 @@ def test_no_damage_raises_anything_but_a_bad_row(kind: str) -> None:
 
 
 def test_a_folder_has_its_frames_in_order_and_nothing_else(tmp_path: Path) -> None:
-    """As ffmpeg numbers them, with what systems leave there; suffixes in capitals, rows with ends of lines of Windows."""
+    """As ffmpeg numbers them, with what systems leave there; suffixes in capitals, rows that Windows wrote."""
     for number in range(12):
         Image.new("RGB", (8, 6), (10 * number, 0, 0)).save(tmp_path / f"frame_{number}.PNG")
     (tmp_path / "._frame_0.PNG").write_bytes(b"of a system")
@@ -131,7 +131,7 @@ def test_a_folder_has_its_frames_in_order_and_nothing_else(tmp_path: Path) -> No
 def test_frames_of_several_sizes_are_a_bad_row(tmp_path: Path) -> None:
     for number, size in enumerate([(8, 6), (8, 6), (6, 8)]):
         Image.new("RGB", size).save(tmp_path / f"{number}.png")
-    with pytest.raises(BadRow, match=r"cannot read .* as a video: its frames have several sizes, such as 8 x 6 and 6 x 8"):
+    with pytest.raises(BadRow, match=r"as a video: its frames have several sizes, such as 8 x 6 and 6 x 8"):
         read_video(source(tmp_path), 8)
     assert len(read_video(source(tmp_path), 1)) == 1
     assert len(read_frames([tmp_path], 8)) == 3  # images of a prompt may

@@ -21,7 +21,7 @@ SIZES = ((112, 112), (224, 128), (144, 208), (224, 224))
 
 @pytest.fixture(scope="module")
 def videos():
-    return [draw_video(np.random.default_rng((1, n)), SIZES[n % 4], GROUNDS[n // 4 % 4]) for n in range(128)]
+    return [draw_video(np.random.default_rng((1, n)), SIZES[n % 4], GROUNDS[n // 4 % 4]) for n in range(64)]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_answers_are_even(videos, kind):
     share = 1 / len(ANSWERS[kind])
     total = sum(given.values())
     assert set(given) == ({True, False} if kind == "order" else set(ANSWERS[kind]))
-    assert total > 40 and max(given.values()) < total * share + 4.5 * (total * share * (1 - share)) ** 0.5
+    assert total > 20 and max(given.values()) < total * share + 4.5 * (total * share * (1 - share)) ** 0.5
 
 
 def _says_first(question):
@@ -108,7 +108,7 @@ def test_evidence_is_where_it_is_said_to_be(videos):
             if question.kind == "events":
                 assert thing.values.count(None) == int(question.answer) and thing.values[0] is not None
                 assert len(question.looks) == FRAMES
-    assert min(checked.values()) > 100 and len(checked) == 3
+    assert min(checked.values()) > 40 and len(checked) == 3
 
 
 def _asked_about(question):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.api.test_cli import call, refused
+from tiny_video_model import write_tiny_video_model
 from tokenprune.bench import results, tables
 from tokenprune.bench.drawn_sets import drawn_set
 from tokenprune.bench.model import Model, load
@@ -17,7 +18,6 @@ from tokenprune.bench.plan import Pass, Plan
 from tokenprune.bench.report.warnings import find_warnings
 from tokenprune.bench.run_folder import RunFolder, config_of
 from tokenprune.bench.suite import Bench
-from tiny_video_model import write_tiny_video_model
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_videos_are_asked_by_kind_with_controls(subject: Model, tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(Model, "video_inputs", spy)
         records = run()
-        frames = {question: seen for question, seen in shown[:8]}
+        frames = dict(shown[:8])
         first, mixed = shown[8:16], shown[16:24]
         assert all(seen == frames[question][:1] * 8 for question, seen in first)
         assert all(seen != frames[question] and sorted(seen) == sorted(frames[question]) for question, seen in mixed)
@@ -109,7 +109,7 @@ def test_views_are_asked_with_their_labels(subject: Model) -> None:
     tokens = {name: one["stats"]["visual_tokens_out"] for name, one in made.items() if one["record"] == "result"}
     assert tokens["view_select"] == unpatched["stats"]["visual_tokens_out"] / 6
     assert made["escalate"]["record"] == "result" and made["escalate"]["site"] is None
-    assert "timing" not in made["escalate"] and 0 < tokens["escalate"]
+    assert "timing" not in made["escalate"] and tokens["escalate"] > 0
     assert made["divprune"]["evidence"][0] and "evidence" not in made["view_select"]
     assert "view_select" in Plan((), several=True).methods and "view_select" not in Plan(()).methods
 
@@ -151,8 +151,8 @@ def test_controls_are_passes_of_the_unpatched_model() -> None:
 def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "evidence.jsonl"
     made = call(
-        "bench", "--model", folder, "--set", "videos", "--limit", 1, "--methods", "uniform", "--keep", "0.25", "--evidence",
-        "--device", "cpu", "--json", out, "--run", tmp_path / "run",
+        "bench", "--model", folder, "--set", "videos", "--limit", 1, "--methods", "uniform", "--keep", "0.25",
+        "--evidence", "--device", "cpu", "--json", out, "--run", tmp_path / "run",
     )  # fmt: skip
     assert "Evidence kept" in made.output and "no scores" in made.output.replace("\n", " ")
     assert "Accuracy" not in made.output and "Controls" not in made.output and "Not shown" not in made.output

@@ -46,9 +46,9 @@ class Plan:
     """What to run. The baselines are put in front of `methods`; () means all registered ones, but for those that choose
     between images where `several` is not set. `ESCALATE` can be named beside them.
 
-    several: whether a question may have several images. images: how many held-out images, each with one question of every kind; 0: all. Questions that are given are all
-    asked. seeds: methods that draw at random (that have an option `seed`) answer once with each. repeats: timed runs of
-    each (method, keep); 0: no timing.
+    several: whether a question may have several images. images: how many held-out images (or videos, prompts), each
+    with one question of every kind; 0: all. Questions that are given are all asked. seeds: methods that draw at random
+    (that have an option `seed`) answer once with each. repeats: timed runs of each (method, keep); 0: no timing.
     """
 
     methods: tuple[str, ...] = ()

@@ -49,9 +49,9 @@ class Bench:
 
     subject: a model, or another backend that answers. questions: what is asked (`data.Question`), or a set that is
     drawn, with its controls; default: the held-out set that ships. about: what the header tells of them. evidence_only:
-    nothing is asked for its answer; each question is run once, for what is kept of its evidence. folder: where the run is kept, and goes on from. group: the
-    processes that share it; each answers its part of the batches, and all have the same records in the end, but for the
-    times, which only the first process takes.
+    nothing is asked for its answer; each question is run once, for what is kept of its evidence. folder: where the run
+    is kept, and goes on from. group: the processes that share it; each answers its part of the batches, and all have
+    the same records in the end, but for the times, which only the first process takes.
     """
 
     def __init__(
