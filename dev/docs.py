@@ -20,6 +20,7 @@ import tokenprune
 from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED
 from tokenprune.observable import Backend
 from tokenprune.observable_registry import find_observable
+from tokenprune.options import in_words, option_types
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 FAMILIES = FOLDER.parent / "families.md"
@@ -51,8 +52,12 @@ def head(name: str) -> str:
     lines = [cell(info.summary), "", "| | |", "|---|---|", *(f"| {a} | {cell(b)} |" for a, b in rows)]
     if info.options:
         meaning = meanings(info.cls.__doc__, info.options)
-        lines += ["", "| option | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{one}` | `{default!r}` | {cell(meaning[one])} |" for one, default in info.options.items()]
+        types = option_types(info.cls)
+        lines += ["", "| option | default | takes | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"| `{one}` | `{default!r}` | {cell(in_words(types[one]))} | {cell(meaning[one])} |"
+            for one, default in info.options.items()
+        ]
     return "\n".join(lines)
 
 

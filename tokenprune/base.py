@@ -134,11 +134,6 @@ class Method(ReprIsCall):
         """Return how many of `count` tokens to keep when the user asked for `keep`; most methods keep exactly that."""
         return keep
 
-    def _check_int(self, option: str, low: int | None = None) -> None:
-        value = getattr(self, option)
-        fine = isinstance(value, int) and not isinstance(value, bool) and (low is None or value >= low)
-        self._check(fine, f"{option}={value!r} must be an int{'' if low is None else f' >= {low}'}")
-
     def _check(self, condition: bool, message: str) -> None:
         if not condition:
             raise OptionError(f"{self.name}: {message}")

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal
 
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from tokenprune.base import Pruner
+from tokenprune.options import check_options
 from tokenprune.tokens import VisualTokens
 
-_MODES = ("evict", "mask")
-_POLICIES = ("ragged", "shared")
+Share = Annotated[float, Ge(0), Le(1)]
 
 
 class TokenType(enum.IntEnum):
@@ -40,24 +40,19 @@ class DecodeMethod(Pruner):
     A subclass implements `next_rate`, and `decides` if it does not want to be asked at every step.
     """
 
-    layer: int = 3
-    mode: str = "evict"
-    k_min: float = 0.1
-    max_rate: float = 1.0
+    layer: Annotated[int, Ge(1)] = 3
+    mode: Literal["evict", "mask"] = "evict"
+    k_min: Share = 0.1
+    max_rate: Share = 1.0
     monotone: bool = True
-    batch_policy: str = "ragged"
+    batch_policy: Literal["ragged", "shared"] = "ragged"
 
     def __post_init__(self) -> None:
-        self._check_int("layer", 1)
-        self._check_one_of("mode", _MODES)
-        self._check_number("k_min", 0, 1)
-        self._check_number("max_rate", 0, 1)
-        self._check(isinstance(self.monotone, bool), f"monotone={self.monotone!r} must be True or False")
+        check_options(self)
         self._check(
             self.monotone or self.mode != "evict",
             "monotone=False lets tokens return, which mode='evict' has thrown away: use mode='mask'",
         )
-        self._check_one_of("batch_policy", _POLICIES)
 
     @property
     def query_aware(self) -> bool:
@@ -85,15 +80,3 @@ class DecodeMethod(Pruner):
     def fewest(self, visual: int) -> int:
         """Return how many of a row's `visual` tokens stay whatever the rate."""
         return max(1, math.ceil(self.k_min * visual - 1e-6))
-
-    def _check_one_of(self, option: str, values: Sequence[str]) -> None:
-        value = getattr(self, option)
-        self._check(value in values, f"{option}={value!r} must be one of {', '.join(map(repr, values))}")
-
-    def _check_number(self, option: str, low: float, high: float) -> None:
-        self._check(is_number(getattr(self, option), low, high), f"{option} must be a number from {low} to {high}")
-
-
-def is_number(value: Any, low: float, high: float) -> bool:
-    """Whether `value` is a plain number from `low` to `high`."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high

@@ -3,10 +3,10 @@
 
     layer: Annotated[int, Ge(1)] = 2
     mode: Literal["evict", "mask"] = "evict"
-    dense_layers: tuple[int, ...] = ()
+    dense_layers: Sequence[Annotated[int, Ge(0)]] = ()
 
-Understood are bool, int, float (also given as an int), str, `Literal`, `X | None`, `tuple[X, ...]`, `Annotated` with
-bounds of annotated_types (Ge, Gt, Le, Lt), and any other class.
+Understood are bool, int, float (also given as an int), str, `Literal`, `X | None`, `Sequence[X]` (a list or a tuple),
+`tuple[X, ...]`, `Annotated` with bounds of annotated_types (Ge, Gt, Le, Lt), and any other class.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 import operator
 import types
+from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
@@ -22,7 +24,11 @@ from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
 from tokenprune.errors import OptionError
 
 _BOUNDS = {Ge: (">=", operator.ge), Gt: (">", operator.gt), Le: ("<=", operator.le), Lt: ("<", operator.lt)}
-_WORDS = {bool: "True or False", int: "an int", float: "a number", str: "a text", types.NoneType: "None"}
+_WORDS = {
+    bool: "True or False", int: "an int", float: "a number", str: "a text", types.NoneType: "None", Path: "a path",
+    Callable: "a function",
+}  # fmt: skip
+_MANY = {tuple: (tuple, "a tuple"), Sequence: ((list, tuple), "a list")}
 
 
 @cache
@@ -49,15 +55,15 @@ def fits(value: Any, hint: Any) -> bool:
         return any(value == one and type(value) is type(one) for one in parts)
     if origin in (Union, types.UnionType):
         return any(fits(value, part) for part in parts)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(fits(one, parts[0]) for one in value)
+    if origin in _MANY:
+        return isinstance(value, _MANY[origin][0]) and all(fits(one, parts[0]) for one in value)
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     return hint is Any or isinstance(value, origin or hint)
 
 
 def in_words(hint: Any) -> str:
-    """Return what a type allows: "an int >= 1", "'evict' or 'index'", "a tuple, each entry an int"."""
+    """Return what a type allows: "an int >= 1", "'evict' or 'mask'", "a list, each entry an int"."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return in_words(parts[0]) + " and".join(f" {sign} {bound:g}" for sign, _, bound in _bounds(parts))
@@ -65,9 +71,9 @@ def in_words(hint: Any) -> str:
         return " or ".join(filter(None, (", ".join(map(repr, parts[:-1])), repr(parts[-1]))))
     if origin in (Union, types.UnionType):
         return " or ".join(map(in_words, parts))
-    if origin is tuple:
-        return f"a tuple, each entry {in_words(parts[0])}"
-    return _WORDS.get(hint, f"a {getattr(hint, '__name__', hint)}")
+    if origin in _MANY:
+        return f"{_MANY[origin][1]}, each entry {in_words(parts[0])}"
+    return _WORDS.get(origin or hint, f"a {getattr(hint, '__name__', hint)}")
 
 
 def _bounds(parts: tuple[Any, ...]) -> list[tuple[str, Any, Any]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +29,9 @@ HINTS = {
     "True or False": bool,
     "an int >= 1 or None": Annotated[int, Ge(1)] | None,
     "a tuple, each entry an int >= 0": tuple[Annotated[int, Ge(0)], ...],
-    "a text or a Path": str | Path,
+    "a text or a path": str | Path,
+    "a list, each entry a number > 0 and <= 1": Sequence[SHARE],
+    "a function or None": Callable[[str], Any] | None,
 }
 
 
@@ -49,6 +52,8 @@ def test_types_are_told_in_words(words: str) -> None:
         (tuple[int, ...], [(), (1, 2)], [[1], (1, "x"), 1, (True,)]),
         (Annotated[int, Ge(1)] | None, [None, 1], [0, "x"]),
         (str | Path, ["x", Path("x")], [b"x", None]),
+        (Sequence[str], [[], (), ["a"], ("a", "b")], ["ab", [1], {"a"}, None]),
+        (Callable[[str], Any], [print, str], ["print", None]),
         (Any, [None, print], []),
     ],
     ids=str,
@@ -67,6 +72,10 @@ def test_values_fit_or_do_not(hint: Any, good: list[Any], bad: list[Any]) -> Non
         ("fastv", {"query": "first"}, "fastv: query='first' must be 'last' or 'all'"),
         ("fastv", {"query": ["last"]}, "fastv: query=['last'] must be 'last' or 'all'"),
         ("random", {"seed": 0.5}, "random: seed=0.5 must be an int"),
+        ("vscan", {"local_layer": 1.0}, "vscan: local_layer=1.0 must be an int or a number > 0 and < 1"),
+        ("dyrate", {"ema": 1}, "dyrate: ema=1 must be a number >= 0 and < 1"),
+        ("pevlm", {"dense_layers": [0, -1]}, "must be a list, each entry an int >= 0"),
+        ("dynres", {"min_scale": 0}, "dynres: min_scale=0 must be a number > 0 and <= 1"),
     ],
 )
 def test_methods_refuse_what_their_fields_do_not_allow(name: str, options: dict[str, Any], says: str) -> None:

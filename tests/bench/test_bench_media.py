@@ -108,6 +108,44 @@ def test_no_damage_raises_anything_but_a_bad_row(kind: str) -> None:
     assert refused > 20
 
 
+# -- folders of frames
+
+
+def test_a_folder_has_its_frames_in_order_and_nothing_else(tmp_path: Path) -> None:
+    """As ffmpeg numbers them, with what systems leave there; suffixes in capitals, rows with ends of lines of Windows."""
+    for number in range(12):
+        Image.new("RGB", (8, 6), (10 * number, 0, 0)).save(tmp_path / f"frame_{number}.PNG")
+    (tmp_path / "._frame_0.PNG").write_bytes(b"of a system")
+    (tmp_path / "notes.txt").write_text("no image")
+    (tmp_path / "slides.pdf").write_bytes(b"%PDF-1.7")
+    (tmp_path / "folder.png").mkdir()
+    frames = read_video(source(tmp_path), 20)
+    assert [frame.getpixel((0, 0))[0] for frame in frames] == [10 * number for number in range(12)]
+    assert [frame.getpixel((0, 0))[0] for frame in read_frames([tmp_path], 2)] == [30, 90]
+    rows = tmp_path.with_suffix(".jsonl")
+    rows.write_bytes(f'{{"video": "{tmp_path.name}", "question": "q", "answer": "a"}}\r\n'.encode())
+    (question,) = load_data(rows, frames=3).questions
+    assert question.answers == ("a",) and [frame.getpixel((0, 0))[0] for frame in question.video] == [20, 60, 100]
+
+
+def test_frames_of_several_sizes_are_a_bad_row(tmp_path: Path) -> None:
+    for number, size in enumerate([(8, 6), (8, 6), (6, 8)]):
+        Image.new("RGB", size).save(tmp_path / f"{number}.png")
+    with pytest.raises(BadRow, match=r"cannot read .* as a video: its frames have several sizes, such as 8 x 6 and 6 x 8"):
+        read_video(source(tmp_path), 8)
+    assert len(read_video(source(tmp_path), 1)) == 1
+    assert len(read_frames([tmp_path], 8)) == 3  # images of a prompt may
+
+
+def test_frames_of_several_sizes_are_no_video_for_a_model() -> None:
+    from tokenprune.bench.model import Model
+    from tokenprune.errors import DataError
+
+    subject = Model(None, None, "none")
+    with pytest.raises(DataError, match=r"'what\?' is about a video, and its frames have several sizes"):
+        subject.video_inputs([Image.new("RGB", (8, 6)), Image.new("RGB", (6, 8))], "what?")
+
+
 # -- videos -----------------------------------------------------------------------------------------------------------
 
 

@@ -112,6 +112,24 @@ def test_each_frame_gets_its_own_tokens() -> None:
     assert len({draw.color_of(group) for group in range(20)}) == 20
 
 
+def test_a_long_strip_goes_on_below_and_each_frame_is_counted() -> None:
+    grids, kept = [(1, 2)] * 11, np.arange(22) % 3 == 0
+    seen = contact_sheet.Seen([flat(n % 6, 16) for n in range(11)], grids, kept, np.where(kept, np.arange(22), -1))
+    image = contact_sheet.sheet(seen)
+    assert image.size == (8 * 2 * CELL + 7 * _GAP, 4 * CELL + 3 * _GAP)
+    assert image.getpixel((CELL, 2 * CELL + 2 * _GAP + 1)) == COLORS[8 % 6]
+    assert seen.kept_of_frames() == [(int(kept[2 * n : 2 * n + 2].sum()), 2) for n in range(11)]
+
+
+def test_frames_of_squares_with_a_newline_behind_them_are_drawn(build: Any) -> None:
+    """LLaVA-OneVision: nothing tells its grids, and a token follows the last frame."""
+    family = FAMILIES["llava_onevision"]
+    subject = Model(build(family), SimpleNamespace(image_processor=None), "tiny")
+    inputs = dict(family.make_inputs(images=[0], video=3))
+    assert contact_sheet.grids_of(subject, inputs, 3, True) == [(2, 2)] * 3
+    assert subject.visual_tokens(inputs) == 13
+
+
 def test_what_cannot_be_drawn(subject: Model) -> None:
     frames = [photo(90, 120, seed) for seed in range(2)]
     with pytest.raises(OptionError, match="nothing to draw"):
@@ -156,6 +174,7 @@ def test_a_video_is_drawn_by_its_own_grid(method: str, build: Any) -> None:
     if method == "divprune":
         right = sum(int((one == COLORS[2 * number]).all(-1).sum()) for number, one in enumerate(found))
         assert right == round(total / 2), "every kept patch shows the first of its two frames"
+    assert sum(kept for kept, _ in shown.frames) == shown.tokens_out and len(shown.frames) == times
     assert not tokenprune.is_patched(model)
 
 
@@ -181,7 +200,7 @@ def test_show_takes_frames(tmp_path: Path) -> None:
         photo(64, 64, number).save(tmp_path / f"{number}.png")
     out = tmp_path / "strip.png"
     result = call("show", tmp_path, "--method", "uniform", "--frames", 2, "--device", "cpu", "--out", out)
-    assert "512 → 128" in result.output
+    assert "512 → 128" in result.output and "of each frame as the model has it: 64/256 64/256" in result.output
     assert Image.open(out).width == 2 * 16 * CELL + _GAP
     (tmp_path / "none").mkdir()
     assert "no images" in refused("show", tmp_path / "none")

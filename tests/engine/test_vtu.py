@@ -640,5 +640,5 @@ def test_it_is_an_option_of_dymu(build) -> None:
         stats = tokenprune.stats(model)
     assert stats.visual_tokens_out < stats.visual_tokens_in
     assert stats.kv_bytes == stats.kv_bytes_full
-    with pytest.raises(OptionError, match="vtu='both' must be one of"):
+    with pytest.raises(OptionError, match="vtu='both' must be 'off' or 'expanded'"):
         tokenprune.method("dymu", vtu="both")

@@ -381,7 +381,7 @@ def test_drafts_decide_nothing(build) -> None:
     ("options", "says"),
     [
         (dict(rate="attention"), "rate="),
-        (dict(mode="index"), "mode='index' must be one of 'evict', 'mask'"),
+        (dict(mode="index"), "mode='index' must be 'evict' or 'mask'"),
         (dict(monotone=False), "mode='mask'"),
         (dict(k_min=1.5), "k_min"),
         (dict(grid=0), "grid"),
@@ -390,7 +390,7 @@ def test_drafts_decide_nothing(build) -> None:
         (dict(update_every=0), "update_every"),
         (dict(schedule=[0.5]), "rate='schedule'"),
         (dict(rate="schedule"), "schedule=\\[...\\]"),
-        (dict(rate="schedule", schedule=[2.0]), "0..1"),
+        (dict(rate="schedule", schedule=[2.0]), "each entry a number >= 0 and <= 1"),
         (dict(rate="predictor"), "tokenprune fit-dyrate --model"),
         (dict(predictor="there.safetensors"), "rate='predictor'"),
         (dict(rate="predictor", predictor="nowhere.safetensors"), "nowhere"),

@@ -18,7 +18,9 @@ from zoo import FAMILIES, IMAGE, VIDEO, Family
 # Of these the tower's attention is known, too: positions on one axis with a newline behind the video, and on three
 # axes without and with features that the decoder's first layers add.
 MODELS = {name: {**OTHERS, **FAMILIES}[name] for name in ("llava_onevision", "qwen2_5_vl", "qwen3_vl")}
-METHODS: dict[str, dict[str, Any]] = {"holitom": {"layer": 2}}
+METHODS: dict[str, dict[str, Any]] = {
+    "holitom": {"layer": 2}, "flashvid": {"layer": 2}, "ottvid": {}, "kitoke": {}, "framefusion": {},
+}  # fmt: skip
 BOTH = [
     pytest.param(tokenprune.method(name, **options), id=f"{name}-{number}")
     for name, inner in METHODS.items()

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenprune
 from tokenprune.base import Method, ResizeMethod, Site
-from tokenprune.bench.cost import Prefill, spent
+from tokenprune.bench.cost import Prefill, escalated, spent
 from tokenprune.bench.data import check_questions, misfits
+from tokenprune.bench.evidence import recalls
 from tokenprune.bench.model import Model
+from tokenprune.bench.plan import ESCALATE
 from tokenprune.bench.results import UNPATCHED
 from tokenprune.bench.timing import NEW_TOKENS, compare
 from tokenprune.config import read_config
@@ -21,6 +23,8 @@ from tokenprune.fingerprint import fingerprint
 if TYPE_CHECKING:
     from tokenprune.bench.run_folder import Batch
 
+EVIDENCE = "evidence"  # in the cost of a batch: the evidence recall of each question, or None
+_CHOOSING = (Site.IN_ENCODER, Site.PRE_LLM, Site.IN_LLM)  # where a method chooses among tokens
 Setting = dict[str, Any] | None  # as `patch(config=...)` takes it; None: the unpatched model
 Answer = Callable[[int, list[Any]], "Batch"]  # from the number of a batch's first question, and its questions
 
@@ -38,8 +42,9 @@ class Backend(Protocol):
     def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
         """Return the places of questions that cannot be asked, each with the reason."""
 
-    def begin(self, questions: Sequence[Any]) -> None:
-        """Take up the questions of a run; raises DataError for those that cannot be asked."""
+    def begin(self, questions: Sequence[Any], evidence: bool = False) -> None:
+        """Take up the questions of a run; raises DataError for those that cannot be asked. evidence: whether the cost
+        of each batch shall hold their evidence recall, under `EVIDENCE`, as far as it is known."""
 
     def alone(self, setting: Setting) -> bool:
         """Return whether questions are answered one by one under a setting, whatever the size of a batch."""
@@ -62,8 +67,8 @@ class HfBackend:
 
     def __init__(self, subject: Model) -> None:
         self.subject = subject
-        self._videos = False
-        self._reused: dict[int, dict[str, Any]] = {}
+        self._videos = self._looks = False
+        self._reused: dict[tuple[int, int], dict[str, Any]] = {}
         self._reused_bytes = 0
 
     @property
@@ -77,19 +82,27 @@ class HfBackend:
     def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
         return misfits(questions, self.subject.processor)
 
-    def begin(self, questions: Sequence[Any]) -> None:
+    def begin(self, questions: Sequence[Any], evidence: bool = False) -> None:
         self._videos = any(question.is_video for question in questions)
+        self._looks = evidence and any(getattr(question, "looks", ()) for question in questions)
         check_questions(questions, self.subject.processor)
 
     def alone(self, setting: Setting) -> bool:
         """A method that looks at an image to size it goes image by image: in a batch, LLaVA's processor would make
-        all of them one size."""
-        return any(isinstance(method, ResizeMethod) and method.by_content for method in _methods(setting))
+        all of them one size. Two passes take one prompt at a time."""
+        return _is_escalate(setting) or any(
+            isinstance(method, ResizeMethod) and method.by_content for method in _methods(setting)
+        )
 
     @contextmanager
     def answering(self, setting: Setting) -> Iterator[Answer]:
-        with patched_by(self.subject, setting, self._videos):
-            yield lambda number, batch: self._answer(setting, self._inputs(setting, number, batch))
+        if _is_escalate(setting):
+            if self._videos:
+                raise UnsupportedSetupError(f"{ESCALATE} takes images, and these questions are about videos")
+            yield lambda number, batch: escalated(self.subject, batch, setting["keep"])
+            return
+        with patched_by(self.subject, setting, self._videos, record=self._looks):
+            yield lambda number, batch: self._answer(setting, self._inputs(setting, number, batch), batch)
 
     def timing(self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
         def context() -> AbstractContextManager[Any]:
@@ -103,28 +116,35 @@ class HfBackend:
     def fingerprint(self) -> str:
         return fingerprint(self.subject.model)
 
-    def _answer(self, setting: Setting, inputs: dict[str, Any]) -> Batch:
+    def _answer(self, setting: Setting, inputs: dict[str, Any], batch: list[Any]) -> Batch:
         with Prefill(self.subject) as prefill:
             answers = self.subject.generate(inputs)
-        return answers, spent(self.subject, inputs, prefill.kv_bytes if setting is None else None).sums()
+        cost = spent(self.subject, inputs, prefill.kv_bytes if setting is None else None)
+        told = cost.sums()
+        if self._looks and any(method.site in _CHOOSING for method in _methods(setting)):
+            told[EVIDENCE] = recalls(self.subject, inputs, batch, cost.cuts)
+        return answers, told
 
     def _inputs(self, setting: Setting, number: int, batch: list[Any]) -> dict[str, Any]:
         if any(method.site is Site.PRE_ENCODER for method in _methods(setting)):
             return self._asked(batch)  # the processor is another one now
-        if number not in self._reused:
+        place = number, id(batch[0])  # a control shows something else under the same number
+        if place not in self._reused:
             inputs = self._asked(batch)
             # All methods that do not touch pixels take the same inputs; half a gigabyte of them is kept.
             size = sum(value.numel() * value.element_size() for value in inputs.values())
             if self._reused_bytes + size > 2**29:
                 return inputs
-            self._reused[number] = inputs
+            self._reused[place] = inputs
             self._reused_bytes += size
-        return dict(self._reused[number])
+        return dict(self._reused[place])
 
     def _asked(self, batch: list[Any]) -> dict[str, Any]:
         if batch[0].is_video:
             return self.subject.video_inputs(batch[0].video, batch[0].question)
-        return self.subject.inputs([example.images for example in batch], [example.question for example in batch])
+        labels = [getattr(example, "labels", ()) for example in batch]
+        images, questions = [example.images for example in batch], [example.question for example in batch]
+        return self.subject.inputs(images, questions, labels if any(labels) else ())
 
 
 def backend_of(subject: Model | Backend) -> Backend:
@@ -151,7 +171,7 @@ def patched_by(
         return nullcontext()
     more: dict[str, Any] = {"record": record}
     for method in _methods(setting):
-        if method.site is Site.ATTENTION and not videos:
+        if not videos and (method.site is Site.ATTENTION or "frames" in method.needs):
             raise UnsupportedSetupError(
                 f"{method.name} acts on videos, and here the model sees images only: it would leave them as they are"
             )
@@ -161,4 +181,8 @@ def patched_by(
 
 
 def _methods(setting: Setting) -> list[Method]:
-    return [] if setting is None else read_config(setting).steps()[0]
+    return [] if setting is None or _is_escalate(setting) else read_config(setting).steps()[0]
+
+
+def _is_escalate(setting: Setting) -> bool:
+    return setting is not None and setting.get("method") == ESCALATE

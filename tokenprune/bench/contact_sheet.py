@@ -21,6 +21,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.registry import method_class
 
 CELL, _GAP = 16, 6  # pixels of a patch in the drawing, and between frames
+_ACROSS = 8  # frames side by side; more go below
 Grid = tuple[int, int]
 
 
@@ -28,7 +29,8 @@ Grid = tuple[int, int]
 class Shown:
     """What `tokenprune show` tells of a prompt.
 
-    image: the drawing. before, after: the answers. tokens_in, tokens_out: visual tokens before and after.
+    image: the drawing. before, after: the answers. tokens_in, tokens_out: visual tokens before and after. frames: for
+    each frame as the model has it (or image) how many of its tokens stay, and how many it has.
     """
 
     image: Image.Image
@@ -37,6 +39,7 @@ class Shown:
     tokens_in: int
     tokens_out: int
     stats: tokenprune.Stats
+    frames: list[tuple[int, int]]
 
 
 def show(subject: Model, images: Sequence[Image.Image], question: str, method: str, keep: float | int) -> Shown:
@@ -57,7 +60,8 @@ def show(subject: Model, images: Sequence[Image.Image], question: str, method: s
         drawing = row(_drawn(seen, draw.CELL, original), gap=draw.CELL // 2)
     else:
         drawing = sheet(seen)
-    return Shown(drawing, before, seen.answer, subject.visual_tokens(full), int(seen.kept.sum()), seen.stats)
+    kept = seen.kept_of_frames()
+    return Shown(drawing, before, seen.answer, subject.visual_tokens(full), int(seen.kept.sum()), seen.stats, kept)
 
 
 def fitting(
@@ -113,6 +117,12 @@ class Seen:
     groups: np.ndarray
     answer: str = ""
     stats: tokenprune.Stats | None = None
+
+    def kept_of_frames(self) -> list[tuple[int, int]]:
+        """Return for each frame how many of its tokens stay, and how many it has."""
+        sizes = [height * width for height, width in self.grids]
+        starts = np.cumsum([0, *sizes])
+        return [(int(self.kept[start : start + size].sum()), size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def look(
@@ -188,20 +198,30 @@ def grids_of(subject: Model, inputs: dict[str, Any], images: int, video: bool) -
             )
         side = math.isqrt(count // images)
         told = told or [(1, side, side)] * images
+    behind = 0
+    if video and told is None:  # frames of one square each, and what follows the last (a newline)
+        (frames,), behind = subject.adapter.video_frames(inputs) or [0], subject.adapter.behind_video
+        side = math.isqrt((count - behind) // frames) if frames else 0
+        told = [(frames, side, side)]
     grids = [(height, width) for times, height, width in told or [] for _ in range(times)]
-    if not grids or sum(height * width for height, width in grids) != count:
+    if not grids or sum(height * width for height, width in grids) != count - behind:
         raise UnsupportedSetupError(f"the {count} visual tokens of {family!r} form no grids that `show` knows of")
     return grids
 
 
 def sheet(seen: Seen) -> Image.Image:
-    """Return the frames side by side, and below each what is kept of it; a group has one colour in all frames."""
+    """Return the frames side by side, eight at most in a line, and below each what is kept of it; a group has one
+    colour in all frames."""
     drawings = _drawn(seen, CELL)
     originals = [_resized(frame, drawing) for frame, drawing in zip(seen.frames, drawings, strict=True)]
-    upper, lower = row(originals), row(drawings)
-    image = Image.new("RGB", (lower.width, 2 * lower.height + _GAP), "white")
-    image.paste(upper, (0, 0))
-    image.paste(lower, (0, lower.height + _GAP))
+    lines = []
+    for start in range(0, len(drawings), _ACROSS):
+        lines += [row(some[start : start + _ACROSS]) for some in (originals, drawings)]
+    height = sum(line.height + _GAP for line in lines) - _GAP
+    image, top = Image.new("RGB", (max(line.width for line in lines), height), "white"), 0
+    for line in lines:
+        image.paste(line, (0, top))
+        top += line.height + _GAP
     return image
 
 

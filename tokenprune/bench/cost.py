@@ -34,6 +34,37 @@ def unpatched(shape: DecoderShape, rows: int, length: int, visual: int, kv_bytes
     )
 
 
+def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list[str], dict[str, Any]]:
+    """Answer one question by `tokenprune.escalate` with its own defaults, and return the answer and what it cost.
+
+    Both passes count as paid where there were two: their visual tokens and FLOPs (closed form) are added. The cache is
+    that of the pass that counted.
+    """
+    (question,) = batch
+    images, labels, shape = list(question.images), getattr(question, "labels", ()), subject.shape
+    whole = subject.inputs([images], [question.question], [labels] if labels else ())
+    visual = subject.visual_tokens(whole)
+    text = whole["input_ids"].shape[1] - visual
+    prompt = subject.prompt(images, question.question, labels)
+    options = {"max_new_tokens": subject.max_new_tokens, "do_sample": False, "num_beams": 1}
+    made = tokenprune.escalate(subject.model, subject.processor, images=images, text=prompt, keep=keep, **options)
+    paid = sum(made.visual_tokens)
+    flops = sum(shape.prefill_flops([text + tokens] * shape.layers) for tokens in made.visual_tokens)
+    size = subject.model.dtype.itemsize
+    left, full = (shape.kv_bytes([text + tokens] * shape.layers, size) for tokens in (made.visual_tokens[-1], visual))
+    cost = Stats(
+        visual,
+        round(paid),
+        [paid] * shape.layers,
+        prefill_flops=flops,
+        prefill_flops_full=shape.prefill_flops([text + visual] * shape.layers),
+        kv_bytes=round(left),
+        kv_bytes_full=round(full),
+        overhead_ms=None,
+    )
+    return [made.text], cost.sums()
+
+
 def record(cost: Stats, whole: Stats) -> dict[str, Any]:
     """Return fields of `Stats` as plain values, with all ratios taken against the unpatched model on the same
     questions, which spent `whole`: a method that acts on pixels does not know what it saved."""

@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw
 import tokenprune
 from tokenprune.base import ImageChooser
 from tokenprune.bench.model import Model
+from tokenprune.bench.plan import ESCALATE
 from tokenprune.errors import OptionError
 from tokenprune.registry import method_class
 
@@ -23,6 +24,8 @@ _DARK, _BORDER, _TINT = 0.22, (255, 255, 255), 0.35
 
 def check_drawable(method: str) -> None:
     """Raise OptionError for a method of which nothing can be drawn."""
+    if method == ESCALATE:
+        raise OptionError(f"{method} is no method, it asks twice: draw what the method of its first pass keeps")
     if issubclass(method_class(method), ImageChooser):
         raise OptionError(f"{method} chooses between images, not within them: there is nothing to draw")
 

@@ -47,6 +47,11 @@ class Example:
         return (self.answer,)
 
     @property
+    def looks(self) -> tuple[tuple[tuple[int, Box], ...], ...]:
+        """What has to be seen, as of `DrawnQuestion.looks`: each box."""
+        return tuple(((0, box),) for box in self.boxes)
+
+    @property
     def is_video(self) -> bool:
         return False
 

@@ -71,14 +71,25 @@ def read_image(source: Source) -> Image.Image:
 
 
 def read_video(source: Source, most: int) -> list[Image.Image]:
-    """Return frames of a video, evenly chosen where there are more than `most`; raises BadRow."""
+    """Return frames of a video, evenly chosen where there are more than `most`; raises BadRow, also for frames of
+    several sizes."""
     with _reading(source.name, "video"):
-        return _frames(source.read(), most)
+        frames = _frames(source.read(), most)
+        check_sizes(frames)
+        return frames
+
+
+def check_sizes(frames: Sequence[Image.Image]) -> None:
+    """Raise BadRow for frames of several sizes, which no processor takes."""
+    sizes = list(dict.fromkeys(frame.size for frame in frames))
+    if len(sizes) > 1:
+        (a, b), (c, d) = sizes[:2]
+        raise BadRow(f"its frames have several sizes, such as {a} x {b} and {c} x {d}: make them one size")
 
 
 def read_frames(paths: Sequence[Path], most: int) -> list[Image.Image]:
     """Return the frames of a video (see `read_video`), or several images, also those of a folder in the order of their
-    names; evenly chosen where there are more than `most`.
+    names (frame 9 before frame 10); evenly chosen where there are more than `most`.
 
     Raises TokenPruneError for what cannot be read.
     """
@@ -140,10 +151,22 @@ def _video(av: Any, found: Path | bytes) -> Any:
 
 def _inside(folder: Path) -> list[Path]:
     Image.init()
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in Image.EXTENSION)
+    # Pillow writes some formats that it cannot read (PDF). Hidden files are of the system, whatever they are called.
+    known = {suffix for suffix, name in Image.EXTENSION.items() if name in Image.OPEN}
+    files = [
+        file
+        for file in folder.iterdir()
+        if file.suffix.lower() in known and not file.name.startswith(".") and file.is_file()
+    ]
     if not files:
         raise BadRow(f"there are no images in {folder}")
-    return files
+    return sorted(files, key=_numbered)
+
+
+def _numbered(file: Path) -> list[tuple[int, str]]:
+    """A key by which numbers in names count as numbers: frame 9 comes before frame 10."""
+    parts = re.split(r"([0-9]+)", file.name)  # every second one is a number
+    return [(int(part), "") if place % 2 else (-1, part) for place, part in enumerate(parts)]
 
 
 def _first(file: Path) -> Image.Image:

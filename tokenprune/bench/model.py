@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
 from tokenprune.accounting import DecoderShape
+from tokenprune.bench.media import BadRow, check_sizes
 from tokenprune.errors import DataError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 
@@ -47,14 +48,32 @@ class Model:
     def shape(self) -> DecoderShape:
         return DecoderShape.from_config(self.adapter.text_config)
 
-    def inputs(self, images: Sequence[Image.Image | Sequence[Any]], questions: Sequence[str]) -> dict[str, Any]:
+    def inputs(
+        self,
+        images: Sequence[Image.Image | Sequence[Any]],
+        questions: Sequence[str],
+        labels: Sequence[Sequence[str]] = (),
+    ) -> dict[str, Any]:
         """Return the model's arguments for a left-padded batch, one image (or list of images) and one question a
-        row. Raises DataError for an image that the model's processor refuses."""
+        row. labels: for each row the text before each of its images, or none. Raises DataError for an image that the
+        model's processor refuses."""
         rows = [row if isinstance(row, (list, tuple)) else [row] for row in images]
-        return self._asked([[{"type": "image", "image": image} for image in row] for row in rows], questions)
+        said = labels or [()] * len(rows)
+        return self._asked([_shown(row, texts) for row, texts in zip(rows, said, strict=True)], questions)
+
+    def prompt(self, images: Sequence[Any], question: str, labels: Sequence[str] = ()) -> str:
+        """Return the text of a prompt, with what stands for its images, as the processor takes it."""
+        content = [*_shown(images, labels), {"type": "text", "text": question + self.suffix}]
+        chat = [{"role": "user", "content": content}]
+        return self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
     def video_inputs(self, frames: Sequence[Image.Image], question: str) -> dict[str, Any]:
-        """Return the model's arguments for one question about a video; all frames are taken."""
+        """Return the model's arguments for one question about a video; all frames are taken. Raises DataError for
+        frames of several sizes, and for what the model's processor refuses."""
+        try:
+            check_sizes(frames)
+        except BadRow as error:
+            raise DataError(f"{question!r} is about a video, and {error}") from error
         video = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
         return self._asked([[{"type": "video", "video": video}]], [question], do_sample_frames=False)
 
@@ -115,6 +134,15 @@ class Model:
             "transformers": transformers.__version__,
             "tokenprune": tokenprune.__version__,
         }
+
+
+def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return images as parts of a chat, each behind its label where there are labels."""
+    parts = [{"type": "image", "image": image} for image in images]
+    if not labels:
+        return parts
+    texts = [{"type": "text", "text": label} for label in labels]
+    return [part for pair in zip(texts, parts, strict=True) for part in pair]
 
 
 def load(

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import tokenprune
-from tokenprune.base import ImageChooser
+from tokenprune.base import ImageChooser, Site
 from tokenprune.bench.results import MARKS, UNPATCHED
 from tokenprune.errors import OptionError
 from tokenprune.registry import method_class
 
 BASELINES = tuple(MARKS)
+ESCALATE = "escalate"  # no method: it asks twice where the first answer is unsure (two_pass.py)
 DEFAULT_KEEPS = (0.5, 0.25, 0.11)
 DEFAULT_IMAGES = 24
 T = TypeVar("T")
@@ -27,20 +28,25 @@ class Pass(NamedTuple):
     keep: float | int
     seed: int | None = None
 
+    @staticmethod
+    def of_control(name: str) -> Pass:
+        """Return the pass in which the unpatched model is asked what a control shows."""
+        return Pass(f"{UNPATCHED}, {name}", 1.0)
+
     @property
     def setting(self) -> dict[str, Any] | None:
         """What `patch(config=...)` takes; None: the unpatched model."""
-        if self.method == UNPATCHED:
+        if self.method.startswith(UNPATCHED):
             return None
         return {"method": self.method, "keep": self.keep} | ({} if self.seed is None else {"seed": self.seed})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. The baselines are put in front of `methods`; () means all registered ones that choose within an
-    image.
+    """What to run. The baselines are put in front of `methods`; () means all registered ones, but for those that choose
+    between images where `several` is not set. `ESCALATE` can be named beside them.
 
-    images: how many held-out images, each with one question of every kind; 0: all. Questions that are given are all
+    several: whether a question may have several images. images: how many held-out images, each with one question of every kind; 0: all. Questions that are given are all
     asked. seeds: methods that draw at random (that have an option `seed`) answer once with each. repeats: timed runs of
     each (method, keep); 0: no timing.
     """
@@ -51,13 +57,19 @@ class Plan:
     batch_size: int = 32
     seeds: tuple[int, ...] = (0, 1, 2)
     repeats: int = 7
+    several: bool = False
 
     def __post_init__(self) -> None:
-        # Every question here has one image, so that nothing is left to a method that chooses between images.
-        fitting = (name for name in tokenprune.available_methods() if not issubclass(method_class(name), ImageChooser))
+        # Where every question has one image, nothing is left to a method that chooses between images.
+        fitting = (
+            name
+            for name in tokenprune.available_methods()
+            if self.several or not issubclass(method_class(name), ImageChooser)
+        )
         names = self.methods or tuple(fitting)
         for name in names:
-            method_class(name)  # raises with close matches
+            if name != ESCALATE:
+                method_class(name)  # raises with close matches
         ordered = tuple(dict.fromkeys((*BASELINES, *names)))
         object.__setattr__(self, "methods", ordered)
         for keep in self.keeps:
@@ -68,10 +80,18 @@ class Plan:
         if not self.keeps or not self.seeds:
             raise OptionError("a benchmark needs at least one keep and one seed")
 
+    def rows(self) -> list[tuple[str, float | int]]:
+        """Return each (method, keep) that is run; a method that removes no tokens has one keep."""
+        return [
+            (name, keep)
+            for name in self.methods
+            for keep in ((1.0,) if name != ESCALATE and method_class(name).site is Site.ATTENTION else self.keeps)
+        ]
+
 
 def passes_of(name: str, keep: float | int, seeds: Sequence[int]) -> list[Pass]:
     """Return the passes of a method at a keep: one for each seed if it draws at random, else one."""
-    drawn = name != UNPATCHED and "seed" in tokenprune.method_info(name).options
+    drawn = name != ESCALATE and not name.startswith(UNPATCHED) and "seed" in tokenprune.method_info(name).options
     return [Pass(name, keep, seed) for seed in (seeds if drawn else (None,))]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,31 @@ class Hard:
 
 
 @dataclass(frozen=True)
+class Control:
+    """What the unpatched model answers where a video does not tell: only its first frame, or its frames shuffled.
+
+    kinds: the score of each kind that must fail. chance: what knowing nothing gives. passed: those kinds whose whole
+    interval is above that.
+    """
+
+    name: str
+    kinds: dict[str, Share]
+    chance: dict[str, float]
+
+    @property
+    def passed(self) -> list[str]:
+        return [kind for kind, share in self.kinds.items() if share.low > self.chance[kind]]
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the tables. `stats` and `timing` are those of the record; tokens in them are sums over all questions.
 
     marks: the baselines at the same keep that this method is not significantly better than. versus: the difference to
     the unpatched model and to the baselines at the same keep. hard: None where `downsample` got nothing wrong, did not
-    run, or the metric knows no right and wrong.
+    run, or the metric knows no right and wrong. groups: shares of the groups beside the kinds, if there are some.
+    evidence: mean evidence recall over all questions with evidence, and of each kind and group ("", kind, group); empty
+    where the method does not choose among tokens.
     """
 
     method: str
@@ -63,6 +82,8 @@ class Row:
     timing: dict[str, Any] | None
     versus: dict[str, Versus]
     hard: Hard | None
+    groups: dict[str, Share] = field(default_factory=dict)
+    evidence: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_in(self) -> float:
@@ -92,6 +113,17 @@ class Results:
     header: dict[str, Any]
     rows: list[Row]
     skipped: list[dict[str, Any]]
+    controls: list[Control] = field(default_factory=list)
+
+    @property
+    def evidence_only(self) -> bool:
+        """Whether nothing was asked for its answer: scores mean nothing."""
+        return bool(self.header.get("evidence_only"))
+
+    @property
+    def groups(self) -> list[str]:
+        """Groups beside the kinds by which questions are told apart (the grounds of videos), in their order."""
+        return list(dict.fromkeys(self.header.get("group_of_question", ())))
 
     @property
     def kinds(self) -> list[str]:
@@ -155,8 +187,10 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
     before = {kind: _share(answers[id(base)], places[kind]).value for kind in places}
     rivals = {(one["method"], one["keep"]): answers[id(one)] for one in results if one["method"] in MARKS}
     results = [base, *(record for record in results if record is not base)]
-    rows = [_row(record, answers[id(record)], places, before, rivals, answers[id(base)]) for record in results]
-    return Results(header, rows, [record for record in rest if record["record"] == "skipped"])
+    groups = _places_of_groups(header)
+    rows = [_row(record, answers[id(record)], places, groups, before, rivals, answers[id(base)]) for record in results]
+    controls = [_control(record, places) for record in rest if record["record"] == "control"]
+    return Results(header, rows, [record for record in rest if record["record"] == "skipped"], controls)
 
 
 def scores_of(record: dict[str, Any]) -> list[list[float]]:
@@ -182,6 +216,31 @@ def _places(header: dict[str, Any]) -> dict[str, list[int]]:
     return {kind: indices for kind, indices in places.items() if indices}
 
 
+def _places_of_groups(header: dict[str, Any]) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = {}
+    for index, group in enumerate(header.get("group_of_question", ())):
+        places.setdefault(group, []).append(index)
+    return places
+
+
+def _control(record: dict[str, Any], places: dict[str, list[int]]) -> Control:
+    answers = Answers([[float(one) for one in some] for some in record["right"]], record["right"])
+    chance = {kind: one for kind, one in record["chance"].items() if kind in places}
+    return Control(record["control"], {kind: _share(answers, places[kind]) for kind in chance}, chance)
+
+
+def _evidence(record: dict[str, Any], places: dict[str, list[int]]) -> dict[str, float]:
+    """Mean evidence recall over the questions at these places, and over all (""); of seeds the mean."""
+    if "evidence" not in record:
+        return {}
+    found = {}
+    for name, indices in {"": range(record["questions"]), **places}.items():
+        told = [some[index] for some in record["evidence"] for index in indices if some[index] is not None]
+        if told:
+            found[name] = statistics.fmean(told)
+    return found
+
+
 def _share(answers: Answers, indices: list[int] | None = None) -> Share:
     """The mean score on these questions (default: all): of shares with Wilson's interval, of grades by bootstrap."""
     chosen = range(len(answers.scores[0])) if indices is None else indices
@@ -195,6 +254,7 @@ def _row(
     record: dict[str, Any],
     answers: Answers,
     places: dict[str, list[int]],
+    groups: dict[str, list[int]],
     before: dict[str, float],
     rivals: dict[tuple, Answers],
     base: Answers,
@@ -219,6 +279,8 @@ def _row(
         timing=record.get("timing"),
         versus=against,
         hard=_hard(answers, base, None if name == UNPATCHED else rivals.get(("downsample", keep))),
+        groups={group: _share(answers, indices) for group, indices in groups.items()},
+        evidence=_evidence(record, places | groups),
     )
 
 

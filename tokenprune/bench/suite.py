@@ -15,13 +15,21 @@ from typing import TYPE_CHECKING, Any
 import tokenprune
 from tokenprune.base import ImageChooser
 from tokenprune.bench.asking import Asking
-from tokenprune.bench.backend import Backend, backend_of, patched
+from tokenprune.bench.backend import EVIDENCE, Backend, backend_of, patched
 from tokenprune.bench.cost import record as record_of
 from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.metrics import metric_named
 from tokenprune.bench.model import Model
-from tokenprune.bench.plan import BASELINES, DEFAULT_IMAGES, DEFAULT_KEEPS, Pass, Plan, passes_of
+from tokenprune.bench.plan import (
+    BASELINES,
+    DEFAULT_IMAGES,
+    DEFAULT_KEEPS,
+    ESCALATE,
+    Pass,
+    Plan,
+    passes_of,
+)
 from tokenprune.bench.results import SCHEMA, UNPATCHED
 from tokenprune.bench.scenes import KINDS
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
@@ -29,6 +37,7 @@ from tokenprune.registry import method_class
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
+    from tokenprune.bench.drawn_sets import Control, DrawnSet
     from tokenprune.bench.run_folder import Batch, RunFolder
 
 __all__ = ["BASELINES", "DEFAULT_IMAGES", "DEFAULT_KEEPS", "Bench", "Plan", "Step", "patched"]
@@ -38,8 +47,9 @@ Step = Callable[[str, int, int], None]
 class Bench:
     """One run; `records()` does the work, record by record.
 
-    subject: a model, or another backend that answers. questions: what is asked (`data.Question`), default: the held-out
-    set that ships. about: what the header tells of them. folder: where the run is kept, and goes on from. group: the
+    subject: a model, or another backend that answers. questions: what is asked (`data.Question`), or a set that is
+    drawn, with its controls; default: the held-out set that ships. about: what the header tells of them. evidence_only:
+    nothing is asked for its answer; each question is run once, for what is kept of its evidence. folder: where the run is kept, and goes on from. group: the
     processes that share it; each answers its part of the batches, and all have the same records in the end, but for the
     times, which only the first process takes.
     """
@@ -50,17 +60,29 @@ class Bench:
         plan: Plan,
         step: Step | None = None,
         *,
-        questions: Sequence[Any] | None = None,
+        questions: Sequence[Any] | DrawnSet | None = None,
         metric: str = "exact",
         about: dict[str, Any] | None = None,
+        evidence_only: bool = False,
         folder: RunFolder | None = None,
         group: Group = ALONE,
     ) -> None:
         self.subject, self.plan, self.metric = subject, plan, metric_named(metric)
         self.backend = backend_of(subject)
         self.about, self.folder, self.group = about or {}, folder, group
-        self.examples = load_heldout(limit=plan.images or None) if questions is None else list(questions)
-        self.kinds = list(KINDS) if questions is None else sorted({example.kind for example in self.examples})
+        self.evidence_only = evidence_only
+        self.controls: list[Control] = []
+        self.groups: list[str] = []
+        self.options: dict[str, dict[str, Any]] = {}
+        if questions is None:
+            self.examples, self.kinds = load_heldout(limit=plan.images or None), list(KINDS)
+        elif isinstance(questions, Sequence):
+            self.examples = list(questions)
+            self.kinds = sorted({example.kind for example in self.examples})
+        else:
+            self.examples, self.kinds = questions.questions, list(questions.kinds)
+            self.groups, self.options = questions.groups, questions.options
+            self.controls = [] if evidence_only else questions.controls
         self._asking = Asking(self.backend, self.examples, plan.batch_size, folder, group)
         batches = len(self.batches(None))
         if group.size > batches:
@@ -68,17 +90,14 @@ class Bench:
                 f"{group.size} processes, but only {batches} batches of up to {plan.batch_size} questions: "
                 "take a smaller --batch-size"
             )
-        self.backend.begin(self.examples)
+        self.backend.begin(self.examples, evidence=True)
         self._step, self._done = step or (lambda label, done, total: None), 0
-        self.total = batches + sum(
-            len(self.batches(one.setting))
-            for name in plan.methods
-            for keep in plan.keeps
-            for one in passes_of(name, keep, plan.seeds)
+        self.total = (1 + len(self.controls)) * batches + sum(
+            len(self.batches(one.setting)) for row in plan.rows() for one in passes_of(*row, plan.seeds)
         )
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Run everything; the order is header, unpatched, then the methods with the baselines first.
+        """Run everything; the order is header, unpatched, controls, then the methods with the baselines first.
 
         What the folder of the run holds already is taken from there.
         """
@@ -89,18 +108,20 @@ class Bench:
         yield header
         passes: dict[Pass, dict[int, Batch]] = {}
         whole: Stats | None = None
-        for name, keep in ((UNPATCHED, 1.0), *((name, keep) for name in self.plan.methods for keep in self.plan.keeps)):
+        controls = {Pass.of_control(one.name).method: one for one in self.controls}
+        for name, keep in [(UNPATCHED, 1.0), *((name, 1.0) for name in controls), *self.plan.rows()]:
             record, mine = found.get((name, keep)), {}
             if record is None:
-                record, mine = self._measured(name, keep, whole)
+                asked = self._controlled(controls[name]) if name in controls else self._measured(name, keep, whole)
+                record, mine = asked
                 self._written(record)
-            elif record["record"] == "result":
+            elif record["record"] != "skipped":
                 mine = {one: self.folder.batches(one._asdict()) for one in passes_of(name, keep, self.plan.seeds)}
                 self._done += sum(map(len, mine.values()))
             if name == UNPATCHED:
                 (batches,) = mine.values()
                 whole = _cost(batches)
-            if record["record"] == "result":
+            if record["record"] != "skipped":
                 passes |= mine
             yield record
         if self.folder is not None:
@@ -116,9 +137,13 @@ class Bench:
             "kinds": self.kinds,
             # One entry a question: the index of its kind. `right` and `scores` of every result have the same order.
             "kind_of_question": "".join(asked) if len(self.kinds) <= 10 else asked,
+            **({"group_of_question": self.groups} if self.groups else {}),
+            **({"evidence_only": True} if self.evidence_only else {}),
+            **({"options": self.options} if self.options else {}),
             "metric": self.metric.name,
             **self.about,
             "plan": asdict(self.plan),
+            "rows": 1 + len(self.plan.rows()),
             "suffix": self.backend.suffix,
             "max_new_tokens": self.backend.max_new_tokens,
             "environment": self.backend.environment(),
@@ -141,12 +166,13 @@ class Bench:
             passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
             return self._result(name, keep, passes, None), passes
         try:
-            if issubclass(method_class(name), ImageChooser):
+            choosing = name != ESCALATE and issubclass(method_class(name), ImageChooser)
+            if choosing and not any(len(one.images) > 1 for one in self.examples):
                 raise OptionError(f"{name} chooses between the images of a prompt; these questions have one each")
             passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
             record = self._result(name, keep, passes, whole)
-            if self.plan.repeats and self.group.leads:
-                first = next(iter(passes)).setting
+            if self.plan.repeats and self.group.leads and name != ESCALATE:
+                first = self._setting(next(iter(passes)))
                 record["timing"] = self.backend.timing(first, self.examples[0], self.plan.repeats)
         except (DataError, RunError):
             raise  # this ends the run: no method is to blame
@@ -170,7 +196,7 @@ class Bench:
             "record": "result",
             "method": name,
             "keep": keep,
-            "site": None if name == UNPATCHED else tokenprune.method_info(name).site.name,
+            "site": None if name in (UNPATCHED, ESCALATE) else tokenprune.method_info(name).site.name,
             "seeds": [one.seed for one in passes if one.seed is not None] or None,
             "n": {kind: kinds.count(kind) * len(right) for kind in self.kinds},
             "correct": correct,
@@ -179,6 +205,9 @@ class Bench:
             "stats": record_of(cost, whole or cost),
             "environment": self.backend.environment(),
         }
+        seen = [_evidence(batches) for batches in passes.values()]
+        if any(one is not None for one in seen[0]):
+            record[EVIDENCE] = [[one if one is None else round(one, 6) for one in some] for some in seen]
         if self.metric.graded:
             record["scores"] = [[round(score, 6) for score in one] for one in scores]
         return record
@@ -187,20 +216,44 @@ class Bench:
         predictions = [answer for _, (answers, _) in sorted(batches.items()) for answer in answers]
         return self.metric.score(predictions, [example.answers for example in self.examples])
 
-    def _pass(self, one: Pass) -> dict[int, Batch]:
-        """Answer every question once, and return all batches by their first question."""
-        start, batches = self._done, len(self.batches(one.setting))
-        label = one.method if one.setting is None else f"{one.method} {one.keep:g}"
+    def _controlled(self, control: Control) -> tuple[dict[str, Any], dict[Pass, dict[int, Batch]]]:
+        """Return the record of a control, and the unpatched model's answers to what it shows."""
+        place = Pass.of_control(control.name)
+        asking = Asking(self.backend, control.questions, self.plan.batch_size, self.folder, self.group)
+        batches = self._pass(place, asking)
+        right = "".join(str(int(score >= 1)) for score in self._scores(batches))
+        said = {"method": place.method, "keep": place.keep, "control": control.name, "chance": control.chance}
+        return {"record": "control", **said, "right": [right], "questions": len(self.examples)}, {place: batches}
+
+    def _setting(self, one: Pass) -> dict[str, Any] | None:
+        """Return the setting of a pass, with the options that a method has on this set."""
+        return None if one.setting is None else one.setting | self.options.get(one.method, {})
+
+    def _pass(self, one: Pass, asking: Asking | None = None) -> dict[int, Batch]:
+        """Answer every question once, and return all batches by their first question. asking: default: of the
+        questions as they are."""
+        setting = self._setting(one)
+        start, batches = self._done, len(self.batches(setting))
+        label = one.method if setting is None else f"{one.method} {one.keep:g}"
 
         def on_batch(size: int) -> None:
             self._done += 1
             self._step(label, self._done, self.total)
 
         try:
-            return self._asking.ask(one._asdict(), one.setting, range(len(self.examples)), on_batch)
+            return (asking or self._asking).ask(one._asdict(), setting, range(len(self.examples)), on_batch)
         finally:
             self._done = start + batches
 
 
 def _cost(batches: dict[int, Batch]) -> Stats:
-    return sum((Stats(**cost) for _, (_, cost) in sorted(batches.items())), Stats())
+    told = (
+        {name: value for name, value in cost.items() if name != EVIDENCE} for _, (_, cost) in sorted(batches.items())
+    )
+    return sum((Stats(**cost) for cost in told), Stats())
+
+
+def _evidence(batches: dict[int, Batch]) -> list[float | None]:
+    """The evidence recall of each question."""
+    told = (cost.get(EVIDENCE, [None] * len(answers)) for _, (answers, cost) in sorted(batches.items()))
+    return [one for some in told for one in some]

@@ -37,14 +37,83 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    """Return the tables of cost and overall accuracy, of accuracy per kind of question, and of paired differences."""
-    return [_cost(results), _kinds(results), _paired(results)]
+    """Return the tables of cost and overall accuracy, of accuracy per kind of question, and of paired differences;
+    where they are known, those of groups beside the kinds, of evidence that is kept, and of controls."""
+    evidence = [_evidence(results)] if any(row.evidence for row in results.rows) else []
+    if results.evidence_only:
+        return [_spent(results), *evidence]
+    groups = [_groups(results)] if results.groups else []
+    controls = [_controls(results)] if results.controls else []
+    return [_cost(results), _kinds(results), *groups, *evidence, *controls, _paired(results)]
+
+
+def _spent(results: Results) -> Table:
+    """What a run cost that asked nothing for its answer."""
+    rows = []
+    for row in results.rows:
+        flops = row.stats["prefill_flops_ratio"]
+        counts = f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}"
+        rows.append([*map(Cell, (*_label(row), *counts, "" if flops is None else f"{flops:.0%}"))])
+    columns = ("method", "keep", "visual tokens", "layer avg", "prefill FLOPs")
+    note = "Nothing was asked for its answer: there are no scores, and no times."
+    return Table(_title(results), columns, rows, (note, *_skipped(results)), grouped=True)
+
+
+def _groups(results: Results) -> Table:
+    rows = [
+        [*map(Cell, _label(row)), *(Cell(f"{100 * one.value:.0f} [{_interval(one)}]") for one in row.groups.values())]
+        for row in results.rows
+    ]
+    note = "What stands still is most of a video only where the ground does: no method is ranked by that group alone."
+    columns = ("method", "keep", *results.groups)
+    return Table("Accuracy by what is behind the things", columns, rows, (note,), grouped=True)
+
+
+def _evidence(results: Results) -> Table:
+    names = [
+        name for name in ("", *results.kinds, *results.groups) if any(name in row.evidence for row in results.rows)
+    ]
+    rows = [
+        [
+            *map(Cell, _label(row)),
+            *(Cell(f"{100 * row.evidence[name]:.0f}" if name in row.evidence else "") for name in names),
+        ]
+        for row in results.rows
+        if row.evidence
+    ]
+    note = (
+        "Percent of what has to be seen to answer a question that can still be seen: of each look (a thing, or a thing "
+        "at one time) some kept token lies in one of its boxes, or a merged one has half of its weight there. Of "
+        "methods that do not choose among tokens, and of the unpatched model, it says nothing."
+    )
+    columns = ("method", "keep", *(name or "all" for name in names))
+    return Table("Evidence kept", columns, rows, (note,), grouped=True)
+
+
+def _controls(results: Results) -> Table:
+    kinds = list(dict.fromkeys(kind for control in results.controls for kind in control.chance))
+    rows = []
+    for control in results.controls:
+        cells = []
+        for kind in kinds:
+            if kind not in control.kinds:
+                cells.append(Cell(""))
+                continue
+            share, chance = control.kinds[kind], f"chance {100 * control.chance[kind]:.0f}"
+            cells.append(Cell(f"{100 * share.value:.0f} [{_interval(share)}], {chance}", kind in control.passed))
+        rows.append([Cell(control.name), *cells])
+    note = (
+        "The unpatched model, shown less than it needs: it must do no better than chance. Red: its whole 95 % Wilson "
+        "interval is above chance, and what a method scores on that kind says nothing of what it sees."
+    )
+    return Table("Controls, which must fail", ("control", *kinds), rows, (note,))
 
 
 def _cost(results: Results) -> Table:
+    evident = any(row.evidence for row in results.rows)
     columns = (
         "method", "keep", "visual tokens", "layer avg", "prefill FLOPs", "KV cache", "TTFT, ms", "per token, ms",
-        _metric(results).title, "95 % CI", "no better than",
+        *(["evidence"] if evident else []), _metric(results).title, "95 % CI", "no better than",
     )  # fmt: skip
     whole = {name: results.whole_ms(name) for name in ("ttft", "token")}
     rows = []
@@ -56,6 +125,7 @@ def _cost(results: Results) -> Table:
             Cell("" if row.stats["prefill_flops_ratio"] is None else f"{row.stats['prefill_flops_ratio']:.0%}"),
             Cell(f"{_bytes(bytes_ / row.questions)} ({bytes_ / full:.0%})" if full else ""),
             *(Cell(_time(row, name, ms)) for name, ms in whole.items()),
+            *([Cell(f"{100 * row.evidence['']:.0f}" if row.evidence else "")] if evident else []),
             Cell(f"{100 * row.overall.value:.1f}"),
             Cell(_interval(row.overall, 1)),
             Cell(" ".join(row.marks), bad=bool(row.marks)),
@@ -177,6 +247,11 @@ def _cost_notes(results: Results) -> list[str]:
         if busy := busy_load(results):
             load = f"load {busy[0]:.1f} on {busy[1]} cores"
             notes.append(f"The machine was busy with other work ({load}): do not rely on these times.")
+    return [*notes, *_skipped(results)]
+
+
+def _skipped(results: Results) -> list[str]:
+    notes = []
     if left_out := (results.header.get("data") or {}).get("skipped"):
         more = f" and {len(left_out) - 1} more" if left_out[1:] else ""
         notes.append(f"Left out of the data: {left_out[0]}{more}")

@@ -15,8 +15,9 @@ from PIL import Image
 import tokenprune
 from tokenprune.accounting import DecoderShape
 from tokenprune.bench.backend import Answer, Setting
+from tokenprune.bench.plan import ESCALATE
 from tokenprune.bench.timing import NEW_TOKENS, in_turns
-from tokenprune.errors import DataError, RunError
+from tokenprune.errors import DataError, RunError, UnsupportedSetupError
 from tokenprune.registry import method_info
 from tokenprune.setting import parse
 from tokenprune.statistics import Stats
@@ -88,10 +89,12 @@ class VllmBackend:
         self._checked = False
 
     def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
-        reason = "asks about a video: --backend vllm takes images; use --backend hf"
-        return [(place, reason) for place, question in enumerate(questions) if question.is_video]
+        video = "asks about a video: --backend vllm takes images; use --backend hf"
+        labels = "has text between its images, and --backend vllm puts them first: use --backend hf"
+        reasons = (video if one.is_video else labels if getattr(one, "labels", ()) else None for one in questions)
+        return [(place, reason) for place, reason in enumerate(reasons) if reason]
 
-    def begin(self, questions: Sequence[Any]) -> None:
+    def begin(self, questions: Sequence[Any], evidence: bool = False) -> None:
         for place, reason in self.misfits(questions):
             raise DataError(f"{getattr(questions[place], 'where', 'a question')} {reason}")
         if questions and not self._checked:
@@ -103,6 +106,8 @@ class VllmBackend:
 
     @contextmanager
     def answering(self, setting: Setting) -> Iterator[Answer]:
+        if setting is not None and setting.get("method") == ESCALATE:
+            raise UnsupportedSetupError(f"{ESCALATE} runs with the model in this process: use --backend hf")
         asked = request_of(setting)
         yield lambda number, batch: self._answer(asked, number, batch)
 

@@ -29,10 +29,12 @@ from tokenprune.cli.common import (
     show_progress,
 )
 from tokenprune.cli.report import show_runs
+from tokenprune.errors import OptionError
 
 if TYPE_CHECKING:
     from tokenprune.bench.backend import Backend
     from tokenprune.bench.data import Data
+    from tokenprune.bench.drawn_sets import DrawnSet
     from tokenprune.bench.group import Group
     from tokenprune.bench.model import Model
     from tokenprune.bench.report.drawing import Wanted
@@ -51,8 +53,8 @@ def bench(
         int | None,
         typer.Option(
             min=0,
-            help="Held-out images, each with one question of all 8 kinds, default 24; with --data: rows, default "
-            "all. 0: all.",
+            help="Held-out images (videos, prompts), each with one question of every kind, default 24; with --data: "
+            "rows, default all. 0: all.",
         ),
     ] = None,
     data: Annotated[
@@ -62,6 +64,20 @@ def bench(
             "with such a file, JSON, CSV, Parquet, or a folder of the `datasets` library."
         ),
     ] = None,
+    set_: Annotated[
+        str,
+        typer.Option(
+            "--set",
+            help="Which of our own questions: images, videos (eight frames, eight kinds), views (six images a prompt).",
+        ),
+    ] = "images",
+    evidence: Annotated[
+        bool,
+        typer.Option(
+            "--evidence",
+            help="Ask nothing for its answer: tell how much of what a question needs is kept. For our own questions.",
+        ),
+    ] = False,
     metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed, f1 or cider.")] = "exact",
     columns: ColumnsOption = "",
     split: SplitOption = None,
@@ -100,6 +116,7 @@ def bench(
     from tokenprune.bench import significance
     from tokenprune.bench.backend import backend_of
     from tokenprune.bench.data import left_out, load_data, read_columns
+    from tokenprune.bench.drawn_sets import drawn_set
     from tokenprune.bench.group import joined
     from tokenprune.bench.metrics import metric_named
     from tokenprune.bench.report.drawing import Wanted
@@ -110,16 +127,18 @@ def bench(
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
     significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
-    wanted = Wanted.of(samples, sample, run, here=backend == "hf")
+    check_set(set_, evidence, data, backend, html, plot, samples, sample)
+    wanted = Wanted.of(0 if evidence else samples, sample, run, here=backend == "hf")
     metric_named(metric)
     plan = Plan(
         methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
         keeps=read_keeps(keep),
         images=DEFAULT_IMAGES if limit is None else limit,
         batch_size=batch_size,
-        repeats=repeats,
+        repeats=0 if evidence else repeats,
+        several=set_ == "views",
     )
-    asked = None
+    asked: Data | DrawnSet | None = None
     if data is not None:
         asked = load_data(
             data,
@@ -129,31 +148,61 @@ def bench(
             frames=frames,
             limit=limit or 0,
         )
+    elif set_ != "images":
+        asked = drawn_set(set_, plan.images)
     with ExitStack() as stack:
-        images = max((len(one.sources) for one in asked.questions), default=1) if asked is not None else 1
+        images = max((len(one.sources) for one in asked.questions), default=1) if data is not None else 1
         subject = engines.open(stack, images)
-        subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
+        subject.max_new_tokens = 1 if evidence else max_new_tokens or subject.max_new_tokens
         group = stack.enter_context(joined())
-        if asked is not None and skip_bad:
+        if data is not None and skip_bad:
             asked = left_out(asked, backend_of(subject).misfits(asked.questions))
             if group.leads:
                 print_skipped(asked)
-        records = _measure(subject, plan, asked, metric, run, json, group, wanted)
+        records = _measure(subject, plan, asked, metric, run, json, group, wanted, evidence)
     if group.leads:
         show_runs([finished_run(records, run)], html=html, plot=plot)
+
+
+def check_set(
+    set_: str,
+    evidence: bool,
+    data: Path | None,
+    backend: str,
+    html: Path | None,
+    plot: Path | None,
+    samples: int | None,
+    sample: str,
+) -> None:
+    """Raise OptionError for options that do not go together with a set, or with `--evidence`."""
+    from tokenprune.bench.drawn_sets import SETS
+
+    if set_ not in SETS:
+        raise OptionError(f"--set {set_!r} is none of {', '.join(SETS)}")
+    if data is not None and (set_ != "images" or evidence):
+        other = "--evidence" if evidence else f"--set {set_}"
+        raise OptionError(f"{other} is of our own questions, whose evidence is known: leave out --data")
+    if evidence and backend != "hf":
+        raise OptionError("--evidence looks at the model in this process: leave out --backend")
+    if evidence:
+        for name, value in (("html", html), ("plot", plot), ("samples", samples or None), ("sample", sample or None)):
+            if value is not None:
+                raise OptionError(f"--{name} is about answers, and --evidence asks for none: leave one of them out")
 
 
 def _measure(
     subject: Model | Backend,
     plan: Plan,
-    asked: Data | None,
+    asked: Data | DrawnSet | None,
     metric: str,
     run: Path | None,
     json: Path | None,
     group: Group,
     wanted: Wanted,
+    evidence: bool,
 ) -> list[dict[str, Any]]:
     from tokenprune.bench.backend import backend_of
+    from tokenprune.bench.data import Data
     from tokenprune.bench.lines import Lines
     from tokenprune.bench.report.drawing import draw_samples
     from tokenprune.bench.run_folder import RunFolder, config_of
@@ -161,16 +210,27 @@ def _measure(
 
     questions, about = None, {}
     if asked is not None:
-        questions, about = asked.questions, {"data": asked.about()}
-        backend_of(subject).begin(questions)  # before a folder is made for what cannot be asked
+        backend_of(subject).begin(asked.questions)  # before a folder is made for what cannot be asked
+        questions, about = asked.questions if isinstance(asked, Data) else asked, {"data": asked.about()}
     records = []
     with ExitStack() as stack:
         step = stack.enter_context(show_progress()) if group.leads else None
         file = stack.enter_context(Lines(json)) if json is not None and group.leads else None
         folder = None
         if run is not None:
-            folder = stack.enter_context(RunFolder(run, config_of(subject, plan, metric, about), group))
-        bench = Bench(subject, plan, step, questions=questions, metric=metric, about=about, folder=folder, group=group)
+            config = config_of(subject, plan, metric, about | ({"evidence_only": True} if evidence else {}))
+            folder = stack.enter_context(RunFolder(run, config, group))
+        bench = Bench(
+            subject,
+            plan,
+            step,
+            questions=questions,
+            metric=metric,
+            about=about,
+            evidence_only=evidence,
+            folder=folder,
+            group=group,
+        )
         wanted.check(len(bench.examples))
         for record in bench.records():
             if file is not None:

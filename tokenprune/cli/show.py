@@ -65,4 +65,7 @@ def show(
     average = shown.stats.visual_tokens_average
     counts = f"{shown.tokens_in} → {shown.tokens_out}"
     console.print(f"visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
+    if len(shown.frames) > 1:
+        told = " ".join(f"{kept}/{of}" for kept, of in shown.frames)
+        console.print(f"of each frame as the model has it: {told}", markup=False)
     console.print(f"written: {out}", markup=False, soft_wrap=True)

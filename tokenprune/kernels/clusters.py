@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.temporal import _unit as unit
-from tokenprune.kernels.temporal import density_peaks
+from tokenprune.kernels.temporal import density_peaks, unit
 
 _NEIGHBOURS = 7  # of a token that tell how dense it is there
 _AT_ONCE = 2**24  # entries of matrices in memory at a time

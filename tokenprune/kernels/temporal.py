@@ -37,7 +37,7 @@ def by_frame(x: Tensor, frame: Tensor, place: Tensor, frames: int, places: int) 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
     """float32 `[...]`: cosine of the vectors `[..., D]` of a and b, to a multiple of 2**-20: what does not change has
     exactly 1 everywhere, and not here a little more than there."""
-    return (_unit(a) * _unit(b)).sum(-1).mul(_STEPS).round().div(_STEPS)
+    return (unit(a) * unit(b)).sum(-1).mul(_STEPS).round().div(_STEPS)
 
 
 def same_place(x: Tensor, mask: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def quiet_channels(x: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
     variance = ((x - mean).masked_fill(~real, 0).square().sum((1, 2), keepdim=True) / number).flatten(1)
     least = variance.argsort(dim=1, stable=True)[:, : max(1, x.shape[-1] // 2)].sort(1).values
     x = x.gather(3, least[:, None, None].expand(*x.shape[:3], -1))
-    return _unit(x).masked_fill(~mask.unsqueeze(-1), 0)
+    return unit(x).masked_fill(~mask.unsqueeze(-1), 0)
 
 
 def likeness(x: Tensor, centre: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def curvature(means: Tensor, frames: Tensor, eps: float = 1e-6) -> Tensor:
 
     means: `[S, F, D]`, see `frame_means`; frames: long `[S]`. A step shorter than `eps` points nowhere.
     """
-    path = _unit(means)
+    path = unit(means)
     step = path.diff(dim=1)
     step = step / step.norm(dim=-1, keepdim=True).clamp(min=eps)
     turn = torch.ones(means.shape[:2], dtype=torch.float32, device=means.device)
@@ -210,7 +210,7 @@ def density_peaks(x: Tensor, mask: Tensor, number: Tensor, neighbours: int, most
     return top_mask(score.masked_fill(~usable, -torch.inf), mask, number, most)
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
     """float32, of length 1 along the last axis; zeros where there is nothing to point at."""
     x = x.float()
     broken = ~x.isfinite().all(-1, keepdim=True)

@@ -30,14 +30,15 @@ def same_machine(runs: Sequence[Run]) -> bool:
 
 def comparisons(runs: Sequence[Run]) -> list[Table]:
     """Return a table for each group of at least two runs that asked the same questions."""
-    return [_table(group) for group in same_questions(runs) if len(group) > 1]
+    return [_table(group) for group in same_questions(runs) if len(group) > 1 and not group[0].results.evidence_only]
 
 
 def _asked(header: dict[str, Any]) -> tuple:
     # The digest is of questions, answers, kinds and files. The shipped questions have none: they are one list, of which
     # a run takes the first ones.
     digest = (header.get("data") or {}).get("digest")
-    return digest, header.get("metric", "exact"), header["kinds"], list(header["kind_of_question"])
+    asked = header.get("metric", "exact"), header["kinds"], list(header["kind_of_question"])
+    return digest, bool(header.get("evidence_only")), *asked
 
 
 def _table(runs: Sequence[Run]) -> Table:

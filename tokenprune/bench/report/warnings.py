@@ -50,7 +50,10 @@ def find_warnings(results: Results) -> list[RunWarning]:
     The baselines `random` and `downsample` are there to be beaten: nothing is said of them, but that one was not run.
     """
     rows = [row for row in results.rows if row.method not in (UNPATCHED, *MARKS)]
+    if results.evidence_only:  # there are no scores
+        return [*_unfinished(results), *_left_out(results)]
     found = [
+        *_controls(results),
         *_unfinished(results),
         *_against_baselines(results, rows),
         *_collapsed(results.baseline, rows),
@@ -66,9 +69,24 @@ def lines(results: Results) -> list[str]:
     return [one.line() for one in find_warnings(results) if one.code not in _IN_TABLES]
 
 
+def _controls(results: Results) -> Iterator[RunWarning]:
+    items = [
+        f"{control.name}: {kind} {100 * control.kinds[kind].value:.0f} %, chance {100 * control.chance[kind]:.0f} %"
+        for control in results.controls
+        for kind in control.passed
+    ]
+    if items:
+        text = (
+            "The model answers these kinds better than chance without what they ask about: they do not show what a "
+            "method lets it see. Do not rank methods by them."
+        )
+        yield RunWarning("control-passed", Level.BAD, "A control does not fail", text, tuple(items))
+
+
 def _unfinished(results: Results) -> Iterator[RunWarning]:
     plan = results.header["plan"]
-    wanted = 1 + len(plan.get("methods", ())) * len(plan.get("keeps", ()))
+    of_old = 1 + len(plan.get("methods", ())) * len(plan.get("keeps", ()))
+    wanted = results.header.get("rows", of_old)
     there = len(results.rows) + len(results.skipped)
     if there < wanted:
         text = f"{there} of {wanted} results are there. The same `tokenprune bench` command goes on where it stopped."

@@ -50,15 +50,11 @@ class PEVLM(AttentionPattern):
     min_frames: Annotated[int, Ge(1)] | None = None
     sink_mode: Literal["text+frames", "text"] = "text+frames"
     position_mode: Literal["sequential", "reuse"] = "sequential"
-    dense_layers: Sequence[int] = ()
+    dense_layers: Sequence[Annotated[int, Ge(0)]] = ()
     only_single_video: bool = False
 
     def __post_init__(self) -> None:
         check_options(self)
-        good = isinstance(self.dense_layers, (list, tuple)) and all(
-            isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in self.dense_layers
-        )
-        self._check(good, f"dense_layers={self.dense_layers!r} must be a list of layers, ints >= 0")
 
     @property
     def fewest_frames(self) -> int:

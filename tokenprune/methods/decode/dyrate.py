@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
 from tokenprune.base import Site
-from tokenprune.decode import DecodeMethod, TokenType, is_number
+from tokenprune.decode import DecodeMethod, Share, TokenType
 from tokenprune.errors import OptionError
 from tokenprune.fingerprint import fingerprint
 from tokenprune.methods.decode.rate_predictor import RatePredictor
 from tokenprune.per_layer import per_layer
 from tokenprune.registry import register
-
-_RATES = ("attn_mass", "schedule", "predictor")
 
 
 @register("dyrate", site=Site.DECODE, needs=("last_row_attention",), paper="arXiv 2501.14204 (abstract)")
@@ -34,9 +35,11 @@ class DyRate(DecodeMethod):
     monotone: False (not with "evict") lets tokens that prefill kept return.
     batch_policy: "ragged" gives each row its own rate, "shared" the highest of the batch.
     grid: int K >= 1; the rate is one of 0, 1/K .. (K-1)/K ("attn_mass" rounds down to it, "schedule" does not use it).
-    ema: weight in 0..1 of the past in the running mean of the attention share. warmup: decode steps before the first
-    decision. update_every: steps from one decision to the next; "schedule" decides at every step.
-    schedule: rates in 0..1 for decode steps 1, 2, ...; the last one stays. predictor: path of its file.
+    ema: weight in 0..1 of the past in the running mean of the attention share.
+    warmup: decode steps before the first decision.
+    update_every: steps from one decision to the next; "schedule" decides at every step.
+    schedule: rates in 0..1 for decode steps 1, 2, ...; the last one stays.
+    predictor: path of its file.
 
     Source: Liang et al., "Dynamic Token Reduction during Generation for Vision Language Models", the abstract: a
     lightweight predictor turns the attention distribution into a rate during generation. From secondary sources: four
@@ -50,24 +53,16 @@ class DyRate(DecodeMethod):
 
     default_keep: ClassVar[float] = 0.5
 
-    rate: str = "attn_mass"
-    grid: int = 10
-    ema: float = 0.5
-    warmup: int = 4
-    update_every: int = 8
-    schedule: tuple[float, ...] = ()
-    predictor: str | None = field(default=None, metadata={"file": True})
+    rate: Literal["attn_mass", "schedule", "predictor"] = "attn_mass"
+    grid: Annotated[int, Ge(1)] = 10
+    ema: Annotated[float, Ge(0), Lt(1)] = 0.5
+    warmup: Annotated[int, Ge(0)] = 4
+    update_every: Annotated[int, Ge(1)] = 8
+    schedule: Sequence[Share] = ()
+    predictor: str | Path | None = field(default=None, metadata={"file": True})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_one_of("rate", _RATES)
-        self._check_int("grid", 1)
-        self._check_number("ema", 0, 1)
-        self._check(self.ema < 1, "ema=1 never looks at the answer: use a number below 1")
-        self._check_int("warmup", 0)
-        self._check_int("update_every", 1)
-        given = isinstance(self.schedule, (tuple, list)) and all(is_number(value, 0, 1) for value in self.schedule)
-        self._check(given, f"schedule={self.schedule!r} must be a list of rates in 0..1, one for each decode step")
         object.__setattr__(self, "schedule", tuple(self.schedule))
         wanted = self.rate == "schedule"
         self._check(wanted == bool(self.schedule), "schedule=[...] and rate='schedule' go together: give both or none")

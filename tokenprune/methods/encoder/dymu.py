@@ -5,14 +5,18 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from tokenprune.base import Site
 from tokenprune.budget import Budget
-from tokenprune.encoder import VTU_FORMS, EncoderMethod, Matcher, Tower
+from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.fingerprint import Fingerprint
 from tokenprune.merging import threshold_match
 from tokenprune.methods.encoder.thresholds import Thresholds, shipped
+from tokenprune.options import check_options
 from tokenprune.registry import register
 
 
@@ -49,21 +53,14 @@ class DyMU(EncoderMethod):
 
     thresholds: str | Path | Thresholds | None = field(default=None, metadata={"file": True})
     proportional: bool = True
-    max_r: int | None = None
-    vtu: str = "off"
+    max_r: Annotated[int, Ge(1)] | None = None
+    vtu: Literal["off", "expanded"] = "off"
     exact: bool = False
 
     def __post_init__(self) -> None:
+        check_options(self)
         if isinstance(self.thresholds, (str, Path)):
             object.__setattr__(self, "thresholds", Thresholds.load(self.thresholds))
-        fine = self.thresholds is None or isinstance(self.thresholds, Thresholds)
-        self._check(fine, f"thresholds={self.thresholds!r} must be a path or what tokenprune.calibrate returned")
-        for option in ("proportional", "exact"):
-            value = getattr(self, option)
-            self._check(isinstance(value, bool), f"{option}={value!r} must be True or False")
-        if self.max_r is not None:
-            self._check_int("max_r", 1)
-        self._check(self.vtu in VTU_FORMS, f"vtu={self.vtu!r} must be one of {', '.join(VTU_FORMS)}")
 
     @property
     def inexact(self) -> str | None:

@@ -9,6 +9,7 @@ from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import BudgetError
 from tokenprune.merging import bipartite_match, most
+from tokenprune.options import check_options
 from tokenprune.registry import register
 
 
@@ -33,6 +34,7 @@ class ToMe(EncoderMethod):
     proportional: bool = True
 
     def __post_init__(self) -> None:
+        check_options(self)
         good = self.r is None or _is_count(self.r)
         if isinstance(self.r, list):
             good = all(map(_is_count, self.r))
@@ -40,7 +42,6 @@ class ToMe(EncoderMethod):
             good = len(self.r) == 2 and _is_count(self.r[0]) and isinstance(self.r[1], numbers.Real)
             good = good and -1 <= self.r[1] <= 1
         self._check(good, f"r={self.r!r} must be an int >= 0, a list of them, or (r, slope) with a slope in [-1, 1]")
-        self._check(isinstance(self.proportional, bool), f"proportional={self.proportional!r} must be True or False")
 
     def is_identity(self, budget: Budget) -> bool:
         """Whether nothing merges; raises OptionError for a budget that contradicts `r`."""

@@ -5,14 +5,16 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+from annotated_types import Gt, Le
 from torch import Tensor
 from torch.nn import functional as F
 
 from tokenprune.base import ResizeMethod, Site
 from tokenprune.errors import BudgetError
+from tokenprune.options import check_options
 from tokenprune.registry import register
 
 if TYPE_CHECKING:
@@ -56,17 +58,12 @@ class DynRes(ResizeMethod):
     Differs from the paper: that one trains a model with patches of several sizes; this one only resizes images.
     """
 
-    min_scale: float = 0.25
+    min_scale: Annotated[float, Gt(0), Le(1)] = 0.25
     text_guard: bool = True
     question_guard: bool = False
 
     def __post_init__(self) -> None:
-        scale = self.min_scale
-        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        self._check(number and 0 < scale <= 1, f"min_scale={scale!r} is not in (0, 1]")
-        for option in ("text_guard", "question_guard"):
-            value = getattr(self, option)
-            self._check(isinstance(value, bool), f"{option}={value!r} must be True or False")
+        check_options(self)
 
     @property
     def query_aware(self) -> bool:

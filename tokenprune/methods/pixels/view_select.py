@@ -6,13 +6,15 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor
 
 from tokenprune.base import ImageChooser, Site
 from tokenprune.errors import OptionError
+from tokenprune.options import check_options
 from tokenprune.registry import register
 
 _FRONT, _BACK, _LEFT, _RIGHT = ("front", "forward", "ahead"), ("back", "rear", "behind"), ("left",), ("right",)
@@ -66,22 +68,18 @@ class ViewSelect(ImageChooser):
     views: Sequence[str] = ()
     always_keep: Sequence[str] = ()
     scorer: Callable[[str, list[str]], Any] | None = None
-    weight: float = 0.5
+    weight: Annotated[float, Ge(0), Lt(math.inf)] = 0.5
 
     def __post_init__(self) -> None:
+        check_options(self)
         for option in ("views", "always_keep"):
-            value = getattr(self, option)
-            fine = isinstance(value, (list, tuple)) and all(isinstance(one, str) and one.strip() for one in value)
-            self._check(fine, f"{option}={value!r} must be a list of names")
-            object.__setattr__(self, option, tuple(value))
+            object.__setattr__(self, option, tuple(getattr(self, option)))
+        self._check(all(view.strip() for view in self.views), f"views={list(self.views)}: a view needs a name")
         said = [phrases(view) for view in self.views]
         for (a, one), (b, other) in itertools.combinations(zip(self.views, said, strict=True), 2):
             self._check(not one & other, f"the views {a!r} and {b!r} have the same name")
         for name in self.always_keep:
             self._check(name in self.views, f"always_keep names {name!r}, which is none of views={list(self.views)}")
-        self._check(self.scorer is None or callable(self.scorer), f"scorer={self.scorer!r} is no function")
-        number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
-        self._check(number and 0 <= self.weight < math.inf, f"weight={self.weight!r} must be a number >= 0")
 
     @property
     def query_aware(self) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection, Site
@@ -15,6 +16,7 @@ from tokenprune.errors import BudgetError
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import rank_in_group
+from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import profile
 from tokenprune.tokens import Patches, VisualTokens
@@ -55,30 +57,17 @@ class VScan(Pruner):
 
     query_free: ClassVar[Mapping[str, Any]] = {"stage2": False}
 
-    layer: int | None = None
+    layer: Annotated[int, Ge(1)] | None = None
     stage2: bool = True
-    local: float = 0.5
-    local_layer: int | float = 0.25
-    window: int | None = None
+    local: Annotated[float, Ge(0), Le(1)] = 0.5
+    local_layer: int | Annotated[float, Gt(0), Lt(1)] = 0.25
+    window: Annotated[int, Ge(1)] | None = None
     merge: bool = True
 
     def __post_init__(self) -> None:
-        if self.layer is not None:
-            self._check_int("layer", 1)
-            self._check(
-                self.stage2 is not False, f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
-            )
-        if self.window is not None:
-            self._check_int("window", 1)
-        for option in ("stage2", "merge"):
-            value = getattr(self, option)
-            self._check(isinstance(value, bool), f"{option}={value!r} must be True or False")
-        fine = isinstance(self.local, (int, float)) and not isinstance(self.local, bool) and 0 <= self.local <= 1
-        self._check(fine, f"local={self.local!r} must be a share in [0, 1]")
-        if isinstance(self.local_layer, float):
-            self._check(0 < self.local_layer < 1, f"local_layer={self.local_layer!r} must be an int or between 0 and 1")
-        else:
-            self._check_int("local_layer")
+        check_options(self)
+        told = f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
+        self._check(self.stage2 or self.layer is None, told)
 
     @property
     def query_aware(self) -> bool:

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evidence recall: by hand, against a naive count, and of methods in models that join frames or do not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import tokenprune
+from tokenprune.base import Site
+from tokenprune.bench.backend import EVIDENCE, HfBackend
+from tokenprune.bench.drawn_sets import drawn_set, first_frame, shuffled
+from tokenprune.bench.evidence import outcome, recall, tokens_of
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import Model, load
+from tokenprune.statistics import Cut
+
+POSITIONS = [3, 4, 5, 6, 9, 10, 11, 12]  # eight visual tokens among text
+
+
+def cut(kept: list[int], sources=None, weights=None, step: int = 0) -> Cut:
+    told = None if sources is None else [sources]
+    return Cut(Site.PRE_LLM, 0, "x", [[0, 1, *kept, 20]], told, step, None if weights is None else [weights])
+
+
+def look(*tokens: int) -> np.ndarray:
+    return np.isin(np.arange(8), tokens)
+
+
+def test_dropping_keeps_looks_of_which_a_token_is_left() -> None:
+    group, share = outcome([cut([3, 5, 12])], POSITIONS)
+    assert group.tolist() == [0, -1, 2, -1, -1, -1, -1, 7] and share.tolist() == [1.0] * 8
+    assert recall([look(0), look(1), look(1, 7), look(3, 4)], group, share) == 0.5
+    assert recall([look(0, 1)], *outcome([], POSITIONS)) == 1.0
+    assert recall([look(0)], *outcome([cut([], step=1)], POSITIONS)) == 1.0  # what is lost later was there in prefill
+    assert recall([look(0)], *outcome([cut([])], POSITIONS)) == 0.0
+
+
+def test_a_merged_token_counts_where_half_of_its_weight_is() -> None:
+    three = {3: [3, 4, 5], 9: [6, 9], 12: [12]}
+    group, share = outcome([cut([3, 9, 12], three)], POSITIONS)
+    assert group.tolist() == [0, 0, 0, 4, 4, -1, -1, 7]
+    assert share[:5] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2])
+    assert recall([look(0)], group, share) == 0.0
+    assert recall([look(0, 1)], group, share) == 1.0  # two of three, in one look
+    assert recall([look(3)], group, share) == 1.0  # just half
+    assert recall([look(5)], group, share) == 0.0
+    heavy = outcome([cut([3, 9, 12], three, {3: [4 / 6, 1 / 6, 1 / 6], 9: [0.0, 1.0], 12: [1.0]})], POSITIONS)
+    assert recall([look(0)], *heavy) == 1.0 and recall([look(1, 2)], *heavy) == 0.0
+    assert recall([look(3)], *heavy) == 0.0 and recall([look(4)], *heavy) == 1.0
+
+
+def test_merges_of_merges_and_a_drop_behind_them() -> None:
+    first = cut([3, 9, 12], {3: [3, 4], 9: [9, 10, 11], 12: [12]})
+    second = cut([9], {9: [3, 9]})
+    group, share = outcome([first, second], POSITIONS)
+    assert group.tolist() == [4, 4, -1, -1, 4, 4, 4, -1]
+    assert share[[0, 1, 4, 5, 6]] == pytest.approx([0.25, 0.25, 1 / 6, 1 / 6, 1 / 6])
+    assert recall([look(0, 1), look(4, 5), look(0, 4, 5)], group, share) == pytest.approx(2 / 3)
+    assert recall([look(0, 1)], *outcome([first, cut([12])], POSITIONS)) == 0.0
+
+
+def test_tokens_lie_in_boxes_that_hold_their_middle() -> None:
+    # Four frames of 40 x 20 pixels in two grids of 2 x 4 tokens, of 10 pixels; 18 tokens with what is behind them.
+    sizes, grids = [(40, 20)] * 4, [(2, 4)] * 2
+    looks = [
+        [(0, (0, 0, 20, 10))],
+        [(1, (0, 0, 20, 10))],
+        [(2, (22, 11, 24, 13))],
+        [(3, (0, 0, 6, 6)), (0, (34, 4, 40, 20))],
+    ]
+    found = [np.flatnonzero(one).tolist() for one in tokens_of(looks, sizes, grids, 18)]
+    assert found[0] == found[1] == [0, 1]  # in either frame of a pair
+    assert found[2] == [8 + 4 + 2]  # no middle in so small a box: the token it lies in
+    assert found[3] == [3, 7, 8]
+
+
+def test_a_naive_count_agrees() -> None:
+    """Pixel by pixel: a token lies in a box if the pixel in its middle does."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        height, width = rng.integers(1, 7, 2)
+        left, top = rng.integers(0, 40, 2)
+        right, bottom = left + rng.integers(16, 40), top + rng.integers(16, 40)
+        size = (int(width) * 16, int(height) * 16)
+        box = (int(left), int(top), min(int(right), size[0]), min(int(bottom), size[1]))
+        if box[2] - box[0] < 16 or box[3] - box[1] < 16:
+            continue
+        (mine,) = tokens_of([[(0, box)]], [size], [(int(height), int(width))], int(height * width))
+        for number in range(height * width):
+            x, y = 16 * (number % width) + 8, 16 * (number // width) + 8
+            assert mine[number] == (box[0] <= x <= box[2] and box[1] <= y <= box[3])
+
+
+# -- in models
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    from tiny_video_model import write_tiny_video_model
+
+    return load(str(write_tiny_video_model(tmp_path_factory.mktemp("tiny"))), device="cpu", suffix="")
+
+
+@pytest.fixture(scope="module")
+def videos() -> list:
+    return drawn_set("videos", 2).questions
+
+
+def measured(subject: Model, questions: list, setting: dict | None) -> list:
+    backend = HfBackend(subject)
+    backend.begin(questions, evidence=True)
+    subject.max_new_tokens = 1
+    with backend.answering(setting) as answer:
+        return [answer(number, [one])[1].get(EVIDENCE) for number, one in enumerate(questions)]
+
+
+def test_methods_that_keep_all_keep_all_evidence(tiny: Model, videos: list) -> None:
+    assert measured(tiny, videos[:3], {"method": "uniform", "keep": 1.0}) == [[1.0]] * 3
+    assert measured(tiny, videos[:1], None) == [None]
+    assert measured(tiny, videos[:1], {"method": "downsample", "keep": 0.5}) == [None]  # it chooses no tokens
+
+
+def test_a_method_that_is_told_keeps_what_it_is_told(tiny: Model, videos: list, monkeypatch) -> None:
+    """Tokens of one place alone: evidence there is kept, and only there, in either frame of a pair."""
+    question = next(one for one in videos if one.kind == "rare")
+    (((frame, box),),) = question.looks
+    inputs = tiny.video_inputs(question.video, question.question)
+    times, rows, columns = inputs["video_grid_thw"][0].tolist()
+    rows, columns = rows // 2, columns // 2
+    width, height = question.frames[0].size
+    middle = (frame // 2, int((box[1] + box[3]) / 2 / height * rows), int((box[0] + box[2]) / 2 / width * columns))
+
+    def only(number: int):
+        def select(self, tokens):
+            keep = torch.zeros_like(tokens.mask)
+            keep[:, number] = True
+            return tokenprune.Selection(keep, counts=[1])
+
+        return select
+
+    where = (middle[0] * rows + middle[1]) * columns + middle[2]
+    elsewhere = ((times - 1 - middle[0]) * rows + middle[1]) * columns + middle[2]
+    assert elsewhere != where
+    from tokenprune.methods.pre_llm.uniform import Uniform
+
+    for number, told in ((where, 1.0), (elsewhere, 0.0)):
+        monkeypatch.setattr(Uniform, "select", only(number))
+        assert measured(tiny, [question], {"method": "uniform", "keep": 1}) == [[told]]
+
+
+def test_images_of_the_held_out_set_have_evidence() -> None:
+    """In a batch of the shipped model, row by row; a question whose answer is "no" has none."""
+    from processors import demo_model, llava
+
+    subject = Model(demo_model(), llava(), "shipped", max_new_tokens=1)
+    questions = load_heldout(limit=3)
+    backend = HfBackend(subject)
+    backend.begin(questions, evidence=True)
+    with backend.answering({"method": "divprune", "keep": 0.25}) as answer:
+        together = answer(0, questions)[1][EVIDENCE]
+        alone = [answer(100 + number, [one])[1][EVIDENCE][0] for number, one in enumerate(questions)]
+    assert together == alone and len(together) == 24
+    assert [one is None for one in together] == [not one.boxes for one in questions]
+    assert 0.3 < np.mean([one for one in together if one is not None]) < 1.0
+    backend.begin(questions)  # nobody asked for it
+    with backend.answering({"method": "divprune", "keep": 0.25}) as answer:
+        assert EVIDENCE not in answer(0, questions[:1])[1]
+
+
+def test_an_image_that_is_cropped_has_no_known_evidence(tiny: Model) -> None:
+    from processors import demo_model, llava
+
+    subject = Model(demo_model(), llava(), "shipped", max_new_tokens=1)
+    wide = SimpleNamespace(
+        looks=((((0, (0, 0, 50, 50))),),),
+        is_video=False,
+        question="is there a star?",
+        images=(Image.new("RGB", (300, 200)),),
+    )
+    assert measured(subject, [wide], {"method": "uniform", "keep": 0.5}) == [[None]]
+    assert measured(tiny, [wide], {"method": "uniform", "keep": 1.0}) == [[1.0]]  # it is resized as a whole
+
+
+# -- the sets
+
+
+def test_sets_are_even_and_controls_show_less(videos: list) -> None:
+    drawn = drawn_set("videos", 16)
+    assert len(drawn.questions) == 16 * 8 and len(set(drawn.groups)) == 4
+    given = [one.answer for one in drawn.questions if one.kind == "direction"]
+    assert {given.count(answer) for answer in ("left", "right", "up", "down")} == {4}
+    assert drawn_set("videos", 2).about() == drawn_set("videos", 2).about() != drawn.about()
+    assert [one.question for one in drawn.questions[:16]] == [one.question for one in videos]
+    first, mixed = drawn.controls
+    assert set(first.chance) == set(drawn.kinds) - {"still"} and set(mixed.chance) == {"direction", "order", "when"}
+    question = videos[0]
+    assert all(frame is question.frames[0] for frame in first_frame(question).frames)
+    order = [question.frames.index(frame) for frame in shuffled(question).frames]
+    assert sorted(order) == list(range(8)) != order
+    assert shuffled(question).frames == shuffled(videos[1]).frames  # of the same video
+
+
+def test_no_held_out_drawing_is_one_of_training() -> None:
+    """Seeds of training are (run, stage, batch): none begins like ours."""
+    from tokenprune.bench import drawn_sets
+
+    assert drawn_sets.SEED == 20260102
+    views = drawn_set("views", 8)
+    assert len(views.questions) == 32 and {len(one.images) for one in views.questions} == {6}
+    assert views.options["view_select"]["views"] == [label.rstrip(":") for label in views.questions[0].labels]
+    assert {one.answer for one in views.questions if one.kind == "across"} > {"0", "6"}

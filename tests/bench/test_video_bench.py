@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench on drawn videos and views: what is asked, controls, what is skipped and why, tables, going on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.test_cli import call, refused
+from tokenprune.bench import results, tables
+from tokenprune.bench.drawn_sets import drawn_set
+from tokenprune.bench.model import Model, load
+from tokenprune.bench.plan import Pass, Plan
+from tokenprune.bench.report.warnings import find_warnings
+from tokenprune.bench.run_folder import RunFolder, config_of
+from tokenprune.bench.suite import Bench
+from tiny_video_model import write_tiny_video_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_video_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def subject(folder: Path) -> Model:
+    made = load(str(folder), device="cpu", suffix="")
+    made.max_new_tokens = 1
+    return made
+
+
+def plan(*methods: str, **more: Any) -> Plan:
+    return Plan(methods, (0.25,), repeats=0, seeds=(0,), **more)
+
+
+def test_videos_are_asked_by_kind_with_controls(subject: Model, tmp_path: Path) -> None:
+    asked, shown = drawn_set("videos", 1), []
+    video_inputs = Model.video_inputs
+
+    def spy(self: Model, frames: Any, question: str) -> dict[str, Any]:
+        shown.append((question, [frame.tobytes() for frame in frames]))
+        return video_inputs(self, frames, question)
+
+    wanted = plan("divprune", "pevlm", "view_select", "escalate")
+    config = config_of(subject, wanted, "exact", {})
+
+    def run() -> list[dict[str, Any]]:
+        with RunFolder(tmp_path, config) as kept:
+            bench = Bench(subject, wanted, questions=asked, folder=kept)
+            return list(bench.records())
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(Model, "video_inputs", spy)
+        records = run()
+        frames = {question: seen for question, seen in shown[:8]}
+        first, mixed = shown[8:16], shown[16:24]
+        assert all(seen == frames[question][:1] * 8 for question, seen in first)
+        assert all(seen != frames[question] and sorted(seen) == sorted(frames[question]) for question, seen in mixed)
+        shown.clear()
+        assert run() == json.loads(json.dumps(records)) and not shown  # all of it was kept
+    header, unpatched, *rest = records
+    assert header["kinds"] == list(asked.kinds) and set(header["group_of_question"]) == {"still ground"}
+    assert [one["control"] for one in rest[:2]] == ["first frame only", "shuffled frames"]
+    made = {(one["method"], one["record"]): one for one in rest[2:]}
+    assert set(made) == {
+        ("random", "result"), ("downsample", "result"), ("divprune", "result"), ("pevlm", "result"),
+        ("view_select", "skipped"), ("escalate", "skipped"),
+    }  # fmt: skip
+    assert "have one each" in made["view_select", "skipped"]["reason"]
+    assert "takes images" in made["escalate", "skipped"]["reason"]
+    assert made["pevlm", "result"]["keep"] == 1.0 and "evidence" not in made["pevlm", "result"]
+    assert "evidence" not in unpatched and "evidence" not in made["downsample", "result"]
+    (told,) = made["divprune", "result"]["evidence"]
+    assert len(told) == 8 and all(0 <= one <= 1 for one in told)
+
+    summary = results.summarise(records)
+    titles = [table.title for table in tables.tables(summary)]
+    assert titles[1:] == [
+        "Accuracy by kind of question", "Accuracy by what is behind the things", "Evidence kept",
+        "Controls, which must fail", "Against the baselines",
+    ]  # fmt: skip
+    assert "evidence" in tables.tables(summary)[0].columns
+    assert not [one for one in find_warnings(summary) if one.code in ("unfinished", "control-passed")]
+
+
+def test_pevlm_reads_drawn_videos_in_blocks(subject: Model) -> None:
+    """With its own sizes it would leave so short a video as it is."""
+    import tokenprune
+
+    options = drawn_set("videos", 1).options["pevlm"]
+    question = drawn_set("videos", 1).questions[0]
+    with tokenprune.patched(subject.model, "pevlm", **options):
+        subject.generate(subject.video_inputs(question.video, question.question))
+        assert tokenprune.stats(subject.model).attention_blocks == 3
+
+
+def test_views_are_asked_with_their_labels(subject: Model) -> None:
+    asked = drawn_set("views", 2)
+    header, unpatched, *rest = Bench(
+        subject, plan("view_select", "escalate", "divprune", "pevlm", several=True), questions=asked
+    ).records()
+    made = {one["method"]: one for one in rest}
+    assert header["options"] == asked.options and unpatched["questions"] == 8
+    assert made["pevlm"]["record"] == "skipped" and "acts on videos" in made["pevlm"]["reason"]
+    # A quarter of six images is one: four of the eight questions name a view, the others get the first.
+    tokens = {name: one["stats"]["visual_tokens_out"] for name, one in made.items() if one["record"] == "result"}
+    assert tokens["view_select"] == unpatched["stats"]["visual_tokens_out"] / 6
+    assert made["escalate"]["record"] == "result" and made["escalate"]["site"] is None
+    assert "timing" not in made["escalate"] and 0 < tokens["escalate"]
+    assert made["divprune"]["evidence"][0] and "evidence" not in made["view_select"]
+    assert "view_select" in Plan((), several=True).methods and "view_select" not in Plan(()).methods
+
+
+def test_video_methods_are_skipped_on_images(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenprune.methods.pre_llm.divprune import DivPrune
+
+    monkeypatch.setattr(DivPrune, "needs", frozenset({"frames"}))
+    *_, record = Bench(subject, plan("divprune"), questions=drawn_set("views", 1)).records()
+    assert record["record"] == "skipped" and "acts on videos" in record["reason"]
+
+
+def control(right: str, chance: float = 0.25) -> dict[str, Any]:
+    return dict(
+        record="control", method="unpatched, first frame only", keep=1.0, control="first frame only",
+        chance={"colour": chance}, right=[right], questions=20,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("right", "passed"), [("10" * 10, True), ("1000" * 5, False), ("0" * 20, False)])
+def test_a_control_that_does_not_fail_is_said(right: str, passed: bool) -> None:
+    from tests.bench.test_bench import HEADER, RECORDS
+
+    summary = results.summarise([HEADER, RECORDS[1], control(right), *RECORDS[2:]])
+    assert [one.passed for one in summary.controls] == [["colour"] if passed else []]
+    warned = [one for one in find_warnings(summary) if one.code == "control-passed"]
+    assert len(warned) == passed
+    (table,) = (one for one in tables.tables(summary) if one.title.startswith("Controls"))
+    assert table.rows[0][1].bad is passed and "chance 25" in table.rows[0][1].text
+    if passed:
+        assert warned[0].items == ("first frame only: colour 100 %, chance 25 %",)
+
+
+def test_controls_are_passes_of_the_unpatched_model() -> None:
+    assert Pass.of_control("shuffled frames").setting is None
+    assert Pass.of_control("shuffled frames").method != "unpatched"
+
+
+def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "evidence.jsonl"
+    made = call(
+        "bench", "--model", folder, "--set", "videos", "--limit", 1, "--methods", "uniform", "--keep", "0.25", "--evidence",
+        "--device", "cpu", "--json", out, "--run", tmp_path / "run",
+    )  # fmt: skip
+    assert "Evidence kept" in made.output and "no scores" in made.output.replace("\n", " ")
+    assert "Accuracy" not in made.output and "Controls" not in made.output and "Not shown" not in made.output
+    again = call("report", out)
+    assert "Evidence kept" in again.output and "Accuracy" not in again.output
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("--set", "films"), "is none of images, videos, views"),
+        (("--set", "videos", "--data", "x.jsonl"), "leave out --data"),
+        (("--evidence", "--data", "x.jsonl"), "leave out --data"),
+        (("--evidence", "--html", "x.html"), "asks for none"),
+        (("--evidence", "--backend", "vllm"), "leave out --backend"),
+        (("--set", "videos", "--limit", "1", "--device", "cpu"), "this model takes none"),
+    ],
+)
+def test_what_does_not_go_together_is_said(given: tuple[str, ...], why: str) -> None:
+    assert why in " ".join(refused("bench", *given).split())

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kitoke against naive loops written from its description, on a still background with a moving part."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenprune.methods.pre_llm.kitoke import chances, crowd, pivotal, spread
+from tokenprune.testing import check_method
+from videos import best, check_counts, compare, cos, given, moving, select, shares_of
+
+
+def crowding(x: list[list[float]], alpha: float = 0.16) -> tuple[list[float], float]:
+    """For each token how crowded it is, and the unit of distances."""
+    apart = [[math.dist(a, b) for b in x] for a in x]
+    unit = statistics.median_low(apart[i][j] for i in range(len(x)) for j in range(i)) if len(x) > 1 else 1.0
+    return [math.fsum(math.exp(-(d**2) / (alpha * unit**2)) for d in row) for row in apart], unit
+
+
+def intervals(x: list[list[list[float]]], unit: float) -> list[int]:
+    steps = []
+    for before, after in pairwise(x):
+        same = math.fsum(map(math.dist, before, after)) / len(before)
+        near = math.fsum(min(math.dist(a, b) for b in after) for a in before) / len(before)
+        steps.append((same + near) / unit)
+    made = [0]
+    for t, step in enumerate(steps):
+        others = steps[max(0, t - 1) : t] + steps[t + 1 : t + 2]
+        cut = step > 1.5 or any(step - other > 1.0 and step > 1.4 * other for other in others)
+        made.append(made[-1] + cut)
+    return made
+
+
+def naive(video: Tensor, attention: Tensor, keep: int, grid: Any, kept: list[int] | None = None) -> dict[int, dict]:
+    """kept: what was drawn; None takes the least crowded."""
+    places = video.shape[1]
+    x = video.flatten(0, 1).tolist()
+    crowded, unit = crowding(x)
+    rarity = [1 / one for one in crowded]
+    kept = best(range(len(x)), rarity, keep) if kept is None else kept
+    of = intervals(video.tolist(), unit)
+    filled = sorted({of[i // places] for i in kept})
+    groups: dict[int, dict[int, float]] = {}
+    for i in range(len(x)):
+        nearest = min(filled, key=lambda n: (abs(n - of[i // places]), n))
+        ours = [j for j in kept if of[j // places] == nearest]
+        target = i if i in kept else best(ours, {j: cos(x[i], x[j]) for j in ours}, 1)[0]
+        groups.setdefault(target, {})[i] = rarity[i]
+    return {to: {i: w / math.fsum(group.values()) for i, w in group.items()} for to, group in groups.items()}
+
+
+@pytest.mark.parametrize("cut", [None, 3])
+@pytest.mark.parametrize("share", [0.04, 0.3, 0.6, 0.97])
+def test_against_a_naive_loop(share: float, cut: int | None) -> None:
+    compare("kitoke", naive, share, cut, newline=cut is None, sample=False)
+
+
+@pytest.mark.parametrize("cut", [None, 2])
+def test_what_is_drawn_takes_the_rest(cut: int | None) -> None:
+    video = moving(5, 4, 4, seed=2, cut=cut)
+    selection = select("kitoke", given([video], [9], [(4, 4)]), seed=4)
+    kept = selection.keep[0].nonzero().flatten().tolist()
+    got, want = shares_of(selection, 0, 80), naive(video, torch.zeros(5, 16), 9, (4, 4), kept)
+    assert {to: set(group) for to, group in got.items()} == {to: set(group) for to, group in want.items()}
+    for to, group in want.items():
+        assert got[to] == pytest.approx(group, rel=1e-3)
+
+
+def test_a_draw_is_the_seeds() -> None:
+    video, other = moving(4, 4, 4, seed=3), moving(6, 3, 3, seed=5)
+    one = select("kitoke", given([video], [12], [(4, 4)]), seed=1).keep
+    assert torch.equal(one, select("kitoke", given([video], [12], [(4, 4)]), seed=1).keep)
+    assert not torch.equal(one, select("kitoke", given([video], [12], [(4, 4)]), seed=2).keep)
+    both = select("kitoke", given([video, other], [12, 5], [(4, 4), (3, 3)]), seed=1)
+    assert torch.equal(both.keep[0, :64], one[0])
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("sample", [True, False])
+def test_counts(frames: int, sample: bool) -> None:
+    check_counts("kitoke", frames, sample=sample)
+
+
+@pytest.mark.parametrize("number", [1, 5, 12, 19])
+def test_chances_sum_to_what_is_drawn(number: int) -> None:
+    weight = torch.rand(20, generator=torch.Generator().manual_seed(number)).double() ** 4 + 1e-3
+    chance = chances(weight, number)
+    assert chance.sum().item() == pytest.approx(number) and chance.max() <= 1
+    free = chance < 1
+    ratio = chance[free] / weight[free]
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))  # in proportion, but for the certain ones
+    assert not free.all() or chance.argmax() == weight.argmax()
+
+
+def test_each_is_drawn_as_often_as_its_chance_says() -> None:
+    chance = [1.0, 0.5, 0.05, 0.9, 0.3, 0.25]
+    often = [0] * 6
+    for seed in range(2000):
+        drawn = pivotal(chance, 3, torch.Generator().manual_seed(seed))
+        assert len(drawn) == len(set(drawn)) == 3
+        for i in drawn:
+            often[i] += 1
+    assert often[0] == 2000
+    assert [n / 2000 for n in often] == pytest.approx(chance, abs=0.04)
+
+
+def test_copies_share_one_chance() -> None:
+    """A token and its four copies are drawn as often together as one token that stands alone."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 30, generator=g) * 10
+    many = torch.cat([x, x[:1].repeat(4, 1)])
+    many = many - many.mean(0)
+    rarity = 1 / crowd(many, 0.01 * spread(many))
+    torch.testing.assert_close(rarity[0], torch.tensor(0.2, dtype=torch.float64), atol=1e-3, rtol=0)
+    torch.testing.assert_close(rarity[6:].sum() + rarity[0], rarity[1], atol=1e-3, rtol=0)
+    turn = torch.randperm(10, generator=g)
+    torch.testing.assert_close(1 / crowd(many[turn], 0.01 * spread(many)), rarity[turn])
+
+
+def test_a_static_video_has_no_cut() -> None:
+    frame = moving(1, 4, 4, noise=0.0)
+    selection = select("kitoke", given([frame.repeat(6, 1, 1)], [10], [(4, 4)]), sample=False)
+    groups = shares_of(selection, 0, 96)
+    assert sorted(i for group in groups.values() for i in group) == list(range(96))
+    zeros = select("kitoke", given([torch.zeros(4, 9, 12)], [5], [(3, 3)]))
+    assert zeros.keep.sum() == 5
+
+
+def test_it_keeps_the_rules() -> None:
+    check_method("kitoke")

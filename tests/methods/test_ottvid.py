@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ottvid against naive loops written from its description, on a still background with a moving part."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.test_temporal import naive_shares
+from tokenprune.kernels.clusters import covering
+from tokenprune.kernels.transport import transport
+from tokenprune.methods.pre_llm.ottvid import picks_of_frames
+from tokenprune.testing import check_method
+from videos import attention_of, best, check_counts, compare, cos, given, moving, same, select, shares_of
+
+
+def cover(alike: list[list[float]], weight: list[float], taken: list[int]) -> float:
+    return math.fsum(w * max([0.0, *(row[j] for j in taken)]) for w, row in zip(weight, alike, strict=True))
+
+
+def sinkhorn(cost: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    u, v = np.zeros(len(rows)), np.zeros(len(columns))
+    for _ in range(200):
+        u = 0.01 * (np.log(rows) - np.logaddexp.reduce((v[None] - cost) / 0.01, axis=1))
+        v = 0.01 * (np.log(columns) - np.logaddexp.reduce((u[:, None] - cost) / 0.01, axis=0))
+    return np.exp((u[:, None] + v[None] - cost) / 0.01)
+
+
+def softmax(values: list[float]) -> np.ndarray:
+    made = np.exp(np.array(values) - max(values))
+    return made / made.sum()
+
+
+def naive(
+    video: Tensor, attention: Tensor, keep: int, grid: tuple[int, int], threshold: float = 0.3
+) -> dict[int, dict]:
+    frames, places = video.shape[:2]
+    height, width = grid
+    x = video.tolist()
+    k = picks_of_frames(keep, [places] * frames)
+    where = [(p // width / max(1, height - 1), p % width / max(1, width - 1)) for p in range(places)]
+    picks, masses = [], []
+    for f in range(frames):
+        alike = [[cos(a, b) for b in x[f]] for a in x[f]]
+        weight = (attention[f] / attention[f].sum()).tolist()
+        taken: list[int] = []
+        for _ in range(k):
+            gain = {j: cover(alike, weight, [*taken, j]) for j in range(places) if j not in taken}
+            taken += best(gain, gain, 1)
+        taken.sort()
+        lost = [cover(alike, weight, taken) - cover(alike, weight, [j for j in taken if j != i]) for i in taken]
+        picks.append(taken)
+        masses.append(softmax([-one / (max(lost) or 1.0) / 0.3 for one in lost]))
+    plans, costs, work = [], [], []
+    for f in range(frames - 1):
+        mean = math.fsum(cos(a, b) for a, b in zip(x[f], x[f + 1], strict=True)) / places
+        alpha = 0.5 + 0.5 * min(1, max(0, 1 - mean))
+        cost = [
+            [
+                alpha * (1 - max(0.0, cos(x[f][i], x[f + 1][j])))
+                + (1 - alpha) * math.dist(where[i], where[j]) / math.sqrt(2)
+                for j in picks[f + 1]
+            ]
+            for i in picks[f]
+        ]
+        costs.append(np.array(cost))
+        plans.append(sinkhorn(costs[-1], masses[f], masses[f + 1]))
+        work.append(float((plans[-1] * costs[-1]).sum()))
+    gone = frames * k - keep
+    few = k - 1 if keep >= frames else k
+    shared = (
+        naive_shares([float(w) for w in softmax([-w / 0.3 for w in work])], gone, [few] * len(work), 0) if work else []
+    )
+    goes: dict[int, int | None] = {}
+    for f, number in enumerate(shared):
+        entries = [(i, j) for i in range(k) for j in range(k)]
+        for i, j in sorted(entries, key=lambda e: -plans[f][e]):
+            source = (f + 1) * places + picks[f + 1][j]
+            if number and source not in goes:
+                goes[source] = f * places + picks[f][i] if costs[f][i, j] <= threshold else None
+                number -= 1
+    groups: dict[int, list[int]] = {}
+    for f in range(frames):
+        for p in picks[f]:
+            root: int | None = f * places + p
+            while root in goes:
+                root = goes[root]
+            if root is not None:
+                groups.setdefault(root, []).append(f * places + p)
+    return {root: {i: 1 / len(group) for i in group} for root, group in groups.items()}
+
+
+@pytest.mark.parametrize("cut", [None, 3])
+@pytest.mark.parametrize("share", [0.04, 0.3, 0.6, 0.97])
+def test_against_a_naive_loop(share: float, cut: int | None) -> None:
+    compare("ottvid", naive, share, cut, newline=cut is None)
+
+
+@pytest.mark.parametrize("threshold", [0.05, math.inf])
+def test_threshold(threshold: float) -> None:
+    """What costs too much is dropped with all that merged into it; nothing does, and each pick is in a mean."""
+    video = moving(5, 4, 4, seed=1, cut=2)
+    got = shares_of(select("ottvid", given([video], [20], [(4, 4)]), threshold=threshold), 0, 80)
+    same(got, naive(video, attention_of(video), 20, (4, 4), threshold))
+    members = sum(map(len, got.values()))
+    picks = 5 * picks_of_frames(20, [16] * 5)
+    assert members == picks if threshold == math.inf else members < picks
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 5, 16])
+def test_counts(frames: int) -> None:
+    check_counts("ottvid", frames)
+
+
+def test_picks_of_frames() -> None:
+    """The paper's number where it can lead to what is asked for; else one that can."""
+    assert picks_of_frames(58, [36] * 16) == int(36 * (58 / 576) ** 0.7) and picks_of_frames(7, [36]) == 7
+    for frames in (2, 5, 16):
+        for places in (1, 9, 36):
+            for keep in range(1, frames * places):
+                k = picks_of_frames(keep, [places] * frames)
+                assert 1 <= k <= places and k * frames >= keep
+                assert frames * k - keep <= (frames - 1) * (k - 1 if keep >= frames else k)
+
+
+def test_the_greedy_choice_gains_most_at_each_step() -> None:
+    """By brute force over sets of two; and the first covers best alone."""
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 9, 5, generator=g), torch.rand(3, 9, generator=g)
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    one, two = (covering(x, mask, weight, torch.full((3,), n), n) for n in (1, 2))
+    for row in range(3):
+        alike = [[cos(a, b) for b in x[row].tolist()] for a in x[row].tolist()]
+        w = weight[row].tolist()
+        (first,) = max(combinations(range(9), 1), key=lambda s: cover(alike, w, list(s)))
+        assert one[row].nonzero().flatten().tolist() == [first]
+        pair = max(((first, j) for j in range(9) if j != first), key=lambda s: cover(alike, w, list(s)))
+        assert two[row].nonzero().flatten().tolist() == sorted(pair)
+
+
+def test_transport_carries_the_masses() -> None:
+    g = torch.Generator().manual_seed(0)
+    cost = torch.rand(2, 4, 5, generator=g)
+    rows, columns = torch.randn(2, 4, generator=g).log_softmax(1), torch.randn(2, 5, generator=g).log_softmax(1)
+    rows[1, 3] = columns[1, 0] = -torch.inf  # padding
+    rows, columns = rows.log_softmax(1), columns.log_softmax(1)
+    plan = transport(cost, rows, columns)
+    torch.testing.assert_close(plan.sum(1), columns.exp())
+    torch.testing.assert_close(plan.sum(2), rows.exp(), atol=0.02, rtol=0)
+    assert not plan[1, 3].any() and not plan[1, :, 0].any()
+    want = sinkhorn(cost[0].double().numpy(), rows[0].exp().double().numpy(), columns[0].exp().double().numpy())
+    np.testing.assert_allclose(plan[0].numpy(), want, atol=1e-4)
+
+
+def test_a_static_video() -> None:
+    """All pairs give up as many, and merge at the same place."""
+    frame = moving(1, 4, 4, noise=0.0)
+    attention = [attention_of(frame).repeat(5, 1)]
+    groups = shares_of(select("ottvid", given([frame.repeat(5, 1, 1)], [20], [(4, 4)], attention=attention)), 0, 80)
+    assert all(len({i % 16 for i in group}) == 1 for group in groups.values())
+    k = picks_of_frames(20, [16] * 5)
+    of_frame = [sum(root // 16 == f for root in groups) for f in range(5)]
+    assert of_frame[0] == k and max(of_frame[1:]) - min(of_frame[1:]) <= 1
+
+
+def test_attention_of_nothing_counts_all_alike() -> None:
+    video: Any = moving(2, 3, 3)
+    none, equal = (
+        select("ottvid", given([video], [6], [(3, 3)], attention=[torch.full((2, 9), value)])) for value in (0.0, 1 / 9)
+    )
+    assert torch.equal(none.assign, equal.assign)
+    assert len([*pairwise(none.keep[0].nonzero())]) == 5
+
+
+def test_it_keeps_the_rules() -> None:
+    check_method("ottvid")
