@@ -35,7 +35,8 @@ test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against t
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
 
 test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration, against the real lmms-eval (constraints-lmms.txt)
-	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests/bench/test_papers_table.py $(PYTEST_ARGS)
+	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests/bench/test_papers_settings.py tests/bench/test_papers_results.py \
+		tests/bench/test_papers_table.py $(PYTEST_ARGS)
 	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests_lmms $(PYTEST_ARGS)
 
 # Under a load of other work a cell may take longer than the minute or less that it needs.

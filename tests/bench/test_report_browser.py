@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench.test_report import EVIL, GOOD, RIVALS, evil_run, made, result, timing
+from report_runs import GOOD, RIVALS, made, result, timing
+from tests.bench.test_report import EVIL, evil_run
 from tests.bench.test_report_samples import entry, folder
 from tokenprune.bench.report.page import make_page
 from tokenprune.bench.report.runs import Run

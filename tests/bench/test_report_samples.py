@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from report_runs import result
 from tests.api.test_cli import call, refused
 from tests.bench.test_contact_sheet import Video, flat
-from tests.bench.test_report import result, write_run
+from tests.bench.test_report_warnings import write_run
 from tokenprune.bench import draw
 from tokenprune.bench.report import drawing
 from tokenprune.bench.report.drawing import Wanted, choose, draw_samples
@@ -127,8 +128,7 @@ def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
     assert page == (drawn.parent / "page.html").read_text()  # `bench --html` and `report --html` say the same
     assert page.count("data:image/webp;base64,") == 8
     assert (
-        "What pool keeps of the image" in page
-        and "Questions on which the methods disagree most, at keep 0.25" in page
+        "What pool keeps of the image" in page and "Questions on which the methods disagree most, at keep 0.25" in page
     )
 
 

@@ -58,7 +58,7 @@ def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
 
 def skip_refused(name: str, method: Any) -> None:
     if method in REFUSED.get(name, ()):
-        pytest.skip(f"{name} takes no {method}, and says so (test_encoder.py, test_pevlm.py, test_frames.py)")
+        pytest.skip(f"{name} takes no {method}, and says so (test_encoder_models.py, test_pevlm_composed.py, test_frames.py)")
 
 
 # -- caches that record their past ---------------------------------------------------------------------------------

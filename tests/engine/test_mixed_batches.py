@@ -13,9 +13,9 @@ import torch
 
 import tokenprune
 from basics import MODEL_METHODS
+from merging_models import SUPPORTED
+from merging_towers import Merging
 from oracle import close, generate_logits
-from tests.engine.test_vtu import Merging
-from tests.tower.test_encoder import SUPPORTED
 from tokenprune import Stats
 from tokenprune.accounting import DecoderShape
 from zoo import FAMILIES, Family, Inputs

@@ -15,10 +15,12 @@ from torch import Tensor
 
 import tokenprune
 from basics import snapshot
+from made_up_thresholds import tower_shape
+from merging_models import SUPPORTED, blocks_of, tower_of
 from oracle import close
 from tests.api.test_cli import call, refused
-from tests.methods.test_dymu import InputImage, mixed, naive_groups, naive_scores, tower_shape
-from tests.tower.test_encoder import SUPPORTED, blocks_of, tiles, tower_of
+from tests.methods.test_dymu import InputImage, mixed, naive_groups, naive_scores
+from tests.tower.test_encoder import tiles
 from tests.tower.test_timm import build as build_timm
 from tokenprune import (
     AlreadyPatchedError,

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that act in the vision tower: what leaves it, what the decoder gets, and the model afterwards."""
+"""Merging in the tower, and what the decoder gets of it."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +14,13 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from basics import pieces, snapshot
+from basics import pieces
+from merging_models import SUPPORTED, blocks_of, image_arguments, tower_of
 from oracle import close, generate_logits, reduced, survivors
 from tests.methods.test_tome import naive
-from tokenprune import Budget, BudgetError, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune import Budget, Site
 from zoo import FAMILIES, Family
 
-SUPPORTED = ["llava", "llava_next", "llava_onevision"]
-PACKED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]  # test_packed_encoder.py
 BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "one row": {"only": 1}}
 
 
@@ -32,17 +29,9 @@ def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 
 
-def tower_of(model: Any) -> Any:
-    return model.model.vision_tower
-
-
 def tiles(model: Any, count: int = 2, seed: int = 0) -> Tensor:
     side = model.config.vision_config.image_size
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
-
-
-def blocks_of(tower: Any) -> list[Any]:
-    return list(next(m.layers for m in tower.modules() if isinstance(getattr(m, "layers", None), torch.nn.ModuleList)))
 
 
 @contextmanager
@@ -153,9 +142,6 @@ def test_merging_duplicates_changes_nothing(proportional: bool) -> None:
     assert worst < 1e-5 if proportional else worst > 1e-3
 
 
-# -- what the decoder gets
-
-
 @contextmanager
 def with_features(model: Any, output: Any) -> Iterator[None]:
     """The unpatched model, with the images' features as a patched tower made them."""
@@ -170,10 +156,6 @@ def with_features(model: Any, output: Any) -> Iterator[None]:
         yield
     finally:
         del model.model.get_image_features
-
-
-def image_arguments(inputs: dict) -> dict[str, Any]:
-    return {name: inputs[name] for name in ("pixel_values", "image_sizes", "batch_num_images") if name in inputs}
 
 
 def groups_of(features: list[Tensor]) -> list[list[list[int]]]:
@@ -294,179 +276,3 @@ def test_per_prompt_budget_of_a_composed_method(build) -> None:
         stats = tokenprune.stats(model)
     assert stats.visual_tokens_per_layer == [54, 54, 27, 27]
     assert stats.cuts[0].sources is not None
-
-
-# -- the model afterwards
-
-
-@torch.no_grad()
-def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
-    inputs = family.make_inputs()
-    before, was = model(**inputs).logits, snapshot(model)
-    tokenprune.patch(model, "tome", keep=0.5)
-    assert snapshot(model) != was
-    assert not torch.equal(model(**inputs).logits, before)
-    model.generate(**inputs, max_new_tokens=2)
-    tokenprune.unpatch(model)
-    assert snapshot(model) == was
-    assert torch.equal(model(**inputs).logits, before)
-
-
-@torch.no_grad()
-def test_a_failing_forward_leaves_nothing_behind(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    with tokenprune.patched(model, "tome", keep=0.5):
-        want = model(**inputs).logits
-        handle = blocks_of(tower_of(model))[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(**inputs)
-        handle.remove()
-        assert torch.equal(model(**inputs).logits, want)
-
-
-@torch.no_grad()
-def test_a_deep_copy_merges_on_its_own(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    with tokenprune.patched(model, "tome", keep=0.5):
-        want = model(**inputs).logits
-        twin = copy.deepcopy(model)
-    assert tokenprune.is_patched(twin)
-    assert torch.equal(twin(**inputs).logits, want)
-    assert tokenprune.stats(twin).visual_tokens_out == 36
-    tokenprune.unpatch(twin)
-    assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
-
-
-@torch.no_grad()
-def test_threads_do_not_mix(build) -> None:
-    family = FAMILIES["llava_next"]
-    model = build(family)
-    batches = [image_arguments(family.make_inputs(seed=seed, images=(1 + seed % 2, 1))) for seed in range(4)]
-    with tokenprune.patched(model, "tome", keep=0.5):
-        want = [model.model.get_image_features(**batch) for batch in batches]
-        got: list[Any] = [None] * 4
-
-        def work(index: int) -> None:
-            with torch.no_grad():
-                for _ in range(10):
-                    got[index] = model.model.get_image_features(**batches[index])
-
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for one, other in zip(got, want, strict=True):
-        assert all(map(torch.equal, one.pooler_output, other.pooler_output))
-        assert all(map(torch.equal, record_of(one).groups, record_of(other).groups))
-
-
-def test_gradients_flow_through_merged_tokens(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
-    with tokenprune.patched(model, "tome", keep=0.5):
-        model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
-    for name, parameter in tower_of(model).named_parameters():
-        if ".layers.0." in name or ".layers.1." in name:
-            # A bias of the keys moves no softmax.
-            assert "k_proj.bias" in name or parameter.grad.abs().sum() > 0, name
-
-
-@torch.no_grad()
-def test_bfloat16(family: Family) -> None:
-    model = family.build().bfloat16()
-    inputs = family.make_inputs()
-    inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
-    with tokenprune.patched(model, "tome", keep=0.5):
-        assert model(**inputs).logits.isfinite().all()
-        assert 0.45 < tokenprune.stats(model).keep_ratio < 0.65
-
-
-# -- what is refused, and said
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SUPPORTED + PACKED])
-def test_other_families_say_why(name: str, build) -> None:
-    model = build(FAMILIES[name])
-    was = snapshot(model)
-    with pytest.raises(UnsupportedSetupError, match=f"tome cannot act in the tower of '{name}': it"):
-        tokenprune.patch(model, "tome", keep=0.5)
-    assert snapshot(model) == was and not tokenprune.is_patched(model)
-
-
-REFUSED = {
-    "share too small": (dict(keep=0.1), BudgetError, "at most half"),
-    "another budget": (dict(keep=Budget(kv_share=0.5)), BudgetError, "share of its patches"),
-    "a shared budget": (dict(keep=Budget(keep=0.5, per="prompt")), BudgetError, "share of its patches"),
-    "contradiction": (dict(keep=1.0, r=4), OptionError, "leave out one"),
-    "too long": (dict(r=[1] * 4), OptionError, "only 3 blocks"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_anything_changes(case: str, build) -> None:
-    options, error, words = REFUSED[case]
-    model = build(FAMILIES["llava"])
-    was = snapshot(model)
-    with pytest.raises(error, match=words):
-        tokenprune.patch(model, "tome", **options)
-    assert snapshot(model) == was
-
-
-def test_attention_without_a_bias_is_refused(build) -> None:
-    model = copy.deepcopy(build(FAMILIES["llava"]))
-    model.set_attn_implementation({"vision_config": "flex_attention"})
-    with pytest.raises(UnsupportedSetupError, match="proportional=False"):
-        tokenprune.patch(model, "tome", keep=0.5)
-
-
-def test_towers_read_at_several_layers_are_refused(build) -> None:
-    model = copy.deepcopy(build(FAMILIES["llava"]))
-    model.config.vision_feature_layer = [-2, -1]
-    with pytest.raises(UnsupportedSetupError, match="several tower layers"):
-        tokenprune.patch(model, "tome", keep=0.5)
-
-
-@torch.no_grad()
-def test_refused_on_the_way(build) -> None:
-    llava, onevision = FAMILIES["llava"], FAMILIES["llava_onevision"]
-    model, inputs = build(llava), llava.make_inputs()
-    encoded = model.model.get_image_features(inputs["pixel_values"])
-    with tokenprune.patched(model, "tome", keep=0.5):
-        with pytest.raises(UnsupportedSetupError, match="vision_feature_layer=-2, not for -1"):
-            model(**inputs, vision_feature_layer=-1)
-        plain = {name: value for name, value in inputs.items() if name != "pixel_values"}
-        with pytest.raises(UnsupportedSetupError, match="not encoded by the patched model"):
-            model(**plain, mm_encoder_outputs={"image": encoded})
-        model(**plain | {"input_ids": plain["input_ids"].clamp(min=16)})  # text alone
-    model = build(onevision)
-    with tokenprune.patched(model, "tome", keep=0.5):
-        with pytest.raises(UnsupportedSetupError, match="video features"):
-            model(**onevision.make_inputs(video=True))
-        with pytest.raises(UnsupportedSetupError, match="interpolates"):
-            # One tile's worth of features for two tiles.
-            arguments = image_arguments(onevision.make_inputs(rows=1))
-            model.model.get_image_features(**arguments, vision_aspect_ratio="anyres_max_1")
-
-
-def test_gradient_checkpointing_is_refused(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
-    model.train()
-    tower_of(model).gradient_checkpointing_enable()
-    with (
-        tokenprune.patched(model, "tome", keep=0.5),
-        pytest.raises(UnsupportedSetupError, match="checkpointing"),
-    ):
-        model(**inputs)
-
-
-@torch.no_grad()
-def test_a_later_method_that_has_nothing_left_to_do_cuts_nothing(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    with tokenprune.patched(model, ["tome", "fastv"], keep=[0.5, 20], record=True):
-        model(**inputs)
-        assert [cut.method for cut in tokenprune.stats(model).cuts] == ["tome"]

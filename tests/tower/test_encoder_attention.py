@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention inside the vision tower, as methods see it: the scores, and which patches a visual token is made of."""
+"""Attention scores out of vision towers, against plain loops."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import math
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForImageTextToText, LlavaConfig
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForImageTextToText
 
 import tokenprune
-from basics import MODEL_METHODS, snapshot
-from oracle import close, reduced
-from tokenprune import Method, OptionError, Selection, Site, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.shared import patch_grid as patches
+from oracle import close
+from tokenprune import OptionError
+from tower_attention import make_seer
 from zoo import FAMILIES, IMAGE, TEXT, Family
 
 # Which blocks of the zoo's towers are meant by a quarter of the depth, and by the last one that is read. CLIP's last
@@ -31,6 +28,8 @@ BLOCKS = {
     -1: dict.fromkeys(FAMILIES, 2) | dict.fromkeys(("llava", "llava_next"), 1)
     | dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), 3),
 }  # fmt: skip
+
+
 CLASS_TOKEN = {"llava", "llava_next", "internvl"}
 
 
@@ -161,29 +160,6 @@ BATCHES = {
     "video": {"video": True, "images": (1, 1)},
     "text beside": {"images": (0, 3)},
 }
-
-
-def make_seer(layers: tuple = (0.25, -1), site: str = "PRE_LLM") -> tuple[Any, list]:
-    """A method that keeps what the tower's class token, or all its patches, look at, and notes what it saw."""
-    seen: list[Any] = []
-
-    @dataclass(frozen=True)
-    class Seer(Method):
-        """Keep what the tower attends to."""
-
-        layer: int = 1
-
-        @property
-        def encoder_layers(self) -> tuple:
-            return layers
-
-        def select(self, tokens: Any) -> Selection:
-            maps = {layer: tokens.encoder_attention(layer) for layer in layers}
-            seen.append(SimpleNamespace(maps=maps, patches=tokens.patches, segments=tokens.segments))
-            return Selection.top(maps[layers[-1]].mean(1), tokens)
-
-    Seer.name, Seer.site, Seer.needs = "seer", Site(site), frozenset({"encoder_attention"})
-    return Seer(), seen
 
 
 CASES = [
@@ -340,108 +316,3 @@ def test_threads(family: Family, model) -> None:
             handle.remove()
     for got, want in zip(together, alone, strict=True):
         assert torch.equal(got, want)
-
-
-# -- what cannot work --------------------------------------------------------------------------------------------------
-
-
-def test_what_is_refused(build) -> None:
-    """Of the methods and families that the suite runs, every pair: no test may pass by leaving one out."""
-    refused = set()
-    for family in FAMILIES.values():
-        for method in MODEL_METHODS:
-            try:
-                with tokenprune.patched(build(family), method, keep=0.3):
-                    pass
-            except UnsupportedSetupError:
-                refused.add((method, family.name))
-    assert refused == set()
-
-
-def test_towers_that_are_not_known(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    vision = dict(model_type="dinov2", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16,
-                  patch_size=4)  # fmt: skip
-    config = LlavaConfig(text_config={**TEXT, "model_type": "llama"}, vision_config=vision, image_token_id=IMAGE)
-    model = AutoModelForImageTextToText.from_config(config)
-    was = snapshot(model)
-    with pytest.raises(UnsupportedSetupError, match=r"knows the towers CLIP.*not Dinov2Model"):
-        tokenprune.patch(model, "vscan", keep=0.3)
-    assert snapshot(model) == was and not tokenprune.is_patched(model)
-    monkeypatch.delitem(patches.PATCH_LAYOUTS, "internvl")
-    with pytest.raises(UnsupportedSetupError, match=r"'internvl'.*patch_layout"):
-        tokenprune.patch(build(FAMILIES["internvl"]), "vscan", keep=0.3)
-
-
-@torch.no_grad()
-def test_features_of_an_unpatched_model(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    features = model.model.get_image_features(inputs["pixel_values"], vision_feature_layer=-2)
-    rest = {key: value for key, value in inputs.items() if key != "pixel_values"}
-    with tokenprune.patched(model, "vscan", keep=0.3):
-        with pytest.raises(UnsupportedSetupError, match="pass pixels"):
-            model(**rest, mm_encoder_outputs={"image": features})
-        model(**inputs)
-    with tokenprune.patched(model, make_seer((0,))[0], keep=0.3):
-        other = model.model.get_image_features(inputs["pixel_values"], vision_feature_layer=-2)
-    with tokenprune.patched(model, "vscan", keep=0.3), pytest.raises(TokenPruneError, match="pass pixels"):
-        model(**rest, mm_encoder_outputs={"image": other})
-
-
-@torch.no_grad()
-def test_features_that_are_interpolated(build) -> None:
-    """So many tiles that LLaVA-OneVision makes them smaller: none is a patch any more."""
-    family = FAMILIES["llava_onevision"]
-    model, inputs = build(family), family.make_inputs(only=0)
-    with (
-        tokenprune.patched(model, "vscan", keep=0.3),
-        pytest.raises(UnsupportedSetupError, match="interpolates"),
-    ):
-        model.model.get_image_features(
-            inputs["pixel_values"], inputs["image_sizes"], vision_feature_layer=-1,
-            vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_1",
-        )  # fmt: skip
-
-
-def test_not_beside_a_merge_in_the_tower(build) -> None:
-    model = build(FAMILIES["llava"])
-    with pytest.raises(OptionError, match=r"vscan.*tome"):
-        tokenprune.patch(model, ["tome", "vscan"], keep=0.5)
-    tokenprune.patch(model, ["tome", "vscan"], keep=[1.0, 0.5])
-    tokenprune.unpatch(model)
-
-
-@torch.no_grad()
-def test_a_class_token_among_the_features() -> None:
-    """vision_feature_select_strategy="full": the class token is a visual token, which is no patch and stays."""
-    family = FAMILIES["llava"]
-    model = family.build()
-    model.config.vision_feature_select_strategy = "full"
-    inputs = family.make_inputs(rows=1)
-    ids = inputs["input_ids"]
-    first = int((ids[0] == IMAGE).long().argmax())
-    inputs["input_ids"] = torch.cat([ids[:, :first], ids[:, first : first + 1], ids[:, first:]], 1)
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    method, seen = make_seer()
-    with tokenprune.patched(model, method, keep=0.5):
-        model(**inputs)
-    assert seen[0].patches.tile[0].tolist() == [-1] + [0] * 36 and not seen[0].maps[-1][0, :, 0].any()
-    with tokenprune.patched(model, "vscan", keep=0.3, record=True):
-        got = model(**inputs).logits[:, -1]
-        cuts = tokenprune.stats(model).cuts
-    assert first in cuts[0].kept[0] and cuts[0].sources[0][first] == [first]
-    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
-        close(got, model(**inputs).logits[:, -1])
-
-
-@torch.no_grad()
-def test_one_patch_in_place_of_another(build) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs()
-    tokenprune.patch(model, "vscan", keep=0.3)
-    first = model(**inputs).logits
-    tokenprune.patch(model, "vscan", keep=0.6, replace=True)
-    assert not torch.equal(model(**inputs).logits, first)
-    tokenprune.patch(model, "vscan", keep=0.3, replace=True)
-    assert torch.equal(model(**inputs).logits, first)
-    tokenprune.unpatch(model)

@@ -20,7 +20,8 @@ from basics import snapshot
 from oracle import close, generate_logits, reduced, survivors
 from processors import photo
 from tests.methods.test_tome import naive
-from tests.tower.test_encoder import PACKED, with_features
+from tests.tower.test_encoder import with_features
+from tests.tower.test_encoder_models import PACKED
 from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from zoo import FAMILIES, Family

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The papers' table: reading results."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from papers_results import ROOT, cut_short, write_results
+
+DART_BASE = {"gqa": 61.9, "mmb": 64.7, "mme": 1862, "pope": 85.9, "sqa": 69.5, "vqav2": 78.5, "textvqa": 58.2}
+
+
+DART_128 = {"gqa": 58.7, "mmb": 63.2, "mme": 1840, "pope": 80.1, "sqa": 69.1, "vqav2": 75.9, "textvqa": 56.4}
+
+
+@pytest.fixture(scope="module")
+def papers() -> Iterator[Any]:
+    """The script, as a module, and the modules that it is made of."""
+    before, names = set(sys.modules), ("published", "settings", "sets", "outcomes", "tables")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        parts = {name: importlib.import_module(f"papers.{name}") for name in names}
+        yield SimpleNamespace(script=importlib.import_module("papers_table"), **parts)
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("papers", "papers_table"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def call(papers: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., tuple[int, str, str]]:
+    """call(*arguments): exit code, output and errors of the script."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["papers_table.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            papers.script.main()
+        told = capsys.readouterr()
+        return ended.value.code or 0, told.out, told.err
+
+    return run
+
+
+def cells(papers: Any, folder: Path, method: str, column: str) -> dict[str, str]:
+    """A column of the table of a method, by row."""
+    found = papers.outcomes.read_all(folder, papers.settings.settings())
+    table = next(one for one in papers.tables.comparison(found.numbers) if one.title == method)
+    place = list(table.header).index(column)
+    return {row[0]: row[place] for row in table.rows}
+
+
+def test_without_results_the_columns_are_empty(papers: Any) -> None:
+    tables = papers.tables.comparison()
+    assert {one.title for one in tables} >= {"unpatched", "dart", "fastv", "divprune", "vscan", "tome", "dymu"}
+    own = 0
+    for table in tables[:-1]:
+        for place, title in enumerate(table.header):
+            if "yours" in title:
+                own += 1
+                assert not any(row[place] for row in table.rows)
+        assert table.header[1:] and all(len(row) == len(table.header) for row in table.rows)
+    assert own + len(tables[-1].rows) == len(papers.settings.settings())
+    assert not any("".join(row[2:]) for row in tables[-1].rows)
+
+
+def test_results_land_beside_the_published_numbers(papers: Any, tmp_path: Path) -> None:
+    write_results(papers, tmp_path, "unpatched", DART_BASE)
+    write_results(papers, tmp_path, "dart-128-cut", DART_128)
+    mine = cells(papers, tmp_path, "dart", "128 yours, at the cut")
+    assert [mine[one.title] for one in papers.sets.SETS.values()] == [
+        "58.7 (+0.0)", "63.2 (+0.0)", "1840 (+0.0)", "80.1 (+0.0)", "69.1 (+0.0)", "75.9 (+0.0)", "56.4 (+0.0)",
+    ]  # fmt: skip
+    mean = sum(100 * DART_128[key] / DART_BASE[key] for key in DART_BASE) / 7
+    assert mine["mean of these, %"] == f"{mean:.1f} (+0.0)"
+    assert mine["average as printed, %"] == f"**{mean:.1f} ({mean - 98.0:+.1f})**"
+    # What was not measured stays empty, what is counted in another way is not compared.
+    assert not any(cells(papers, tmp_path, "dart", "128 yours, average").values())
+    write_results(papers, tmp_path, "dart-128", DART_128)
+    assert cells(papers, tmp_path, "dart", "128 yours, average")["GQA"] == "58.7"
+    base = cells(papers, tmp_path, "unpatched", "576 yours")
+    assert base["GQA"] == "61.9 (+0.0)" and base["mean of these, %"] == "100.0"
+
+
+def test_differences_are_of_percentages_and_marked_above_one_point(papers: Any, tmp_path: Path) -> None:
+    # Another split: all a tenth lower, the unpatched model too. Then GQA falls by 2 more, SQA by half a point.
+    write_results(papers, tmp_path, "unpatched", {key: 0.9 * value for key, value in DART_BASE.items()})
+    lower = {key: 0.9 * value for key, value in DART_128.items()} | {"gqa": 0.9 * (58.7 - 0.02 * 61.9)}
+    write_results(papers, tmp_path, "dart-128-cut", lower | {"sqa": 0.9 * (69.1 - 0.005 * 69.5)})
+    mine = cells(papers, tmp_path, "dart", "128 yours, at the cut")
+    assert mine["GQA"] == "**51.7 (-2.0)**" and mine["SQA"] == "61.9 (-0.5)" and mine["VQAv2"] == "68.3 (+0.0)"
+    assert mine["mean of these, %"].endswith("(-0.4)")
+    # The unpatched model itself is compared by points; MME by those of its 2800.
+    write_results(papers, tmp_path, "unpatched", {"mme": 1848, "pope": 86.9}, date="20260102_000000")
+    base = cells(papers, tmp_path, "unpatched", "576 yours")
+    assert base["GQA"] == "**55.7 (-6.2)**" and base["MME"] == "1848 (-0.5)"
+    assert base["POPE"] == "86.9 (+0.0)"  # of the published ones, DyMU's is the closest
+
+
+def test_a_mean_is_over_what_both_have(papers: Any, tmp_path: Path) -> None:
+    write_results(papers, tmp_path, "unpatched", DART_BASE)
+    write_results(papers, tmp_path, "dart-128-cut", {"gqa": 61.9, "pope": 85.9})
+    theirs = (58.7 / 61.9 + 80.1 / 85.9) / 2 * 100
+    assert (
+        cells(papers, tmp_path, "dart", "128 yours, at the cut")["mean of these, %"]
+        == f"**100.0 ({100 - theirs:+.1f})**"
+    )
+
+
+def test_methods_without_published_numbers_have_a_table_of_their_own(papers: Any, tmp_path: Path) -> None:
+    write_results(papers, tmp_path, "unpatched", DART_BASE)
+    write_results(papers, tmp_path, "random-64", {"gqa": 0.5 * 61.9, "mme": 931})
+    found = papers.outcomes.read_all(tmp_path, papers.settings.settings())
+    table = papers.tables.comparison(found.numbers)[-1]
+    (row,) = (row for row in table.rows if list(row[:2]) == ["`random`", "64"])
+    assert list(row[2:]) == ["30.9", "", "931", "", "", "", "", "50.0"]
+
+
+def test_lmms_evals_metrics_become_the_numbers_of_papers(papers: Any) -> None:
+    """Parts of real results files of lmms-eval 0.7.3, with other numbers."""
+    sets = papers.sets.SETS
+    assert sets["gqa"].score({"alias": "gqa", "exact_match,none": 0.619, "exact_match_stderr,none": 0.004}) == 61.9
+    assert sets["mmb"].score({"gpt_eval_score,none": 64.7, "submission,none": None}) == 64.7
+    assert sets["mme"].score({"mme_perception_score,none": 1506.5, "mme_cognition_score,none": 355.5}) == 1862
+    assert sets["mme"].score({"mme_perception_score,none": 1506.5}) is None
+    assert sets["pope"].score({"pope_accuracy,none": 0.87, "pope_f1_score,none": 0.859}) == 85.9
+    assert sets["textvqa"].score({"exact_match,none": 0.582, "exact_match_stderr_clt,none": 0.1}) == pytest.approx(58.2)
+    assert sets["sqa"].score({"exact_match,none": True}) is None and sets["vqav2"].score({}) is None
+
+
+def test_two_models_in_one_folder_are_told(papers: Any, tmp_path: Path) -> None:
+    path = write_results(papers, tmp_path, "dart-128", {"gqa": 60.0})
+    all_settings = papers.settings.settings()
+    assert papers.outcomes.read_all(tmp_path, all_settings).notes == ["Measured on llava-hf/llava-1.5-7b-hf."]
+    other = write_results(papers, tmp_path, "dart-64", {"gqa": 60.0})
+    other.write_text(path.read_text().replace("keep=98", "keep=30").replace("llava-1.5-7b-hf,", "llava-1.5-13b-hf,"))
+    (note,) = papers.outcomes.read_all(tmp_path, all_settings).notes
+    assert note == "Measured on llava-hf/llava-1.5-13b-hf and llava-hf/llava-1.5-7b-hf: not comparable."
+
+
+def test_the_newest_file_counts_and_odd_ones_are_told(papers: Any, tmp_path: Path) -> None:
+    write_results(papers, tmp_path, "dart-128", {"gqa": 50.0, "vqav2": 70.0}, date="20260101_000000")
+    newest = write_results(papers, tmp_path, "dart-128", {"gqa": 60.0}, date="20260203_000000")
+    write_results(papers, tmp_path, "dart-128", {"gqa": 10.0}, date="20260301_000000", config={"limit": 8})
+    # A file of the task's own with a similar name, and a task that is another benchmark than the papers'.
+    (newest.parent.parent / "submissions").mkdir()
+    (newest.parent.parent / "submissions/mmbench_en_dev_static_results.json").write_text('{"overall_acc": 0.5}')
+    write_results(
+        papers,
+        tmp_path,
+        "dart-64",
+        {"textvqa": 45.0},
+        tasks={"textvqa": "textvqa_val"},
+        throughput={"avg_failed_calls": 3.0},
+    )
+    found = papers.outcomes.read_all(tmp_path, papers.settings.settings())
+    assert found.numbers == {"dart-128": {"gqa": 60.0, "vqav2": 70.0}, "dart-64": {"textvqa": 45.0}}
+    assert any("--limit 8" in note for note in found.notes)
+    assert any("textvqa_val, not textvqa_val_ocr" in note for note in found.notes)
+    assert any("calls of generate failed" in note for note in found.notes)
+
+
+def changed(**metrics: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        data = json.loads(path.read_text())
+        data["results"]["gqa"] = {"alias": "gqa"} | metrics
+        path.write_text(json.dumps(data))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("breaks", "told"),
+    [
+        (cut_short, "is cut short or no JSON"),
+        (lambda path: path.write_text("[]"), "is no results file of lmms-eval"),
+        (lambda path: path.write_text('{"results": {}}'), "is no results file of lmms-eval"),
+        (lambda path: path.write_text('{"results": {"gqa": 1}, "config": {}}'), "not tasks with metrics"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
+        (changed(), "no usable exact_match for gqa"),
+        (changed(**{"exact_match,none": "N/A"}), "no usable exact_match for gqa"),
+        (changed(**{"exact_match,none": float("nan")}), "no usable exact_match for gqa"),
+        (changed(**{"exact_match,none": 61.9}), "between 0 and 100"),
+        (lambda path: path.write_text(path.read_text().replace("keep=30", "keep=64")), "run with keep=64, not keep=30"),
+        (lambda path: path.write_text(path.read_text().replace("method=dart", "method=none")), "run with method=none"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_named(papers: Any, call: Any, tmp_path: Path, breaks: Any, told: str) -> None:
+    path = write_results(papers, tmp_path, "dart-64", {"gqa": 50.0})
+    write_results(papers, tmp_path, "unpatched", {"gqa": 60.0})
+    breaks(path)
+    code, out, error = call("table", tmp_path)
+    assert code == 2 and told in error and str(path) in error and "or delete them" in error and not out
+    assert str(tmp_path / "unpatched") not in error
+
+
+def test_a_folder_without_results_is_an_error(papers: Any, call: Any, tmp_path: Path) -> None:
+    assert "is no folder" in call("table", tmp_path / "absent")[2]
+    code, _, error = call("table", tmp_path)
+    assert code == 2 and "has none of the folders" in error
+    assert "ends in .md or .html" in call("table", "--out", tmp_path / "table.pdf")[2]
+    assert "cannot write" in call("table", "--out", tmp_path / "absent/table.md")[2]
+
+
+def test_the_table_says_what_is_missing(papers: Any, call: Any, tmp_path: Path) -> None:
+    write_results(papers, tmp_path, "dart-64", {"gqa": 50.0})
+    code, told, _ = call("table", tmp_path)
+    assert code == 0 and "Without results of `unpatched` there are no percentages." in told
+    assert "Not measured: unpatched, downsample-192" in told
+    assert "In part: dart-64 (MMB, MME, POPE, SQA, VQAv2, TextVQA)." in told
+    assert re.search(r"^\| GQA .*\| 50\.0 \|", told, re.MULTILINE)
+
+
+class Page(HTMLParser):
+    """Counts cells of each row, and notes what is loaded or linked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.targets: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.targets += [value for name, value in attrs if name in ("src", "href")]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+def test_html_has_the_same_cells_and_loads_nothing(papers: Any, call: Any, tmp_path: Path) -> None:
+    write_results(papers, tmp_path, "unpatched", DART_BASE)
+    write_results(papers, tmp_path, "dart-128-cut", DART_128 | {"gqa": 40.0})
+    assert call("table", tmp_path, "--out", tmp_path / "table.html")[0] == 0
+    text = (tmp_path / "table.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == [] and "<b>40.0 (" in text and "<script" not in text
+    assert set(page.targets) == {
+        f"https://arxiv.org/abs/{one.arxiv}" for one in papers.published.published().sources.values()
+    }
+    found = papers.outcomes.read_all(tmp_path, papers.settings.settings())
+    tables = [*papers.tables.comparison(found.numbers), papers.tables.sources()]
+    cells = [list(row) for one in tables for row in (one.header, *one.rows)]
+    plain = [[re.sub(r"[*`]|\]\(http[^)]*\)|\[(?=\d)", "", cell) for cell in row] for row in cells]
+    assert page.rows == plain
+    odd = papers.tables.to_html([papers.tables.Table("a < b", ["x & y"], [["**<script>**"]])], "t", [])
+    assert "<script>" not in odd and "<b>&lt;script&gt;</b>" in odd and "x &amp; y" in odd

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The papers' table: published numbers, settings and commands."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+import tokenprune
+from papers_results import ROOT, setting
+from tokenprune import Budget
+
+FOLDER = ROOT / "benchmarks/papers"
+
+
+@pytest.fixture(scope="module")
+def papers() -> Iterator[Any]:
+    """The script, as a module, and the modules that it is made of."""
+    before, names = set(sys.modules), ("published", "settings", "sets", "outcomes", "tables")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        parts = {name: importlib.import_module(f"papers.{name}") for name in names}
+        yield SimpleNamespace(script=importlib.import_module("papers_table"), **parts)
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("papers", "papers_table"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def call(papers: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., tuple[int, str, str]]:
+    """call(*arguments): exit code, output and errors of the script."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["papers_table.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            papers.script.main()
+        told = capsys.readouterr()
+        return ended.value.code or 0, told.out, told.err
+
+    return run
+
+
+# -- the published numbers ---------------------------------------------------------------------------------------------
+
+
+def test_every_published_row_is_sound(papers: Any) -> None:
+    data = papers.published.published()
+    titles = {*tokenprune.available_methods(), *data.others, "unpatched"}
+    sets = {*papers.sets.SETS, *data.other_sets}
+    places = set()
+    for row in data.rows:
+        place = (row.source, row.method, row.budget)
+        assert place not in places
+        places.add(place)
+        assert row.source in data.sources and row.method in titles and row.means in data.means, place
+        assert row.budget == 576 if row.method == "unpatched" else row.budget in (192, 128, 64), place
+        assert (row.means == "all") == (row.method == "unpatched"), place
+        assert row.values or row.average is not None, place
+        assert row.values.keys() <= sets and row.doubt.keys() <= row.values.keys(), place
+        for key, value in row.values.items():
+            low, high = (1200, 2000) if key == "mme" else (20, 100)
+            assert type(value) in (int, float) and low <= value <= high, (place, key)
+        assert row.average is None or 70 <= row.average <= 101, place
+        assert row.sets is None or row.average is not None, place
+    assert {row.source for row in data.rows} == data.sources.keys()
+    assert {row.method for row in data.rows} >= data.others.keys()
+    assert not data.others.keys() & set(tokenprune.available_methods())
+
+
+def test_every_source_can_be_looked_up(papers: Any) -> None:
+    data = papers.published.published()
+    for name, source in data.sources.items():
+        assert re.fullmatch(r"2\d(0[1-9]|1[0-2])\.\d{5}", source.arxiv), name
+        assert all((source.title, source.version, source.table, source.note)), name
+        assert source.proposes in {*tokenprune.available_methods(), *data.others}, name
+
+
+def test_published_percentages_fit_the_published_numbers(papers: Any) -> None:
+    """A slip of the pen in a number would move its row's mean away from the average that the paper prints."""
+    data = papers.published.published()
+    checked = 0
+    for row in data.rows:
+        base = data.unpruned(row.source)
+        shared = [key for key in row.values if key in base]
+        if row.average is None or len(shared) < (row.sets or 6):
+            continue
+        mean = sum(100 * row.values[key] / base[key] for key in shared) / len(shared)
+        # VisionZip, SparseVLM and VScan do not say how they average; each is within this of the plain mean.
+        assert mean == pytest.approx(row.average, abs=1.6), (row.source, row.method, row.budget)
+        checked += 1
+    assert checked > 12
+
+
+def test_two_sources_that_disagree_both_stay(papers: Any) -> None:
+    rows = papers.published.published().of("sparsevlm", 192)
+    assert [(row.source, row.values["gqa"]) for row in rows if row.values] == [
+        ("sparsevlm-v4", 59.5),
+        ("sparsevlm-v1", 57.6),
+    ]
+    assert "sqa" not in papers.published.published().of("dart", 192)[0].values  # 69.x
+
+
+# -- settings and commands ---------------------------------------------------------------------------------------------
+
+
+def test_every_method_is_in_the_table_or_left_out_with_a_reason(papers: Any) -> None:
+    found = {one.method for one in papers.settings.settings()} - {"unpatched"}
+    assert not found & papers.settings.LEFT_OUT.keys()
+    ours = {
+        name
+        for name in tokenprune.available_methods()
+        if tokenprune.method_info(name).cls.__module__.startswith("tokenprune.methods.")
+    }
+    assert found | papers.settings.LEFT_OUT.keys() == ours
+    names = [one.name for one in papers.settings.settings()]
+    assert len(set(names)) == len(names)
+
+
+def test_budgets_are_hit(papers: Any) -> None:
+    for one in papers.settings.settings():
+        if one.means == "cut":
+            assert one.average == (2 * 576 + 30 * (one.budget + 4)) / 32
+        elif one.method == "downsample":
+            assert one.average == {192: 14**2, 128: 11**2, 64: 8**2}[one.budget]
+        else:
+            assert one.average == pytest.approx(one.budget, abs=0.5), one.name
+    assert setting(papers, "fastv-192").keep == round((192 * 32 - 2 * 576) / 30) == 166
+    assert setting(papers, "dyrate-64").keep == round((64 * 32 - 3 * 576) / 29) == 11
+    assert setting(papers, "vscan-64").tokens == "96, 32 from layer 16 on"
+
+
+def test_downsample_comes_to_what_the_settings_say(papers: Any) -> None:
+    """By the function that the method itself uses, for 24 x 24 patches."""
+    from tokenprune.integrations.shared.resizing import _patches
+
+    for budget in (192, 128, 64):
+        one = setting(papers, f"downsample-{budget}")
+        assert _patches(24, one.keep) ** 2 == one.average
+
+
+def test_a_model_of_this_shape_sees_what_the_settings_say(papers: Any) -> None:
+    """24 x 24 patches, 24 blocks and 32 layers, as LLaVA-1.5-7B has; all else is tiny. Some settings, for time."""
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=24, num_attention_heads=1)
+    text = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=32, num_attention_heads=1, vocab_size=32)
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=336, patch_size=14, **vision), image_token_id=5,
+        text_config=LlamaConfig(max_position_embeddings=1024, **text), vision_feature_layer=-2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config).eval()
+    ids = torch.tensor([[7, *[5] * 576, 8, 9]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.rand(1, 3, 336, 336)}
+    seen = set()
+    for one in papers.settings.settings():
+        if one.budget != 64 or one.method in ("downsample", "dymu"):  # these need a processor, or thresholds
+            continue
+        with tokenprune.patched(model, one.method, keep=one.keep, **one.options), torch.inference_mode():
+            model(**inputs, use_cache=True)
+            assert tokenprune.stats(model).visual_tokens_average == pytest.approx(one.average), one.name
+        seen.add(one.name)
+    assert len(seen) == 10
+
+
+def arguments_of(command: list[str]) -> dict[str, Any]:
+    """`--model_args` as lmms-eval reads them."""
+    given = dict(part.split("=", 1) for part in command[command.index("--model_args") + 1].split(","))
+    typed = {"true": True, "false": False}
+    for name, value in given.items():
+        kinds = (lambda text: typed[text.lower()], int, float, str)
+        for kind in kinds:
+            try:
+                given[name] = kind(value)
+                break
+            except (ValueError, KeyError):
+                pass
+    return given
+
+
+def commands(told: str) -> list[list[str]]:
+    lines = [shlex.split(line) for line in told.splitlines() if not line.startswith("#")]
+    return [line for line in lines if line[:3] == ["python", "-m", "lmms_eval"]]
+
+
+def test_every_command_is_a_setting_that_the_method_accepts(papers: Any, call: Any) -> None:
+    code, told, _ = call("commands", "--out", "somewhere")
+    found = commands(told)
+    assert code == 0 and len(found) == len(papers.settings.settings())
+    for command, one in zip(found, papers.settings.settings(), strict=True):
+        given = arguments_of(command)
+        assert given.pop("base") == "llava_hf" and given.pop("pretrained") == "llava-hf/llava-1.5-7b-hf"
+        assert given.pop("device") == given.pop("device_map") == "cuda"
+        assert command[command.index("--output_path") + 1] == f"somewhere/{one.name}"
+        name, keep = given.pop("method"), given.pop("keep", None)
+        if name == "none":
+            assert (one.name, keep, given) == ("unpatched", None, {})
+            continue
+        if name == "dymu":
+            assert given.pop("thresholds") == "thresholds.safetensors"
+            assert isinstance(keep, float)  # only shares are calibrated
+        method, budget = tokenprune.method(name, **given), Budget.of(keep)
+        assert method.name == one.method and budget.keep == one.keep and type(budget.keep) is type(one.keep)
+    assert (
+        f"# fastv-192: visual tokens 166 from layer 2 on; averaged over layers {(2 * 576 + 30 * 166) / 32:.1f}" in told
+    )
+
+
+def test_the_entry_point_for_lmms_eval_accepts_every_command(papers: Any, call: Any) -> None:
+    read = pytest.importorskip("tokenprune.lmms_eval.arguments", reason="this package has no model for lmms-eval").read
+    for command in commands(call("commands")[1]):
+        given = arguments_of(command)
+        given.pop("thresholds", None)
+        made = read(given, given.pop("base"), {"pretrained", "device", "device_map"})
+        assert made.rest == {"pretrained": "llava-hf/llava-1.5-7b-hf", "device": "cuda", "device_map": "cuda"}
+
+
+def test_commands_choose(papers: Any, call: Any) -> None:
+    code, told, _ = call("commands", "--methods", "dart", "--budgets", "64", "--sets", "gqa,vqav2_val_lite")
+    found = commands(told)
+    assert code == 0 and [command[-1] for command in found] == [
+        "results/unpatched",
+        "results/dart-64",
+        "results/dart-64-cut",
+    ]
+    assert {command[command.index("--tasks") + 1] for command in found} == {"gqa,vqav2_val_lite"}
+    assert not any("--include_path" in command for command in found)  # that is for TextVQA alone
+    told = call("commands", "--methods", "random", "--budgets", "64", "--sets", "gqa,textvqa", "--split")[1]
+    tasks = [(command[command.index("--tasks") + 1], "--include_path" in command) for command in commands(told)]
+    assert tasks == [("gqa", False), ("textvqa_val_ocr", True)] * 2
+
+
+def test_dymu_is_calibrated_for_the_shares_that_it_is_run_with(papers: Any, call: Any) -> None:
+    told = call("commands", "--methods", "dymu", "--thresholds", "t.safetensors")[1]
+    (line,) = (shlex.split(line) for line in told.splitlines() if line.startswith("tokenprune calibrate"))
+    keeps = [float(part) for part in line[line.index("--keep") + 1].split(",")]
+    assert keeps == [arguments_of(command)["keep"] for command in commands(told)[1:]]
+    assert line[-2:] == ["--out", "t.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--methods", "dartt"], "'dartt' is not in the table"),
+        (["--methods", "pevlm"], "pevlm is left out: it removes no tokens"),
+        (["--budgets", "96"], "'96': the papers' budgets are 192, 128, 64"),
+        (["--budgets", ""], "the papers' budgets are"),
+        (["--sets", "okvqa"], "'okvqa' is no benchmark of the papers' table"),
+        (["--sets", "vqav2,vqav2_val_lite"], "none of them twice"),
+        (["--pretrained", "a,b"], "a comma ends an argument"),
+    ],
+)
+def test_what_is_not_there_is_said(call: Any, arguments: list[str], told: str) -> None:
+    code, out, error = call("commands", *arguments)
+    assert code == 2 and told in error and not commands(out)
+
+
+def test_our_own_task_differs_from_lmms_evals_in_the_ocr_tokens_alone(papers: Any) -> None:
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: node.value)
+    load = functools.partial(yaml.load, Loader=Loader)
+    path = papers.sets.TASK_FOLDER / "textvqa_val_ocr.yaml"
+    ours = load(path.read_text())
+    assert ours["task"] == path.stem == papers.sets.SETS["textvqa"].tasks[0]
+    assert ours["lmms_eval_specific_kwargs"]["default"]["ocr"] is True
+    installed = importlib.util.find_spec("lmms_eval")
+    if installed is None:
+        pytest.skip("lmms-eval is not installed, so its own task cannot be compared (make test-lmms does it)")
+    folder = Path(installed.submodule_search_locations[0]) / "tasks/textvqa"
+    theirs = load((folder / "_default_template_textvqa_yaml").read_text()) | load(
+        (folder / "textvqa_val.yaml").read_text()
+    )
+    same = (
+        "dataset_path",
+        "test_split",
+        "output_type",
+        "doc_to_target",
+        "generation_kwargs",
+        "doc_to_text",
+        "doc_to_visual",
+    )
+    assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+    default = theirs["lmms_eval_specific_kwargs"]["default"]
+    assert ours["lmms_eval_specific_kwargs"]["default"] == default | {"ocr": True}
+
+
+def test_lmms_eval_has_the_tasks_and_their_metrics(papers: Any) -> None:
+    installed = importlib.util.find_spec("lmms_eval")
+    if installed is None:
+        pytest.skip("lmms-eval is not installed, so its tasks cannot be looked up (make test-lmms does it)")
+    tasks = Path(installed.submodule_search_locations[0]) / "tasks"
+    for one in papers.sets.SETS.values():
+        for task in one.tasks:
+            if (papers.sets.TASK_FOLDER / f"{task}.yaml").exists():
+                continue
+            (text,) = (path.read_text() for path in tasks.glob(f"*/{task}.yaml"))
+            assert re.search(rf"^task: \"?{task}\"?$", text, re.MULTILINE), task
+            assert all(f"metric: {metric}\n" in text for metric in one.metrics), task

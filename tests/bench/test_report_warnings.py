@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the report warns of, and the runs that it reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from report_runs import BASE, GOOD, QUESTIONS, RIVALS, header, made, result, timing
+from tests.api.test_cli import call, refused
+from tokenprune import TokenPruneError
+from tokenprune.bench import results
+from tokenprune.bench.report import compare, warnings
+from tokenprune.bench.report.runs import read_runs
+
+
+def codes(*records: dict[str, Any], **changes: Any) -> list[str]:
+    made = results.summarise([header(**changes), BASE, *records])
+    return [one.code for one in warnings.find_warnings(made)]
+
+
+def one_warning(code: str, *records: dict[str, Any], **changes: Any) -> warnings.RunWarning:
+    made = results.summarise([header(**changes), BASE, *records])
+    return next(one for one in warnings.find_warnings(made) if one.code == code)
+
+
+def write_run(path: Path, *records: dict[str, Any], **changes: Any) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in (header(**changes), BASE, *(records or (*RIVALS, GOOD)))))
+    return path
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_clean_run_has_no_warnings_and_baselines_are_not_warned_of() -> None:
+    assert codes(*RIVALS, GOOD) == []  # random and downsample lose both kinds, and may
+
+
+def test_worse_and_not_better_are_told_apart() -> None:
+    worse, equal = result("worse", 0.25, 40, 60), result("equal", 0.25, 60, 60)
+    found = one_warning("worse-than-random", *RIVALS, worse, equal)
+    assert len(found.items) == 1 and found.items[0].startswith("worse at 0.25: -10.0 points [-")
+    assert found.level is warnings.Level.BAD and "picked at random get more" in found.text
+    assert one_warning("not-better-than-random", *RIVALS, worse, equal).items == ("equal at 0.25",)
+    # 50 % against downsample's 50 %: not better, and not worse either
+    assert one_warning("not-better-than-downsample", *RIVALS, worse).items == ("worse at 0.25",)
+    assert "worse-than-downsample" in codes(*RIVALS, result("worst", 0.25, 40, 40))
+    assert "200 questions do not show" in one_warning("not-better-than-random", *RIVALS, equal).text
+
+
+def test_without_a_baseline_that_is_said() -> None:
+    assert codes(RIVALS[0], GOOD) == ["no-downsample"]
+    assert codes(GOOD) == ["no-random", "no-downsample"]
+
+
+def test_lost_kinds_are_named_and_text_apart() -> None:
+    lost = result("lost", 0.25, 79, 70), result("lost", 0.5, 80, 79)
+    found = one_warning("ocr-collapse", *RIVALS, *lost)
+    assert found.items == ("lost at 0.25: word 100 → 70 %", "lost at 0.5: word 100 → 79 %")
+    assert one_warning("collapse", *RIVALS, *lost).items == ("lost at 0.25: colour 100 → 79 %",)  # 80 is no collapse
+    for kind, reading in (
+        ("OCR", 1),
+        ("digits", 1),
+        ("scene_text", 1),
+        ("doc-vqa", 1),
+        ("context", 0),
+        ("keywords", 0),
+    ):
+        found = codes(*RIVALS, lost[1], kinds=["colour", kind])
+        assert ("ocr-collapse" in found, "collapse" in found) == (bool(reading), not reading), kind
+
+
+def test_slow_and_busy_runs_are_named() -> None:
+    def timed(ratio: float, load: float = 0.5) -> dict[str, Any]:
+        return GOOD | dict(timing=timing(ratio, load))
+
+    assert codes(*RIVALS, timed(0.99)) == []
+    found = one_warning("not-faster", *RIVALS, timed(1.0))
+    assert found.items == ("good at 0.25: 1.00 × the time of the unpatched",)
+    assert codes(*RIVALS, timed(0.5, load=2.4)) == []
+    assert "2.6 on 2 cores" in one_warning("busy", *RIVALS, timed(0.5, load=2.6)).text
+    # Of times that are not to be relied on nothing is concluded.
+    assert codes(*RIVALS, timed(1.2, load=2.6)) == ["busy"]
+    assert codes(*RIVALS, GOOD | dict(timing=dict(repeats=1, rows=1, load=None, other=1))) == []
+
+
+def test_few_questions_are_named() -> None:
+    def short(record: dict[str, Any]) -> dict[str, Any]:
+        return record | dict(right=[record["right"][0][:20]], questions=20)
+
+    records = [header(kind_of_question="01" * 8 + "0" * 4), short(BASE), *map(short, RIVALS), short(GOOD)]
+    (found,) = (one for one in warnings.find_warnings(results.summarise(records)) if one.code == "few-questions")
+    assert found.title == "Only 20 questions" and "as few as 8 questions" in found.text
+
+
+def test_what_is_missing_is_named() -> None:
+    skipped = [dict(record="skipped", method="odd", keep=keep, reason="it cannot") for keep in (0.5, 0.25)]
+    assert one_warning("skipped-methods", *RIVALS, GOOD, *skipped).items == ("odd at 0.5, 0.25: it cannot",)
+    data = dict(name="mine", questions=QUESTIONS, digest="d", skipped=["line 3: no question", "line 9: bad"])
+    found = one_warning("skipped-rows", *RIVALS, GOOD, data=data)
+    assert found.title == "2 rows left out" and found.items == ("line 3: no question", "line 9: bad")
+    plan = dict(seeds=[0], methods=["random", "downsample", "good"], keeps=[0.25])
+    assert codes(*RIVALS, GOOD, plan=plan) == []
+    assert "3 of 4 results" in one_warning("unfinished", *RIVALS, plan=plan).text
+
+
+def test_the_worst_comes_first_and_lines_are_short() -> None:
+    many = [result(f"m{number}", 0.25, 30, 30) | dict(timing=timing(1.2, 9)) for number in range(6)]
+    records = [header(), BASE, *RIVALS, *many, dict(record="skipped", method="odd", keep=1, reason="no")]
+    made = results.summarise(records)
+    found = warnings.find_warnings(made)
+    assert [one.level for one in found] == sorted(one.level for one in found)
+    assert {"worse-than-random", "ocr-collapse", "busy", "skipped-methods"} <= {one.code for one in found}
+    lines = warnings.lines(made)
+    assert lines[0].startswith("Worse than `random`: m0 at 0.25: -30.0 points") and lines[0].endswith("; and 2 more")
+    assert not [line for line in lines if "busy" in line or "left out" in line]  # the tables say these
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_cannot_be_named_twice(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a.jsonl")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/results.jsonl").write_text(first.read_text())
+    for same in (first, tmp_path / "run"):
+        with pytest.raises(TokenPruneError, match=r"hold the same run: name each run once"):
+            read_runs([first, write_run(tmp_path / "b.jsonl", date="later"), same])
+    runs = read_runs([first, write_run(tmp_path / "b.jsonl", date="later")])
+    assert [(run.label, run.title) for run in runs] == [("A", "A: a.jsonl"), ("B", "B: b.jsonl")]
+    assert read_runs([first])[0].title == "tiny"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "cannot read"),
+        ("", "its first line is no header"),
+        ("{", "holds no JSON lines"),
+        (json.dumps(header()), "no result of the unpatched model"),
+        (json.dumps(header(kinds=7)) + "\n" + json.dumps(BASE), "is damaged"),
+        (json.dumps(header(environment=dict(cores="x"))) + "\n" + json.dumps({**BASE, "stats": 3}), "is damaged"),
+        (json.dumps(header(metric="none")) + "\n" + json.dumps(BASE), "is damaged"),
+        (json.dumps(header()) + "\n" + json.dumps(BASE | dict(extra=float("nan"))), "is damaged"),
+    ],
+)
+def test_what_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path) -> None:
+    good, bad = write_run(tmp_path / "good.jsonl"), tmp_path / "bad.jsonl"
+    if text is not None:
+        bad.write_text(text)
+    with pytest.raises(TokenPruneError, match=message) as error:
+        read_runs([good, bad])
+    assert str(bad) in str(error.value)
+
+
+def test_runs_are_compared_where_they_asked_the_same() -> None:
+    data = dict(name="x", questions=QUESTIONS, skipped=[])
+    runs = [
+        made("A"), made("B", environment=dict(model="other")), made("C", data=data | dict(digest="1")),
+        made("D", data=data | dict(digest="1", name="y")), made("E", metric="relaxed"),
+        made("F", kinds=["colour", "x"]),
+    ]  # fmt: skip
+    assert [[run.label for run in group] for group in compare.same_questions(runs)] == [
+        ["A", "B"], ["C", "D"], ["E"], ["F"],
+    ]  # fmt: skip
+    assert compare.same_machine(runs) and not compare.same_machine([runs[0], made(environment=dict(threads=2))])
+
+
+def test_the_table_of_two_runs_by_hand() -> None:
+    first = made("A", *RIVALS, GOOD, result("good", 0.5, 100, 98))
+    other = made(
+        "B", *RIVALS, result("new", 0.25, 90, 80), result("good", 0.25, 96, 98), environment=dict(model="other")
+    )
+    (table,) = compare.comparisons([first, other])
+    assert table.title == "A and B on the same questions"
+    assert table.columns[2:] == (
+        "A: accuracy %",
+        "vs unpatched",
+        "layer avg",
+        "B: accuracy %",
+        "vs unpatched",
+        "layer avg",
+    )
+    rows = {tuple(cell.text for cell in row[:2]): [cell.text for cell in row[2:]] for row in table.rows}
+    assert rows["unpatched", ""] == ["100.0", "", "100", "100.0", "", "100"]
+    assert rows["good", "0.25"] == ["98.5", "-1.5", "25", "97.0", "-3.0", "25"]
+    assert rows["good", "0.5"] == ["99.0", "-1.0", "50", "", "", ""]
+    assert rows["new", "0.25"] == ["", "", "", "85.0", "-15.0", "25"]
+    assert [row[0].text for row in table.rows] == ["unpatched", "random", "downsample", "good", "good", "new"]
+    assert compare.comparisons([first]) == []
+
+
+def test_the_command_takes_several_runs(tmp_path: Path) -> None:
+    first, other = write_run(tmp_path / "a.jsonl"), write_run(tmp_path / "b.jsonl", result("bad", 0.25, 5, 5))
+    page = tmp_path / "page.html"
+    printed = call("report", first, other, "--html", page).stdout
+    assert printed.count("Accuracy by kind of question") == 2
+    assert "A and B on the same questions" in printed and "! Reading is lost: bad at 0.25: word 100 → 5 %" in printed
+    assert page.read_text().startswith("<!doctype html>")
+    text = call("report", first, other, "--markdown").stdout
+    assert "## B: b.jsonl (tiny)" in text and "| good | 0.25 | 98.5 | -1.5 | 25 |" in text
+    assert "- Reading is lost" in text and "**A and B on the same questions**" in text
+    assert "## " not in call("report", first, "--markdown").stdout
+    assert "--plot draws one run" in refused("report", first, other, "--plot", tmp_path / "p.png")
+    assert "hold the same run" in refused("report", first, first)

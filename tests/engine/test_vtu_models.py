@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What virtual unmerging saves and says, what becomes of the model, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import tokenprune
+from basics import snapshot
+from merging_models import SUPPORTED
+from merging_towers import FORMS, Merging, naive_decoder
+from oracle import close, generate_logits, survivors
+from tokenprune import OptionError, UnsupportedSetupError
+from zoo import FAMILIES, Family
+
+
+@pytest.fixture(params=SUPPORTED)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+# -- what it saves, and what it says of that ---------------------------------------------------------------------------
+
+
+@contextmanager
+def tokens_seen(decoder: Any, names: list[str]) -> Any:
+    seen: dict[str, list[int]] = {name: [] for name in names}
+    handles = []
+    for layer in decoder.layers:
+        for name in names:
+            hook = lambda m, args, out, name=name: seen[name].append(args[0].shape[1])  # noqa: E731
+            handles.append(layer.get_submodule(name).register_forward_hook(hook))
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def in_layers(counter: FlopCounterMode) -> int:
+    """FLOPs that were counted inside decoder layers."""
+    names = [name for name in counter.flop_counts if re.search(r"language_model\.layers\.\d+$", name)]
+    return sum(sum(counter.flop_counts[name].values()) for name in names)
+
+
+@torch.no_grad()
+def test_the_work_shrinks_and_the_statistics_say_how_much(family: Family, build) -> None:
+    model, inputs = build(family, "eager"), family.make_inputs(only=0)
+    names = ["input_layernorm", "post_attention_layernorm", "mlp", *(f"self_attn.{x}_proj" for x in "qkvo")]
+    with tokenprune.patched(model, "tome", keep=0.5, record=True):
+        model(**inputs)
+        merged = tokenprune.stats(model)
+    length, visual = inputs["input_ids"].shape[1], sum(inputs.counts[0])
+    left = length - visual + merged.visual_tokens_out
+    decoder = model.model.language_model
+    flops: list[int] = []
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    flops.append(in_layers(counter))
+    with tokenprune.patched(model, Merging(), keep=0.5, record=True):
+        with tokens_seen(decoder, names) as seen, FlopCounterMode(display=False) as counter:
+            out = model(**inputs)
+        flops.append(in_layers(counter))
+        stats = tokenprune.stats(model)
+    assert out.logits.shape[1] == length and left < length
+    for name in names:  # a projection's own hook is the last: it sees what the patch handed in
+        assert seen[name] == [left] * 4, name
+    assert stats.visual_tokens_in == visual
+    assert stats.visual_tokens_per_layer == [merged.visual_tokens_out] * 4
+    assert stats.visual_tokens_out == merged.visual_tokens_out and stats.keep_ratio == merged.keep_ratio
+    assert stats.kv_bytes == stats.kv_bytes_full > merged.kv_bytes
+    assert stats.cuts == merged.cuts and stats.encoder_tokens_per_layer == merged.encoder_tokens_per_layer
+    assert survivors(stats.cuts[0], length).sum() == left
+    assert merged.prefill_flops_ratio < stats.prefill_flops_ratio < 1
+    assert stats.overhead_ms > 0
+    assert stats.prefill_flops_ratio == pytest.approx(flops[1] / flops[0], rel=1e-9)
+
+
+# -- the model afterwards ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
+    inputs = family.make_inputs()
+    before, was = model(**inputs).logits, snapshot(model)
+    tokenprune.patch(model, Merging(), keep=0.5)
+    assert not torch.equal(model(**inputs).logits, before)
+    tokenprune.unpatch(model)
+    assert snapshot(model) == was
+    assert torch.equal(model(**inputs).logits, before)
+
+
+@torch.no_grad()
+def test_a_deep_copy_works_on_its_own(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    with tokenprune.patched(model, Merging(), keep=0.5):
+        want = model(**inputs).logits
+        twin = copy.deepcopy(model)
+    assert torch.equal(twin(**inputs).logits, want)
+    tokenprune.unpatch(twin)
+    assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
+
+
+@torch.no_grad()
+def test_a_failing_forward_leaves_nothing_behind(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs, text = build(family), family.make_inputs(), family.make_inputs(images=(0, 0))
+    before = model(**text).logits
+    with tokenprune.patched(model, Merging(), keep=0.5):
+        want = model(**inputs).logits
+        handle = model.model.language_model.layers[1].self_attn.k_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**inputs)
+        handle.remove()
+        assert torch.equal(model(**text).logits, before)
+        assert torch.equal(model(**inputs).logits, want)
+
+
+@torch.no_grad()
+def test_a_module_that_comes_between_is_not_fooled(build) -> None:
+    """An adapter put around a projection after the patch reads the stand-in; that must not pass for a feature."""
+
+    class Around(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + 0.1 * x.mean()
+
+    family = FAMILIES["llava"]
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
+    with tokenprune.patched(model, Merging(), keep=0.5):
+        attention = model.model.language_model.layers[0].self_attn
+        attention.q_proj = Around(attention.q_proj)
+        assert model(**inputs).logits.isnan().any()
+
+
+def test_threads(build) -> None:
+    """Three threads, all of them inside an attention module at once."""
+    family = FAMILIES["llava_next"]
+    model = build(family)
+    jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (0, 1), (0, 0)])]
+    with tokenprune.patched(model, Merging(), keep=0.5):
+        alone = [generate_logits(model, job, 3)[0] for job in jobs]
+        meet = threading.Barrier(len(jobs))
+        layers = model.model.language_model.layers
+        handles = [
+            layers[i].self_attn.v_proj.register_forward_pre_hook(lambda *_: (meet.wait(20), None)[1]) for i in (0, 2)
+        ]
+        try:
+            with ThreadPoolExecutor(len(jobs)) as pool:
+                together = list(pool.map(lambda job: generate_logits(model, job, 3)[0], jobs))
+        finally:
+            for handle in handles:
+                handle.remove()
+    for got, want in zip(together, alone, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_gradients(build) -> None:
+    family = FAMILIES["llava"]
+    # Rows of different width: what fills one up must not get into the gradients.
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, Merging(), keep=0.5):
+        model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
+    for name, parameter in model.model.language_model.layers.named_parameters():
+        assert "k_proj.bias" in name or parameter.grad.abs().sum() > 0, name
+    assert model.model.multi_modal_projector.linear_1.weight.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_bfloat16() -> None:
+    """In the first layer: random weights blow rounding up."""
+    family = FAMILIES["llava"]
+    model, seen = family.build().bfloat16(), []
+    inputs = family.make_inputs(padding=None)
+    inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    model.model.language_model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+        lambda m, args: seen.append(args[0])
+    )
+    for form in FORMS:
+        with tokenprune.patched(model, Merging(), keep=0.5), FORMS[form](model):
+            logits = model(**inputs).logits
+        assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
+    assert seen[0].dtype == seen[1].dtype == torch.bfloat16
+    close(seen[0].float(), seen[1].float(), 0.02)
+
+
+# -- what is refused, and said -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["divprune", "fastv", "dart"])
+def test_nothing_may_prune_behind_it(build, other: str) -> None:
+    model = build(FAMILIES["llava"])
+    was = snapshot(model)
+    with pytest.raises(OptionError, match=f'tome with vtu="expanded" cannot be composed with {other}.*vtu="off"'):
+        tokenprune.patch(model, [Merging(), other], keep=0.5)
+    assert snapshot(model) == was and not tokenprune.is_patched(model)
+
+
+@pytest.mark.parametrize("keep", [0.5, 1.0])
+@pytest.mark.parametrize("form", ["fast", "exact"])
+def test_unknown_forms(build, form: str, keep: float) -> None:
+    with pytest.raises(OptionError, match=f"vtu='{form}' must be one of off, expanded$"):
+        tokenprune.patch(build(FAMILIES["llava"]), Merging(vtu=form), keep=keep)
+
+
+def test_off_is_off(build) -> None:
+    model, inputs = build(FAMILIES["llava"]), FAMILIES["llava"].make_inputs()
+    with tokenprune.patched(model, "tome", keep=0.5):
+        want = model(**inputs).logits
+    with tokenprune.patched(model, [Merging(vtu="off"), "fastv"], keep=[0.5, 1.0]):
+        assert torch.equal(model(**inputs).logits, want)
+
+
+def test_models_without_a_decoder() -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("test_vit", pretrained=False)
+    with pytest.raises(OptionError, match="no language model to unmerge"):
+        tokenprune.patch(model, Merging(), keep=0.5)
+
+
+def test_unknown_decoders(build) -> None:
+    model = copy.deepcopy(build(FAMILIES["llava"]))
+    was = snapshot(model)
+    attention = model.model.language_model.layers[3].self_attn
+    attention.gate = torch.nn.Linear(4, 4)
+    with pytest.raises(UnsupportedSetupError, match=r'q_proj.*not LlamaAttention with gate, k_proj.*vtu="off"'):
+        tokenprune.patch(model, Merging(), keep=0.5)
+    del attention.gate
+    rotary = model.model.language_model.rotary_emb
+    del model.model.language_model.rotary_emb
+    with pytest.raises(UnsupportedSetupError, match="rotary positions"):
+        tokenprune.patch(model, Merging(), keep=0.5)
+    model.model.language_model.rotary_emb = rotary
+    assert snapshot(model) == was
+
+
+def test_gradient_checkpointing_is_refused(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
+    model.train()
+    model.model.language_model.gradient_checkpointing_enable()
+    with (
+        tokenprune.patched(model, Merging(), keep=0.5),
+        pytest.raises(UnsupportedSetupError, match="forgotten which tokens are one"),
+    ):
+        model(**inputs)
+
+
+def test_arguments_for_each_token_that_nobody_knows_are_refused(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    with (
+        tokenprune.patched(model, Merging(), keep=0.5),
+        pytest.raises(UnsupportedSetupError, match="per-token argument 'per_layer_inputs'"),
+    ):
+        model(**inputs, per_layer_inputs=torch.zeros(*inputs["input_ids"].shape, 2))
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@torch.no_grad()
+def test_rotary_positions_of_three_axes(name: str, build) -> None:
+    """Each token of a group at its own place of the image: by hand from the patched tower's features."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    logits = {}
+    for form in FORMS:
+        with tokenprune.patched(model, Merging(), keep=0.5), FORMS[form](model):
+            logits[form] = model(**inputs).logits
+            assert tokenprune.stats(model).kv_bytes == tokenprune.stats(model).kv_bytes_full
+            features = torch.cat(
+                model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+            )
+    seen: dict[str, Any] = {}
+    decoder = model.model.language_model
+    handle = decoder.register_forward_pre_hook(lambda m, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    model(**inputs)
+    handle.remove()
+    embeds, visual = seen["inputs_embeds"].clone(), family.visual_mask(model, inputs)
+    embeds[visual] = features
+    positions = seen["position_ids"][-3:]
+    for row in range(len(embeds)):
+        real = inputs["attention_mask"][row].bool()
+        places = real.nonzero().flatten()
+        kept = embeds[row, places]
+        groups: list[list[int]] = []
+        for place, feature in enumerate(kept):
+            same = [g for g in groups if visual[row, places[place]] and torch.equal(kept[g[0]], feature)]
+            same[0].append(place) if same else groups.append([place])
+        hidden, _, _ = naive_decoder(decoder, kept, positions[:, row, places], groups)
+        want = model.lm_head(hidden)
+        for form in FORMS:
+            close(logits[form][row, places], want)
+
+
+def test_features_that_enter_between_layers_are_refused(build) -> None:
+    model = build(FAMILIES["qwen3_vl"])
+    with pytest.raises(UnsupportedSetupError, match="between the decoder's layers"):
+        tokenprune.patch(model, Merging(vtu="expanded"), keep=0.5)
+    assert not tokenprune.is_patched(model)
+
+
+def test_it_is_an_option_of_dymu(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    pixels = list(torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0)))
+    found = tokenprune.calibrate(model, pixels, keep=0.5, progress=False)
+    with torch.no_grad(), tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, vtu="expanded"):
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    assert stats.visual_tokens_out < stats.visual_tokens_in
+    assert stats.kv_bytes == stats.kv_bytes_full
+    with pytest.raises(OptionError, match="vtu='both' must be 'off' or 'expanded'"):
+        tokenprune.method("dymu", vtu="both")

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images that lose all their tokens, and what stages and later calls make of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from oracle import close, generate_logits, reduced
+from staged_methods import (
+    BATCHES,
+    ByContent,
+    Choose,
+    Stage,
+    Staged,
+    batch,
+    check,
+    every,
+    kind,
+    oracle,
+    visual_left,
+)
+from tests.engine.test_cache import longer, words
+from tokenprune import Budget, Selection, Site, VisualTokens
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
+from tokenprune.integrations.shared.selection import validate_selection
+from tokenprune.tokens import Segments
+from zoo import FAMILIES, Family
+
+
+@dataclass(frozen=True)
+class Withdraws(ByContent):
+    least: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class Early(Withdraws):
+    site: ClassVar[Site] = Site.PRE_LLM
+    layer: int = 0
+
+
+def images_of(*ordinals: int) -> Choose:
+    """Keep these images of each row, and of the others nothing."""
+
+    def choose(tokens: VisualTokens) -> Tensor:
+        stays = torch.tensor([one in ordinals for one in tokens.segments.ordinal])
+        return tokens.mask & stays[:, None]
+
+    return choose
+
+
+# -- withdrawal --------------------------------------------------------------------------------------------------------
+
+
+@kind
+@batch
+@pytest.mark.parametrize("counted", [False, True], ids=["asked", "told"])
+def test_all_visual_tokens_are_withdrawn(family: Family, batch: str, counted: bool, build: Any) -> None:
+    model, inputs = build(family), family.make_inputs(**BATCHES[batch])
+
+    def nothing(tokens: VisualTokens) -> Selection:
+        keep = torch.zeros_like(tokens.mask)
+        return Selection(keep, counts=[0] * len(tokens.counts) if counted else None)
+
+    cuts = check(family, model, Withdraws(2, nothing), inputs)
+    (cut,) = cuts
+    assert not any(visual_left(family, model, inputs, cut))
+    with torch.no_grad(), tokenprune.patched(model, Withdraws(2, nothing), keep=0.5):
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    assert stats.visual_tokens_out == 0 and stats.keep_ratio == 0
+    assert stats.visual_tokens_per_layer[:2] == [stats.visual_tokens_in] * 2
+    assert not any(stats.visual_tokens_per_layer[2:])
+    assert stats.as_dict() and repr(stats)
+
+
+@kind
+@pytest.mark.parametrize("batch", ["ragged", "ragged right", "text beside"])
+def test_one_image_of_several_is_withdrawn(family: Family, batch: str, build: Any) -> None:
+    """Later stages see those that are left, and what was remembered of them."""
+    model, inputs = build(family), family.make_inputs(**BATCHES[batch])
+    seen = []
+
+    def first(tokens: VisualTokens) -> Tensor:
+        tokens.remember("position", tokens.segments.position.masked_fill(~tokens.mask, 0))
+        tokens.remember("ordinal", torch.tensor(tokens.segments.ordinal))
+        tokens.remember("rows", list(tokens.segments.row))
+        return images_of(0, 2)(tokens)
+
+    def second(tokens: VisualTokens) -> Tensor:
+        seen.append(tokens.segments)
+        assert all(tokens.counts) and all(tokens.keep) and tokens.text.hidden.shape[0] == len(tokens.counts)
+        position = tokens.segments.position.masked_fill(~tokens.mask, 0)
+        assert torch.equal(tokens.carry["position"], position)
+        assert tokens.carry["ordinal"].tolist() == tokens.segments.ordinal
+        assert tokens.carry["rows"] == tokens.segments.row
+        return torch.arange(tokens.mask.shape[1]) < tokens.budget[:, None]
+
+    method = Staged((Withdraws(1, first), Stage(2, second)), (Budget(keep=10_000), Budget(keep=0.5)))
+    cuts = check(family, model, method, inputs)
+    assert [cut.layer for cut in cuts] == [1, 2]
+    assert set(seen[0].ordinal) <= {0, 2}
+    assert sum(visual_left(family, model, inputs, cuts[1])) == sum(max(1, round(n * 0.5)) for n in seen[0].counts)
+
+
+@kind
+def test_a_row_without_images_left_stands_beside_others(family: Family, build: Any) -> None:
+    """A batch gives what its rows give alone."""
+    model = build(family)
+    kept = {}
+
+    def fits(tokens: VisualTokens) -> Tensor:
+        """Keeps the images of most tokens, which stand in one row where the zoo's differ in size."""
+        counts = torch.tensor(tokens.counts)
+        return tokens.mask & (counts == max(row_of[1] for row_of in rows))[:, None]
+
+    whole = family.make_inputs(images=(2, 1))
+    rows = [(row, count) for row, counts in enumerate(whole.counts) for count in counts]
+    for only in (None, 0, 1):
+        inputs = family.make_inputs(images=(2, 1), only=only)
+        cuts = check(family, model, Staged((Withdraws(1, fits), Stage(3, every(2)))), inputs, keep=0.5)
+        kept[only] = [cut.kept for cut in cuts]
+    starts = whole["attention_mask"].argmax(1).tolist()
+    for row, start in enumerate(starts):
+        assert kept[None][-1][row] == [start + place for place in kept[row][-1][0]]
+
+
+@kind
+def test_images_are_withdrawn_at_the_entry(family: Family, build: Any) -> None:
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    (cut,) = check(family, model, Early(0, images_of()), inputs)
+    assert cut.layer == 0 and not any(visual_left(family, model, inputs, cut))
+
+
+def test_budgets_are_solved_for_what_is_left(build: Any) -> None:
+    """A method that withdraws by its budget's own hook; an average is asked for behind it, of nothing."""
+
+    @dataclass(frozen=True)
+    class Gone(Withdraws):
+        def budget(self, count: int, keep: int) -> int:
+            return 0
+
+        def select(self, tokens: VisualTokens) -> Selection:
+            return Selection(torch.zeros_like(tokens.mask), counts=list(tokens.keep))
+
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    later = Stage(3, lambda tokens: pytest.fail("asked for no tokens"))
+    budgets = (Budget(keep=0.5), Budget(average_tokens=30))
+    (cut,) = check(family, model, Staged((Gone(2), later), budgets), inputs)
+    assert not any(visual_left(family, model, inputs, cut))
+
+
+def test_a_method_that_may_not_withdraw_is_refused(build: Any) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, ByContent(1, images_of(0)), keep=0.5), pytest.raises(TokenPruneError, match="least"):
+        model(**inputs)
+
+
+# -- budgets of later stages -------------------------------------------------------------------------------------------
+
+
+def test_later_stages_are_told_the_counts_at_the_first(build: Any) -> None:
+    told = []
+
+    @dataclass(frozen=True, repr=False)
+    class OfOriginal(Budget):
+        def resolve(self, counts: Sequence[int], *, original: Sequence[int], **about: Any) -> list[int]:
+            told.append((list(counts), list(original)))
+            return [max(1, count // 4) for count in original]
+
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    (count,) = inputs.counts[0]
+    half = lambda tokens: torch.arange(tokens.mask.shape[1]) < tokens.budget[:, None]  # noqa: E731
+    method = Staged((Stage(1, half), Stage(2, half)), (Budget(keep=0.5), OfOriginal(keep=0.25)))
+    cuts = check(family, model, method, inputs)
+    assert set(map(str, told)) == {str(([count // 2], [count]))}
+    assert visual_left(family, model, inputs, cuts[1]) == [count // 4]
+    told.clear()
+    check(family, model, ["uniform", method], inputs, keep=[0.5, 0.5], guard="off")
+    assert set(map(str, told)) == {str(([count // 4], [count // 2]))}
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def segments_of(counts: list[int], device: str = "cpu") -> Segments:
+    """Segments side by side in one row, behind three tokens of text."""
+    mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    starts = 3 + torch.tensor([0, *counts]).cumsum(0)[:-1]
+    position = torch.where(mask, starts[:, None] + torch.arange(max(counts)), starts[:, None])
+    number = len(counts)
+    made = Segments([0] * number, list(range(number)), counts, position, mask, [None] * number, ["image"] * number)
+    return made.to(torch.device(device))
+
+
+def test_padding_points_at_a_token_that_is_left() -> None:
+    keep = torch.tensor([[False, True, False, True], [False] * 4, [False, False, True, False]])
+    left = keep_segments(segments_of([4, 4, 3]), Kept.of(keep, [2, 0, 1]), [2, 0, 1])
+    assert left.position.tolist() == [[4, 6], [13, 13]] and left.mask.tolist() == [[True, True], [True, False]]
+    assert left.counts == [2, 1] and left.ordinal == [0, 2] and left.row == [0, 0]
+
+
+def test_nothing_is_left_of_anything() -> None:
+    keep = torch.zeros(2, 3, dtype=torch.bool)
+    left = keep_segments(segments_of([3, 2]), Kept.of(keep, [0, 0]), [0, 0])
+    assert len(left) == 0 and left.position.shape == (0, 0) and left.grids == []
+
+
+def test_counts_that_a_method_tells_are_checked_where_no_device_is_asked() -> None:
+    """On another device the host believes what it is told, but not that an image is withdrawn."""
+    segments = segments_of([3, 2], "meta")
+    told = Selection(segments.mask, counts=[0, 2])
+    with pytest.raises(TokenPruneError, match="least"):
+        validate_selection(told, segments, ByContent())
+    assert validate_selection(told, segments, Withdraws())[1] == [0, 2]
+
+
+# -- what follows a prefill --------------------------------------------------------------------------------------------
+
+
+@kind
+@pytest.mark.parametrize("images", [(), (0,)], ids=["all withdrawn", "one withdrawn"])
+@torch.no_grad()
+def test_a_second_turn_behind_a_withdrawal(family: Family, images: tuple[int, ...], build: Any) -> None:
+    """The cache holds the image in the layers before the cut, and nothing of it behind."""
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    method = Staged((Withdraws(2, images_of(*images)), ByContent(3, every(2))))
+    more = words(len(inputs["input_ids"]), 4)
+
+    def talk(forced: list) -> tuple[list[Tensor], list[Tensor]]:
+        first, tokens, out = generate_logits(model, inputs, 3, tokens=forced[0])
+        turn = longer(inputs, family, out.sequences, more)
+        second, later, _ = generate_logits(model, turn, 3, tokens=forced[1], past_key_values=out.past_key_values)
+        return [first, second], [tokens, later]
+
+    with tokenprune.patched(model, method, keep=0.5, record=True):
+        got, tokens = talk([None] * 2)
+        cuts = tokenprune.stats(model).cuts
+    assert [cut.layer for cut in cuts] == ([2, 3] if images else [2])
+    with oracle(family)(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _ = talk(tokens)
+    for one, other in zip(got, want, strict=True):
+        close(one, other)
+
+
+@torch.no_grad()
+def test_beams_behind_a_withdrawal(build: Any) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, Withdraws(2, images_of(0)), keep=0.5, record=True):
+        got = model.generate(**inputs, max_new_tokens=5, num_beams=3)
+        cuts = tokenprune.stats(model).cuts
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        want = model.generate(**inputs, max_new_tokens=5, num_beams=3)
+    assert torch.equal(got, want)
+
+
+def test_gradients_flow_to_what_is_left(build: Any) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = family.build(), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, Staged((Withdraws(1, images_of(0)), ByContent(2, every(2)))), keep=0.5):
+        model.train()
+        loss = model(**inputs).logits[:, -3:].float().logsumexp(-1).sum()
+        loss.backward()
+    grads = [p.grad for p in model.model.language_model.layers[-1].parameters()]
+    assert all(grad is not None and bool(grad.isfinite().all()) and bool(grad.any()) for grad in grads)

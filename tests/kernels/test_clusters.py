@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clusters of tokens against naive loops; ragged batches give what their rows give alone, and parts what a whole does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.methods.test_flashvid import picks
+from tests.methods.test_ottvid import cover
+from tokenprune.kernels import clusters as kernels
+from tokenprune.kernels.clusters import covering, farthest_weighted, nearest, peaks_and_members, roots
+from tokenprune.kernels.take import rank_in_group
+from videos import best, clusters, cos
+
+COUNTS = [9, 5, 1]
+
+
+def rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows with padding that is not zero, its mask, weights, and how many to take of each."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 9, 4, generator=g)
+    mask = torch.arange(9) < torch.tensor(COUNTS)[:, None]
+    x[~mask] = 8.0
+    return x, mask, torch.rand(3, 9, generator=g).masked_fill(~mask, 5.0), torch.tensor([4, 2, 1])
+
+
+@pytest.fixture(params=[2**24, 1])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows at once, and one at a time."""
+    monkeypatch.setattr(kernels, "_AT_ONCE", request.param)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_clusters_around_peaks() -> None:
+    x, mask, _, number = rows()
+    centres, member = peaks_and_members(x, mask, number, 4)
+    for row, count in enumerate(COUNTS):
+        want = clusters(dict(enumerate(x[row, :count].tolist())), int(number[row]))
+        assert member[row].tolist() == [want[i] for i in range(count)] + [-1] * (9 - count)
+        assert centres[row].nonzero().flatten().tolist() == sorted(set(want.values()))
+    none = peaks_and_members(x, mask, torch.zeros(3, dtype=torch.long), 1)
+    assert not none[0].any() and (none[1] == -1).all()
+
+
+def test_of_equally_near_centres_the_first() -> None:
+    x = torch.tensor([[[0.0], [2.0], [1.0], [math.nan]]])
+    centres, mask = torch.tensor([[True, True, False, False]]), torch.ones(1, 4, dtype=torch.bool)
+    assert nearest(x, mask, centres, 2).tolist() == [[0, 1, 0, 0]]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_far_from_each_other_by_weight() -> None:
+    x, mask, weight, number = rows(1)
+    got = farthest_weighted(x, mask, weight, number, 4)
+    for row, count in enumerate(COUNTS):
+        want = picks(x[row, :count].tolist(), weight[row, :count].tolist(), int(number[row]))
+        assert got[row].nonzero().flatten().tolist() == sorted(want)
+    x[0, 3], weight[0, 2] = 0, math.nan
+    assert farthest_weighted(x, mask, weight, number, 4).sum(1).tolist() == [4, 2, 1]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_covering() -> None:
+    x, mask, weight, number = rows(2)
+    got = covering(x, mask, weight, number, 4)
+    for row, count in enumerate(COUNTS):
+        points, w = x[row, :count].tolist(), weight[row, :count].tolist()
+        alike = [[cos(a, b) for b in points] for a in points]
+        taken: list[int] = []
+        for _ in range(int(number[row])):
+            gain = {j: cover(alike, w, [*taken, j]) for j in range(count) if j not in taken}
+            taken += best(gain, gain, 1)
+        assert got[row].nonzero().flatten().tolist() == sorted(taken)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 33])
+def test_chains_end_at_their_roots(length: int) -> None:
+    line = (torch.arange(length) - 1).clamp(min=0)
+    branches = torch.tensor([i // 2 for i in range(length)])
+    assert not roots(torch.stack([line, branches]), length).any()
+
+
+def test_ranks_in_groups() -> None:
+    group, score = torch.tensor([[0, 1, 0, 1, 0]]), torch.tensor([[1.0, 5.0, 3.0, 5.0, 3.0]])
+    assert rank_in_group(group, score).tolist() == [[2, 0, 0, 1, 1]]

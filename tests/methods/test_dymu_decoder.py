@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the decoder sees behind dymu, the shipped thresholds, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tokenprune
+from made_up_thresholds import TAUS, by_hand, tower_shape
+from merging_models import SUPPORTED, image_arguments, tower_of
+from oracle import close, generate_logits, reduced, survivors
+from tests.tower.test_encoder import BATCHES, expected_sources, with_features
+from tokenprune import BudgetError, EncoderMethod, OptionError, Thresholds, Tower, UnsupportedSetupError
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import load
+from tokenprune.files import File
+from tokenprune.fingerprint import Fingerprint
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.merging import most
+from zoo import FAMILIES, Family
+
+
+@pytest.fixture(params=SUPPORTED)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+# -- the decoder -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("method", ["dymu", ["dymu", "fastv"]])
+@torch.no_grad()
+def test_the_decoder_sees_one_token_of_each_group(family: Family, model, batch: str, method: Any) -> None:
+    inputs = family.make_inputs(**BATCHES[batch])
+    inputs["pixel_values"].flatten(0, -4)[0] = 0.3  # a simple image or tile beside detailed ones
+    dymu = tokenprune.method("dymu", thresholds=by_hand(model, TAUS[family.name]))
+    with tokenprune.patched(model, [dymu, *method[1:]] if method != "dymu" else dymu, keep=0.5, record=True):
+        logits, stats = model(**inputs).logits, tokenprune.stats(model)
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        cuts = tokenprune.stats(model).cuts
+        output = model.model.get_image_features(**image_arguments(inputs))
+    assert stats.cuts[0].sources == expected_sources(family, model, inputs, output.pooler_output)
+    assert stats.visual_tokens_out < stats.visual_tokens_in
+    assert stats.encoder_tokens_per_layer == record_of(output).block_tokens
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(stats.cuts[-1], length)
+    with with_features(model, output), reduced(family, model, stats.cuts, length):
+        close(logits[alive], model(**inputs).logits[alive])
+    with with_features(model, output), reduced(family, model, cuts, length):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+@torch.no_grad()
+def test_unpatch_and_deep_copy(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    before = model(**inputs).logits
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=by_hand(model, [0.3, 0.3, 1.0])):
+        want = model(**inputs).logits
+        twin = copy.deepcopy(model)
+    assert torch.equal(model(**inputs).logits, before) and not torch.equal(want, before)
+    assert torch.equal(twin(**inputs).logits, want)
+
+
+# -- the shipped thresholds --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_thresholds_ship_for_the_demo_model() -> None:
+    subject = load(device="cpu")
+    examples = load_heldout(kinds=("colour",), limit=16)
+    inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
+    for keep in (0.5, 0.25, 0.11):
+        with tokenprune.patched(subject.model, "dymu", keep=keep):
+            subject.model(**inputs)
+            assert tokenprune.stats(subject.model).keep_ratio == pytest.approx(keep, rel=0.25)
+    with pytest.raises(BudgetError, match=r"keep=0.3 was not calibrated.*0.5 or 0.25 or 0.11"):
+        tokenprune.patch(subject.model, "dymu", keep=0.3)
+    with pytest.raises(OptionError, match=r"calibrated for a tower in float32, and this one is in bfloat16"):
+        found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._shipped())))
+        tokenprune.patch(subject.model.bfloat16(), found, keep=0.5)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_without_thresholds(build) -> None:
+    model = build(FAMILIES["llava"])
+    with pytest.raises(OptionError, match=r"no thresholds for this model.*tokenprune calibrate --model"):
+        tokenprune.patch(model, "dymu", keep=0.5)
+    assert not tokenprune.is_patched(model)
+
+
+def test_thresholds_of_another_model(build) -> None:
+    model, other = build(FAMILIES["llava"]), copy.deepcopy(build(FAMILIES["llava"]))
+    found = by_hand(model, [0.5] * 3)
+    with torch.no_grad():
+        tower_of(other).encoder.layers[1].mlp.fc1.weight.mul_(1.01)
+    for wrong, words in ((other, "other weights"), (build(FAMILIES["llava_onevision"]), "this tower is a Siglip")):
+        with pytest.raises(OptionError, match=words):
+            tokenprune.patch(wrong, "dymu", keep=0.5, thresholds=found)
+    for keep in (0.25, 1, 0.500001, 18):
+        with pytest.raises(BudgetError, match=r"was not calibrated.*keep=0.5; use"):
+            tokenprune.patch(model, "dymu", keep=keep, thresholds=found)
+    for budget in (tokenprune.Budget(kv_share=0.5), tokenprune.Budget(keep=0.5, per="prompt")):
+        with pytest.raises(BudgetError, match="share of its patches"):
+            tokenprune.patch(model, "dymu", keep=budget, thresholds=found)
+    assert not tokenprune.is_patched(model)
+
+
+def test_bad_options(tmp_path) -> None:
+    (tmp_path / "text.safetensors").write_text("no tensors")
+    for options, words in (
+        (dict(thresholds=0.9), "must be a text or a path or a Thresholds or None"),
+        (dict(thresholds=tmp_path / "absent.safetensors"), "cannot read"),
+        (dict(thresholds=str(tmp_path / "text.safetensors")), "cannot read"),
+        (dict(proportional=1), "True or False"),
+        (dict(max_r=0), "max_r=0"),
+        (dict(max_r=2.5), "max_r=2.5"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            tokenprune.method("dymu", **options)
+    from safetensors.torch import save_file
+
+    save_file({"keep=0.5": torch.ones(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(OptionError, match="does not hold thresholds"):
+        tokenprune.method("dymu", thresholds=tmp_path / "other.safetensors")
+
+
+def test_thresholds_survive_a_file(tmp_path) -> None:
+    made = Thresholds({0.5: torch.rand(4), 1 / 3: torch.rand(4)}, Fingerprint("Tower", "float16", "ab"), 7, {"a": [1]})
+    made.save(tmp_path / "a.safetensors")
+    made.save(tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    read = Thresholds.load(tmp_path / "a.safetensors")
+    assert (read.fingerprint, read.images, read.settings, read.keeps) == (made.fingerprint, 7, {"a": [1]}, [0.5, 1 / 3])
+    assert all(torch.equal(read.for_keep(keep), made.values[keep]) for keep in made.keeps)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (3, "are a dict"), ({}, "at least one"), ({0.5: [0.9] * 3}, "not list"), ({0.5: torch.ones(3, 1)}, r"\[3, 1\]"),
+        ({0.5: torch.tensor(0.9)}, r"`\[blocks\]`.*not torch.float32 \[\]"), ({0.5: torch.ones(3).int()}, "int32"),
+        ({0.5: torch.ones(3).bool()}, "bool"), ({0.5: torch.tensor([0.9, float("nan"), 1])}, "keep=0.5 are not finite"),
+        ({0.5: torch.tensor([0.9, float("inf"), 1])}, "not finite"), ({"0.5": torch.ones(3)}, "not for '0.5'"),
+        ({2.0: torch.ones(3)}, "not for 2.0"), ({1: torch.ones(3)}, "not for 1"),
+        ({0.5: torch.ones(2)}, "a tower of 2 blocks, and this one has 3"), ({0.5: torch.ones(4)}, "of 4 blocks"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("exact", [False, True])
+def test_bad_thresholds_are_refused_when_patching(values, says: str, exact: bool, build, tmp_path) -> None:
+    """Made by hand, or in a file."""
+    model = build(FAMILIES["llava"])
+    fingerprint = tower_shape(model).fingerprint
+    with pytest.raises(OptionError, match=says):
+        made = Thresholds(values, fingerprint, 1)
+        tokenprune.patch(model, "dymu", keep=0.5, thresholds=made, exact=exact)
+    assert not tokenprune.is_patched(model)
+    if isinstance(values, dict) and all(isinstance(one, torch.Tensor) for one in values.values()):
+        path = tmp_path / "thresholds.safetensors"
+        Thresholds({0.5: torch.ones(3)}, fingerprint, 1).save(path)
+        about = File.read(path).tensors()[1]
+        save_file({f"keep={keep}": one for keep, one in values.items()}, path, metadata=about)
+        if values and "0.5" not in values and 1 not in values:  # names are numbers in a file
+            with pytest.raises(OptionError, match=says):
+                tokenprune.patch(model, "dymu", keep=0.5, thresholds=path, exact=exact)
+
+
+def test_odd_files_are_no_thresholds(tmp_path) -> None:
+    path = tmp_path / "odd.safetensors"
+    good = {"version": 1, "fingerprint": {"kind": "a", "dtype": "b", "digest": "c"}, "images": 1, "settings": {}}
+    for about in ("[1]", "{", "3", "{}", json.dumps(good | {"fingerprint": 3}), json.dumps(good | {"fingerprint": {}})):
+        save_file({"keep=0.5": torch.ones(3)}, path, metadata={"tokenprune_thresholds": about})
+        with pytest.raises(OptionError, match="does not hold thresholds"):
+            Thresholds.load(path)
+    save_file({"keep=half": torch.ones(3)}, path, metadata={"tokenprune_thresholds": json.dumps(good)})
+    with pytest.raises(OptionError, match="does not hold thresholds"):
+        Thresholds.load(path)
+    for content in (b"", b"\0" * 8, b"\xff" * 8, path.read_bytes()[:-1], b"\2\0\0\0\0\0\0\0[]"):
+        path.write_bytes(content)
+        with pytest.raises(OptionError, match=r"cannot read .* as thresholds"):
+            Thresholds.load(path)
+
+
+def test_attention_without_a_bias_is_refused(build) -> None:
+    model = copy.deepcopy(build(FAMILIES["llava"]))
+    found = by_hand(model, [0.5] * 3)
+    model.set_attn_implementation({"vision_config": "flex_attention"})
+    with pytest.raises(UnsupportedSetupError, match="padding of images"):
+        tokenprune.patch(model, "dymu", keep=0.5, thresholds=found, proportional=False)
+
+
+def test_the_contract_of_encoder_methods() -> None:
+    with pytest.raises(NotImplementedError, match="plan"):
+        EncoderMethod().plan(tokenprune.Budget(keep=0.5), Tower(17, 1, 3, 2))
+    assert EncoderMethod().is_identity(tokenprune.Budget(keep=1.0))
+    assert most(17, 1) == 8

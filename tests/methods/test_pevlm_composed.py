@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pevlm beside other methods, where it does nothing, and where it cannot act."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+import tests.engine.test_modes  # noqa: F401  (registers flash_stand_in)
+import tokenprune
+from block_settings import (
+    BATCHES,
+    SMALL,
+    VIDEO_FAMILIES,
+    WAYS,
+    block_ids,
+    blocked,
+    real_of,
+)
+from oracle import close, generate_logits, reduced
+from tokenprune import BudgetError, OptionError, UnsupportedSetupError
+from tokenprune.integrations.hf.attention.observer import Observer, Tap
+from tokenprune.kernels.block_attention import SINK, TAIL
+from zoo import FAMILIES, VIDEO, Family
+
+
+@pytest.fixture(params=VIDEO_FAMILIES, ids=lambda family: family.name)
+def family(request: pytest.FixtureRequest) -> Family:
+    return request.param
+
+
+# -- composed ----------------------------------------------------------------------------------------------------------
+
+
+COMPOSED = [
+    ("random", "mixed"),
+    ("divprune", "left"),
+    ("pool", "mixed"),
+    ("dart", "left"),
+    ("fastv", "mixed"),
+    ("uniform+fastv", "mixed"),
+    ("random+dart", "left"),
+]
+
+
+@pytest.mark.parametrize(("names", "batch"), COMPOSED)
+def test_composed(names: str, batch: str, family: Family, build) -> None:
+    """Each token that is left is in the block of the frame that it came from."""
+    model, inputs = build(family), family.make_inputs(**BATCHES[batch])
+    others = names.split("+")
+    methods = [tokenprune.method("pevlm", **SMALL), *others]
+    with tokenprune.patched(model, methods, keep=[1.0, *[0.5] * len(others)], record=True):
+        got, tokens, _ = generate_logits(model, inputs, 2)
+        cuts, blocks = tokenprune.stats(model).cuts, tokenprune.stats(model).attention_blocks
+    assert len(cuts) == len(others) and blocks >= 3
+    with blocked(family, model, block_ids(inputs)), reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 2, tokens=tokens)
+    close(got, want)
+
+
+def test_last_row_attention_does_not_see_padding(family: Family, build) -> None:
+    """FastV ranks as in each row alone, though no layer gets a mask."""
+    model = build(family)
+    inputs = family.make_inputs(video=(13, 13), images=(0, 0))
+    methods, keep = [tokenprune.method("pevlm", **SMALL), "fastv"], [1.0, 0.3]
+
+    def kept(inputs: Any) -> list[list[int]]:
+        with torch.no_grad(), tokenprune.patched(model, methods, keep=keep, record=True):
+            model(**inputs)
+            return tokenprune.stats(model).cuts[0].kept
+
+    for row, of_row in enumerate(kept(inputs)):
+        (alone,) = kept(family.make_inputs(video=(13, 13), images=(0, 0), only=row))
+        before = int((inputs["attention_mask"][row] == 0).sum())
+        assert [position - before for position in of_row] == alone
+
+
+@pytest.mark.parametrize("other", [None, "random", "fastv"])
+@torch.no_grad()
+def test_no_mask_of_all_pairs(other: str | None, build) -> None:
+    """Padding, and rows that lose different numbers of tokens, make no layer get a dense mask."""
+    family, masks, padding = FAMILIES["qwen2_5_vl"], [], []
+    model, inputs = build(family), family.make_inputs(**BATCHES["mixed"])
+    method = tokenprune.method("pevlm", **SMALL)
+    with tokenprune.patched(model, [method, *([other] if other else [])], keep=[1.0, *([0.4] if other else [])]):
+        handles = [
+            layer.self_attn.register_forward_pre_hook(
+                lambda m, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+            )
+            for layer in model.get_submodule(family.decoder).layers
+        ]
+        handles.append(
+            model.get_submodule(family.decoder).register_forward_pre_hook(
+                lambda m, args, kwargs: padding.append(kwargs["attention_mask"]), with_kwargs=True
+            )
+        )
+        model(**inputs)
+        for handle in handles:
+            handle.remove()
+    assert masks == [None] * 4 and padding[0].all()
+
+
+@pytest.mark.parametrize("first", ["observer", "computes"])
+@pytest.mark.parametrize("leaves_first", ["observer", "computes"])
+def test_two_at_one_module_in_any_order(first: str, leaves_first: str, build) -> None:
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), family.make_inputs()
+    module, seen = model.get_submodule(family.decoder).layers[1].self_attn, []
+    full = model(**inputs).logits
+
+    class Zero(Tap):
+        def compute(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+            return torch.zeros_like(query.transpose(1, 2)), None
+
+    taps = {"observer": Observer(module, seen.append), "computes": Zero(module)}
+    order = sorted(taps, key=lambda name: name != first)
+    for name in order:
+        taps[name].attach()
+    assert not torch.equal(model(**inputs).logits, full) and len(seen) == 1
+    taps.pop(leaves_first).detach()
+    assert torch.equal(model(**inputs).logits, full) == (leaves_first == "computes")
+    for tap in taps.values():
+        tap.detach()
+    assert torch.equal(model(**inputs).logits, full)  # the fixture sees whether the module is as it was
+
+
+# -- where it does nothing, and where it cannot ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [dict(images=(2, 1)), dict(images=(0, 0))], ids=["images", "text"])
+def test_no_video_is_bit_equal_and_said(batch: dict, family: Family, build) -> None:
+    model, inputs = build(family), family.make_inputs(**batch)
+    before, tokens, _ = generate_logits(model, inputs, 3)
+    with tokenprune.patched(model, "pevlm"):  # keep is 1.0 by itself
+        got, got_tokens, _ = generate_logits(model, inputs, 3)
+        stats = tokenprune.stats(model)
+    assert torch.equal(got, before) and torch.equal(got_tokens, tokens)
+    assert stats.notes == ["pevlm: full attention, because it holds no video"]
+    assert stats.attention_blocks == 0 and stats.prefill_flops_ratio == 1
+
+
+@torch.no_grad()
+def test_what_keeps_full_attention(build) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(video=13, images=(1,))
+    full = model(**inputs).logits
+
+    def note(inputs: Any, want: Tensor | None = full, **options: Any) -> str:
+        with tokenprune.patched(model, "pevlm", **{**SMALL, **options}):
+            out = model(**inputs)
+            assert want is None or torch.equal(out.logits, want)
+            return "; ".join(tokenprune.stats(model).notes)
+
+    assert "13 frames are fewer than min_frames=14" in note(inputs, min_frames=14)
+    assert "more than one video or image" in note(inputs, only_single_video=True)
+    length = inputs["input_ids"].shape[1]
+    causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    own = {**inputs, "attention_mask": causal, "position_ids": torch.arange(length).expand(3, 1, -1)}
+    assert "caller's own" in note(own, None)
+    batch = family.make_inputs(video=13, images=(0, 1), padding=None)
+    batch["attention_mask"][1, 2] = 0  # in the row without a video
+    assert "has gaps" in note(batch, model(**batch).logits)
+    ends = dict(family.make_inputs(video=13, images=(0,)))
+    last = int((ends["input_ids"] == VIDEO).nonzero()[-1, 1]) + 1
+    for key in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        ends[key] = ends[key][:, :last]
+    assert "nothing follows" in note(ends, None)
+    # Features of an unpatched model carry no grids.
+    encoded = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True)
+    images = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
+    bare = {key: value for key, value in inputs.items() if not key.startswith("pixel")}
+    bare["mm_encoder_outputs"] = {"video": encoded, "image": images}
+    assert "not known which tokens" in note(bare)
+
+
+@torch.no_grad()
+def test_later_turns(family: Family, build) -> None:
+    """What follows a prefill in blocks attends to all of it; a video of a later turn is read with full attention."""
+    model, inputs = build(family), family.make_inputs(video=13, images=(0,))
+    more = torch.arange(100, 104)[None]
+    length = inputs["input_ids"].shape[1]
+    turn = {"input_ids": more, "attention_mask": torch.ones(1, length + 4, dtype=torch.long)}
+    if family.types:  # Qwen's positions: any will do that both are given
+        turn["position_ids"] = torch.arange(length, length + 4).expand(3, 1, -1)
+    with tokenprune.patched(model, "pevlm", **SMALL):
+        cache = model(**inputs).past_key_values
+        got = model(**turn, past_key_values=cache).logits
+        again = {**inputs, "attention_mask": torch.ones(1, 2 * length + 4, dtype=torch.long)}
+        if family.types:
+            again["position_ids"] = torch.arange(length + 4, 2 * length + 4).expand(3, 1, -1)
+        model(**again, past_key_values=cache)
+        assert "earlier part of the conversation" in tokenprune.stats(model).notes[0]
+    with blocked(family, model, block_ids(inputs)):
+        cache = model(**inputs).past_key_values
+        close(got, model(**turn, past_key_values=cache).logits)
+
+
+@torch.no_grad()
+def test_other_back_ends_and_caches(family: Family, build) -> None:
+    inputs = family.make_inputs(**BATCHES["left"])
+    with tokenprune.patched(build(family), "pevlm", **SMALL):
+        want = build(family)(**inputs).logits[real_of(inputs)]
+        close(build(family)(**inputs, use_cache=False).logits[real_of(inputs)], want)
+    for way in WAYS:
+        static = StaticCache(config=build(family).config.get_text_config(), max_cache_len=300)
+        with tokenprune.patched(build(family), "pevlm", **SMALL), way():
+            close(build(family)(**inputs, past_key_values=static).logits[real_of(inputs)], want)
+            assert tokenprune.stats(build(family)).attention_blocks == 6
+    for attention in ("eager", "flash_stand_in"):
+        model = build(family, attention)
+        with tokenprune.patched(model, "pevlm", **SMALL):
+            close(model(**inputs).logits[real_of(inputs)], want)
+        with tokenprune.patched(model, [tokenprune.method("pevlm", **SMALL), "divprune"], keep=[1.0, 0.5]):
+            model(**inputs)
+
+
+@torch.no_grad()
+def test_dense_layers(family: Family, build) -> None:
+    model, inputs = build(family), family.make_inputs(**BATCHES["left"])
+    methods = [tokenprune.method("pevlm", **SMALL, dense_layers=[0, 3]), "fastv"]
+    with tokenprune.patched(model, methods, keep=[1.0, 0.5], record=True):
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        cuts = tokenprune.stats(model).cuts
+    with (
+        blocked(family, model, block_ids(inputs), dense=(0, 3)),
+        reduced(family, model, cuts, inputs["input_ids"].shape[1]),
+    ):
+        close(got, generate_logits(model, inputs, 3, tokens=tokens)[0])
+
+
+@torch.no_grad()
+def test_flops_count_the_pairs(build) -> None:
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), family.make_inputs(video=13, images=(0,))
+    with tokenprune.patched(model, "pevlm", **SMALL, dense_layers=[1]):
+        model(**inputs)
+        ratio = tokenprune.stats(model).prefill_flops_ratio
+    ids = block_ids(inputs)[0].tolist()
+    length = len(ids)
+    seen = sum(
+        ids[j] in (SINK, ids[i]) or ids[i] == TAIL for i in range(length) for j in range(i + 1)
+    )  # each pair that is computed, counted
+    linear = 2 * length * 64 * (2 * 64 + 2 * 32 + 3 * 96)
+    square = 4 * length**2 * 64
+    part = linear + square * seen / (length * (length + 1) / 2)
+    assert ratio == pytest.approx((3 * part + linear + square) / (4 * (linear + square)))
+
+
+def test_gradients() -> None:
+    family = FAMILIES["qwen3_vl"]
+    model, inputs = family.build(), family.make_inputs(**BATCHES["mixed"])  # one of its own, to be trained
+    weight = model.get_submodule(family.decoder).layers[1].self_attn.k_proj.weight
+    grads = []
+    for way in WAYS:
+        with tokenprune.patched(model, "pevlm", **SMALL), way():
+            model(**inputs).logits[real_of(inputs)].square().mean().backward()
+        grads.append(weight.grad)
+        model.zero_grad()
+    close(*grads, tolerance=1e-4)
+    model.gradient_checkpointing_enable()
+    model.train()
+    with (
+        tokenprune.patched(model, "pevlm", **SMALL),
+        pytest.raises(UnsupportedSetupError, match="gradient_checkpointing_disable"),
+    ):
+        model(**inputs)
+
+
+def refused(model: Any, method: Any, error: type[Exception], match: str, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        tokenprune.patch(model, method, **options)
+    assert not tokenprune.is_patched(model)
+
+
+def test_what_is_refused(build) -> None:
+    model = build(FAMILIES["qwen2_vl"])
+    for keep in (0.5, 1, 64):
+        refused(model, "pevlm", BudgetError, "removes no tokens", keep=keep)
+    refused(model, ["divprune", "pevlm"], BudgetError, r"keep=\[0.25, 1.0\]", keep=0.5)
+    everyone = [tokenprune.method("fastv", query="all"), "pevlm"]
+    refused(model, everyone, OptionError, "never see", keep=[0.5, 1.0])
+    refused(model, "pevlm", OptionError, r"dense_layers=\[4\]", dense_layers=[0, 4])
+    refused(model, "pevlm", OptionError, "names all layers", dense_layers=[0, 1, 2, 3])
+    refused(model, ["pevlm", "pevlm"], OptionError, "same place")
+    for name, family in FAMILIES.items():
+        if not family.video:
+            refused(build(family), "pevlm", UnsupportedSetupError, f"{name}.*names no video token")
+
+
+@torch.no_grad()
+def test_sliding_windows() -> None:
+    family = FAMILIES["qwen2_vl"]
+    config = family.config["text_config"] | dict(use_sliding_window=True, sliding_window=16, max_window_layers=2)
+    model = type(family)(**{**vars(family), "config": family.config | {"text_config": config}}).build()
+    inputs = family.make_inputs(video=13, images=(0,))
+    refused(model, "pevlm", UnsupportedSetupError, r"dense_layers=\[2, 3\]")
+    with tokenprune.patched(model, "pevlm", **SMALL, dense_layers=[2, 3]):
+        got = model(**inputs).logits
+    with blocked(family, model, block_ids(inputs), dense=(2, 3)):
+        close(got, model(**inputs).logits)
+
+
+def test_the_benchmark_of_images_leaves_it_out() -> None:
+    from tokenprune.bench.suite import patched
+
+    with pytest.raises(UnsupportedSetupError, match="acts on videos"):
+        patched(None, "pevlm", 1.0)

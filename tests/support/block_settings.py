@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings and references for attention in blocks of frames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tests.engine.test_modes  # noqa: F401  (registers flash_stand_in)
+from dense_blocks import dense_mask
+from oracle import seen_before
+from tests.kernels.test_block_attention import naive_ids
+from tokenprune.frames import Visual
+from tokenprune.kernels.block_attention import PADDING, SINK, TAIL
+from zoo import FAMILIES, VIDEO, Family
+
+VIDEO_FAMILIES = [family for family in FAMILIES.values() if family.video]
+
+
+SINK_FRAMES, BLOCK_FRAMES = 2, 4
+
+
+SMALL = dict(sink_frames=SINK_FRAMES, block_frames=BLOCK_FRAMES, min_frames=1)
+
+
+WAYS = (nullcontext, dense_mask)  # as the library computes it, and its reference
+
+
+# A prompt beside it without video, or with another number of frames where the family can batch these.
+BATCHES: dict[str, dict[str, Any]] = {
+    "one row": dict(video=13, images=(0,), rows=1),
+    "left": dict(video=(13, 13), images=(0, 0)),
+    "right": dict(video=(13, 13), images=(0, 0), padding="right"),
+    "mixed": dict(video=13, images=(0, 1)),
+    "image after": dict(video=13, images=(1, 0), padding="right"),
+    "no padding": dict(video=(13, 13), images=(0, 0), padding=None),
+}
+
+
+def visuals_of(inputs: Any, row: int, frames: int) -> list[Visual]:
+    """The videos (of `frames` frames) and images of a row, read off the prompt's ids."""
+    ids, visuals = inputs["input_ids"][row].tolist(), []
+    places = [position for position, token in enumerate(ids) if token in (VIDEO, VIDEO - 1)]
+    for count in inputs.counts[row]:
+        mine, places = places[:count], places[count:]
+        number = frames if ids[mine[0]] == VIDEO else 1
+        size = count // number
+        ends = [*(mine[(n + 1) * size - 1] + 1 for n in range(number - 1)), mine[-1] + 1]
+        visuals.append(Visual("video" if number > 1 else "image", tuple(zip(mine[::size], ends, strict=False))))
+    return visuals
+
+
+def block_ids(inputs: Any, frames: int = 13, sink: int = SINK_FRAMES, block: int = BLOCK_FRAMES) -> Tensor:
+    """long [B, L]: the block of each token, from the rule."""
+    rows = []
+    for row, mask in enumerate(inputs["attention_mask"].bool()):
+        visuals, end = visuals_of(inputs, row, frames), int(mask.nonzero()[-1]) + 1
+        blocked = any(visual.modality == "video" for visual in visuals)
+        ids = naive_ids(visuals, end, sink, block) if blocked else [SINK] * end
+        ids = torch.tensor(ids + [SINK] * (len(mask) - end))
+        rows.append(ids.masked_fill(~mask, PADDING))
+    return torch.stack(rows)
+
+
+@contextmanager
+def blocked(family: Family, model: Any, ids: Tensor, dense: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Within, the unpatched model's layers mask, in prefill, what a token must not see."""
+    query, key = ids[:, :, None], ids[:, None, :]
+    allowed = ((key == SINK) | (key == query) | (query == TAIL)) & (key != PADDING)
+    allowed = allowed.tril() | torch.eye(ids.shape[1], dtype=torch.bool)
+    handles = []
+    for index, layer in enumerate(model.get_submodule(family.decoder).layers):
+
+        def enter(module: Any, args: tuple, kwargs: dict, index: int = index) -> tuple:
+            if not seen_before(kwargs.get("past_key_values"), index):
+                kwargs = kwargs | {"attention_mask": allowed[:, None]}
+            return args, kwargs
+
+        if index not in dense:
+            handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+    try:
+        yield model
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def real_of(inputs: Any) -> Tensor:
+    return inputs["attention_mask"].bool()

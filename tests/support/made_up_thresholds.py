@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made-up thresholds of dymu, and a model that they are for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import tokenprune
+from tokenprune import Thresholds, Tower
+
+
+def tower_shape(model: Any) -> Tower:
+    from tokenprune.integrations.hf.families import adapter_for
+    from tokenprune.integrations.hf.tower.merging import EncoderPatch
+
+    return EncoderPatch(adapter_for(model), tokenprune.method("tome", r=0), tokenprune.Budget(keep=0.5)).shape
+
+
+def by_hand(model: Any, values: list[float]) -> Thresholds:
+    return Thresholds({0.5: torch.tensor(values)}, tower_shape(model).fingerprint, 1)
+
+
+# Where the tokens of `mixed` merge in numbers that differ from image to image.
+TAUS = {"llava": [0.6, 0.7, 1.0], "llava_next": [0.6, 0.7, 1.0], "llava_onevision": [0.6, 0.7, 0.75]}

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results as lmms-eval writes them, made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def setting(papers: Any, name: str) -> Any:
+    return next(one for one in papers.settings.settings() if one.name == name)
+
+
+def write_results(papers: Any, folder: Path, name: str, numbers: dict[str, float], **changes: Any) -> Path:
+    """A results file as lmms-eval 0.7.3 writes it, with `numbers` in the papers' units."""
+    results: dict[str, Any] = {}
+    for key, number in numbers.items():
+        one = papers.sets.SETS[key]
+        share = number / one.scale / len(one.metrics)
+        stderr = {f"{metric}_stderr,none": "N/A" for metric in one.metrics}
+        task = changes.get("tasks", {}).get(key, one.tasks[0])
+        results[task] = {"alias": task, **{f"{metric},none": share for metric in one.metrics}, **stderr}
+    arguments = setting(papers, name).arguments("llava-hf/llava-1.5-7b-hf", "cuda", "thresholds.safetensors")
+    config = {"model": "tokenprune", "model_args": arguments, "batch_size": "1", "limit": None} | changes.get(
+        "config", {}
+    )
+    data = {"results": results, "configs": {}, "config": config, "throughput": changes.get("throughput", {})}
+    path = folder / name / "llava-hf__llava-1.5-7b-hf" / f"{changes.get('date', '20260101_000000')}_results.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data))
+    return path
+
+
+def cut_short(path: Path) -> None:
+    path.write_text(path.read_text()[:-20])

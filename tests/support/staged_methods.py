@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of several stages, made for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from families.special import FAMILIES as SPECIAL
+from families.special import STATEFUL
+from only_kept import only_kept
+from oracle import close, generate_logits, reduced, survivors
+from tokenprune import Budget, Method, Selection, Site, VisualTokens
+from zoo import FAMILIES, Family
+
+Choose = Callable[[VisualTokens], Tensor | Selection]
+
+
+BATCHES: dict[str, dict[str, Any]] = {
+    "one image": {"only": 0},
+    "ragged": {"images": (2, 1)},
+    "ragged right": {"images": (1, 3), "padding": "right"},
+    "text beside": {"images": (0, 2)},
+}
+
+
+# One axis of positions, three, layers that add features to visual tokens, masks made by the model, a state in place of
+# keys, sliding windows and inputs for each layer.
+MANY = FAMILIES | SPECIAL
+
+
+KINDS = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma3n", "llama4", "lfm2_vl"]
+
+
+@dataclass(frozen=True)
+class Stage(Method):
+    """Keeps what `choose` makes of the tokens that reach `layer`."""
+
+    name: ClassVar[str] = "staged"
+    site: ClassVar[Site] = Site.IN_LLM
+    layer: int = 1
+    choose: Choose = field(default=lambda tokens: tokens.mask, compare=False)
+    by_content_count: ClassVar[bool] = False
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        chosen = self.choose(tokens)
+        return chosen if isinstance(chosen, Selection) else Selection(chosen & tokens.mask)
+
+
+@dataclass(frozen=True)
+class ByContent(Stage):
+    by_content_count: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Staged(Method):
+    """Consists of stages, which all get `budget`, or what `budgets` say."""
+
+    name: ClassVar[str] = "staged"
+    site: ClassVar[Site] = Site.IN_LLM
+    parts: Sequence[Stage] = ()
+    budgets: Sequence[Budget] | None = None
+
+    @property
+    def layer(self) -> int:
+        return self.parts[0].layer
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        return list(zip(self.parts, self.budgets or [budget] * len(self.parts), strict=True))
+
+
+def oracle(family: Family) -> Any:
+    return only_kept if family.name in STATEFUL else reduced
+
+
+@torch.no_grad()
+def check(
+    family: Family, model: Any, method: Any, inputs: Any, keep: Any = 0.5, steps: int = 3, **options: Any
+) -> list:
+    """A patched run computes what the unpatched model does with masks; returns its cuts."""
+    length = inputs["input_ids"].shape[1]
+    if family.name in STATEFUL and not inputs["attention_mask"][:, -1].all():
+        pytest.skip("a state takes in padding behind a prompt before the answer, patched or not")
+    with tokenprune.patched(model, method, keep=keep, record=True, **options):
+        logits = model(**inputs).logits
+        cuts = tokenprune.stats(model).cuts
+        got, tokens, _ = generate_logits(model, inputs, steps)
+        assert [cut.kept for cut in tokenprune.stats(model).cuts] == [cut.kept for cut in cuts]
+    with oracle(family)(family, model, cuts, length):
+        want = model(**inputs).logits
+        wanted, _, _ = generate_logits(model, inputs, steps, tokens=tokens)
+    alive = survivors(cuts[-1], length) if cuts else inputs["attention_mask"].bool()
+    close(logits[alive], want[alive])
+    read = inputs["attention_mask"][:, -1].bool()
+    close(got[read], wanted[read])
+    close(got[:, 1:], wanted[:, 1:])
+    return cuts
+
+
+def visual_left(family: Family, model: Any, inputs: Any, cut: Any) -> list[int]:
+    """Visual tokens of each row that survive a cut."""
+    visual = family.visual_mask(model, inputs)
+    return (survivors(cut, visual.shape[1]) & visual).sum(1).tolist()
+
+
+def every(number: int, offset: int = 0) -> Choose:
+    return lambda tokens: (torch.arange(tokens.mask.shape[1]) % number == offset).expand_as(tokens.mask)
+
+
+kind = pytest.mark.parametrize("family", [MANY[name] for name in KINDS], ids=KINDS)
+
+
+batch = pytest.mark.parametrize("batch", BATCHES)
