@@ -133,21 +133,27 @@ def look(
     keep: float | int,
     video: bool,
     side: int,
+    labels: Sequence[str] = (),
     **options: Any,
 ) -> tuple[Image.Image, int]:
     """Ask with `method`, and return the drawing of what it kept of each image, side by side, and how many tokens that
     is; raises like `show`.
 
-    video: whether the images are a video. side: pixels of a drawing's longer side, about. options: of the method.
+    video: whether the images are a video. side: pixels of a drawing's longer side, about. labels: the text before each
+    image. options: of the method.
     """
     draw.check_drawable(method)
-    seen = _seen(subject, images, question, method, keep, video, **options)
+    seen = _seen(subject, images, question, method, keep, video, labels, **options)
     cell = max(2, side // max(max(grid) for grid in seen.grids))
     return row(_drawn(seen, cell)), int(seen.kept.sum())
 
 
-def _asked(subject: Model, frames: Sequence[Image.Image], question: str, video: bool) -> dict[str, Any]:
-    return subject.video_inputs(frames, question) if video else subject.inputs([list(frames)], [question])
+def _asked(
+    subject: Model, frames: Sequence[Image.Image], question: str, video: bool, labels: Sequence[str] = ()
+) -> dict[str, Any]:
+    if video:
+        return subject.video_inputs(frames, question)
+    return subject.inputs([list(frames)], [question], [labels] if labels else ())
 
 
 def _seen(
@@ -157,10 +163,11 @@ def _seen(
     method: str,
     keep: float | int,
     video: bool,
+    labels: Sequence[str] = (),
     **options: Any,
 ) -> Seen:
     with patched(subject, method, keep, video, record=True, **options):
-        inputs = _asked(subject, frames, question, video)
+        inputs = _asked(subject, frames, question, video, labels)
         grids = grids_of(subject, inputs, len(frames), video)
         (answer,) = subject.generate(inputs)
         stats = tokenprune.stats(subject.model)
@@ -200,7 +207,7 @@ def grids_of(subject: Model, inputs: dict[str, Any], images: int, video: bool) -
         told = told or [(1, side, side)] * images
     behind = 0
     if video and told is None:  # frames of one square each, and what follows the last (a newline)
-        (frames,), behind = subject.adapter.video_frames(inputs) or [0], subject.adapter.behind_video
+        frames, behind = sum(subject.adapter.video_frames(inputs) or []), subject.adapter.behind_video
         side = math.isqrt((count - behind) // frames) if frames else 0
         told = [(frames, side, side)]
     grids = [(height, width) for times, height, width in told or [] for _ in range(times)]
