@@ -350,7 +350,7 @@ def test_merging(layer: int, weighted: bool, family: Family, model) -> None:
     for row, row_pieces in enumerate(pieces(family, inputs)):
         want = {piece[i]: piece[i : i + 2] for piece in row_pieces for i in range(0, len(piece), 3)}
         assert cut.sources[row] == want
-        told = {place: 2.5 for sources in want.values() for place in sources}
+        told = {target: [1 / len(sources)] * len(sources) for target, sources in want.items()}
         assert (cut.weights[row] == told) if weighted else cut.weights is None
     with reduced(family, model, [cut], inputs["input_ids"].shape[1]):
         want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)

@@ -80,7 +80,8 @@ def test_answers_are_even(videos, kind):
         given = Counter(question.answer for video in videos for question in video.of_kind(kind))
     share = 1 / len(ANSWERS[kind])
     total = sum(given.values())
-    assert set(given) == ({True, False} if kind == "order" else set(ANSWERS[kind]))
+    assert set(given) <= ({True, False} if kind == "order" else set(ANSWERS[kind]))
+    assert len(given) > 0.8 * len(ANSWERS[kind])
     assert total > 20 and max(given.values()) < total * share + 4.5 * (total * share * (1 - share)) ** 0.5
 
 
@@ -168,7 +169,7 @@ def test_frames_in_another_order_answer_nothing_about_time(plain):
             (question,) = video.of_kind(kind)
             # All that is left of a thing without order: how many frames show it, and the places where it was.
             seen = tuple(sorted(sum(value is not None for value in one.values) for one in video.things))
-            where = "" if kind != "direction" else len({boxes[-1][0] for boxes in video.things[0].boxes}) == 1
+            where = "" if kind != "direction" else len({boxes[0][0] for boxes in video.things[0].boxes}) == 1
             answer = _says_first(question) if kind == "order" else question.answer
             sets[seen, where][answer] += 1
         for counts in sets.values():
@@ -176,15 +177,33 @@ def test_frames_in_another_order_answer_nothing_about_time(plain):
 
 
 def test_a_move_has_no_place_of_its_own(plain):
-    """Where a thing is, in any frame, tells nothing about its direction: each place is as likely for all."""
-    for frame in (0, 3, 7):
-        places = defaultdict(list)
-        for seed in range(400):
-            video = draw_video(np.random.default_rng(seed), (112, 112), "still", kinds=("direction",))
-            left, top, *_ = video.things[0].boxes[frame][-1]
-            places[video.questions[0].answer].append(left if video.questions[0].answer in ("left", "right") else top)
-        halves = {answer: np.mean(np.array(found) > 56) for answer, found in places.items()}
-        assert max(halves.values()) - min(halves.values()) < 0.15, halves
+    """Where a thing is, in any frame, tells nothing about its direction: each place is as likely for all, those across
+    an edge too."""
+    videos = defaultdict(list)
+    for seed in range(480):
+        video = draw_video(np.random.default_rng(seed), (112, 112), "still", kinds=("direction",))
+        videos[video.questions[0].answer].append(video.things[0])
+    for frame in (0, 5):
+        for seen in (_right_half, _lower_half, _across_sides, _across_top):
+            shares = [np.mean([seen(thing.boxes[frame]) for thing in things]) for things in videos.values()]
+            assert len(shares) == 4 and max(shares) - min(shares) < 0.2, (frame, seen.__name__, shares)
+            assert min(shares) > 0.08
+
+
+def _right_half(boxes):
+    return boxes[0][0] > 40
+
+
+def _lower_half(boxes):
+    return boxes[0][1] > 40
+
+
+def _across_sides(boxes):
+    return {0, 112} <= {edge for left, _, right, _ in boxes for edge in (left, right)}
+
+
+def _across_top(boxes):
+    return {0, 112} <= {edge for _, top, _, bottom in boxes for edge in (top, bottom)}
 
 
 @pytest.mark.parametrize("ground", GROUNDS)

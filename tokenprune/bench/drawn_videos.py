@@ -4,8 +4,8 @@
 A video is drawn from one ``numpy.random.Generator``: a ground (still, noisy, panning behind the things, or with one
 cut) and things on it that stay, move, blink, change colour or are there for a frame or two. Every answer of a kind is
 equally likely, whatever else the video holds, and only `still` can be answered from the first frame. What moves leaves
-on one side and comes in on the other, so that no single frame tells which way; that a thing moves left or right and not
-up or down is all that frames in another order tell.
+on one side and comes in on the other, so that all its places are as likely and no single frame tells which way; that a
+thing moves sideways, or up or down, is all that frames in another order tell.
 """
 
 from __future__ import annotations

@@ -23,49 +23,48 @@ if TYPE_CHECKING:
     from tokenprune.statistics import Cut
 
 Grid = tuple[int, int]
+Left = Any  # a sparse matrix of scipy
 _CROPPED = 1.02  # an image whose shape differs more from that of what the model gets of it was cropped or padded
 
 
-def recall(looks: Sequence[np.ndarray], group: np.ndarray, share: np.ndarray) -> float:
+def recall(looks: Sequence[np.ndarray], left: Left) -> float:
     """Return the share of looks that are still possible.
 
-    looks: for each, bool `[N]`, which visual tokens lie where it looks. group, share: as of `outcome`.
+    looks: for each, bool `[N]`, which visual tokens lie where it looks. left: as of `outcome`.
     """
-    kept = 0
-    for look in looks:
-        inside = np.bincount(group[look & (group >= 0)], share[look & (group >= 0)], minlength=len(group))
-        kept += bool(inside.max(initial=0.0) >= 0.5 - 1e-6)
-    return kept / len(looks)
+    return float(np.mean([(left @ look).max(initial=0.0) >= 0.5 - 1e-6 for look in looks]))
 
 
-def outcome(cuts: Sequence[Cut], positions: Sequence[int], row: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return what became of the visual tokens of a row in prefill: int `[N]`, the number of the token that each is now
-    a part of (its own where it stays as it is, -1 where it is gone), and float `[N]`, its share of that token.
+def outcome(cuts: Sequence[Cut], positions: Sequence[int], row: int = 0) -> Left:
+    """Return what prefill left of the visual tokens of a row, a sparse matrix `[N, N]`: for each token the share that
+    every token had in it, a row of zeros for one that is gone.
 
     cuts: of `Stats.cuts`. positions: of the row's visual tokens, in the caller's sequence, ascending.
     """
+    from scipy import sparse  # of the extra `bench`, which this is a part of
+
     index = {position: number for number, position in enumerate(positions)}
-    group, share = np.arange(len(positions)), np.ones(len(positions))
+    left = sparse.identity(len(positions), format="csr")
     for cut in cuts:
         if cut.step:
             continue
         if cut.sources is not None:
-            group, share = _merged(cut, row, index, group, share)
+            left = _merge(cut, row, index) @ left
         alive = set(cut.kept[row])
-        stays = np.array([position in alive for position in positions], bool)
-        group = np.where((group >= 0) & stays[group], group, -1)
-    return group, share
+        left = sparse.diags([float(position in alive) for position in positions]) @ left
+    return left
 
 
-def _merged(
-    cut: Cut, row: int, index: dict[int, int], group: np.ndarray, share: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    into, part = np.arange(len(group)), np.ones(len(group))
+def _merge(cut: Cut, row: int, index: dict[int, int]) -> Left:
+    """What each token is a mean of, as shares; a token that is no target becomes a row of zeros."""
+    from scipy import sparse
+
+    targets, origins, shares = [], [], []
     for target, sources in cut.sources[row].items():
-        places = [index[source] for source in sources]
-        into[places] = index[target]
-        part[places] = 1 / len(places) if cut.weights is None else cut.weights[row][target]
-    return np.where(group >= 0, into[group], -1), share * part[group]
+        targets += [index[target]] * len(sources)
+        origins += [index[source] for source in sources]
+        shares += [1 / len(sources)] * len(sources) if cut.weights is None else cut.weights[row][target]
+    return sparse.csr_array((shares, (targets, origins)), shape=(len(index), len(index)))
 
 
 def tokens_of(
@@ -123,13 +122,13 @@ def recalls(
         positions = [position for position, is_visual in enumerate(visual[row]) if is_visual]
         sizes = [image.size for image in images]
         looks = tokens_of(question.looks, sizes, mine, len(positions))
-        made.append(recall(looks, *outcome(cuts, positions, row)))
+        made.append(recall(looks, outcome(cuts, positions, row)))
     return made
 
 
 def _grids(subject: Model, inputs: dict[str, Any], shown: Sequence[Sequence[Any]], video: bool) -> list[list[Grid]]:
     """Return the grids of each row's images, or of the frames of the one video."""
-    from tokenprune.bench.contact_sheet import grids_of
+    from tokenprune.bench.grids import grids_of
 
     grids = iter(grids_of(subject, inputs, sum(map(len, shown)), video))
     if video:

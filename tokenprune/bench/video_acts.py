@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -63,8 +64,8 @@ class Thing:
     """One drawn thing.
 
     what: a shape or ``"sign"``. values: for each frame its colour, ``"<colour> to <colour>"`` while it changes slowly,
-    a word; None where it is not there. boxes: for each frame where it is, or would be; two where it leaves on one side
-    and comes in on the other.
+    a word; None where it is not there. boxes: for each frame where it is, or would be; several where it lies across
+    an edge, and comes in on the other side.
     """
 
     what: str
@@ -104,14 +105,10 @@ class Stage:
     def _direction(self, answer: str) -> None:
         step = int(self.rng.integers(5, 10)) * (1 if answer in ("right", "down") else -1)
         radius, across = self._radius(), answer in ("left", "right")
+        # Every place is as likely, those across an edge too: else a frame would tell which way a thing came.
         x, y = int(self.rng.integers(self.width)), int(self.rng.integers(self.height))
-        side = 2 * radius + 4
-        if across:
-            y = y % (self.height - side - 4) + 2
-        else:
-            x = x % (self.width - side - 4) + 2
         path = [
-            ((x + step * frame) % self.width, y) if across else (x, (y + step * frame) % self.height)
+            ((x + step * frame * across) % self.width, (y + step * frame * (not across)) % self.height)
             for frame in range(FRAMES)
         ]
         color = self._color()
@@ -235,7 +232,7 @@ class Stage:
         for frame, (left, top) in enumerate(path):
             value, image = values[frame], self.grounds[frame]
             mine = []
-            for x, y in {(left, top), (left - self.width, top), (left, top - self.height)}:
+            for x, y in product((left, left - self.width), (top, top - self.height)):
                 box = (max(x, 0), max(y, 0), min(x + whole.width, self.width), min(y + whole.height, self.height))
                 if box[0] >= box[2] or box[1] >= box[3]:
                     continue

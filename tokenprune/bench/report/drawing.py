@@ -219,7 +219,8 @@ def _look(
         raise TokenPruneError("it acts on the pixels of the video, before there are tokens")
     frames = question.video if video else question.images
     side = SIDE if len(frames) == 1 and not video else FRAME_SIDE
-    return contact_sheet.look(subject, frames, text, method, keep, video, side, **options)
+    labels = getattr(question, "labels", ())
+    return contact_sheet.look(subject, frames, text, method, keep, video, side, labels, **options)
 
 
 def _answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tuple, dict[str, Any]]:
