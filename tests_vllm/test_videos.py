@@ -18,7 +18,8 @@ from tokenprune.video import compares_frames
 
 EVS = {"method": "evs", "keep": 0.4}
 METHODS = [name for name in servable() if compares_frames(build(name, {}))]
-MERGING = {"method": "holitom", "inner": False, "keep": 0.4}  # by the attention of the vision tower
+# Methods with a cut inside the language model, without that one.
+FIRST_CUTS = [{"method": name, "inner": False, "keep": 0.4} for name in ("holitom", "flashvid", "prunevid")]
 BLOCK = 32
 
 
@@ -54,7 +55,7 @@ def check(reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, imag
 def test_a_batch_of_every_method_with_an_image_beside(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """And once more from the prefix cache."""
     prompt, images, videos = checkpoint.prompt(1, video=True), checkpoint.images(1), [clip(checkpoint)]
-    overrides = [{"off": True}, *({"method": name, "keep": 0.4} for name in METHODS), MERGING]
+    overrides = [{"off": True}, *({"method": name, "keep": 0.4} for name in METHODS), *FIRST_CUTS]
     requests = [engine.request(prompt, images, override, videos) for override in overrides]
     for _ in range(2):
         outputs = engine.generate(requests)
