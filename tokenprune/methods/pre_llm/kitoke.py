@@ -140,7 +140,7 @@ def chances(weight: Tensor, number: int) -> Tensor:
     behind = sorted_.flip(0).cumsum(0).flip(0)
     factor = (number - torch.arange(len(sorted_), device=weight.device)) / behind  # if all before an entry are certain
     certain = (factor * sorted_ >= 1).cumprod(0).sum()
-    factor = factor[certain.clamp(max=len(sorted_) - 1)]
+    factor = factor.gather(0, certain.clamp(max=len(sorted_) - 1)[None])
     return (weight.double() * factor).clamp(max=1)
 
 
