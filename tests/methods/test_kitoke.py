@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tokenprune
 from tokenprune.methods.pre_llm.kitoke import chances, crowd, pivotal, spread
 from videos import best, check_counts, compare, cos, given, moving, select, shares_of
 
@@ -23,7 +24,7 @@ def crowding(x: list[list[float]], alpha: float = 0.16) -> tuple[list[float], fl
     return [math.fsum(math.exp(-(d**2) / (alpha * unit**2)) for d in row) for row in apart], unit
 
 
-def intervals(x: list[list[list[float]]], unit: float) -> list[int]:
+def intervals(x: list[list[list[float]]], unit: float, change: float = 1.5, jump: float = 1.0) -> list[int]:
     steps = []
     for before, after in pairwise(x):
         same = math.fsum(map(math.dist, before, after)) / len(before)
@@ -32,7 +33,7 @@ def intervals(x: list[list[list[float]]], unit: float) -> list[int]:
     made = [0]
     for t, step in enumerate(steps):
         others = steps[max(0, t - 1) : t] + steps[t + 1 : t + 2]
-        cut = step > 1.5 or any(step - other > 1.0 and step > 1.4 * other for other in others)
+        cut = step > change or any(step - other > jump and step > 1.4 * other for other in others)
         made.append(made[-1] + cut)
     return made
 
@@ -59,6 +60,18 @@ def naive(video: Tensor, attention: Tensor, keep: int, grid: Any, kept: list[int
 @pytest.mark.parametrize("share", [0.04, 0.3, 0.6, 0.97])
 def test_against_a_naive_loop(share: float, cut: int | None) -> None:
     compare("kitoke", naive, share, cut, newline=cut is None, sample=False)
+
+
+@pytest.mark.parametrize(("change", "jump"), [(9.0, 0.02), (9.0, 0.3), (0.5, 9.0)])
+@pytest.mark.parametrize("cut", [1, 4, 6])
+def test_intervals(change: float, jump: float, cut: int) -> None:
+    """Where frames are far apart, or farther than two neighbouring ones."""
+    video = moving(7, 3, 4, seed=1, cut=cut, noise=0.1)
+    _, unit = crowding(video.flatten(0, 1).tolist())
+    method = tokenprune.method("kitoke", change=change, jump=jump)
+    got = method._intervals(video, torch.ones(7, 12, dtype=torch.bool), torch.tensor(unit))
+    assert got.tolist() == intervals(video.tolist(), unit, change, jump)
+    assert got[-1] >= 1
 
 
 @pytest.mark.parametrize("cut", [None, 2])
