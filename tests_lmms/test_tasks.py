@@ -25,9 +25,7 @@ def manager() -> TaskManager:
 
 
 def test_the_folder_is_printed() -> None:
-    printed = subprocess.run(
-        [sys.executable, "-m", "tokenprune.lmms_eval"], capture_output=True, text=True, check=True
-    )
+    printed = subprocess.run([sys.executable, "-m", "tokenprune.lmms_eval"], capture_output=True, text=True, check=True)
     assert Path(printed.stdout.strip()) == TASKS
 
 

@@ -21,6 +21,7 @@ from tests.api.test_cli import call, refused
 from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.bench import contact_sheet, draw
 from tokenprune.bench.contact_sheet import _GAP, CELL
+from tokenprune.bench.grids import grids_of
 from tokenprune.bench.media import read_frames
 from tokenprune.bench.model import Model
 from zoo import FAMILIES
@@ -126,7 +127,7 @@ def test_frames_of_squares_with_a_newline_behind_them_are_drawn(build: Any) -> N
     family = FAMILIES["llava_onevision"]
     subject = Model(build(family), SimpleNamespace(image_processor=None), "tiny")
     inputs = dict(family.make_inputs(images=[0], video=3))
-    assert contact_sheet.grids_of(subject, inputs, 3, True) == [(2, 2)] * 3
+    assert grids_of(subject, inputs, 3, True) == [(2, 2)] * 3
     assert subject.visual_tokens(inputs) == 13
 
 
@@ -137,13 +138,13 @@ def test_what_cannot_be_drawn(subject: Model) -> None:
     with pytest.raises(OptionError, match="nothing to draw"):
         contact_sheet.show(subject, frames[:1], "image 2?", "view_select", 1.0)
     inputs = subject.inputs([frames], ["is there a star?"])
-    assert contact_sheet.grids_of(subject, inputs, 2, False) == [(16, 16)] * 2
+    assert grids_of(subject, inputs, 2, False) == [(16, 16)] * 2
     with pytest.raises(UnsupportedSetupError, match="tiles"):
-        contact_sheet.grids_of(subject, inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}, 2, False)
+        grids_of(subject, inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}, 2, False)
     with pytest.raises(UnsupportedSetupError, match="no grids"):
-        contact_sheet.grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, 9:]}, 2, False)
+        grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, 9:]}, 2, False)
     with pytest.raises(UnsupportedSetupError, match="no grids"):
-        contact_sheet.grids_of(subject, inputs, 2, True)
+        grids_of(subject, inputs, 2, True)
 
 
 # -- a model that takes videos

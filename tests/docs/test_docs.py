@@ -58,7 +58,7 @@ def test_a_head_comes_below_the_title_and_is_written_once() -> None:
     title, begin, *_ = [line for line in once.splitlines() if line]
     assert (title, begin) == ("# DART, a method", "<!-- head:begin (dev/docs.py) -->")
     assert once.endswith("<!-- head:end -->\n\nText of ours.\n")
-    assert "| `pivot_image` | `4` | how many pivots" in once and once.count("| `exact` |") == 1
+    assert "| `pivot_image` | `4` | an int >= 1 | how many pivots" in once and once.count("| `exact` |") == 1
     assert docs.page("dart", once) == docs.page("dart", once.replace("EMNLP", "another")) == once
     assert docs.page("dart", "").startswith("# dart\n")
 

@@ -58,7 +58,8 @@ def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
 
 def skip_refused(name: str, method: Any) -> None:
     if method in REFUSED.get(name, ()):
-        pytest.skip(f"{name} takes no {method}, and says so (test_encoder_models.py, test_pevlm_composed.py, test_frames.py)")
+        tests = "test_encoder_models.py, test_pevlm_composed.py, test_frames.py"
+        pytest.skip(f"{name} takes no {method}, and says so ({tests})")
 
 
 # -- caches that record their past ---------------------------------------------------------------------------------

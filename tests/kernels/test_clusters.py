@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters of tokens against naive loops; ragged batches give what their rows give alone, and parts what a whole does."""
+"""Clusters of tokens against naive loops; ragged batches give what their rows give alone, parts what a whole does."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def recalls(
 
 def _grids(subject: Model, inputs: dict[str, Any], shown: Sequence[Sequence[Any]], video: bool) -> list[list[Grid]]:
     """Return the grids of each row's images, or of the frames of the one video."""
-    from tokenprune.bench.contact_sheet import grids_of
+    from tokenprune.bench.grids import grids_of
 
     grids = iter(grids_of(subject, inputs, sum(map(len, shown)), video))
     if video:

@@ -61,9 +61,7 @@ class Pixels:
     def __call__(self, batch: list[Any]) -> tuple[Tensor, ...]:
         tiles = [self._tiles(item) for item in batch]
         if len({tile.shape[1:] for tile in tiles}) > 1:
-            raise OptionError(
-                f"images of different sizes, {sorted({tuple(t.shape[2:]) for t in tiles})}: resize them"
-            )
+            raise OptionError(f"images of different sizes, {sorted({tuple(t.shape[2:]) for t in tiles})}: resize them")
         return (torch.cat(tiles).to(self.weights.device, self.weights.dtype),)
 
     def _tiles(self, item: Any) -> Tensor:

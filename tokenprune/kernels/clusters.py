@@ -18,6 +18,7 @@ from tokenprune.kernels.temporal import density_peaks, unit
 
 _NEIGHBOURS = 7  # of a token that tell how dense it is there
 _AT_ONCE = 2**24  # entries of matrices in memory at a time
+_HELD = 2**28  # bytes of a table that is kept for several passes
 
 
 def in_parts(rows: int, entries: int) -> Iterator[slice]:
@@ -140,12 +141,16 @@ def components(near: Tensor, threshold: float | None = None) -> Tensor:
     """
     if threshold is None:
         return _components(lambda label: torch.where(near, label.unsqueeze(-2), near.shape[-1]).amin(-1), near[..., 0])
-    parts = list(in_parts(len(near), len(near)))
-    table = (near @ near.T).clamp(max=1) > threshold if len(parts) == 1 else None
+
+    def tables() -> Iterator[Tensor]:
+        for rows in in_parts(len(near), len(near)):
+            yield (near[rows] @ near.T).clamp(max=1) > threshold
+
+    held = list(tables()) if len(near) ** 2 <= _HELD else None
 
     def lowest(label: Tensor) -> Tensor:
-        tables = [table] if table is not None else ((near[rows] @ near.T).clamp(max=1) > threshold for rows in parts)
-        return torch.cat([torch.where(one, label, len(near)).amin(1) for one in tables])
+        label = label.int()  # half as much to move
+        return torch.cat([torch.where(one, label, len(near)).amin(1) for one in held or tables()]).long()
 
     return _components(lowest, near[:, 0])
 

@@ -513,9 +513,7 @@ def _families() -> list[Family]:
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _families() if family.kind in CONFIG_MAPPING}
 # Families with layers that carry a state, from which no mask can take a token: another oracle is needed.
-STATEFUL = set(
-    "qwen3_5 qwen3_5_moe lfm2_vl lfm3_vl minicpmv4_6 minicpmv4_7 minicpm_ocr nemotron_h_omni".split()
-)
+STATEFUL = set("qwen3_5 qwen3_5_moe lfm2_vl lfm3_vl minicpmv4_6 minicpmv4_7 minicpm_ocr nemotron_h_omni".split())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from tokenprune.registry import register
 from tokenprune.transfer import to_device
 from tokenprune.video import Videos
 
-_HALVINGS = 14  # of the range of thresholds that is searched
+_HALVINGS = 12  # of the range of thresholds that is searched
+_NEAR = 50  # one part in so many that the number may be off when the search ends
 
 
 @register("llava_scissor", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2506.21862", merges=True)
@@ -137,7 +138,7 @@ def _searched(x: Tensor, alike: Tensor, spot: Tensor, keep: int) -> _Found:
         if best is None or off < (abs(len(best.mean) - keep), len(best.mean)):
             best = found
         low, high = (middle, high) if number < keep else (low, middle)
-        if number == keep:
+        if _NEAR * abs(number - keep) <= keep:
             break
     return best
 

@@ -213,5 +213,3 @@ def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module
 
 def _attention_of(block: nn.Module) -> nn.Module:
     return next(getattr(block, name) for name in ("self_attn", "attn", "attention") if hasattr(block, name))
-
-
