@@ -303,7 +303,11 @@ def test_what_a_model_does_not_support_is_skipped_with_the_reason(subject: Model
 def test_a_plan_is_checked_before_any_work() -> None:
     assert suite.Plan(methods=("dart", "random")).methods == ("random", "downsample", "dart")
     # Questions about one image have no use for a method that chooses between images.
-    assert set(suite.Plan().methods) == set(tokenprune.available_methods()) - {"view_select"}
+    everything = set(tokenprune.available_methods())
+    of_videos = {"pevlm"} | {name for name in everything if "frames" in tokenprune.method_info(name).needs}
+    assert set(suite.Plan().methods) == everything - {"view_select"} - of_videos
+    assert set(suite.Plan(videos=True).methods) == everything - {"view_select"}
+    assert set(suite.Plan(several=True).methods) == everything - of_videos
     with pytest.raises(UnknownMethodError, match="did you mean 'dart'"):
         suite.Plan(methods=("dartt",))
     with pytest.raises(TokenPruneError, match="keep"):

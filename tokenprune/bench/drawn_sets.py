@@ -63,6 +63,11 @@ class DrawnExample:
         return bool(self.frames)
 
     @property
+    def sources(self) -> tuple[Image.Image, ...]:
+        """What its images are read from: they are here."""
+        return self.images
+
+    @property
     def video(self) -> list[Image.Image]:
         return list(self.frames)
 

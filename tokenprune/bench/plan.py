@@ -44,11 +44,13 @@ class Pass(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     """What to run. The baselines are put in front of `methods`; () means all registered ones, but for those that choose
-    between images where `several` is not set. `ESCALATE` can be named beside them.
+    between images where `several` is not set, and those for videos where `videos` is not. `ESCALATE` can be named
+    beside them.
 
-    several: whether a question may have several images. images: how many held-out images (or videos, prompts), each
-    with one question of every kind; 0: all. Questions that are given are all asked. seeds: methods that draw at random
-    (that have an option `seed`) answer once with each. repeats: timed runs of each (method, keep); 0: no timing.
+    several, videos: whether a question may have several images, or a video. images: how many held-out images (or
+    videos, prompts), each with one question of every kind; 0: all. Questions that are given are all asked. seeds:
+    methods that draw at random (that have an option `seed`) answer once with each. repeats: timed runs of each (method,
+    keep); 0: no timing.
     """
 
     methods: tuple[str, ...] = ()
@@ -58,15 +60,10 @@ class Plan:
     seeds: tuple[int, ...] = (0, 1, 2)
     repeats: int = 7
     several: bool = False
+    videos: bool = False
 
     def __post_init__(self) -> None:
-        # Where every question has one image, nothing is left to a method that chooses between images.
-        fitting = (
-            name
-            for name in tokenprune.available_methods()
-            if self.several or not issubclass(method_class(name), ImageChooser)
-        )
-        names = self.methods or tuple(fitting)
+        names = self.methods or tuple(name for name in tokenprune.available_methods() if self._fits(name))
         for name in names:
             if name != ESCALATE:
                 method_class(name)  # raises with close matches
@@ -79,6 +76,12 @@ class Plan:
                 raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}")
         if not self.keeps or not self.seeds:
             raise OptionError("a benchmark needs at least one keep and one seed")
+
+    def _fits(self, name: str) -> bool:
+        """Whether a method has something to do here."""
+        info = tokenprune.method_info(name)
+        for_videos = info.site is Site.ATTENTION or "frames" in info.needs
+        return (self.several or not issubclass(method_class(name), ImageChooser)) and (self.videos or not for_videos)
 
     def rows(self) -> list[tuple[str, float | int]]:
         """Return each (method, keep) that is run; a method that removes no tokens has one keep."""

@@ -167,7 +167,7 @@ class Bench:
             return self._result(name, keep, passes, None), passes
         try:
             choosing = name != ESCALATE and issubclass(method_class(name), ImageChooser)
-            if choosing and not any(len(one.images) > 1 for one in self.examples):
+            if choosing and not any(len(getattr(one, "sources", ())) > 1 for one in self.examples):
                 raise OptionError(f"{name} chooses between the images of a prompt; these questions have one each")
             passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
             record = self._result(name, keep, passes, whole)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,14 +131,15 @@ def bench(
     check_set(set_, evidence, data, backend, html, plot, samples, sample)
     wanted = Wanted.of(0 if evidence else samples, sample, run, here=backend == "hf")
     metric_named(metric)
-    plan = Plan(
+    planned = partial(
+        Plan,
         methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
         keeps=read_keeps(keep),
         images=DEFAULT_IMAGES if limit is None else limit,
         batch_size=batch_size,
         repeats=0 if evidence else repeats,
-        several=set_ == "views",
     )
+    planned()  # what is wrong in it is said before anything is read or drawn
     asked: Data | DrawnSet | None = None
     if data is not None:
         asked = load_data(
@@ -149,7 +151,12 @@ def bench(
             limit=limit or 0,
         )
     elif set_ != "images":
-        asked = drawn_set(set_, plan.images)
+        asked = drawn_set(set_, planned().images)
+    questions = [] if asked is None else asked.questions
+    plan = planned(
+        several=set_ == "views" or any(len(one.sources) > 1 for one in questions),
+        videos=any(one.is_video for one in questions),
+    )
     with ExitStack() as stack:
         images = max((len(one.sources) for one in asked.questions), default=1) if data is not None else 1
         subject = engines.open(stack, images)
