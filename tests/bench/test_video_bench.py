@@ -108,6 +108,10 @@ def test_views_are_asked_with_their_labels(subject: Model) -> None:
     # A quarter of six images is one: four of the eight questions name a view, the others get the first.
     tokens = {name: one["stats"]["visual_tokens_out"] for name, one in made.items() if one["record"] == "result"}
     assert tokens["view_select"] == unpatched["stats"]["visual_tokens_out"] / 6
+    # Without a bound, by name or number one of six images, else all: it got the names as `views`.
+    free = Plan(("view_select",), (1.0,), repeats=0, seeds=(0,), several=True)
+    *_, free = Bench(subject, free, questions=drawn_set("views", 1)).records()
+    assert free["stats"]["visual_tokens_out"] * 24 == free["stats"]["visual_tokens_in"] * (1 + 1 + 6 + 6)
     assert made["escalate"]["record"] == "result" and made["escalate"]["site"] is None
     assert "timing" not in made["escalate"] and tokens["escalate"] > 0
     assert made["divprune"]["evidence"][0] and "evidence" not in made["view_select"]
