@@ -94,8 +94,8 @@ def test_counts(frames: int) -> None:
 @pytest.mark.parametrize(
     ("labels", "lengths"),
     [
-        ("aabb", [2, 2]), ("a", [1]), ("aaba", [2, 2]), ("aabaacc", [2, 1, 4]), ("abab", [1, 3]), ("abba", [1, 3]), ("ababb", [3, 2]),
-        ("abcaab", [2, 1, 3]), ("aaabacbb", [5, 1, 2]),
+        ("aabb", [2, 2]), ("a", [1]), ("aaba", [2, 2]), ("aabaacc", [2, 1, 4]), ("abab", [1, 3]), ("abba", [1, 3]),
+        ("ababb", [3, 2]), ("abcaab", [2, 1, 3]), ("aaabacbb", [5, 1, 2]),
     ],
 )  # fmt: skip
 def test_scenes_are_contiguous(labels: str, lengths: list[int]) -> None:
