@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixed held-out set: drawn images that ship with the package, with one question of each kind per image."""
+"""The fixed held-out sets: drawn images that ship with the package, with one question of each kind per image.
+
+`FOLDER` holds images of 224 x 224 pixels (of `demo_vlm`), `NATIVE` images of 112 to 448 pixels a side (of `demo_qwen`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent.parent / "assets" / "heldout"
+NATIVE = FOLDER.with_name("heldout_native")
 
 Box = tuple[int, int, int, int]
 
@@ -69,7 +73,7 @@ def load_heldout(
                 examples.append(
                     Example(
                         number,
-                        folder / row["picture"],
+                        folder / row.get("image", row.get("picture")),
                         row["background"],
                         asked["kind"],
                         asked["question"],
