@@ -29,7 +29,7 @@ import tokenprune
 
 RESULTS = Path(__file__).parent / "results"
 IMAGE_ID, VIDEO_ID, FIRST_TEXT_ID = 5, 6, 16
-BEFORE, AFTER = 32, 32  # text tokens on either side of the pictures
+BEFORE, AFTER = 32, 32  # text tokens on either side of the images
 
 _VICUNA = dict(
     vocab_size=32064, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
@@ -103,7 +103,7 @@ def prompt(visual: int, device: torch.device, token: int = IMAGE_ID, vocabulary:
 
 
 def encoded(features: Sequence[torch.Tensor]) -> BaseModelOutputWithPooling:
-    """What `get_image_features` would return for pictures with these features (`[tokens, D]` each)."""
+    """What `get_image_features` would return for images with these features (`[tokens, D]` each)."""
     return BaseModelOutputWithPooling(pooler_output=list(features))
 
 

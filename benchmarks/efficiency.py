@@ -3,9 +3,9 @@
 
     GOMP_SPINCOUNT=0 python benchmarks/efficiency.py --threads 2
 
-Patched: the model's forward on 64 text tokens and a picture of 576 (of 2880) visual tokens, of which 64 (320) stay; the
-picture is encoded beforehand (`mm_encoder_outputs`, as `generate` does). Methods that read the vision tower get the
-2880 tokens as five pictures of 576. Oracle: the unpatched language model on a prompt that has only the tokens that are
+Patched: the model's forward on 64 text tokens and an image of 576 (of 2880) visual tokens, of which 64 (320) stay; the
+image is encoded beforehand (`mm_encoder_outputs`, as `generate` does). Methods that read the vision tower get the
+2880 tokens as five images of 576. Oracle: the unpatched language model on a prompt that has only the tokens that are
 left; for cuts inside the decoder, its times at the lengths that the layers see, weighted by the layers. efficiency =
 oracle time / patched time. All variants run in turn in one process; ratios are taken round by round, and the figures
 are p20, p50 and p80 of these. CPU time stands beside wall time: where other work shares the machine, wall time tells of
@@ -29,7 +29,7 @@ from rich.table import Table
 import tokenprune
 from tokenprune import Site
 
-TILE = 576  # tokens of a picture of the tower
+TILE = 576  # tokens of an image of the tower
 STEPS = 4  # of decoding, after each prefill
 Times = tuple[float, float]
 
@@ -50,9 +50,9 @@ class Case:
             self.embeds = model.get_input_embeddings()(self.ids)
         self.cache: Any = None
 
-    def pictures(self, name: str) -> tuple[Any, int]:
+    def images(self, name: str) -> tuple[Any, int]:
         """The encoder's output for a method, to be called while the model is patched with it; and `keep` for each
-        picture."""
+        image."""
         needs_tower = "encoder_attention" in tokenprune.method_info(name).needs
         pieces = self.visual // TILE if needs_tower else 1
         with torch.inference_mode():
@@ -61,10 +61,10 @@ class Case:
                 return self.model.model.get_image_features(pixels, return_dict=True), self.keep // pieces
             return encoded([torch.randn_like(self.embeds[0, : self.visual])]), self.keep
 
-    def prefill(self, pictures: Any) -> Times:
+    def prefill(self, images: Any) -> Times:
         def run() -> None:
             out = self.model(
-                input_ids=self.ids, mm_encoder_outputs={"image": pictures}, use_cache=True, logits_to_keep=1
+                input_ids=self.ids, mm_encoder_outputs={"image": images}, use_cache=True, logits_to_keep=1
             )
             self.cache = out.past_key_values
 
@@ -96,17 +96,17 @@ def measure(case: Case, methods: list[str], rounds: int, wait: Callable[[Any], A
     steps: dict[str, list[float]] = {}
     overhead: dict[str, list[float]] = {name: [] for name in methods}
     kept: dict[str, Any] = {}
-    plain, _ = case.pictures("random")
+    plain, _ = case.images("random")
     for name in methods:
-        _, keep = case.pictures(name)
+        _, keep = case.images(name)
         kept[name] = keep
     for round_ in wait(range(-1, rounds)):
         taken: dict[Any, Times] = {"unpatched": case.prefill(plain)}
         now = {"unpatched": case.step()}
         for name in methods:
             with tokenprune.patched(case.model, name, keep=kept[name], guard="off"):
-                pictures, _ = case.pictures(name)
-                taken[name] = case.prefill(pictures)
+                images, _ = case.images(name)
+                taken[name] = case.prefill(images)
                 stats = tokenprune.stats(case.model)
                 overhead[name] += [stats.overhead_ms] if round_ >= 0 else []
                 layers[name] = stats.visual_tokens_per_layer

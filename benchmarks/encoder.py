@@ -5,7 +5,7 @@
 
 The tower: CLIP, 12 blocks of width 768, 577 tokens (336 pixels, patches of 14), random weights, inside a LLaVA whose
 language model is never run. Patched: the tower's forward with `tome` or `dymu` at keep 0.5; `dymu` is calibrated on the
-very pictures. Oracle: the same blocks run by hand on exactly the counts that the merger left (attention on the tokens
+very images. Oracle: the same blocks run by hand on exactly the counts that the merger left (attention on the tokens
 that enter a block, the MLP on those that leave it), where tokens go by slicing instead of matching and merging, and
 nothing is observed, biased or restored. ratio = patched time / unpatched time; efficiency = oracle time / patched time.
 All variants run in turn in one process; figures are medians over the rounds of ratios taken round by round. Beside wall
@@ -34,7 +34,7 @@ import tokenprune
 
 
 def build() -> LlavaForConditionalGeneration:
-    """A LLaVA that is all tower; weights large enough that pictures differ in what can be merged."""
+    """A LLaVA that is all tower; weights large enough that images differ in what can be merged."""
     torch.manual_seed(0)
     vision = CLIPVisionConfig(
         hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, image_size=336,
@@ -48,8 +48,8 @@ def build() -> LlavaForConditionalGeneration:
     return LlavaForConditionalGeneration(config).eval()
 
 
-def pictures(rows: int) -> torch.Tensor:
-    """Noise of falling detail: the first picture is all different, the last one smooth."""
+def images(rows: int) -> torch.Tensor:
+    """Noise of falling detail: the first image is all different, the last one smooth."""
     g = torch.Generator().manual_seed(0)
     out = []
     for row in range(rows):
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2], help="pictures in a batch")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2], help="images in a batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -120,7 +120,7 @@ def main() -> None:
         table.add_column(column, justify="left" if column == "method" else "right")
     records = []
     for rows in args.batches:
-        pixels = pictures(rows).to(device)
+        pixels = images(rows).to(device)
         thresholds = tokenprune.calibrate(model, pixels, keep=args.keep, batch_size=rows, progress=False)
         options = {"tome": {}, "dymu": {"thresholds": thresholds}}
         counts = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures to tell text from everything else by: drawn documents, and photographs that come with other packages.
+"""Images to tell text from everything else by: drawn documents, and photographs that come with other packages.
 
 Documents are drawn from one seeded generator: pages, receipts, tables, code, screenshots, slides and forms, light and
 dark, in several fonts, at several sizes, some as a camera sees them (bent light, noise, JPEG).
@@ -38,7 +38,7 @@ def _sentence(rng: np.random.Generator, words: int) -> str:
 
 
 class Sheet:
-    """A picture being written on."""
+    """An image being written on."""
 
     def __init__(self, rng: np.random.Generator, width: int, height: int, letters: int) -> None:
         self.rng, self.width, self.height, self.letters = rng, width, height, letters

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what guard="auto" gives back and costs, on pictures of the held-out set that the floors were not made of.
+"""Measure what guard="auto" gives back and costs, on images of the held-out set that the floors were not made of.
 
 python benchmarks/guard_proof.py           # rewrites results/guard_proof.jsonl (about ten minutes on one core)
 python benchmarks/guard_proof.py --table   # print what the committed file says
 
-The floors come from the first 50 pictures of the set; these are the 100 after them, with all eight kinds of questions.
+The floors come from the first 50 images of the set; these are the 100 after them, with all eight kinds of questions.
 """
 
 from __future__ import annotations

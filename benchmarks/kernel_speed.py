@@ -141,7 +141,7 @@ def _features(device: torch.device, *shape: int, tiny: bool) -> Tensor:
 @cases("best_match")
 def _matches(device: torch.device, tiny: bool) -> Iterator[Case]:
     shapes = {
-        "CLIP tower, 5 pictures of 577 tokens": (5, 289, 288, 64),
+        "CLIP tower, 5 images of 577 tokens": (5, 289, 288, 64),
         "16k tokens of width 1024": (1, 8192, 8192, 1024),
         "2880 tokens of width 4096, all pairs": (1, 2880, 0, 4096),
     }

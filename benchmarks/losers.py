@@ -42,7 +42,7 @@ KEEPS = (0.5, 0.25, 0.11)
 
 
 def groups_of(subject: Model, inputs: Any, method: str, keep: float) -> Tensor:
-    """Long `[B, 256]`: for each patch of each picture the first patch of its group."""
+    """Long `[B, 256]`: for each patch of each image the first patch of its group."""
     model = subject.model
     with torch.no_grad(), tokenprune.patched(model, method, keep=keep, guard="off"):
         output = model.model.get_image_features(inputs["pixel_values"])
@@ -94,11 +94,11 @@ def even_on_grid(count: int) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=50)
+    parser.add_argument("--images", type=int, default=50)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     console, subject = Console(), load(device="cpu")
-    bench = Bench(subject, Plan(images=args.pictures, repeats=0))
+    bench = Bench(subject, Plan(images=args.images, repeats=0))
     plan = [(method, how) for method in ("tome", "dymu") for how in ("both", "tower", "after")]
     plan += [("uniform", "raster"), ("uniform", "grid")]
     with args.json.open("w") as file:

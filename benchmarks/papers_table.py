@@ -63,7 +63,7 @@ def commands(
     tasks, picked = chosen(sets), settings.picked(methods, budgets)
     if any(one.method == "dymu" for one in picked):
         typer.echo(
-            "# before dymu, once, on a folder of some hundred pictures like those of the benchmarks (COCO's, for one)"
+            "# before dymu, once, on a folder of some hundred images like those of the benchmarks (COCO's, for one)"
         )
         typer.echo(shlex.join(settings.calibration(pretrained, thresholds)))
     for one in picked:

@@ -38,7 +38,7 @@ READINGS = ("both", "after", "tower")
 
 
 def entropy(pixels: Tensor, cell: int) -> Tensor:
-    """`[B, cells]` bits of the grey values in each cell, stretched to the picture's range; pixels: `[B, 3, H, W]`."""
+    """`[B, cells]` bits of the grey values in each cell, stretched to the image's range; pixels: `[B, 3, H, W]`."""
     grey = torch.einsum("bchw,c->bhw", pixels, torch.tensor([0.2989, 0.5870, 0.1140]))
     low, high = grey.amin((1, 2), keepdim=True), grey.amax((1, 2), keepdim=True)
     levels = ((grey - low) / (high - low).clamp(min=1e-6) * 255).long()
@@ -104,11 +104,11 @@ def two_sizes(subject: Model, reading: str, tokens: int) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=50)
+    parser.add_argument("--images", type=int, default=50)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     console, subject = Console(), load(device="cpu")
-    bench = Bench(subject, Plan(images=args.pictures, repeats=0))
+    bench = Bench(subject, Plan(images=args.images, repeats=0))
     with args.json.open("w") as file:
         file.write(json.dumps(bench.header()) + "\n")
         for keep in (0.5, 0.25):

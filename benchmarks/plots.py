@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the speed benchmarks from their JSON lines: a picture beside each file of results.
+"""Draw the speed benchmarks from their JSON lines: an image beside each file of results.
 
 python benchmarks/plots.py                                   # all of benchmarks/results/<device>/
 python benchmarks/plots.py benchmarks/results/cpu            # one of them
@@ -13,7 +13,7 @@ from typing import Any
 
 from common import RESULTS, read
 
-from tokenprune.bench.plot import curve, panels, png
+from tokenprune.bench.report.png import curve, panels, png, same_look
 
 
 def efficiency(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
@@ -42,7 +42,7 @@ def scaling(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
             if points:
                 line = "-" if one["what"] == "selection" else "--"
                 curve(axes, points, f"{one['what']}: {one['method']}", linestyle=line)
-        axes.set(xscale="log", yscale="log", xlabel="visual tokens of a picture", ylabel=label)
+        axes.set(xscale="log", yscale="log", xlabel="visual tokens of an image", ylabel=label)
     row[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return png(figure, dpi=100)
 
@@ -65,6 +65,7 @@ def ttft(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
 PLOTS = {"efficiency": efficiency, "scaling": scaling, "ttft": ttft}
 
 
+@same_look()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="*")

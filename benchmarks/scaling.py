@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How time and peak memory of choosing and removing tokens grow with the visual tokens of one picture.
+"""How time and peak memory of choosing and removing tokens grow with the visual tokens of one image.
 
     GOMP_SPINCOUNT=0 python benchmarks/scaling.py
 
@@ -7,7 +7,7 @@
 CPU; keys likewise), a ninth of the tokens stay. "merge": one step of a tower's merging. "engine": what the engine
 adds to a prefill, as the stats tell (`overhead_ms` of `uniform` in a small model), and its keys and values against the
 closed form. Memory is what the peak rises by: of a process of its own on the CPU (whose memory is limited: what needs
-more is told as such, and would be O(N^2) at 32k), as the allocator tells on a GPU. Times: the best of a few runs.
+more says so, and would be O(N^2) at 32k), as the allocator tells on a GPU. Times: the best of a few runs.
 Exponents: straight lines through the logarithms from 2880 tokens on.
 """
 
@@ -125,11 +125,11 @@ def prepared(what: str, name: str, count: int, device: torch.device) -> Callable
         return select
     model = llava("tiny", device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     ids = prompt(count, device)
-    pictures = encoded([torch.randn(count, model.config.text_config.hidden_size, device=device, dtype=model.dtype)])
+    images = encoded([torch.randn(count, model.config.text_config.hidden_size, device=device, dtype=model.dtype)])
     tokenprune.patch(model, name, keep=count // SHARE, guard="off")
 
     def run() -> Any:
-        model(input_ids=ids, mm_encoder_outputs={"image": pictures}, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, mm_encoder_outputs={"image": images}, use_cache=True, logits_to_keep=1)
         stats = tokenprune.stats(model)
         shape = DecoderShape.from_config(model.config.text_config)
         tokens = [BEFORE + AFTER + visual for visual in stats.visual_tokens_per_layer]
@@ -201,7 +201,7 @@ def main() -> None:
             device, threads=args.threads, width=WIDTH[device.type], heads=HEADS, share=SHARE, limit=limit, counts=counts
         )
     ]
-    table = Table(title=f"One picture, {lines[0]['device']}, {args.threads} threads")
+    table = Table(title=f"One image, {lines[0]['device']}, {args.threads} threads")
     for column in ("", "method", *map(str, counts), "exponent"):
         table.add_column(column, justify="right" if column.isdigit() or column == "exponent" else "left")
     for what, name in track([*whats, ("engine", "uniform")], description="scaling", console=console):

@@ -8,9 +8,9 @@ sets up `.venv-vllm` (vLLM's CPU build, and openai, which comes with it) and run
     python benchmarks/serving.py --json serving.jsonl
 
 One server, started with `{"tokenprune": {"off": true}}`; each request says how much it keeps, so all settings meet the
-same process. Every request has a picture of its own, so nothing comes from a cache. The settings take turns, round by
+same process. Every request has an image of its own, so nothing comes from a cache. The settings take turns, round by
 round, so that a drift of the machine's speed cancels. Without --model the server serves a random LLaVA with a small
-tower, 576 visual tokens a picture and a decoder of about 100 M parameters.
+tower, 576 visual tokens an image and a decoder of about 100 M parameters.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _healthy(port: int) -> bool:
         return False
 
 
-def picture(seed: int, size: int) -> str:
-    """A picture of noise, of which there is no second, as a data URL."""
+def noise_image(seed: int, size: int) -> str:
+    """An image of noise, of which there is no second, as a data URL."""
     buffer = io.BytesIO()
     pixels = np.random.default_rng(seed).integers(0, 256, (size // 8, size // 8, 3), dtype=np.uint8)
     Image.fromarray(pixels).resize((size, size)).save(buffer, "JPEG", quality=90)
@@ -181,7 +181,7 @@ async def sweep(url: str, args: argparse.Namespace, console: Console) -> list[di
         seconds, answers = defaultdict(list), defaultdict(list)
         for round_ in range(-1, args.rounds):  # one round to warm up
             for name, setting in settings.items():
-                urls = [picture(next(seeds), args.size) for _ in range(max(args.requests, concurrency))]
+                urls = [noise_image(next(seeds), args.size) for _ in range(max(args.requests, concurrency))]
                 took, got = await load(client, urls, setting, concurrency, args.tokens)
                 if round_ >= 0:
                     seconds[name].append(len(urls) / took)
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=8, help="in each round, and at least the concurrency")
     parser.add_argument("--tokens", type=int, default=8, help="tokens of each answer")
-    parser.add_argument("--size", type=int, default=336, help="edge of the pictures in pixels")
+    parser.add_argument("--size", type=int, default=336, help="edge of the images in pixels")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console = Console()

@@ -5,7 +5,7 @@
     python benchmarks/ttft.py --tiny     # the same code on a CPU, in seconds, with tiny decoders
 
 LLaVA-1.5-7B with 576 visual tokens, LLaVA-NeXT-7B with 2880, Qwen2.5-VL-7B with 4k and 16k tokens of video, in bf16.
-The weights are made on the device itself. From encoded pictures on: the vision tower, which none of these methods
+The weights are made on the device itself. From encoded images on: the vision tower, which none of these methods
 shortens, is a small one that is not run. TTFT is the model's forward on the prompt up to the choice of a token; then
 steps of decoding, one by one. Peak memory is what both take beside the weights.
 """

@@ -5,7 +5,7 @@ again on fresh scenes of yet another seed.
 python benchmarks/tuner_promise.py --workers 2   # two processes of one thread each; goes on where it was stopped
 python benchmarks/tuner_promise.py --page        # write the table of results into docs/tune.md
 
-Scenes come from the distribution of the held-out set that ships: one question of each kind a picture, answers evened
+Scenes come from the distribution of the held-out set that ships: one question of each kind an image, answers evened
 out, saved as JPEG (training/make_heldout.py). Photographs that are not installed are replaced by textures.
 """
 
@@ -47,7 +47,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about a drawn picture."""
+    """A question about a drawn image."""
 
     path: str
     image: Image.Image
@@ -61,12 +61,12 @@ class Asked:
         return (self.image,)
 
 
-def draw(pictures: int, seed: int) -> list[Asked]:
-    """Return questions on freshly drawn pictures, one of each kind a picture."""
+def draw(images: int, seed: int) -> list[Asked]:
+    """Return questions on freshly drawn images, one of each kind an image."""
     rng, photos, seen = np.random.default_rng(seed), load_photos("heldout"), Counter()
-    limit = {kind: math.ceil(1.1 * pictures / n) for kind, n in ANSWERS.items()}
+    limit = {kind: math.ceil(1.1 * images / n) for kind, n in ANSWERS.items()}
     made: list[Asked] = []
-    while len(made) < len(ANSWERS) * pictures:
+    while len(made) < len(ANSWERS) * images:
         scene = draw_scene(rng, photos)
         chosen = one_of_each(rng, scene, seen, limit)
         if chosen is None:
@@ -84,14 +84,14 @@ def _saved(image: Image.Image) -> Image.Image:
 
 
 class RememberedTower(torch.nn.Module):
-    """A vision tower that sees no picture twice: here eight questions are asked about each, by many candidates."""
+    """A vision tower that sees no image twice: here eight questions are asked about each, by many candidates."""
 
     def __init__(self, tower: torch.nn.Module) -> None:
         super().__init__()
         self.tower, self.seen = tower, {}
 
     def forward(self, pixel_values: torch.Tensor, **options: Any) -> BaseModelOutputWithPooling:
-        keys = [hash(picture.numpy().tobytes()) for picture in pixel_values]
+        keys = [hash(image.numpy().tobytes()) for image in pixel_values]
         new = {key: place for place, key in enumerate(keys) if key not in self.seen}
         if new:
             states = self.tower(pixel_values[list(new.values())], **options).hidden_states[-1]
@@ -103,7 +103,7 @@ class RememberedTower(torch.nn.Module):
 def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
     candidates = grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
-    panel = Panel(subject, draw(args.pictures, TUNING_SEED + seed))
+    panel = Panel(subject, draw(args.images, TUNING_SEED + seed))
     # Ranked by FLOPs: with a tower that remembers what it saw, times mean nothing.
     promise = Promise(args.max_drop, args.confidence)
     found = Tuner(panel, candidates, promise, seed=seed, objective="flops", repeats=1).run()
@@ -180,7 +180,7 @@ def collect(args: argparse.Namespace) -> None:
             one["kept"] = bool(drops.mean() < args.max_drop)
     told = header(
         torch.device("cpu"), max_drop=args.max_drop, confidence=args.confidence, methods=args.methods, keep=args.keep,
-        pictures=args.pictures, fresh=args.fresh, photos=len(load_photos("heldout")), unpatched=float(base.mean()),
+        pictures=args.images, fresh=args.fresh, photos=len(load_photos("heldout")), unpatched=float(base.mean()),
     )  # fmt: skip
     measured = [one for one in records if one["record"] == "fresh"]
     args.out.write_text("".join(json.dumps(one) + "\n" for one in [told, *found, *measured]))
@@ -226,8 +226,8 @@ def main() -> None:
     parser.add_argument("--confidence", type=float, default=0.95)
     parser.add_argument("--methods", default="dart,divprune,fastv,pool")
     parser.add_argument("--keep", default="0.75,0.5,0.25")
-    parser.add_argument("--pictures", type=int, default=125, help="to tune on, of each seed; 8 questions each")
-    parser.add_argument("--fresh", type=int, default=300, help="pictures to measure on; 8 questions each")
+    parser.add_argument("--images", type=int, default=125, help="to tune on, of each seed; 8 questions each")
+    parser.add_argument("--fresh", type=int, default=300, help="images to measure on; 8 questions each")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

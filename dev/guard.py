@@ -95,14 +95,14 @@ def floors(made: dict[str, Any]) -> str:
 def page(text: str, made: dict[str, Any]) -> str:
     """Return docs/guard.md with its tables renewed."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    import guard_pictures as pictures
+    import guard_images as images
     import guard_proof as proof
 
-    looks = pictures.read()
+    looks = images.read()
     parts = {
         "floors": floors(made),
-        "pictures": pictures.table(looks),
-        "limits": pictures.roc(looks),
+        "images": images.table(looks),
+        "limits": images.roc(looks),
         "proof": proof.table(proof.read()[1]),
     }
     for name, part in parts.items():

@@ -7,21 +7,24 @@ python dev/house.py --check            # change nothing; exit with 1 if the tabl
 python dev/house.py --before COMMIT    # take the numbers of "before" from that commit (dev/house_before.json)
 
 An import counts wherever it stands in a file, but under `if TYPE_CHECKING`, which never runs. A circle is a set of
-files (or folders) each of which reaches the others by imports; files that lie in `tokenprune/` itself count as folders
-of their own there. Upward is against the layers of `[tool.importlinter]` in pyproject.toml.
+files (or folders) each of which reaches the others by imports; files that lie in `tokenprune/` itself, or beside the
+folders that a contract of `[tool.importlinter]` in pyproject.toml names, count as folders of their own there. Upward is
+against the layers of these contracts. Code is lines without blanks, comments and docstrings.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import json
 import subprocess
 import sys
 import tarfile
 import tempfile
+import tokenize
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ PAGE = ROOT / "docs/architecture.md"
 BEFORE = Path(__file__).with_name("house_before.json")
 BEGIN, END = "<!-- house:begin (dev/house.py) -->", "<!-- house:end -->"
 PACKAGE = "tokenprune"
+# The engine proper: what prunes a decoder, whatever the method and the family.
+ENGINE = [f"tokenprune/integrations/hf/{room}" for room in ("decoder", "forward", "sequence", "cache", "attention")]
 Imports = set[tuple[str, str]]
 
 
@@ -55,9 +60,24 @@ def files_of(root: Path, package: str = PACKAGE) -> dict[str, Path]:
     return files
 
 
-def measure(root: Path, package: str = PACKAGE) -> dict[str, Any]:
+def code_lines(text: str) -> int:
+    """Return how many lines of a file hold code: no blank ones, no comments, no docstrings."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, _DOCUMENTED) and ast.get_docstring(node)]
+    docs = {line for node in nodes for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    tokens = [one for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type not in _NO_CODE]
+    return len({line for one in tokens for line in range(one.start[0], one.end[0] + 1)} - docs)
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def measure(root: Path, package: str = PACKAGE, open_folders: Collection[str] = ()) -> dict[str, Any]:
     """Return the numbers of the package that lies in `root`: of each folder its files, its lines, and its imports
-    (within it, out of it, into it), and the circles."""
+    (within it, out of it, into it), and the circles.
+
+    open_folders: as modules; files in them count as folders of their own in circles, as those of the package itself.
+    """
     files, imports = files_of(root, package), imports_of(root, package)
     folder = {module: path.parent.relative_to(root).as_posix() for module, path in files.items()}
     folders = {one: dict(files=0, lines=0, within=0, out=0, into=0) for one in sorted(set(folder.values()))}
@@ -70,8 +90,8 @@ def measure(root: Path, package: str = PACKAGE) -> dict[str, Any]:
         else:
             folders[folder[one]]["out"] += 1
             folders[folder[other]]["into"] += 1
-    # Files that lie in tokenprune/ itself are rooms of their own.
-    room = {module: module if at == package else at for module, at in folder.items()}
+    in_the_open = {name.replace(".", "/") for name in (package, *open_folders)}
+    room = {module: module if at in in_the_open else at for module, at in folder.items()}
     rooms = {(room[one], room[other]) for one, other in imports if room[one] != room[other]}
     return {"folders": folders, "circles of files": circles(imports), "circles of folders": circles(rooms)}
 
@@ -163,7 +183,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.before:
         BEFORE.write_text(json.dumps(at_commit(options.before), indent=1) + "\n")
-    now = measure(ROOT)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    now = measure(ROOT, open_folders=[name for one in contracts for name in one.get("containers", ())])
     text = PAGE.read_text()
     head, _, rest = text.partition(BEGIN)
     made = f"{head}{BEGIN}\n\n{table(json.loads(BEFORE.read_text()), now)}\n\n{END}{rest.partition(END)[2]}"
@@ -176,14 +197,17 @@ def main() -> int:
         print(f"{name}: {len(now[name])}")
         for one in now[name]:
             print("  " + ", ".join(one))
-    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"].get("importlinter")
-    if linter is None:
-        print("imports upward: pyproject.toml has no [tool.importlinter] yet")
-        return 0
-    against = upward(imports_of(ROOT), linter.get("contracts", []))
+    against = upward(imports_of(ROOT), contracts)
     print(f"imports upward: {len(against)}")
     for one, other in against:
         print(f"  {one} -> {other}")
+    total = [0, 0]
+    for folder in ENGINE:
+        texts = [path.read_text() for path in sorted((ROOT / folder).glob("*.py"))]
+        counts = sum(len(text.splitlines()) for text in texts), sum(map(code_lines, texts))
+        total = [one + more for one, more in zip(total, counts, strict=True)]
+        print(f"{folder}: {counts[0]} lines, {counts[1]} of code")
+    print(f"the engine proper: {total[0]} lines, {total[1]} of code")
     return 0
 
 

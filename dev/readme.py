@@ -81,7 +81,7 @@ def encoder() -> str:
     """The table of the time that merging saves in a vision tower, from its raw file."""
     header, *records = (json.loads(line) for line in ENCODER.read_text().splitlines())
     lines = [
-        "| method | pictures at once | tokens left of them | time / unpatched, wall (CPU) | efficiency, wall (CPU) |",
+        "| method | images at once | tokens left of them | time / unpatched, wall (CPU) | efficiency, wall (CPU) |",
         "|---|---|---|---|---|",
     ]
     for one in records:
@@ -92,7 +92,7 @@ def encoder() -> str:
             f"| {wall['efficiency']:.3f} ({cpu['efficiency']:.3f}) |"
         )
     setting = (
-        f"A CLIP tower of ViT-B's size, {records[0]['counts'][0][0]} tokens a picture, random weights, on "
+        f"A CLIP tower of ViT-B's size, {records[0]['counts'][0][0]} tokens an image, random weights, on "
         f"{header['device']}, {header['threads']} threads, torch {header['torch']}. The oracle runs the same blocks by "
         "hand on exactly the tokens that were left, by slicing: efficiency 1.0 means that matching and merging are "
         "free. CPU time leaves out what other work on the machine took."
@@ -135,7 +135,7 @@ def serving() -> str:
         )
     first = records[0]
     setting = (
-        f"A random LLaVA with a decoder of 100 M parameters and 576 visual tokens a picture, `{first['method']}`, vLLM "
+        f"A random LLaVA with a decoder of 100 M parameters and 576 visual tokens an image, `{first['method']}`, vLLM "
         f"{first['vllm']} on {first['cpus']} CPU cores, {first['tokens']} tokens an answer, medians of "
         f"{first['rounds']} rounds made in turn."
     )
@@ -177,7 +177,7 @@ def main() -> None:
     for path in stale:
         path.write_text(generated()[path])
     if BENCH.exists():
-        from tokenprune.bench.plot import plot_png
+        from tokenprune.bench.report.png import plot_png
 
         (ROOT / "docs/images/bench.png").write_bytes(plot_png(_results()))
 

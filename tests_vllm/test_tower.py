@@ -164,7 +164,7 @@ def test_items_that_cannot_be_traced(folder: Any) -> None:
         tower_checks.check_items(Seer(), None, {"video": ["frames"]}, info)
     with pytest.raises(OptionError, match="pass pixels, not embeddings"):
         tower_checks.check_items(Seer(), None, {"image": ImageEmbeddingItems([torch.zeros(4, 64)])}, info)
-    tower_checks.check_items(Seer(), None, {"image": ["picture"], "video": []}, info)
+    tower_checks.check_items(Seer(), None, {"image": ["image"], "video": []}, info)
 
 
 def test_a_server_that_takes_no_images(start: Callable[..., Engine]) -> None:

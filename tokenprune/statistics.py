@@ -34,6 +34,8 @@ class Cut:
              visual tokens, padding left out.
     sources: None for dropping; for merging, per batch row a dict from each kept visual position to the positions merged
              into it.
+    weights: None if those count alike; else, per batch row, a dict from each kept visual position to the weight of each
+             of its sources in their mean, in the same order; they sum to 1.
     step:    the decode step at which it was made, 0 in prefill. A cut of a later step at the same layer tells anew what
              is left of the prompt.
     """
@@ -44,6 +46,7 @@ class Cut:
     kept: list[list[int]]
     sources: list[dict[int, list[int]]] | None = None
     step: int = 0
+    weights: list[dict[int, list[float]]] | None = None
 
 
 @dataclass

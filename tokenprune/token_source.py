@@ -45,6 +45,10 @@ class TokenSource:
         """Keep `value` in `carry`; see `VisualTokens.remember`."""
         self.carry[name] = value
 
+    def note(self, text: str) -> None:
+        """Say `text` to the user of this call; see `VisualTokens.note`."""
+        raise _refused("where to note something")
+
     def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
         """Return the value of an observable for visual tokens."""
         return seen.of_visual(self, tokens.segments, *layer)

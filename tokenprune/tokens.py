@@ -198,6 +198,10 @@ class VisualTokens:
         """
         self._source.remember(name, value, per_token)
 
+    def note(self, text: str) -> None:
+        """Have the statistics of this call say `text`, once: what a user should know of how the method acted."""
+        self._source.note(text)
+
     def generator(self, segment: int, seed: int) -> torch.Generator:
         """Return a CPU generator that depends on `seed` and the segment's index in its row only: a batch equals its
         single rows."""

@@ -30,7 +30,7 @@ class Escalation:
     accepted:      whether the answer of the small pass is the one returned.
     margin:        p1 - p2 of the small pass's first answer token; None if there was no small pass.
     entropy:       mean entropy of its answer tokens, in nats; None likewise.
-    guard:         "question" or "picture" if that sent the prompt to the full size at once, else None.
+    guard:         "question" or "image" if that sent the prompt to the full size at once, else None.
     visual_tokens: of each pass, averaged over the decoder's layers. Their sum is the cost; the full size alone would
                    have cost `visual_tokens_full`, None where it was not run and a method on pixels hides it.
     """
@@ -88,7 +88,7 @@ def escalate(
     reason = None
     if guard:
         question = PromptReader(processor, "escalate").prompt(text).question
-        reason = "question" if asks_for_detail(question) else "picture" if any_detailed(processor, images) else None
+        reason = "question" if asks_for_detail(question) else "image" if any_detailed(processor, images) else None
 
     margin = entropy = None
     tokens: list[float] = []

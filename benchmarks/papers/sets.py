@@ -61,8 +61,8 @@ SETS = {
             "F1 and accuracy of each part. Our notes say F1 for DART and DivPrune, and nothing for the others",
         ),
         BenchmarkSet(
-            "sqa", "SQA", ("scienceqa_img",), ("exact_match",), 100, 100, "test, questions with a picture",
-            "test, all questions and those with a picture",
+            "sqa", "SQA", ("scienceqa_img",), ("exact_match",), 100, 100, "test, questions with an image",
+            "test, all questions and those with an image",
         ),
         BenchmarkSet(
             "vqav2", "VQAv2", ("vqav2_val", "vqav2_val_lite"), ("exact_match",), 100, 100,

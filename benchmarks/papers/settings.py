@@ -24,8 +24,8 @@ PATCHES = 576
 SHAPE = DecoderShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128)
 LEFT_OUT = {
     "pevlm": "removes no tokens, and acts on video alone",
-    "view_select": "chooses between the pictures of a prompt; here every prompt has one",
-    "dynres": "gives each picture a number by its content: what 192 on average takes is not known before the run",
+    "view_select": "chooses between the images of a prompt; here every prompt has one",
+    "dynres": "gives each image a number by its content: what 192 on average takes is not known before the run",
 }
 # As its paper has it: merged in the tower, unmerged in the decoder's attention.
 _OPTIONS = {"dymu": {"vtu": "expanded"}}
@@ -84,7 +84,7 @@ def settings() -> tuple[Setting, ...]:
     for info in sorted(ours, key=lambda info: info.site.order):
         for budget in BUDGETS:
             if info.site is Site.PRE_ENCODER:
-                found.append(_smaller_picture(info.name, budget))
+                found.append(_smaller_image(info.name, budget))
             elif info.site is Site.IN_ENCODER:
                 found.append(_merged(info.name, budget))
             else:
@@ -126,14 +126,14 @@ def _cuts(method: tokenprune.Method, keep: int) -> list[tuple[int, int]]:
 def _merged(name: str, budget: int) -> Setting:
     options = _OPTIONS.get(name, {})
     if name == "dymu":
-        words = f"{budget} on average over pictures like those of the calibration; the attention sees 576"
+        words = f"{budget} on average over images like those of the calibration; the attention sees 576"
         return Setting(name, budget, "input", share(budget), options, budget, words)
     return Setting(name, budget, "input", budget, options, budget, str(budget))
 
 
-def _smaller_picture(name: str, budget: int) -> Setting:
+def _smaller_image(name: str, budget: int) -> Setting:
     side = min(range(1, 25), key=lambda side: abs(side**2 - budget))
-    words = f"{side**2}: a picture of {side} x {side} patches, the square that is closest"
+    words = f"{side**2}: an image of {side} x {side} patches, the square that is closest"
     return Setting(name, budget, "input", share(budget), {}, side**2, words)
 
 
@@ -173,11 +173,11 @@ def command(arguments: str, tasks: Sequence[str], output: Path, python: str = "p
     ]  # fmt: skip
 
 
-def calibration(pretrained: str, thresholds: str, pictures: str = "PICTURES") -> list[str]:
+def calibration(pretrained: str, thresholds: str, images: str = "IMAGES") -> list[str]:
     """Return the command that makes the thresholds of dymu."""
     keeps = ",".join(f"{share(budget):g}" for budget in BUDGETS)
     return [
-        "tokenprune", "calibrate", "--model", pretrained, "--images", pictures, "--keep", keeps, "--out", thresholds,
+        "tokenprune", "calibrate", "--model", pretrained, "--images", images, "--keep", keeps, "--out", thresholds,
     ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from basics import snapshot
 from families import FAMILIES
 from processors import llava, tokenizer
 from tests.api.test_patch import forget_rope_deltas
-from tokenprune.integrations.hf.processor import resizing as pixels
+from tokenprune.integrations.hf.processor.marker import patch_on
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.lmms_eval.measure import watched
 
@@ -214,4 +214,4 @@ def test_a_patch_on_pixels_that_breaks_half_way_is_taken_back(build: Any, monkey
         tokenprune.patch(model, "downsample", keep=0.5, processor=processor)
     monkeypatch.undo()
     assert (type(processor), type(processor.image_processor)) == classes
-    assert snapshot(model) == was and pixels.patch_on(processor) is None
+    assert snapshot(model) == was and patch_on(processor) is None

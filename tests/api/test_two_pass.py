@@ -128,7 +128,7 @@ def test_the_guard_goes_to_the_full_size_at_once() -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8))
     soft = photo(200, 200)
     assert any_detailed(llava(), noise) and any_detailed(llava(), [[soft], [noise]]) and not any_detailed(llava(), soft)
-    for question, image, guard in [("what number is it?", soft, "question"), (QUESTION, noise, "picture")]:
+    for question, image, guard in [("what number is it?", soft, "question"), (QUESTION, noise, "image")]:
         made = ask(question, image, guard=True, min_margin=0, max_entropy=math.inf)
         assert (made.passes, made.accepted, made.guard) == (1, False, guard)
         assert (made.visual_tokens, made.visual_tokens_full) == ((256,), 256)

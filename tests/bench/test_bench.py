@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,7 +17,7 @@ from tokenprune.bench import contact_sheet, draw, paired, results, significance,
 from tokenprune.bench.backend import patched_by
 from tokenprune.bench.model import Model, load
 from tokenprune.bench.plan import passes_of
-from tokenprune.bench.plot import plot_png
+from tokenprune.bench.report.png import plot_png
 from tokenprune.bench.scenes import KINDS
 from tokenprune.errors import (
     OptionError,
@@ -149,8 +150,14 @@ def test_tables_say_it_in_each_form() -> None:
     assert "IN_LLM methods (good) see all tokens" in markdown
     assert "Skipped odd at keep 0.25: it cannot" in markdown
     assert "| same | 0.25 | 100 [72–100] | **0▼ [0–28]** |" in tables.to_markdown(kinds)
-    assert plot_png(summary).startswith(b"\x89PNG")
-    assert plot_png(summary) == plot_png(summary)
+
+
+def test_a_plot_has_the_same_bytes_whatever_the_user_set_matplotlib_to() -> None:
+    summary = results.summarise(RECORDS)
+    drawn = plot_png(summary)
+    assert drawn.startswith(b"\x89PNG")
+    with matplotlib.rc_context({"font.size": 14, "axes.facecolor": "red", "savefig.bbox": "tight"}):
+        assert plot_png(summary) == drawn
 
 
 def test_times_in_a_table_agree() -> None:

@@ -171,11 +171,11 @@ def test_saved_datasets_are_read(folder: Path) -> None:
 def test_a_folder_of_images_with_metadata_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="needs the datasets library")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-    (folder / "pictures").mkdir()
-    (folder / "a.png").rename(folder / "pictures/a.png")
+    (folder / "images").mkdir()
+    (folder / "a.png").rename(folder / "images/a.png")
     row = {"file_name": "a.png", "question": "what?", "answer": "cat"}
-    (folder / "pictures/metadata.jsonl").write_text(json.dumps(row) + "\n")
-    (question,) = load_data(folder / "pictures").questions
+    (folder / "images/metadata.jsonl").write_text(json.dumps(row) + "\n")
+    (question,) = load_data(folder / "images").questions
     assert (question.question, question.answers, question.images[0].size) == ("what?", ("cat",), (8, 6))
 
 

@@ -44,16 +44,16 @@ def test_frames_come_from_files_folders_and_animations(tmp_path: Path) -> None:
     for number in range(5):
         flat(number).save(tmp_path / f"{number}.png")
     (tmp_path / "notes.txt").write_text("no image")
-    videos = tmp_path / "films"
+    videos = tmp_path / "videos"
     videos.mkdir()
-    flat(0).save(videos / "film.gif", save_all=True, append_images=[flat(1), flat(2), flat(3), flat(4)])
+    flat(0).save(videos / "video.gif", save_all=True, append_images=[flat(1), flat(2), flat(3), flat(4)])
 
     def colors(*paths: Path, most: int = 8) -> list[int]:
         found = [np.asarray(frame, int)[32, 32] for frame in read_frames(paths, most)]
         return [int(np.abs(np.array(COLORS) - one).sum(1).argmin()) for one in found]
 
-    assert colors(tmp_path) == colors(videos / "film.gif") == [0, 1, 2, 3, 4]
-    assert colors(tmp_path, most=2) == colors(videos / "film.gif", most=2) == [1, 3]
+    assert colors(tmp_path) == colors(videos / "video.gif") == [0, 1, 2, 3, 4]
+    assert colors(tmp_path, most=2) == colors(videos / "video.gif", most=2) == [1, 3]
     assert colors(tmp_path / "3.png", tmp_path / "0.png") == [3, 0]
     assert colors(tmp_path / "3.png") == [3]
     assert colors(tmp_path, most=1) == [2]
@@ -191,8 +191,8 @@ def test_show_takes_frames(tmp_path: Path) -> None:
 def video(tmp_path: Path) -> Path:
     """A GIF of 20 frames, the shipped model's context is full with eight."""
     first, *rest = (photo(64, 64, number) for number in range(20))
-    first.save(tmp_path / "film.gif", save_all=True, append_images=rest)
-    return tmp_path / "film.gif"
+    first.save(tmp_path / "video.gif", save_all=True, append_images=rest)
+    return tmp_path / "video.gif"
 
 
 @pytest.mark.parametrize("method", ["dart", "downsample"])

@@ -59,6 +59,15 @@ def test_files_lines_imports_and_circles_are_counted(house: ModuleType, small: P
     }
     assert made["circles of files"] == [["small_house.high.one", "small_house.high.two"]]
     assert made["circles of folders"] == [["small_house/high", "small_house/low"]]
+    # Files of an open folder are rooms of their own.
+    opened = house.measure(small, "small_house", ["small_house.low"])
+    assert opened["circles of folders"] == []
+
+
+def test_blanks_comments_and_docstrings_are_no_code(house: ModuleType) -> None:
+    before = '"""Says\nmuch."""\n\n# a comment\nlong = """two\nlines"""\n\n\n'
+    text = before + 'def one():\n    """Doc."""\n    return (\n        1\n    )  # why\n'
+    assert house.code_lines(text) == 6
 
 
 def test_imports_against_the_layers_are_found(house: ModuleType, small: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
 import tokenprune
-from basics import METHODS, MODEL_METHODS, snapshot
+from basics import METHODS, MODEL_METHODS, VIDEO_METHODS, snapshot
 from families.special import FAMILIES as SPECIAL
 from oracle import close, generate_logits
 from tests.engine.test_cache import words
@@ -29,8 +29,8 @@ NAMES = ["llava", "qwen2_5_vl", "gemma3"]
 ACTING = [name for name in METHODS if tokenprune.method_info(name).site is not Site.PRE_ENCODER]
 # What cannot act: averages of a grid of patches behind the tower, grids that are not known, families without video.
 REFUSED = {
-    "llava": ["pevlm"],
-    "gemma3": ["dymu", "pevlm", "tome"],
+    "llava": ["pevlm", *VIDEO_METHODS],
+    "gemma3": ["dymu", "pevlm", "tome", *VIDEO_METHODS],
     "gemma4": ["tome", "vscan"],
     "exaone4_5": ["tome", "vscan"],
 }
@@ -58,7 +58,7 @@ def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
 
 def skip_refused(name: str, method: Any) -> None:
     if method in REFUSED.get(name, ()):
-        pytest.skip(f"{name} takes no {method}, and says so (test_encoder.py, test_pevlm.py)")
+        pytest.skip(f"{name} takes no {method}, and says so (test_encoder.py, test_pevlm.py, test_frames.py)")
 
 
 # -- caches that record their past ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from zoo import FAMILIES, Family
 BATCHES = {
     "left": {},
     "right": {"padding": "right"},
-    "pictures": {"images": (2, 1)},
+    "images": {"images": (2, 1)},
     "one row": {"only": 1},
     "video": {"video": True, "images": (1, 0)},
 }

@@ -123,7 +123,7 @@ def test_beams(method: str, batch: dict, family: Family, model) -> None:
     close(got.sequences_scores, want.sequences_scores)
 
 
-@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"video": (True, False)}], ids=["pictures", "video"])
+@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"video": (True, False)}], ids=["images", "video"])
 def test_beams_keep_the_shape_of_images(batch: dict, family: Family, model) -> None:
     """`generate` repeats rows after it has encoded images: `pool` must find its rectangles in each copy."""
     if "video" in batch and not family.video:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tokenprune
-from basics import MODEL_METHODS
+from basics import MODEL_METHODS, VIDEO_METHODS
 from oracle import close, generate_logits, reduced, survivors
 from zoo import FAMILIES, Family
 
@@ -67,6 +67,28 @@ def test_forward(method: str, family: Family, batch: str, build) -> None:
     compare_forward(family, build(family), method, family.make_inputs(**BATCHES[batch]), 0.3)
 
 
+VIDEO_BATCHES: dict[str, dict[str, Any]] = {
+    "left": {"images": (1, 0), "video": (5, 5)},
+    "right": {"images": (0, 2), "video": (2, 2), "padding": "right"},
+    "one frame": {"images": (0,), "video": 1},
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("method", VIDEO_METHODS)
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.video])
+@pytest.mark.parametrize("batch", VIDEO_BATCHES)
+def test_forward_of_videos(method: str, name: str, batch: str, build) -> None:
+    family = FAMILIES[name]
+    compare_forward(family, build(family), method, family.make_inputs(**VIDEO_BATCHES[batch]), 0.3)
+
+
+@pytest.mark.parametrize("method", VIDEO_METHODS)
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.video])
+def test_generate_of_videos(method: str, name: str, build) -> None:
+    check_generate(method, FAMILIES[name], build(FAMILIES[name]), {"images": (1, 0), "video": (5, 5)})
+
+
 @pytest.mark.parametrize("layer", [1, 3])
 @pytest.mark.parametrize("method", [m for m in MODEL_METHODS if options(m, 1)])
 def test_other_layers(method: str, layer: int, family: Family, model) -> None:
@@ -76,7 +98,11 @@ def test_other_layers(method: str, layer: int, family: Family, model) -> None:
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize("batch", ["ragged", "one row"])
 def test_generate(method: str, family: Family, model, batch: str) -> None:
-    inputs = family.make_inputs(**BATCHES[batch])
+    check_generate(method, family, model, BATCHES[batch])
+
+
+def check_generate(method: str, family: Family, model: Any, batch: dict[str, Any]) -> None:
+    inputs = family.make_inputs(**batch)
     with tokenprune.patched(model, method, keep=0.3, record=True):
         got, tokens, _ = generate_logits(model, inputs, 4)
         cuts = tokenprune.stats(model).cuts

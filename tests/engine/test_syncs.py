@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import tokenprune
-from basics import METHODS, check_takes
+from basics import METHODS, VIDEO_METHODS, check_takes
 from far_device import DEVICE, Far, counting, far_inputs, to_far
 from tokenprune import Site
 from tokenprune.encoder import Tower
@@ -50,7 +50,7 @@ TOWER_BLOCKS = 4
 def allowed(family: Family, name: str) -> int:
     """Waits in a prefill beside those of the unpatched model."""
     site, packed = tokenprune.method_info(name).site, family.types == "mm_token_type_ids"
-    number = PLACEHOLDERS + GRIDS * packed
+    number = PLACEHOLDERS + GRIDS * packed * (1 + (name in VIDEO_METHODS))  # of the video, and of an image beside it
     if name == "vscan" or site is Site.IN_ENCODER:
         number += COUNTS
     if site is Site.IN_ENCODER:
@@ -88,9 +88,10 @@ def patched_model(family: Family, name: str | None, monkeypatch: pytest.MonkeyPa
 
 
 def inputs_of(family: Family, name: str | None, large: bool) -> Any:
-    video = name == "pevlm"
-    if video:
+    if name == "pevlm":
         return family.make_inputs(images=(0, 0), video=(64, 48) if large else (40, 40))
+    if name in VIDEO_METHODS:
+        return family.make_inputs(images=(0, 1), video=(16, 9) if large else (5, 4))
     sizes = ((16, 12), (12, 20)) if family.types == "mm_token_type_ids" and large else None
     return family.make_inputs(images=(1, 2), sizes=sizes)
 

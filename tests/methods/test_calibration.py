@@ -152,14 +152,14 @@ def test_timm() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "pictures" / "more").mkdir(parents=True)
+    (tmp_path / "images" / "more").mkdir(parents=True)
     g = torch.Generator().manual_seed(0)
     for number, name in enumerate(("b.png", "a.PNG", "more/c.png", "d.bmp", "e.png")):
         values = torch.randint(0, 256, (24, 24, 3), generator=g, dtype=torch.uint8)
         values[: 4 * number] = 90
-        Image.fromarray(values.numpy()).save(tmp_path / "pictures" / name)
-    (tmp_path / "pictures" / "notes.txt").write_text("no image")
-    return tmp_path / "pictures"
+        Image.fromarray(values.numpy()).save(tmp_path / "images" / name)
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    return tmp_path / "images"
 
 
 def transform(image: Image.Image) -> Tensor:
@@ -228,7 +228,7 @@ def test_images_in_all_their_forms(folder: Path) -> None:
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, out = tmp_path / "pictures", tmp_path / "t.safetensors"
+    folder, out = tmp_path / "images", tmp_path / "t.safetensors"
     folder.mkdir()
     for example in load_heldout(kinds=("colour",), limit=3):
         (folder / example.path.name).write_bytes(example.path.read_bytes())

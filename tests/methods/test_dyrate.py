@@ -124,7 +124,7 @@ def test_a_constant_rate_is_fastv(family: Family, model) -> None:
         assert torch.equal(got, want) and len(stats.cuts) == 1
 
 
-@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"images": (0, 1, 3)}], ids=["pictures", "text beside"])
+@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"images": (0, 1, 3)}], ids=["images", "text beside"])
 @pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl", "gemma3"])
 def test_a_batch_does_what_its_rows_do(batch: dict, name: str, build) -> None:
     family, batch = FAMILIES[name], batch | {"seed": 1}

@@ -381,7 +381,7 @@ def test_two_at_one_module_in_any_order(first: str, leaves_first: str, build) ->
 # -- where it does nothing, and where it cannot ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [dict(images=(2, 1)), dict(images=(0, 0))], ids=["pictures", "text"])
+@pytest.mark.parametrize("batch", [dict(images=(2, 1)), dict(images=(0, 0))], ids=["images", "text"])
 def test_no_video_is_bit_equal_and_said(batch: dict, family: Family, build) -> None:
     model, inputs = build(family), family.make_inputs(**batch)
     before, tokens, _ = generate_logits(model, inputs, 3)

@@ -10,6 +10,8 @@ from torch import nn
 
 import tokenprune
 from tokenprune import Budget, Site
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
 from zoo import IMAGE, VIDEO, Family
 
 METHODS = tokenprune.available_methods()
@@ -18,7 +20,11 @@ METHODS = tokenprune.available_methods()
 _BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
 # What acts on attention removes nothing, so there is no cut to look at: see test_pevlm.py.
 _ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
-MODEL_METHODS = [name for name in METHODS if tokenprune.method_info(name).site not in _ELSEWHERE]
+# What compares the frames of videos leaves images alone, and is refused for families without videos.
+VIDEO_METHODS = [name for name in METHODS if observables_of(tokenprune.method_info(name).needs, Where.FRAMES)]
+MODEL_METHODS = [
+    name for name in METHODS if tokenprune.method_info(name).site not in _ELSEWHERE and name not in VIDEO_METHODS
+]
 # Methods that cut once and keep what they are asked for; the others spread their budget over several cuts.
 SINGLE_CUT = [name for name in MODEL_METHODS if len(tokenprune.method(name).stages(Budget(keep=0.3), 4)) == 1]
 
@@ -46,8 +52,8 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 def check_takes(family: Family, method: str) -> None:
     """Skip the test if `method` refuses models of `family`."""
-    if tokenprune.method_info(method).site is Site.ATTENTION and not family.video:
-        pytest.skip(f"{family.name} takes no video, and {method} says so (test_pevlm.py)")
+    if (tokenprune.method_info(method).site is Site.ATTENTION or method in VIDEO_METHODS) and not family.video:
+        pytest.skip(f"{family.name} takes no video, and {method} says so (test_pevlm.py, test_frames.py)")
 
 
 def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[int]]]:

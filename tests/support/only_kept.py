@@ -101,7 +101,8 @@ class _Rows:
             return hidden
         number = {place: index for index, place in enumerate(self.stays)}
         groups = {number[to]: [number[one] for one in many] for to, many in cut.sources[self.row].items()}
-        return merged(hidden, [groups])
+        weights = None if cut.weights is None else [{number[to]: of for to, of in cut.weights[self.row].items()}]
+        return merged(hidden, [groups], weights)
 
     def enter_layer(self, index: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if self.row is None:

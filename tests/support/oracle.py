@@ -47,7 +47,7 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
         if not entered[0] and not by_ids[0]:
             for cut in cuts:
                 if cut.layer == 0 and cut.sources is not None:
-                    kwargs = kwargs | {"inputs_embeds": merged(kwargs["inputs_embeds"], cut.sources)}
+                    kwargs = kwargs | {"inputs_embeds": merged(kwargs["inputs_embeds"], cut.sources, cut.weights)}
         return args, kwargs
 
     handles.append(decoder.register_forward_pre_hook(enter_decoder, with_kwargs=True))
@@ -55,7 +55,7 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
         before = [cut for cut in cuts if cut.layer <= index]
         if not before:
             continue
-        merges = [cut.sources for cut in before if cut.layer == index and cut.sources is not None]
+        merges = [cut for cut in before if cut.layer == index and cut.sources is not None]
 
         def enter(module: Any, args: tuple, kwargs: dict, index=index, before=before, merges=merges) -> tuple:
             hidden = args[0] if args else kwargs.pop("hidden_states")
@@ -66,8 +66,8 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
             now = {(cut.layer, cut.method): cut for cut in before if cut.step <= step}
             alive = torch.stack([survivors(cut, length) for cut in now.values()]).all(0)
             if not past and (index or by_ids[0]):  # the prompt; later calls have nothing to merge
-                for sources in merges:
-                    hidden = merged(hidden, sources)
+                for cut in merges:
+                    hidden = merged(hidden, cut.sources, cut.weights)
             mask = without(kwargs.get("attention_mask"), alive, hidden, cache, index, decoder.config, past)
             return (hidden, *args[1:]), kwargs | {"attention_mask": mask}
 
@@ -96,8 +96,10 @@ def without(
     past = seen_before(cache, layer) if past is None else past
     assert mask is None or mask.ndim == 4, "the oracle knows masks made for sdpa or eager attention, and no mask"
     held = 0
-    if past and mask is None:  # a layer that shares the keys of another has no cache of its own
-        held = cache.layers[layer].keys.shape[-2] if layer < len(cache.layers) else past
+    if past and mask is None:
+        # A layer that shares the keys of another has no cache of its own, or one without keys (transformers 5.23).
+        stored = getattr(cache.layers[layer], "keys", None) if layer < len(cache.layers) else None
+        held = past if stored is None else stored.shape[-2]
     keys = queries + held if mask is None else mask.shape[-1]
     alive = alive.repeat_interleave(batch // alive.shape[0], dim=0)
     alive = torch.cat([alive, alive.new_ones(batch, past + queries - alive.shape[1])], 1)  # generated tokens
@@ -116,11 +118,14 @@ def without(
     return mask.masked_fill(gone, torch.finfo(mask.dtype).min)
 
 
-def merged(hidden: Tensor, sources: list[dict[int, list[int]]]) -> Tensor:
+def merged(
+    hidden: Tensor, sources: list[dict[int, list[int]]], weights: list[dict[int, list[float]]] | None = None
+) -> Tensor:
     out = hidden.clone()
     for row, groups in enumerate(sources):
         for target, members in groups.items():
-            out[row, target] = hidden[row, members].mean(0)
+            weight = torch.ones(len(members)) if weights is None else torch.tensor(weights[row][target])
+            out[row, target] = (hidden[row, members] * weight[:, None]).sum(0) / weight.sum()
     return out
 
 
@@ -134,7 +139,7 @@ def _merge_deepstack(cuts: Sequence[Any], args: tuple, kwargs: dict) -> tuple:
             dense[mask] = feature
             for cut in cuts:
                 if cut.sources is not None and cut.layer <= layer:
-                    dense = merged(dense, cut.sources)
+                    dense = merged(dense, cut.sources, cut.weights)
             changed.append(dense[mask])
         kwargs = kwargs | {"deepstack_visual_embeds": changed}
     if kwargs.get("deepstack_features"):  # added before layers: a cut at one of them finds them in the hidden states
@@ -144,7 +149,7 @@ def _merge_deepstack(cuts: Sequence[Any], args: tuple, kwargs: dict) -> tuple:
             dense[mask] = feature
             for cut in cuts:
                 if cut.sources is not None and (cut.layer < layer or cut.layer == 0):
-                    dense = merged(dense, cut.sources)
+                    dense = merged(dense, cut.sources, cut.weights)
             changed[layer] = dense[mask]
         kwargs = kwargs | {"deepstack_features": changed}
     return args, kwargs

@@ -157,7 +157,7 @@ def patches_at(row: int, column: int, times: int, side: int, start: int) -> list
 
 
 BATCHES = {
-    "pictures": {"images": (1, 2)},
+    "images": {"images": (1, 2)},
     "video": {"video": True, "images": (1, 1)},
     "text beside": {"images": (0, 3)},
 }

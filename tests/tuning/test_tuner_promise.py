@@ -168,7 +168,7 @@ def test_what_was_promised_is_held_against_what_was_measured(script: Any, tmp_pa
     for rank, records in enumerate(parts):
         script._part(out, rank).write_text("".join(json.dumps(one) + "\n" for one in records))
     (tmp_path / "other.part0.jsonl").write_text(json.dumps(fresh(good, 90)) + "\n")  # of another run
-    plan = argparse.Namespace(out=out, max_drop=0.02, confidence=0.95, methods="pool", keep="0.5", pictures=10, fresh=5)
+    plan = argparse.Namespace(out=out, max_drop=0.02, confidence=0.95, methods="pool", keep="0.5", images=10, fresh=5)
     script.collect(plan)
     _, *records = map(json.loads, out.read_text().splitlines())
     kept = {one["seed"]: one.get("kept") for one in records if one["record"] == "tuning"}

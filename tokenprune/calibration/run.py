@@ -114,7 +114,7 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> Merger:
     if is_timm(model):
         return timm_patch(model, [calibrator], [Budget.of(keep)])
     from tokenprune.integrations.hf.families import adapter_for
-    from tokenprune.integrations.hf.tower.merging import tower_patch
+    from tokenprune.integrations.hf.tower.build import tower_patch
 
     return tower_patch(adapter_for(model), calibrator, Budget.of(keep))
 

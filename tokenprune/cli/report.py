@@ -37,9 +37,9 @@ def show_runs(runs: Sequence[Run], html: Path | None, plot: Path | None, markdow
     """Print tables and warnings, and write what was asked for."""
     from rich.text import Text
 
-    from tokenprune.bench.plot import plot_png, write
     from tokenprune.bench.report.compare import comparisons
     from tokenprune.bench.report.page import make_page
+    from tokenprune.bench.report.png import plot_png, write
     from tokenprune.bench.report.warnings import lines
     from tokenprune.bench.tables import tables
 

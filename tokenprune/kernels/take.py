@@ -58,3 +58,14 @@ def settle(keep: Tensor, score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
     return mask & (rank < count[:, None])
+
+
+def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
+    """long `[S, N]`: the place of each token in its group, largest first; a later key, then the order, breaks ties."""
+    order = torch.arange(group.shape[1], device=group.device).expand_as(group)
+    for key in reversed(keys):
+        order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))
+    order = order.gather(1, group.gather(1, order).argsort(dim=1, stable=True))
+    groups = group.gather(1, order)
+    place = torch.arange(group.shape[1], device=group.device) - torch.searchsorted(groups, groups)
+    return torch.empty_like(order).scatter_(1, order, place)

@@ -50,20 +50,43 @@ def frame_means(x: Tensor, mask: Tensor) -> Tensor:
     return x.float().masked_fill(~real, 0).sum(2) / real.sum(2).clamp(min=1)
 
 
+def quiet_channels(x: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
+    """float32 `[S, F, P, D // 2]`: the tokens `[S, F, P, D]` on the half of the channels that varies least over those
+    in `seen`, of length 1; zeros for padding (VidCom2).
+
+    mask, seen: bool `[S, F, P]`. Of channels that vary alike the lower ones are taken; of a single one that one.
+    """
+    real, number = seen.unsqueeze(-1), seen.sum((1, 2)).clamp(min=1)[:, None, None, None]
+    x = x.float()
+    mean = x.masked_fill(~real, 0).sum((1, 2), keepdim=True) / number
+    variance = ((x - mean).masked_fill(~real, 0).square().sum((1, 2), keepdim=True) / number).flatten(1)
+    least = variance.argsort(dim=1, stable=True)[:, : max(1, x.shape[-1] // 2)].sort(1).values
+    x = x.gather(3, least[:, None, None].expand(*x.shape[:3], -1))
+    return _unit(x).masked_fill(~mask.unsqueeze(-1), 0)
+
+
+def likeness(x: Tensor, centre: Tensor) -> Tensor:
+    """float32 `[...]`: how near the vectors `[..., D]` of `x` are to those of `centre`, broadcast: the sum of Gaussians
+    of the distance, of variances from 1/8 to 2 (VidCom2)."""
+    squared = (x - centre).square().sum(-1)
+    return sum(torch.exp(-squared / (2 * variance)) for variance in (1 / 8, 1 / 4, 1 / 2, 1, 2))
+
+
 # -- where a video falls into segments ---------------------------------------------------------------------------------
 
 
-def segments_at(similarity: Tensor, frames: Tensor, least: int = 1, threshold: float = -2.0) -> Tensor:
+def segments_at(similarity: Tensor, frames: Tensor, least: int | Tensor = 1, threshold: float = -2.0) -> Tensor:
     """bool `[S, F - 1]`: whether a segment ends behind each frame, by how similar that is to the next.
 
     similarity: float `[S, F - 1]`. frames: long `[S]`, of each video. It ends where the similarity is below
-    `threshold`, and at the lowest ones of all, as many as make `least` segments of the video (of equal ones the
-    earlier; NaN counts as lowest).
+    `threshold`, and at the lowest ones of all, as many as make `least` segments of the video (an int, or long `[S]`; of
+    equal ones the earlier; NaN counts as lowest).
     """
     real = _steps(similarity, frames)
     value = similarity.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
     order = value.masked_fill(~real, torch.inf).argsort(dim=1, stable=True)
     rank = order.argsort(dim=1)
+    least = least if isinstance(least, int) else least[:, None]
     return real & ((value < threshold) | (rank < least - 1))
 
 
@@ -155,13 +178,14 @@ def shares(weight: Tensor, total: Tensor, most: Tensor, least: int = 0) -> Tenso
     return first + whole + ((rank < left - whole.sum(1, keepdim=True)) & (whole < room)).long()
 
 
-def density_peaks(x: Tensor, mask: Tensor, number: Tensor, neighbours: int, most: int) -> Tensor:
+def density_peaks(x: Tensor, mask: Tensor, number: Tensor, neighbours: int, most: int, capped: bool = False) -> Tensor:
     """bool `[S, N]`: the `number` (long `[S]`, at most `most`) tokens that are best as centres of clusters (DPC-KNN).
 
     x: `[S, N, D]`; mask: bool `[S, N]`. Distances are Euclidean, divided by sqrt(D). A token's density is exp(-mean of
     its `neighbours` smallest squared distances, its own of 0 among them); its peak the distance to the nearest denser
     token, or the largest to any where none is denser. The largest products are the centres; of equal densities the
     lower index is denser, of equal products it is taken. A token with NaN comes last. Takes memory for N x N distances.
+    capped: a density counts no more neighbours than there are centres.
     """
     count = x.shape[1]
     usable = mask & x.isfinite().all(-1)
@@ -171,6 +195,8 @@ def density_peaks(x: Tensor, mask: Tensor, number: Tensor, neighbours: int, most
     distance = distance.masked_fill(~pairs, torch.inf)
     near = distance.topk(min(neighbours, count), dim=2, largest=False).values.square()
     known = torch.isfinite(near)
+    if capped:
+        known &= torch.arange(near.shape[2], device=x.device) < number.clamp(min=1)[:, None, None]
     # The logarithm: densities of tokens that are far from all others would all round to 0.
     density = -(near.masked_fill(~known, 0).sum(2) / known.sum(2).clamp(min=1)).masked_fill(~usable, torch.inf)
     order = density.argsort(dim=1, descending=True, stable=True).argsort(dim=1)

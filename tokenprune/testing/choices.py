@@ -51,7 +51,8 @@ class _Case:
                 return replace(value, **fields)
             if isinstance(value, tuple):
                 return tuple(cut(name, one) for one in value)
-            return value[segment : segment + 1].narrow(_axis(name), 0, count)
+            one = value[segment : segment + 1]
+            return one.narrow(_axis(name), 0, count) if isinstance(one, Tensor) else one
 
         given = {name: cut(name, value) for name, value in self.given.items()}
         text = {name: value[segment : segment + 1] for name, value in self.text.items()}

@@ -142,6 +142,7 @@ class _Given(TokenSource):
     of_text: dict[str, Any]
     norm: Callable[[Tensor], Tensor] | None = None
     needs: frozenset[str] = field(init=False)
+    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         text = {seen.name for name in self.of_text if (seen := find_observable_of_text(name)) is not None}
@@ -163,6 +164,9 @@ class _Given(TokenSource):
         if isinstance(value, Mapping):
             return _given(value, *layer, f"{seen.name} of block {layer[0]}")
         return value
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def attention_from(self, seen: Observable, tokens: VisualTokens, weights: Tensor) -> Tensor:
         rows = self.read(seen, tokens)

@@ -11,6 +11,8 @@ from typing import Any
 from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.config import Config
 from tokenprune.errors import OptionError
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
 from tokenprune.registry import available_methods, method_info
 
 KEEPS = (0.75, 0.5, 0.33, 0.25, 0.15)
@@ -54,7 +56,8 @@ class Candidate:
         for method in self.methods:
             if isinstance(method, ImageChooser):
                 return f"{method.name} chooses between the images of a prompt: it has no budget to tune"
-            if method.site is Site.ATTENTION and not videos:
+            on_videos = method.site is Site.ATTENTION or observables_of(method.needs, Where.FRAMES)
+            if on_videos and not videos:
                 return f"{method.name} acts on videos, and these questions are about images only"
         return None
 

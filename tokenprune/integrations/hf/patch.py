@@ -22,11 +22,12 @@ from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.guard.part import check_processor, guard_for
+from tokenprune.integrations.hf.processor.build import patch_for
 from tokenprune.integrations.hf.processor.full_counts import FullCounts
-from tokenprune.integrations.hf.processor.resizing import patch_for
 from tokenprune.integrations.hf.tower.attention_scores import EncoderAttention
+from tokenprune.integrations.hf.tower.base import TowerPatch
+from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
-from tokenprune.integrations.hf.tower.merging import TowerPatch, tower_patch
 from tokenprune.integrations.shared.composition import check_places, composition_key
 from tokenprune.observable import Where
 from tokenprune.observable_registry import observables_of

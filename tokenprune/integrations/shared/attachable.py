@@ -63,8 +63,7 @@ class Attachable:
 
     def swap_class(self, instance: Any, cls: type) -> None:
         """Make `instance` one of `cls`, a subclass of its own; it gets back the class that it has now."""
-        self._undo.append(partial(give_back_class, instance, type(instance), cls))
-        instance.__class__ = cls
+        self._undo.append(swap_class(instance, cls))
 
 
 # Where a module keeps what is wrapped of it.
@@ -119,6 +118,13 @@ class _Wrapped:
             setattr(self.module, self.name, now)
         else:
             delattr(self.module, self.name)
+
+
+def swap_class(instance: Any, cls: type) -> Callable[[], None]:
+    """Make `instance` one of `cls`, a subclass of its own, and return what gives back the class that it has now."""
+    undo = partial(give_back_class, instance, type(instance), cls)
+    instance.__class__ = cls
+    return undo
 
 
 def give_back_class(instance: Any, found: type, put: type) -> None:

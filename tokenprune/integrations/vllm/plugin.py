@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm.compat import TESTED, missing_hooks, require_hooks, vllm_version
 from tokenprune.integrations.vllm.families import FAMILIES
 
@@ -101,8 +102,8 @@ def _with_reduction(processor: Any, registry: Any, *_: Any, **__: Any) -> Any:
     from tokenprune.integrations.vllm.setting.configuration import configured
 
     try:
-        # The class of the object, because vLLM lets a function choose it.
-        processor.__class__ = reducing_class(type(processor))
+        # The class of the object, because vLLM lets a function choose it. It lives with its engine: nothing undoes it.
+        swap_class(processor, reducing_class(type(processor)))
     except TypeError:  # a processor built in another way, of a model that we do not serve
         if configured(processor.info.ctx.model_config) is not None:
             raise

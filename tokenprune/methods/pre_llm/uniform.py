@@ -3,14 +3,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+from tokenprune.video import Videos
 
 
 @register("uniform", site=Site.PRE_LLM, paper="none (baseline)")
@@ -48,3 +51,13 @@ def spread(count: int, keep: int, grid: tuple[int, int, int] | None) -> list[int
 def even(length: int, number: int) -> list[int]:
     """Return the middles of `number` equal stretches of `range(length)`, ascending; in whole numbers, so exact."""
     return [(2 * index + 1) * length // (2 * number) for index in range(number)]
+
+
+def spread_in_frames(videos: Videos, numbers: Sequence[Sequence[int]]) -> Tensor:
+    """Return bool `[V, F, P]`: tokens spread evenly over each frame. numbers: how many of each frame of each video;
+    frames behind them keep none."""
+    places = [
+        [spread(size, number, grid) for size, number in zip(sizes, of_video, strict=False)]
+        for sizes, of_video, grid in zip(videos.frames, numbers, videos.grids, strict=True)
+    ]
+    return videos.at(places)

@@ -14,6 +14,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
+from tokenprune.kernels.take import rank_in_group
 from tokenprune.registry import register
 from tokenprune.schedule import profile
 from tokenprune.tokens import Patches, VisualTokens
@@ -120,9 +121,9 @@ class VScan(Pruner):
         picks = shares(torch.zeros_like(tile[:, :1]).expand(-1, tiles + 1).scatter_add(1, tile, real.long()), wanted)
         scanned = (picks.double() * self.local).long()
         # Best of each window first, then second best of each, and so on.
-        turn = rank(tile * patches.height.amax() * patches.width.amax() + windows(patches, self.window), local)
-        near = rank(tile, -turn, local) < scanned.gather(1, tile)
-        far = rank(tile, (~near).byte(), last) < (picks - scanned).gather(1, tile)
+        turn = rank_in_group(tile * patches.height.amax() * patches.width.amax() + windows(patches, self.window), local)
+        near = rank_in_group(tile, -turn, local) < scanned.gather(1, tile)
+        far = rank_in_group(tile, (~near).byte(), last) < (picks - scanned).gather(1, tile)
         return real & (near | far)
 
 
@@ -140,17 +141,6 @@ def windows(patches: Patches, side: int | None) -> Tensor:
     down, across = ((length // side).clamp(min=1) for length in (patches.height, patches.width))
     row, column = torch.minimum(patches.row // side, down - 1), torch.minimum(patches.column // side, across - 1)
     return row * across + column
-
-
-def rank(group: Tensor, *keys: Tensor) -> Tensor:
-    """long `[S, N]`: the place of each token in its group, largest first; a later key, then the order, breaks ties."""
-    order = torch.arange(group.shape[1], device=group.device).expand_as(group)
-    for key in reversed(keys):
-        order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))
-    order = order.gather(1, group.gather(1, order).argsort(dim=1, stable=True))
-    groups = group.gather(1, order)
-    place = torch.arange(group.shape[1], device=group.device) - torch.searchsorted(groups, groups)
-    return torch.empty_like(order).scatter_(1, order, place)
 
 
 def most_similar(features: Tensor, picked: Tensor, tile: Tensor, most: int) -> Tensor:

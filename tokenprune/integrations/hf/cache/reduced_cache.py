@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 )
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.shared.attachable import give_back_class
+from tokenprune.integrations.shared.attachable import give_back_class, swap_class
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.decode_state import DecodeState
@@ -131,7 +131,7 @@ def reduction_of(cache: Cache | None) -> Reduction | None:
 def attach(cache: Cache, reduction: Reduction) -> None:
     """Make `cache` report logical lengths from now on."""
     if not isinstance(cache, _ReducedMixin):
-        cache.__class__ = _reduced_class(type(cache))
+        swap_class(cache, _reduced_class(type(cache)))
     cache.tokenprune_reduction = reduction
 
 

@@ -40,7 +40,7 @@ _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 @dataclass
 class BlockPlan:
-    """ids: long `[B, L]`, the block of each token of a call's full sequence, on the CPU (see block_attention.py)."""
+    """ids: long `[B, L]` on the CPU, the block of each token of a call's full sequence (kernels/block_attention.py)."""
 
     ids: Tensor
     _at: dict[int, tuple[Tensor, dict[Parts, list[int]]]] = field(default_factory=dict)

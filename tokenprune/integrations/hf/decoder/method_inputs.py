@@ -36,6 +36,10 @@ class Sources(TokenSource):
     def remember(self, name: str, value: Any, per_token: bool | None) -> None:
         self.carry.remember(name, value, per_token)
 
+    def note(self, text: str) -> None:
+        if text not in self.call.notes:
+            self.call.notes.append(text)
+
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
         return self.call.layout.inverse[segments.row_index, position].clamp(min=0)
 

@@ -29,7 +29,10 @@ class VideoFrames(Part):
     def __init__(self, adapter: Adapter, steps: Sequence[Step], merges: Sequence[str]) -> None:
         super().__init__()
         self.family = adapter.config.model_type
-        self.names = list(dict.fromkeys(step.method.name for step in steps if compares_frames(step)))
+        comparing = [step for step in steps if compares_frames(step)]
+        self.names = list(dict.fromkeys(step.method.name for step in comparing))
+        # A later stage of such a method leaves images alone too, whatever it reads itself.
+        self.owners = {step.owner for step in comparing}
         for index, step in enumerate(steps):
             if not compares_frames(step):
                 continue
@@ -76,7 +79,7 @@ class VideoFrames(Part):
         call.state.put(_Images(images))
 
     def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        if not compares_frames(step):
+        if step.owner not in self.owners:
             return list(wanted)
         images = call.state[_Images]
         return [count if image else number for count, number, image in zip(arrived, wanted, images, strict=True)]

@@ -207,21 +207,30 @@ def _cut_record(
     if padding is not None:
         positions = positions.masked_fill(padding.to(positions.device).gather(1, layout.index), -1)
     cut = partial(Cut, step.method.site, step.layer, step.method.name)
-    return partial(_add_cut, cut, call.past, positions, selection.assign, before)
+    return partial(_add_cut, cut, call.past, positions, selection, before)
 
 
 def _add_cut(
-    cut: Callable[..., Cut], past: int, positions: Tensor, assign: Tensor | None, before: Segments, stats: Stats
+    cut: Callable[..., Cut], past: int, positions: Tensor, selection: Selection, before: Segments, stats: Stats
 ) -> None:
     kept = [[past + p for p in row if p >= 0] for row in positions.tolist()]
-    sources = None
-    if assign is not None:
-        sources = [{} for _ in kept]
-        targets, place = assign.tolist(), before.position.tolist()
+    sources = weights = None
+    if selection.assign is not None:
+        sources, weights = [{} for _ in kept], [{} for _ in kept]
+        targets, place = selection.assign.tolist(), before.position.tolist()
+        given = None if selection.weight is None else selection.weight.tolist()
         for segment, row in enumerate(before.row):
             for index in range(before.counts[segment]):
                 target = targets[segment][index]
                 if target >= 0:
                     key = past + place[segment][target]
                     sources[row].setdefault(key, []).append(past + place[segment][index])
-    stats.cuts.append(cut(kept, sources))
+                    weights[row].setdefault(key, []).append(1.0 if given is None else given[segment][index])
+        weights = None if given is None else [{key: _shares(of) for key, of in row.items()} for row in weights]
+    stats.cuts.append(cut(kept, sources, weights=weights))
+
+
+def _shares(weights: list[float]) -> list[float]:
+    """Scale weights so that they sum to 1; those of one token are 1, as it is copied whatever it weighs."""
+    total = sum(weights)
+    return [one / total for one in weights] if total > 0 else [1.0] * len(weights)

@@ -12,10 +12,10 @@ from typing import Any
 
 from tokenprune.base import ImageChooser
 from tokenprune.budget import Budget
-from tokenprune.errors import AlreadyPatchedError, BudgetError
+from tokenprune.errors import BudgetError
 from tokenprune.images import InputImage
+from tokenprune.integrations.hf.processor.marker import MARK, refuse_second_patch
 from tokenprune.integrations.hf.processor.prompts import PromptReader, intercepted, is_nested
-from tokenprune.integrations.hf.processor.resizing import MARK, patch_on
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from tokenprune.token_counts import Reader, rule_for
@@ -37,11 +37,7 @@ class ViewPatch(Attachable):
         self.rule, self.counts = rule_for(processor), PixelCounts()
 
     def _attach(self) -> None:
-        if present := patch_on(self.processor):
-            raise AlreadyPatchedError(
-                f"the processor is patched already with {present.describe()}: undo that first "
-                "(tokenprune.unpatch, tokenprune.unpatch_processor), or use a processor of its own for each model"
-            )
+        refuse_second_patch(self.processor)
         self.swap_class(self.processor, intercepted(self.processor, self._around, {MARK: self}))
 
     @contextmanager

@@ -11,16 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from tokenprune.base import ImageChooser, ResizeMethod
+from tokenprune.base import ResizeMethod
 from tokenprune.budget import Budget
-from tokenprune.errors import AlreadyPatchedError
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.processor.marker import MARK, refuse_second_patch
 from tokenprune.integrations.hf.processor.prompts import PromptReader, intercepted
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.resizing import Resizer
-from tokenprune.token_counts import image_processor_of
 
-MARK = "_tokenprune_patch"
 # The question of each image of the processor's call that is under way, for methods that read it.
 _QUESTIONS: ContextVar[list[str] | None] = ContextVar("tokenprune_questions", default=None)
 
@@ -44,11 +42,7 @@ class PixelPatch(Attachable):
         if self.resizer.image_processor is None:  # keep=1.0 needs none
             return
         before = type(self.resizer.image_processor)
-        if present := patch_on(self.processor):
-            raise AlreadyPatchedError(
-                f"the processor is patched already with {present.describe()}: undo that first "
-                "(tokenprune.unpatch, tokenprune.unpatch_processor), or use a processor of its own for each model"
-            )
+        refuse_second_patch(self.processor)
         patch = self
 
         @functools.wraps(before.preprocess)
@@ -86,18 +80,3 @@ class PixelPatch(Attachable):
         if self.resizer.check_tower_pixels(*pixels.shape[-2:]):
             kwargs = kwargs | {"interpolate_pos_encoding": True}
         return args, kwargs
-
-
-def patch_for(
-    method: ResizeMethod | ImageChooser, budget: Budget, processor: Any, adapter: Adapter | None = None
-) -> Any:
-    """Return the part of a patch that makes `processor` do what `method` says; raises as `PixelPatch` and `ViewPatch`
-    do."""
-    from tokenprune.integrations.hf.processor.image_selection import ViewPatch
-
-    return (ViewPatch if isinstance(method, ImageChooser) else PixelPatch)(method, budget, processor, adapter)
-
-
-def patch_on(processor: Any) -> Any:
-    """Return the patch that a processor, or its image processor, carries."""
-    return getattr(type(image_processor_of(processor)), MARK, None) or getattr(type(processor), MARK, None)

@@ -24,7 +24,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.tower.merging import TowerPatch
+from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.block_merging import Block, check_checkpointing
 from tokenprune.integrations.shared.packed_features import first_of_group

@@ -32,7 +32,7 @@ class Setting:
 
     method, keep:  acts on the features of the encoder, in the encoder, or (`in_llm`) in the language model; None if all
                    tokens stay.
-    pixels, share: acts on an image before the encoder (see pixels.py); None if images stay as they are.
+    pixels, share: acts on an image before the encoder (see front/pixels.py); None if images stay as they are.
     per:           "image", or "frame" if every frame of a video has `keep` for itself (see `Budget`).
     in_llm:        whether `method` acts inside the language model, and leaves the prompt as it is.
     files:         options of `method` that were given as files: name, path and digest of the content.

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def panels(titles: Sequence[str], width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels side by side, each of so many inches; raises TokenPruneError without matplotlib."""
+@contextmanager
+def same_look() -> Iterator[None]:
+    """Draw as matplotlib does without settings of the user's own, so that the same records give the same bytes; raises
+    TokenPruneError without matplotlib."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import style
     except ImportError as error:
         raise TokenPruneError("plots need matplotlib: pip install 'tokenprune-vlm[bench]'") from error
+    with style.context("default"):
+        yield
+
+
+def panels(titles: Sequence[str], width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels side by side, each of so many inches."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width * len(titles), height), layout="constrained")
     row = list(figure.subplots(1, len(titles), squeeze=False)[0])
     for axes, title in zip(row, titles, strict=True):
@@ -56,12 +67,13 @@ def level(axes: Axes, y: float, text: str) -> None:
 
 
 def png(figure: Figure, dpi: int = 150) -> bytes:
-    """Return a figure as PNG. No software version is in it: the same records give the same bytes."""
+    """Return a figure as PNG, without the version of the software."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
     return buffer.getvalue()
 
 
+@same_look()
 def plot_png(results: Results) -> bytes:
     """Return a PNG: accuracy against layer-averaged visual tokens, one line a method, as on the page of the report;
     raises TokenPruneError without matplotlib."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how well the guard tells pictures of text from others, at the sizes that vision towers get them in.
+"""Measure how well the guard tells images of text from others, at the sizes that vision towers get them in.
 
-python benchmarks/guard_pictures.py            # draw and look: rewrites results/guard_pictures.jsonl (2 minutes)
-python benchmarks/guard_pictures.py --roc      # print what the committed file says
+python benchmarks/guard_images.py            # draw and look: rewrites results/guard_images.jsonl (2 minutes)
+python benchmarks/guard_images.py --roc      # print what the committed file says
 
 Documents are drawn, photographs come with scikit-image, scikit-learn and matplotlib, and the shipped suite's own
-pictures (a word and a digit among shapes) count as no text. The limit was chosen on seed 0; seed 1 checks it, with
-other drawings, other parts of the same photographs, and other pictures of the suite.
+images (a word and a digit among shapes) count as no text. The limit was chosen on seed 0; seed 1 checks it, with
+other drawings, other parts of the same photographs, and other images of the suite.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokenprune.bench.heldout import load_heldout
 from tokenprune.guard.images import blocks_of, text_shares
 from tokenprune.guard.settings import TEXT_LIMIT
 
-RESULTS = Path(__file__).parent / "results/guard_pictures.jsonl"
+RESULTS = Path(__file__).parent / "results/guard_images.jsonl"
 LIMITS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
 
 
@@ -47,14 +47,14 @@ def cropped(side: int) -> Callable[[Image.Image], Image.Image]:
 
 
 def tiled(image: Image.Image, side: int = 448, most: int = 6) -> Image.Image:
-    """InternVL: as many tiles as fit the picture's shape best."""
+    """InternVL: as many tiles as fit the image's shape best."""
     grids = ((a, b) for a in range(1, most + 1) for b in range(1, most + 1) if a * b <= most)
     wide, high = min(grids, key=lambda grid: abs(grid[0] / grid[1] - image.width / image.height))
     return fit(image, wide * side, high * side)
 
 
 def native(image: Image.Image, factor: int = 28, most: int = 1280 * 28 * 28) -> Image.Image:
-    """Qwen2.5-VL: the picture's own size, up to a limit."""
+    """Qwen2.5-VL: the image's own size, up to a limit."""
     scale = min(1.0, (most / (image.width * image.height)) ** 0.5)
     return fit(image, *(max(factor, round(edge * scale / factor) * factor) for edge in image.size))
 
@@ -68,8 +68,8 @@ SIZES = {
 }
 
 
-def pictures(seed: int) -> Iterator[tuple[str, str, Image.Image]]:
-    """(set, name, picture)."""
+def images(seed: int) -> Iterator[tuple[str, str, Image.Image]]:
+    """(set, name, image)."""
     yield from (("document", name, image) for name, image in documents(9, seed))
     yield from (("photograph", name, image) for name, image in photographs(3, seed))
     examples = {example.number: example for example in load_heldout(["word"])}
@@ -84,23 +84,23 @@ def measure(image: Image.Image) -> float:
 
 def records() -> Iterator[dict[str, object]]:
     for seed in (0, 1):
-        for kind, name, image in pictures(seed):
+        for kind, name, image in images(seed):
             for size, prepare in SIZES.items():
                 value = measure(prepare(image))
                 yield {"seed": seed, "set": kind, "name": name, "size": size, "looks": round(value, 4)}
 
 
 def rates(found: list[dict], limit: float) -> tuple[float, float, float]:
-    """Shares of documents, photographs and suite pictures above a limit."""
+    """Shares of documents, photographs and suite images above a limit."""
     of = {kind: [one["looks"] > limit for one in found if one["set"] == kind] for kind in SETS}
     return tuple(sum(flags) / max(1, len(flags)) for flags in of.values())
 
 
-SETS = ("document", "photograph", "suite")  # the shipped suite's own pictures
+SETS = ("document", "photograph", "suite")  # the shipped suite's own images
 
 
 def auc(found: list[dict]) -> float:
-    """The chance that a document looks more like text than a picture that is none."""
+    """The chance that a document looks more like text than an image that is none."""
     text = np.array([one["looks"] for one in found if one["set"] == "document"])
     other = np.array([one["looks"] for one in found if one["set"] != "document"])
     return float((text[:, None] > other).mean() + (text[:, None] == other).mean() / 2)
@@ -113,7 +113,7 @@ def read() -> list[dict]:
 def table(found: list[dict]) -> str:
     """Per size and seed: area under the curve, and what is above the limit."""
     lines = [
-        "| size | documents found | photographs taken for text | suite pictures taken for text | area under ROC |",
+        "| size | documents found | photographs taken for text | suite images taken for text | area under ROC |",
         "|---|---|---|---|---|",
     ]
     checks = [one for one in found if one["seed"] == 1]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that merge tokens of videos inside real models: what is left computes what merging beforehand would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from families import FAMILIES as OTHERS
+from oracle import close, generate_logits, reduced, survivors
+from tests.engine.test_oracle import compare_forward
+from zoo import FAMILIES, IMAGE, VIDEO, Family
+
+# Of these the tower's attention is known, too: positions on one axis with a newline behind the video, and on three
+# axes without and with features that the decoder's first layers add.
+MODELS = {name: {**OTHERS, **FAMILIES}[name] for name in ("llava_onevision", "qwen2_5_vl", "qwen3_vl")}
+METHODS: dict[str, dict[str, Any]] = {"holitom": {"layer": 2}}
+BOTH = [
+    pytest.param(tokenprune.method(name, **options), id=f"{name}-{number}")
+    for name, inner in METHODS.items()
+    for number, options in enumerate([inner, {"inner": False}] if inner else [{}])
+]
+
+
+@pytest.fixture(params=MODELS)
+def family(request: pytest.FixtureRequest) -> Family:
+    return MODELS[request.param]
+
+
+@pytest.mark.parametrize("method", BOTH)
+@torch.no_grad()
+def test_forward(method: tokenprune.Method, family: Family, build: Callable[..., Any]) -> None:
+    """A ragged batch of videos: with an image beside, behind padding."""
+    other = 5 if family.name == "llava_onevision" else 3  # whose videos are one tensor
+    inputs = family.make_inputs(images=(0, 0), video=(5, other))
+    compare_forward(family, build(family), method, inputs, 0.4)
+
+
+@pytest.mark.parametrize("method", BOTH)
+@torch.no_grad()
+def test_generate_with_an_image_beside(method: tokenprune.Method, family: Family, build: Callable[..., Any]) -> None:
+    """The image keeps all its tokens behind every cut."""
+    model, inputs = build(family), family.make_inputs(images=(1,), video=4)
+    with tokenprune.patched(model, method, keep=0.4, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        cuts = tokenprune.stats(model).cuts
+        notes = tokenprune.stats(model).notes
+    assert any("images keep all tokens" in note for note in notes)
+    length = inputs["input_ids"].shape[1]
+    with reduced(family, model, cuts, length):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+    alive = survivors(cuts[-1], length)
+    # The video stands first; LLaVA-OneVision has one id for both.
+    video, image = inputs.counts[0]
+    places = ((inputs["input_ids"][0] == IMAGE) | (inputs["input_ids"][0] == VIDEO)).nonzero().flatten()
+    assert alive[0, places[video:]].all() and image == len(places) - video
+    assert 0 < alive[0, places[:video]].sum() < video
+
+
+@pytest.mark.parametrize("name", METHODS)
+@torch.no_grad()
+def test_what_keeps_all_changes_nothing(name: str, family: Family, build: Callable[..., Any]) -> None:
+    model, inputs = build(family), family.make_inputs(images=(0,), video=3)
+    plain = model(**inputs).logits
+    for keep in (1.0, 500):
+        with tokenprune.patched(model, name, keep=keep):
+            assert torch.equal(model(**inputs).logits, plain)
+
+
+@pytest.mark.parametrize("method", BOTH)
+@torch.no_grad()
+def test_another_question(method: tokenprune.Method, build: Callable[..., Any]) -> None:
+    """The first cut does not see it."""
+    family = MODELS["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(0,), video=6)
+    found = []
+    for words in (range(100, 104), range(60, 64)):
+        asked = {**inputs, "input_ids": inputs["input_ids"].clone()}
+        asked["input_ids"][:, -4:] = torch.tensor([*words])
+        with tokenprune.patched(model, method, keep=0.5, record=True):
+            model(**asked)
+            found.append(tokenprune.stats(model).cuts)
+    one, other = found
+    assert one[0].kept == other[0].kept and one[0].sources == other[0].sources and one[0].weights == other[0].weights
+    assert len(one) == (2 if method.query_aware else 1)

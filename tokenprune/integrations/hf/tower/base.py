@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all merging inside vision towers has in common: what becomes of the merged tokens behind the tower.
+
+The tower gives back what it always does, a feature for each patch: those of a merged token are all the same. Which
+these are travels with the tower's output (`generate` encodes images before any forward). At the decoder's entry one
+visual token of each group is kept, the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tokenprune.base import Selection
+from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Tower
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.encoded.record import open_record, record_of
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.plan import Merged, Step
+from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
+from tokenprune.integrations.shared.block_merging import Block, Merger
+from tokenprune.tokens import Segments
+
+
+class TowerPatch(Merger, Part):
+    """What all merging inside a tower has in common: its tokens' provenance reaches the decoder's entry.
+
+    As the tower ends, a subclass says by `leave_tokens` what became of its tokens; behind it, `groups_of` says which
+    features are one. Both are kept in the `EncoderRecord` of the output.
+    """
+
+    pads = True  # whether rows that merge more than others are padded
+
+    def __init__(
+        self, adapter: Adapter, method: EncoderMethod, budget: Budget, blocks: Sequence[Block], tower: Tower
+    ) -> None:
+        super().__init__(method, budget, blocks, tower)
+        self.adapter = adapter
+        self.step = Step(method, budget)  # what the engine reports the merged tokens' cut as
+
+    def check_bias(self, config: Any) -> None:
+        """Raise UnsupportedSetupError if the attention named by `config` takes no bias and the method needs one."""
+        attention = config._attn_implementation or "eager"
+        padding = self.pads and self.method.ragged
+        if attention in ("eager", "sdpa") or not (self.method.proportional or padding):
+            return
+        why = "the padding of images that merge more than others" if padding else "proportional attention"
+        way_out = "" if padding else ", or pass proportional=False"
+        raise UnsupportedSetupError(
+            f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
+            f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
+        )
+
+    def leave_tokens(self, output: Any, owners: Tensor | list[Tensor], block_tokens: list[int]) -> None:
+        """Write to the tower's output what became of its tokens; see `EncoderRecord`."""
+        record = open_record(output)
+        record.owners, record.block_tokens = owners, block_tokens
+
+    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+        groups = self.groups_of(modality, arguments, output)
+        if groups is not None:
+            open_record(output).groups = groups
+
+    def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
+        """Return the groups of an `EncoderRecord`, of what `after_encode` gets; None where the tower did not leave its
+        tokens."""
+        raise NotImplementedError
+
+    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+        if call.segments is None:
+            return
+        selection = self.select(call, call.segments.to(kwargs["inputs_embeds"].device))
+        call.report.stats.encoder_tokens_per_layer = self.counts(call)
+        if selection is not None:
+            call.state.put(Merged(self.step, selection))
+
+    def select(self, call: Call, segments: Segments) -> Selection | None:
+        """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""
+        for modality, output in call.outputs.items():
+            if record_of(output).groups is None:
+                raise UnsupportedSetupError(
+                    f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
+                )
+        groups = {modality: record_of(output).groups for modality, output in call.outputs.items()}
+        return keep_one_per_group(segments, call.host.masks, groups)
+
+    def counts(self, call: Call) -> list[int]:
+        """Tokens that entered each of the tower's blocks, for all images of a call."""
+        counts = [record_of(output).block_tokens for output in call.outputs.values()]
+        return [sum(of_block) for of_block in zip(*counts, strict=True)]

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a patch that merges in a vision tower, for each kind of tower."""
+
+from __future__ import annotations
+
+from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.tower.base import TowerPatch
+from tokenprune.integrations.hf.tower.merging import EncoderPatch
+from tokenprune.integrations.hf.tower.packed_merging import BLOCKS, PackedTowerPatch
+
+
+def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> TowerPatch:
+    """Return the patch for the kind of tower that `adapter`'s model has; see the classes for what they raise."""
+    blocks = getattr(getattr(adapter.base, "visual", None), "blocks", None)
+    if adapter.unmergeable is None and blocks and type(blocks[0]).__name__ in BLOCKS:
+        return PackedTowerPatch(adapter, method, budget)
+    return EncoderPatch(adapter, method, budget)
