@@ -26,6 +26,11 @@ def _open(path: Path) -> Image.Image:
         return image.convert("RGB")
 
 
+def heldout_of(model: str | None) -> Path:
+    """Return the folder of the set that belongs to a model, by its name; None: the default model."""
+    return NATIVE if model == "demo_qwen" else FOLDER
+
+
 @dataclass(frozen=True)
 class Example:
     """One question about one held-out image; ``boxes`` are the pixels (left, top, right, bottom) of the evidence."""

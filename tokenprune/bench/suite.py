@@ -18,12 +18,11 @@ from tokenprune.bench.asking import Asking
 from tokenprune.bench.backend import Backend, backend_of, patched
 from tokenprune.bench.cost import record as record_of
 from tokenprune.bench.group import ALONE, Group
-from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.heldout import FOLDER, load_heldout
 from tokenprune.bench.metrics import metric_named
 from tokenprune.bench.model import Model
 from tokenprune.bench.plan import BASELINES, DEFAULT_IMAGES, DEFAULT_KEEPS, Pass, Plan, passes_of
 from tokenprune.bench.results import SCHEMA, UNPATCHED
-from tokenprune.bench.scenes import KINDS
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
 from tokenprune.registry import method_class
 from tokenprune.statistics import Stats
@@ -39,9 +38,9 @@ class Bench:
     """One run; `records()` does the work, record by record.
 
     subject: a model, or another backend that answers. questions: what is asked (`data.Question`), default: the held-out
-    set that ships. about: what the header tells of them. folder: where the run is kept, and goes on from. group: the
-    processes that share it; each answers its part of the batches, and all have the same records in the end, but for the
-    times, which only the first process takes.
+    set that ships with the model. about: what the header tells of them. folder: where the run is kept, and goes on
+    from. group: the processes that share it; each answers its part of the batches, and all have the same records in the
+    end, but for the times, which only the first process takes.
     """
 
     def __init__(
@@ -59,8 +58,12 @@ class Bench:
         self.subject, self.plan, self.metric = subject, plan, metric_named(metric)
         self.backend = backend_of(subject)
         self.about, self.folder, self.group = about or {}, folder, group
-        self.examples = load_heldout(limit=plan.images or None) if questions is None else list(questions)
-        self.kinds = list(KINDS) if questions is None else sorted({example.kind for example in self.examples})
+        if questions is None:
+            questions = load_heldout(limit=plan.images or None, folder=getattr(subject, "heldout", FOLDER))
+            self.kinds = list(dict.fromkeys(example.kind for example in questions))
+        else:
+            self.kinds = sorted({example.kind for example in questions})
+        self.examples = list(questions)
         self._asking = Asking(self.backend, self.examples, plan.batch_size, folder, group)
         batches = len(self.batches(None))
         if group.size > batches:

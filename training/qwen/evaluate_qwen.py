@@ -33,7 +33,12 @@ def wilson(right: int, n: int, z: float = 1.96) -> dict[str, float]:
     """Return a share with its 95 % confidence interval."""
     p, d = right / n, 1 + z * z / n
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return {"n": n, "accuracy": round(p, 4), "low": round((middle - half) / d, 4), "high": round((middle + half) / d, 4)}
+    return {
+        "n": n,
+        "accuracy": round(p, 4),
+        "low": round((middle - half) / d, 4),
+        "high": round((middle + half) / d, 4),
+    }
 
 
 @torch.no_grad()

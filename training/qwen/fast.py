@@ -107,13 +107,61 @@ def decoder_layer(x, layer, cos, sin, mask):
     return x + F.linear(gate * F.linear(y, mlp.up_proj.weight), mlp.down_proj.weight)
 
 
-_functions = {"full": vision_full, "windows": vision_windows, "decoder": decoder_layer}
+def decoder_split(x, layer, cos, sin, begin: int, own, back):
+    """A decoder layer for packed questions (packing.py): what each question cannot see is not computed at all.
+
+    begin: how many positions all questions share. own: positions behind it of each question, padded by any,
+    [B, questions, longest]; back: for each position behind `begin` its place among those, [B, n - begin].
+    """
+    b, n, d = x.shape
+    attention, y = layer.self_attn, rms(x, layer.input_layernorm.weight)
+    heads, width = attention.num_heads, attention.head_dim
+    q = F.linear(y, attention.q_proj.weight, attention.q_proj.bias).view(b, n, heads, width)
+    k = F.linear(y, attention.k_proj.weight, attention.k_proj.bias).view(b, n, -1, width)
+    v = F.linear(y, attention.v_proj.weight, attention.v_proj.bias).view(b, n, -1, width)
+    pairs = k.shape[2]
+    shared = heads // pairs
+    q = rotate(q * width**-0.5, cos, sin).to(v.dtype).view(b, n, pairs, shared, width)
+    k = rotate(k, cos, sin).to(v.dtype)
+    keys, values = k[:, :begin].permute(0, 2, 3, 1), v[:, :begin].transpose(1, 2)
+    first = q[:, :begin].permute(0, 2, 3, 1, 4).reshape(b, pairs, shared * begin, width)
+    scores = (first @ keys).view(b, pairs, shared, begin, begin).float()
+    later = torch.ones(begin, begin, dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(later, -1e4).softmax(-1).to(v.dtype)
+    seen = (scores.view(b, pairs, shared * begin, begin) @ values).view(b, pairs, shared, begin, width)
+    seen = seen.permute(0, 3, 1, 2, 4).reshape(b, begin, d)
+
+    _, count, length = own.shape
+    rest = n - begin
+    flat = (own + torch.arange(b)[:, None, None] * rest).flatten()
+    q = q[:, begin:].reshape(b * rest, d).index_select(0, flat).view(b, count, length, pairs, shared, width)
+    k = k[:, begin:].reshape(b * rest, -1).index_select(0, flat).view(b, count, length, pairs, width)
+    v = v[:, begin:].reshape(b * rest, -1).index_select(0, flat).view(b, count, length, pairs, width)
+    q = q.permute(0, 3, 1, 4, 2, 5).reshape(b, pairs, count, shared * length, width)
+    k, v = k.permute(0, 3, 1, 4, 2), v.permute(0, 3, 1, 2, 4)
+    far = (q.reshape(b, pairs, -1, width) @ keys).view(b, pairs, count, shared, length, begin)
+    near = (q @ k).view(b, pairs, count, shared, length, length)
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    scores = torch.cat([far, near.masked_fill(later, -1e4)], -1).float().softmax(-1).to(v.dtype)
+    out = (scores[..., :begin].reshape(b, pairs, -1, begin) @ values).view(b, pairs, count, shared * length, width)
+    out = out + scores[..., begin:].reshape(b, pairs, count, shared * length, length) @ v
+    out = out.view(b, pairs, count, shared, length, width).permute(0, 2, 4, 1, 3, 5).reshape(b * count * length, d)
+    flat = (back + torch.arange(b)[:, None] * (count * length)).flatten()
+    seen = torch.cat([seen, out.index_select(0, flat).view(b, rest, d)], 1)
+
+    x = x + F.linear(seen, attention.o_proj.weight)
+    y, mlp = rms(x, layer.post_attention_layernorm.weight), layer.mlp
+    gate = F.silu(F.linear(y, mlp.gate_proj.weight))
+    return x + F.linear(gate * F.linear(y, mlp.up_proj.weight), mlp.down_proj.weight)
+
+
+_functions = {"split": decoder_split, "full": vision_full, "windows": vision_windows, "decoder": decoder_layer}
 
 
 def compile_all() -> None:
     """Let the inductor fuse what lies between the matrix products (needs a C++ compiler)."""
     torch._dynamo.config.cache_size_limit = 64
-    for name, function in (("full", vision_full), ("windows", vision_windows), ("decoder", decoder_layer)):
+    for name, function in list(_functions.items()):
         _functions[name] = torch.compile(function, dynamic=True)
 
 
@@ -134,6 +182,16 @@ def tower(visual, patches: torch.Tensor, h: int, w: int) -> torch.Tensor:
     merger = visual.merger
     y = rms(x, merger.ln_q.weight).view(len(x), h * w, -1)
     return merger.mlp(y).float()
+
+
+def decode_packed(language, embeds: torch.Tensor, packed: dict) -> torch.Tensor:
+    """Final hidden states [B, L, d] of packed questions; equal to `decode` with their mask but for padding."""
+    cos, sin = language.rotary_emb(embeds, packed["position"])
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    x = embeds
+    for layer in language.layers:
+        x = _functions["split"](x, layer, cos, sin, packed["begin"], packed["own"], packed["back"])
+    return rms(x, language.norm.weight)
 
 
 def decode(language, embeds: torch.Tensor, position: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

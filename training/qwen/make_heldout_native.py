@@ -41,12 +41,12 @@ def size(rng: np.random.Generator, number: int) -> tuple[int, int, float]:
     while True:
         side, aspect = np.exp(rng.uniform(np.log(136), np.log(448))), np.exp(rng.uniform(-0.69, 0.69) / 2)
         width, height = round(side * aspect), round(side / aspect)
-        if 112 <= min(width, height) and max(width, height) <= 448:
+        if min(width, height) >= 112 and max(width, height) <= 448:
             scale = side / 224 / rng.uniform(0.8, 1.15)
             return width, height, float(np.clip(scale, 0.62, 1.6))
 
 
-def one_of_each(rng, scene, seen: Counter, limit: dict[str, int]):
+def one_per_kind(rng, scene, seen: Counter, limit: dict[str, int]):
     """One question of each kind, the scarcest answer first; None if some kind has none left within its limit."""
     chosen = []
     for kind in MAIN:
@@ -77,7 +77,7 @@ def main() -> None:
     while len(rows) < args.images:
         width, height, scale = size(rng, len(rows))
         scene = draw_native(rng, width, height, scale, photos)
-        chosen = one_of_each(rng, scene, seen, limit)
+        chosen = one_per_kind(rng, scene, seen, limit)
         if chosen is None:
             continue
         seen.update((q.kind, q.answer) for q in chosen)

@@ -161,7 +161,7 @@ class Canvas:
                 far = max(1, round(6 * self.scale))
                 dx, dy = (int(v) for v in self.rng.integers(-far, far + 1, 2))
         for i, pixels in enumerate(frames):
-            if i and (dx or dy) and 0 <= x0 + dx and x1 + dx <= self.width and 0 <= y0 + dy and y1 + dy <= self.height:
+            if i and (dx or dy) and x0 + dx >= 0 and x1 + dx <= self.width and y0 + dy >= 0 and y1 + dy <= self.height:
                 part = pixels[y0 + dy : y1 + dy, x0 + dx : x1 + dx]
             else:
                 part = pixels[y0:y1, x0:x1]

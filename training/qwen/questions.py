@@ -14,7 +14,7 @@ from packing import Asked
 from tokenprune.bench.scenes import KINDS, LARGE, TINY
 
 MAIN = (*KINDS, "thing")
-HELPERS = ("list", "where", "where thing", "there thing", "many tiny")
+HELPERS = ("list", "where", "where thing", "there thing", "many tiny", "side")
 IMAGE_KINDS = (*MAIN, *HELPERS)
 MIX = {
     "colour": 1,
@@ -31,6 +31,7 @@ MIX = {
     "where thing": 1,
     "there thing": 1,
     "many tiny": 1,
+    "side": 2,
 }
 COUNT_WEIGHT = {"0": 1.0, "1": 1.0, "2": 1.3, "3": 3.5, "4": 3.5}
 
@@ -50,6 +51,11 @@ def helpers(rng: np.random.Generator, scene: NativeScene) -> list[Asked]:
                 steps = np.diff([i.center[axis] for i in line])
                 if not len(steps) or steps.min() > 0.06 * (width, height)[axis]:
                     out.append(Asked("list", f"list all {name} {way}.", " ".join(i.value for i in line), 0.5))
+        if len(group) == 1 and clear_of_middle(*group[0].center, width, height):
+            tiny = "tiny " if what in TINY else ""
+            x, y = group[0].center
+            out.append(Asked("side", f"is the {tiny}{what} left or right?", "left" if x < width / 2 else "right"))
+            out.append(Asked("side", f"is the {tiny}{what} upper or lower?", "upper" if y < height / 2 else "lower"))
         values = [i.value for i in group]
         for item in group:
             if values.count(item.value) == 1 and clear_of_middle(*item.center, width, height):

@@ -52,7 +52,19 @@ SIZE = 640  # rows of the embedding table
 
 
 def _all() -> list[str]:
-    words = [*SPECIAL, *PLAIN, *COLORS, *LARGE, *TINY, *PLURALS, *POSITIONS, *map(str, range(10)), *WORDS, *THINGS, *LATER]
+    words = [
+        *SPECIAL,
+        *PLAIN,
+        *COLORS,
+        *LARGE,
+        *TINY,
+        *PLURALS,
+        *POSITIONS,
+        *map(str, range(10)),
+        *WORDS,
+        *THINGS,
+        *LATER,
+    ]
     words = list(dict.fromkeys(words))
     return [*words, *(f"<extra{i}>" for i in range(SIZE - len(words)))]  # spare rows: no later word needs a new one
 

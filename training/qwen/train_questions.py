@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2: train the language model (and, if asked, the tower) to answer questions about images of random size."""
+"""Stage 2: train the language model (and, if asked, the tower) to answer questions about images and videos."""
 
 from __future__ import annotations
 
@@ -13,34 +13,15 @@ import torch.nn.functional as F
 
 import fast
 from dense import CellHead
-from native_scenes import draw_native, photographs
-from packing import Head, Shown, pack
-from questions import IMAGE_KINDS, MIX, choose
+from draws import KINDS, draw_any, draw_moving, draw_questions, draw_several
+from packing import Head, pack
+from questions import MIX
 from qwen_model import CELL, build_model
 from qwen_vocabulary import ID
 from running import Batches, Log, rate
-from train_tower import grid
 
-KINDS = IMAGE_KINDS
 PADS = (ID["<|image_pad|>"], ID["<|video_pad|>"])
-
-
-def scale_for(rng: np.random.Generator, height: int, width: int) -> float:
-    """Random size of what is drawn, so that a scene has a third to all of the room of the first model's."""
-    side = (height * width) ** 0.5 / 224
-    return float(np.clip(side / rng.uniform(0.55, 1.0), 0.6, 1.6))
-
-
-def draw_questions(seed, tokens=1200, low=7, high=10, large=0.05, most=14, level=1.0, mix=MIX, split="train"):
-    """One batch of equal size: (frames as bytes [B, 1, 1, H, W, 3], Shown, questions of each row)."""
-    rng, photos = np.random.default_rng(seed), photographs(split)
-    h, w = grid(rng, low, high, large, most)
-    scenes = [
-        draw_native(rng, w * CELL, h * CELL, scale_for(rng, h * CELL, w * CELL), photos, rng.uniform(level, 1.0))
-        for _ in range(int(np.clip(round(tokens / (h * w)), 2, 20)))
-    ]
-    shown = (Shown((1, h, w)),)
-    return np.stack([s.pixels for s in scenes])[:, None], shown, [choose(rng, s, mix) for s in scenes]
+ROOM = 4096  # positions of a batch: beyond, the compiled functions are compiled anew
 
 
 def see(model, pixels: np.ndarray, learn: bool) -> torch.Tensor:
@@ -75,6 +56,10 @@ def prepared(shown, rows) -> dict[str, torch.Tensor]:
 def losses(model, batch, learn_tower: bool):
     pixels, shown, rows = batch
     packed = prepared(shown, rows)
+    while packed["ids"].numel() > ROOM:
+        rows = rows[: min(len(rows) - 1, ROOM // packed["ids"].shape[1])]
+        packed = prepared(shown, rows)
+    pixels = pixels[: len(rows)]
     logits = answer(model, see(model, pixels, learn_tower), packed)
     where = packed["label"] != -100
     each = F.cross_entropy(logits, packed["label"][where], reduction="none")
@@ -126,6 +111,9 @@ def main() -> None:
     add("--large", type=float, default=0.05, help="share of batches with greater images")
     add("--most", type=int, default=14, help="greatest height and width of those")
     add("--level", type=float, default=0.0, help="least fullness of a scene; 1: as full as the benchmark's")
+    add("--square", type=float, default=0.0, help="share of image batches of 128 x 128 pixels")
+    add("--videos", type=float, default=0.0, help="share of batches of videos")
+    add("--several", type=float, default=0.0, help="share of batches of several images a prompt")
     add("--mix", default="", help="questions per image, such as position=3,count=1 (others keep their default)")
     add("--eval-seconds", type=float, default=240)
     add("--run", type=Path, default=Path("runs/demo_qwen"))
@@ -155,8 +143,13 @@ def main() -> None:
     settings = {k: v for k, v in vars(args).items() if k not in ("run", "log", "stop")}
     log.write(event="start", stage="questions", **settings)
     key = (args.seed, 2, int(log.clock()))
-    batches = Batches(draw_questions, key, 0, tokens=args.tokens, mix=mix, level=args.level, **sizes)
+    shares = {"square": args.square, "videos": args.videos, "several": args.several}
+    batches = Batches(draw_any, key, 0, tokens=args.tokens, mix=mix, level=args.level, **sizes, **shares)
     held = [draw_questions((987, 2, i), 1200, **sizes, mix=MIX, split="heldout") for i in range(8)]
+    if args.videos:
+        held += [draw_moving((987, 3, i), split="heldout") for i in range(8)]
+    if args.several:
+        held += [draw_several((987, 4, i), split="heldout") for i in range(8)]
     parameters = [p for group in groups for p in group["params"]]
     begin = last = time.time()
     step, mean, waited = start, None, 0.0

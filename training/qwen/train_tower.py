@@ -12,16 +12,10 @@ import torch
 
 import fast
 from dense import CellHead, cell_labels
+from draws import grid
 from native_scenes import draw_crowd, photographs
 from qwen_model import CELL, build_model
 from running import Batches, Log, rate
-
-
-def grid(rng: np.random.Generator, low: int, high: int, large: float, most: int) -> tuple[int, int]:
-    """Height and width in tokens: mostly between `low` and `high`, in a share of `large` up to `most`."""
-    if rng.random() < large:
-        high = most
-    return tuple(int(v) for v in rng.integers(low, high + 1, 2))
 
 
 def choose_scale(rng: np.random.Generator, height: int, width: int) -> float:
