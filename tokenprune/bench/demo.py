@@ -21,7 +21,7 @@ REPEATS = 3
 
 def run(subject: Model) -> list[Table]:
     """Return a table of answers and one of what they cost; nothing is chosen by its outcome."""
-    asked = load_heldout(kinds=KINDS, limit=len(KINDS))
+    asked = load_heldout(kinds=KINDS, limit=len(KINDS), folder=subject.heldout)
     examples = [next(e for e in asked if e.number == number and e.kind == kind) for number, kind in enumerate(KINDS)]
     inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
     names = (UNPATCHED, *METHODS)

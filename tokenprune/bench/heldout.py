@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixed held-out set: drawn images that ship with the package, with one question of each kind per image."""
+"""The fixed held-out sets: drawn images that ship with the package, with one question of each kind per image.
+
+`FOLDER` holds images of 224 x 224 pixels (of `demo_vlm`), `NATIVE` images of 112 to 448 pixels a side (of `demo_qwen`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent.parent / "assets" / "heldout"
+NATIVE = FOLDER.with_name("heldout_native")
 
 Box = tuple[int, int, int, int]
 
@@ -20,6 +24,11 @@ Box = tuple[int, int, int, int]
 def _open(path: Path) -> Image.Image:
     with Image.open(path) as image:
         return image.convert("RGB")
+
+
+def heldout_of(model: str | None) -> Path:
+    """Return the folder of the set that belongs to a model, by its name; None: the default model."""
+    return NATIVE if model == "demo_qwen" else FOLDER
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ def load_heldout(
                 examples.append(
                     Example(
                         number,
-                        folder / row["picture"],
+                        folder / row.get("image", row.get("picture")),
                         row["background"],
                         asked["kind"],
                         asked["question"],

@@ -20,18 +20,23 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
 from tokenprune.accounting import DecoderShape
+from tokenprune.bench.heldout import FOLDER, heldout_of
 from tokenprune.bench.media import BadRow, check_sizes
 from tokenprune.errors import DataError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 
-SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "demo_vlm"
+SHIPPED_MODELS = {name: FOLDER.with_name(name) for name in ("demo_vlm", "demo_qwen")}
+SHIPPED = SHIPPED_MODELS["demo_vlm"]  # the default
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
 SHORT = "\nAnswer the question using a single word or phrase."
 
 
 @dataclass
 class Model:
-    """A model with its processor, and how questions are put to it. `suffix` is added to every question."""
+    """A model with its processor, and how questions are put to it.
+
+    suffix: added to every question. heldout: folder of the held-out set that it is asked where nothing else is given.
+    """
 
     model: Any
     processor: Any
@@ -39,6 +44,7 @@ class Model:
     suffix: str = ""
     max_new_tokens: int = 4
     weights: str | None = None
+    heldout: Path = FOLDER
 
     @cached_property
     def adapter(self) -> Adapter:
@@ -148,14 +154,15 @@ def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]
 def load(
     model: str | None = None, *, device: str | None = None, dtype: str = "auto", suffix: str | None = None
 ) -> Model:
-    """Load the shipped model (`None`), or a local directory or hub id.
+    """Load a shipped model ("demo_vlm", which is the default, or "demo_qwen"), or a local directory or hub id.
 
     device: where torch shall put it; default: a CUDA device if there is one. dtype: "auto" or the name of a dtype.
-    suffix: text added to every question; default: nothing for the shipped model, `SHORT` for others.
+    suffix: text added to every question; default: nothing for the shipped models, `SHORT` for others.
     Raises TokenPruneError where the model cannot be loaded, UnsupportedModelError where it cannot be patched.
     """
-    source = str(SHIPPED if model is None else model)
-    if model is None and not (SHIPPED / "model.safetensors").is_file():
+    shipped = SHIPPED_MODELS.get(model or "demo_vlm")
+    source = str(model if shipped is None else shipped)
+    if shipped is not None and not (shipped / "model.safetensors").is_file():
         raise TokenPruneError("this installation lacks the shipped model; name another one with --model")
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise TokenPruneError(f"{dtype!r} is no torch dtype: use auto, float32, bfloat16 or float16")
@@ -173,9 +180,10 @@ def load(
         loaded = loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
     except (RuntimeError, AssertionError) as error:
         raise TokenPruneError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
-    if model is None:
-        digest = hashlib.sha256((SHIPPED / "model.safetensors").read_bytes()).hexdigest()[:16]
-        subject = Model(loaded, processor, "demo_vlm (shipped)", suffix or "", weights=digest)
+    if shipped is not None:
+        digest = hashlib.sha256((shipped / "model.safetensors").read_bytes()).hexdigest()[:16]
+        heldout = heldout_of(shipped.name)
+        subject = Model(loaded, processor, f"{shipped.name} (shipped)", suffix or "", weights=digest, heldout=heldout)
     else:
         name = Path(model).resolve().name if Path(model).is_dir() else model
         subject = Model(loaded, processor, name, SHORT if suffix is None else suffix, max_new_tokens=16)

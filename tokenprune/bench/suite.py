@@ -18,7 +18,7 @@ from tokenprune.bench.asking import Asking
 from tokenprune.bench.backend import EVIDENCE, Backend, backend_of, patched
 from tokenprune.bench.cost import record as record_of
 from tokenprune.bench.group import ALONE, Group
-from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.heldout import FOLDER, load_heldout
 from tokenprune.bench.metrics import metric_named
 from tokenprune.bench.model import Model
 from tokenprune.bench.plan import (
@@ -31,7 +31,6 @@ from tokenprune.bench.plan import (
     passes_of,
 )
 from tokenprune.bench.results import SCHEMA, UNPATCHED
-from tokenprune.bench.scenes import KINDS
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
 from tokenprune.registry import method_class
 from tokenprune.statistics import Stats
@@ -48,10 +47,10 @@ class Bench:
     """One run; `records()` does the work, record by record.
 
     subject: a model, or another backend that answers. questions: what is asked (`data.Question`), or a set that is
-    drawn, with its controls; default: the held-out set that ships. about: what the header tells of them. evidence_only:
-    nothing is asked for its answer; each question is run once, for what is kept of its evidence. folder: where the run
-    is kept, and goes on from. group: the processes that share it; each answers its part of the batches, and all have
-    the same records in the end, but for the times, which only the first process takes.
+    drawn, with its controls; default: the held-out set that ships with the model. about: what the header tells of them.
+    evidence_only: nothing is asked for its answer; each question is run once, for what is kept of its evidence. folder:
+    where the run is kept, and goes on from. group: the processes that share it; each answers its part of the batches,
+    and all have the same records in the end, but for the times, which only the first process takes.
     """
 
     def __init__(
@@ -75,7 +74,9 @@ class Bench:
         self.groups: list[str] = []
         self.options: dict[str, dict[str, Any]] = {}
         if questions is None:
-            self.examples, self.kinds = load_heldout(limit=plan.images or None), list(KINDS)
+            shipped = getattr(subject, "heldout", FOLDER)
+            self.examples = load_heldout(limit=plan.images or None, folder=shipped)
+            self.kinds = list(dict.fromkeys(example.kind for example in self.examples))
         elif isinstance(questions, Sequence):
             self.examples = list(questions)
             self.kinds = sorted({example.kind for example in self.examples})

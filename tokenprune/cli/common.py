@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 160
 
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Directory or hub id; default: the small model in the package.")
+    str | None, typer.Option("--model", help="Directory, hub id, demo_qwen or demo_vlm; default: demo_vlm.")
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if there is one.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's choice.")]

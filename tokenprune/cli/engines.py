@@ -60,9 +60,10 @@ class Engines:
         """Return what answers; `stack` ends it. images: the most that a question has."""
         if self.backend == "hf":
             return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
-        from tokenprune.bench.model import SHORT
+        from tokenprune.bench.model import SHIPPED_MODELS, SHORT
         from tokenprune.bench.vllm_backend import VllmBackend
 
+        shipped = SHIPPED_MODELS.get(self.model or "demo_vlm") if self.server is None else None
         if self.server is not None:
             from tokenprune.bench.vllm_server import ServerEngine
 
@@ -70,11 +71,11 @@ class Engines:
         else:
             from tokenprune.bench.vllm_offline import OfflineEngine
 
-            engine = OfflineEngine(self.model, self.dtype, _read(self.engine_args), images)
+            model = self.model if shipped is None else None if shipped.name == "demo_vlm" else str(shipped)
+            engine = OfflineEngine(model, self.dtype, _read(self.engine_args), images)
         stack.callback(engine.close)
-        shipped = self.model is None and self.server is None
-        suffix = ("" if shipped else SHORT) if self.suffix is None else self.suffix
-        return VllmBackend(engine, suffix, max_new_tokens=4 if shipped else 16)
+        suffix = (SHORT if shipped is None else "") if self.suffix is None else self.suffix
+        return VllmBackend(engine, suffix, max_new_tokens=16 if shipped is None else 4)
 
 
 def _read(engine_args: str | None) -> dict[str, Any]:

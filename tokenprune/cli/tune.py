@@ -101,7 +101,7 @@ def tune(
     from tokenprune.bench.backend import backend_of
     from tokenprune.bench.data import left_out, load_data, read_columns
     from tokenprune.bench.group import joined
-    from tokenprune.bench.heldout import FOLDER, load_heldout
+    from tokenprune.bench.heldout import heldout_of, load_heldout
     from tokenprune.bench.run_folder import RunFolder, config_of
     from tokenprune.cli.engines import Engines
     from tokenprune.config import write_config
@@ -122,8 +122,9 @@ def tune(
     if not out.parent.is_dir():  # said before the work, not after it
         raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
     if data is None:
-        questions = load_heldout(limit=limit or None)
-        digest = hashlib.sha256((FOLDER / "questions.jsonl").read_bytes()).hexdigest()[:16]
+        folder = heldout_of(model)
+        questions = load_heldout(limit=limit or None, folder=folder)
+        digest = hashlib.sha256((folder / "questions.jsonl").read_bytes()).hexdigest()[:16]
         about: dict[str, Any] = {"name": "held-out set of tokenprune", "questions": len(questions), "digest": digest}
     else:
         read = load_data(

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy of the exported checkpoint on the held-out set, per kind of question and per size of image.
+
+All questions about an image share one sequence, blind to each other, after the processor's own pixels; a test shows
+that each then gets what a prompt of its own gives. An answer is right if the word is and the next one is the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import fast
+from packing import Asked, Head, Shown, pack
+from questions import MAIN
+from qwen_model import MERGE
+from qwen_vocabulary import ID, VOCAB
+from tokenprune.bench.heldout import load_heldout
+
+SIZES = ((0, 100), (100, 196), (196, 400), (400, 2000))  # visual tokens of an image
+
+
+def wilson(right: int, n: int, z: float = 1.96) -> dict[str, float]:
+    """Return a share with its 95 % confidence interval."""
+    p, d = right / n, 1 + z * z / n
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return {
+        "n": n,
+        "accuracy": round(p, 4),
+        "low": round((middle - half) / d, 4),
+        "high": round((middle + half) / d, 4),
+    }
+
+
+@torch.no_grad()
+def answers(model, processor, image, examples) -> tuple[list[str], int]:
+    """Return the answers to all questions about one image ("..." behind a word that is not the last) and its tokens."""
+    seen = processor.image_processor(images=[image], return_tensors="pt")
+    _, h, w = (int(v) for v in seen["image_grid_thw"][0])
+    h, w = h // MERGE, w // MERGE
+    tokens = fast.tower(model.model.visual, seen["pixel_values"][None], h, w)
+    asked = [Asked(e.kind, e.question, e.answer) for e in examples]
+    head = Head.of((Shown((1, h, w)),))
+    packed = pack(head, [asked], MAIN)
+    language = model.model.language_model
+    embeds = language.embed_tokens(packed["ids"])
+    place = torch.tensor([i for i, token in enumerate(head.ids) if token == ID["<|image_pad|>"]])
+    hidden = fast.decode(language, embeds.index_copy(1, place, tokens), packed["position"], packed["mask"])
+    said = model.lm_head(hidden[0]).argmax(-1)
+    at = (packed["kind"][0] >= 0).nonzero().flatten()
+    ends = [said[i + 1] == ID["<eos>"] for i in at]
+    return [VOCAB[said[i]] + ("" if end else " ...") for i, end in zip(at, ends, strict=True)], h * w
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=Path("tokenprune/assets/demo_qwen"))
+    parser.add_argument("--heldout", type=Path, default=Path("tokenprune/assets/heldout_native"))
+    parser.add_argument("--images", type=int, help="only the first so many")
+    parser.add_argument("--out", type=Path, default=Path("training/qwen/heldout_accuracy.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = AutoModelForImageTextToText.from_pretrained(args.checkpoint, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(args.checkpoint)
+    by_image = defaultdict(list)
+    for example in load_heldout(limit=args.images, folder=args.heldout):
+        by_image[example.number].append(example)
+    tally = {name: defaultdict(list) for name in ("kinds", "sizes", "backgrounds")}
+    by_size, wrong, begin = defaultdict(lambda: defaultdict(list)), [], time.time()
+    for number, examples in by_image.items():
+        said, tokens = answers(model, processor, examples[0].image, examples)
+        size = next(f"{low} to {high - 1} tokens" for low, high in SIZES if low <= tokens < high)
+        for example, answer in zip(examples, said, strict=True):
+            good = example.is_right(answer)
+            tally["kinds"][example.kind].append(good)
+            tally["sizes"][size].append(good)
+            tally["backgrounds"][example.background].append(good)
+            by_size[size][example.kind].append(good)
+            if not good:
+                wrong.append([number, example.question, example.answer, answer])
+    report = {
+        "checkpoint": args.checkpoint.name,
+        "heldout": args.heldout.name,
+        "images": len(by_image),
+        "seconds": round(time.time() - begin, 1),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+    }
+    for name, groups in tally.items():
+        report[name] = {key: wilson(sum(v), len(v)) for key, v in sorted(groups.items())}
+    report["kinds by size"] = {
+        size: {kind: round(sum(v) / len(v), 3) for kind, v in kinds.items()} for size, kinds in sorted(by_size.items())
+    }
+    for name in ("kinds", "sizes"):
+        for key, share in report[name].items():
+            print(f"{key:22} {share['n']:5} {share['accuracy']:.3f}  {share['low']:.3f} - {share['high']:.3f}")
+    args.out.write_text(json.dumps(report | {"wrong": wrong}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

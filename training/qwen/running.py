@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the training scripts share: log, resumable state, learning rate, batches drawn by one worker process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+
+class Log:
+    """JSON lines of the run, its clock, and the state to go on from."""
+
+    def __init__(self, path: Path, run: Path) -> None:
+        self.path, self.state_path, self.begin, self.before = path, run / "state.pt", time.time(), 0.0
+        self.steps: dict[str, int] = {}
+        run.mkdir(parents=True, exist_ok=True)
+
+    def clock(self) -> float:
+        return self.before + time.time() - self.begin
+
+    def write(self, **fields) -> None:
+        line = json.dumps({"time": round(self.clock(), 1), **fields})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+    def save(self, stage: str, step: int, optimizer=None, **modules) -> None:
+        """Keep weights, optimizer, clock and the number of the next batch; a reader never sees half a file."""
+        self.steps[stage] = step
+        state = {name: module.state_dict() for name, module in modules.items()}
+        state |= {"steps": self.steps, "clock": self.clock(), "optimizer": optimizer and optimizer.state_dict()}
+        torch.save(state, self.state_path.with_suffix(".tmp"))
+        os.replace(self.state_path.with_suffix(".tmp"), self.state_path)
+
+    def load(self, **modules) -> dict:
+        state = torch.load(self.state_path)
+        for name, module in modules.items():
+            if name in state:
+                module.load_state_dict(state[name])
+        self.steps, self.before = state["steps"], state["clock"]
+        return state
+
+
+def rate(progress: float, step: int, decay: float, warm: int = 60) -> float:
+    """Trapezoid: warm-up over `warm` steps, flat, then a linear fall to 3 % over the last `decay` of the stage."""
+    return min(1.0, (step + 1) / warm) * max(0.03, min(1.0, (1 - progress) / decay))
+
+
+def _work(queue, draw: Callable, key: tuple, start: int, settings: dict) -> None:
+    os.setpriority(os.PRIO_PROCESS, 0, 5)
+    torch.set_num_threads(1)
+    number = start
+    while True:
+        queue.put(draw((*key, number), **settings))
+        number += 1
+
+
+class Batches:
+    """Iterator over `draw(seed, **settings)` for seeds (*key, start), (*key, start + 1), ..., drawn ahead."""
+
+    def __init__(self, draw: Callable, key: tuple, start: int, workers: int = 1, **settings) -> None:
+        context = mp.get_context("spawn")
+        self.queue = context.Queue(maxsize=24)
+        self.processes = [
+            context.Process(
+                target=_work, args=(self.queue, draw, (*key, part), start, settings), daemon=True, name=f"draw{part}"
+            )
+            for part in range(workers)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __iter__(self) -> Iterator:
+        while True:
+            yield self.queue.get()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.terminate()
