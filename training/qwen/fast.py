@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 from qwen_model import CELL, MERGE, PATCH, WINDOW
 
+HALF = True  # whether matrix products are done in bfloat16 in training
+
 
 def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
@@ -194,11 +196,13 @@ def decode_packed(language, embeds: torch.Tensor, packed: dict) -> torch.Tensor:
     return rms(x, language.norm.weight)
 
 
-def decode(language, embeds: torch.Tensor, position: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Final hidden states [B, L, d]. position: [3, B, L]; mask: bool [B, 1, L, L]."""
+def decode(language, embeds: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, states: list | None = None):
+    """Final hidden states [B, L, d]. position: [3, B, L]; mask: bool [B, 1, L, L]; states: gets those of each layer."""
     cos, sin = language.rotary_emb(embeds, position)
     cos, sin = cos[:, :, None], sin[:, :, None]
     x = embeds
     for layer in language.layers:
         x = _functions["decoder"](x, layer, cos, sin, mask)
+        if states is not None:
+            states.append(x)
     return rms(x, language.norm.weight)

@@ -11,10 +11,11 @@ import numpy as np
 
 from native_scenes import MANY, NAMES, NativeScene, clear_of_middle, quadrant
 from packing import Asked
+from qwen_model import CELL
 from tokenprune.bench.scenes import KINDS, LARGE, TINY
 
 MAIN = (*KINDS, "thing")
-HELPERS = ("list", "where", "where thing", "there thing", "many tiny", "side")
+HELPERS = ("list", "where", "where thing", "there thing", "many tiny", "side", "things", "row", "rows")
 IMAGE_KINDS = (*MAIN, *HELPERS)
 MIX = {
     "colour": 1,
@@ -25,13 +26,16 @@ MIX = {
     "digits": 1,
     "word": 1,
     "grounding": 2,
-    "thing": 1,
+    "thing": 2,
     "list": 2,
     "where": 1,
     "where thing": 1,
     "there thing": 1,
     "many tiny": 1,
     "side": 2,
+    "things": 1,
+    "row": 4,
+    "rows": 1,
 }
 COUNT_WEIGHT = {"0": 1.0, "1": 1.0, "2": 1.3, "3": 3.5, "4": 3.5}
 
@@ -51,6 +55,11 @@ def helpers(rng: np.random.Generator, scene: NativeScene) -> list[Asked]:
                 steps = np.diff([i.center[axis] for i in line])
                 if not len(steps) or steps.min() > 0.06 * (width, height)[axis]:
                     out.append(Asked("list", f"list all {name} {way}.", " ".join(i.value for i in line), 0.5))
+        if len(group) == 1:
+            tiny = "tiny " if what in TINY else ""
+            for axis, word in ((1, "row"), (0, "column")):
+                place = int(group[0].center[axis]) // CELL
+                out.append(Asked("row", f"which {word} is the {tiny}{what}?", " ".join(str(place)), 0.7))
         if len(group) == 1 and clear_of_middle(*group[0].center, width, height):
             tiny = "tiny " if what in TINY else ""
             x, y = group[0].center
@@ -62,7 +71,12 @@ def helpers(rng: np.random.Generator, scene: NativeScene) -> list[Asked]:
                 tiny = "tiny " if what in TINY else ""
                 answer = quadrant(item, width, height)
                 out.append(Asked("where", f"where is the {tiny}{item.value} {what}?", answer))
+    for side, word in ((height, "rows"), (width, "columns")):
+        out.append(Asked("rows", f"how many {word}?", " ".join(str(side // CELL)), 0.5))
     things = {i.value: i for i in scene.items if i.what == "thing"}
+    if things:
+        line = sorted(things.values(), key=lambda i: i.center[0])
+        out.append(Asked("things", "list all things from left to right.", " ".join(i.value for i in line), 0.5))
     for name, item in things.items():
         out.append(Asked("there thing", f"is there a {name}?", "yes"))
         if clear_of_middle(*item.center, width, height):

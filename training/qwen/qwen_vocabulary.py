@@ -47,7 +47,7 @@ PLAIN = (
 ).split()
 PLURALS = [f"{k}{'es' if k.endswith('ss') else 's'}" for k in (*LARGE, *TINY)]
 PLURALS = ["crosses" if k == "crosss" else k for k in PLURALS]
-LATER = ("images", "four", "five", "six")
+LATER = ("images", "four", "five", "six", "row", "rows", "column", "columns")
 SIZE = 640  # rows of the embedding table
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fast
 from dense import CellHead
@@ -24,25 +25,57 @@ PADS = (ID["<|image_pad|>"], ID["<|video_pad|>"])
 ROOM = 4096  # positions of a batch: beyond, the compiled functions are compiled anew
 
 
+class PlaceHead(nn.Module):
+    """Reads its row and column off each visual token in the middle of the decoder, and off the mark behind the image
+    how many rows and columns there were; only to train, nothing of it is exported."""
+
+    LAYER, MOST = 2, 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.size = nn.Linear(192, 2 * self.MOST), nn.Linear(192, 2 * self.MOST)
+
+    def loss(self, state: torch.Tensor, shown, visual: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of all four. state: [B, L, d] after `LAYER`; visual: positions of the visual tokens."""
+        rows, columns, at, ends, total = [], [], 0, [], 0.0
+        for one in shown:
+            t, h, w = one.grid
+            rows.append(torch.arange(h).repeat_interleave(w).repeat(t))
+            columns.append(torch.arange(w).repeat(t * h))
+            at += t * h * w
+            ends.append(int(visual[at - 1]) + 1)
+        size = torch.tensor([one.grid[1:] for one in shown]).repeat(len(state), 1)
+        for head, place, target in (
+            (self.place, visual, torch.stack([torch.cat(rows), torch.cat(columns)], 1).repeat(len(state), 1)),
+            (self.size, torch.tensor(ends), size),
+        ):
+            said = head(F.rms_norm(state[:, place], (state.shape[-1],))).flatten(0, 1).view(-1, 2, self.MOST)
+            total = total + F.cross_entropy(said.flatten(0, 1), target.flatten())
+        return total
+
+
 def see(model, pixels: np.ndarray, learn: bool) -> torch.Tensor:
     """Visual tokens [B, n, 192] of frames as bytes [B, images or pairs of frames, 1 or 2, H, W, 3]."""
     pixels = torch.from_numpy(pixels)
     b, height, width = len(pixels), *pixels.shape[-3:-1]
     h, w = height // CELL, width // CELL
     patches = fast.to_patches(pixels.reshape(-1, pixels.shape[-4], height, width, 3).expand(-1, 2, -1, -1, -1))
-    with torch.set_grad_enabled(learn and torch.is_grad_enabled()), torch.autocast("cpu", torch.bfloat16):
+    with (
+        torch.set_grad_enabled(learn and torch.is_grad_enabled()),
+        torch.autocast("cpu", torch.bfloat16, enabled=fast.HALF),
+    ):
         tokens = fast.tower(model.model.visual, patches, h, w)
     return tokens.reshape(b, -1, tokens.shape[-1])
 
 
-def answer(model, tokens: torch.Tensor, packed: dict[str, torch.Tensor]) -> torch.Tensor:
+def answer(model, tokens: torch.Tensor, packed: dict[str, torch.Tensor], states: list | None = None) -> torch.Tensor:
     """Logits at every position that has a label."""
     language = model.model.language_model
     embeds = F.embedding(packed["ids"], language.embed_tokens.weight)
     place = packed["visual"]
     embeds = embeds.index_copy(1, place, tokens)
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = fast.decode(language, embeds, packed["position"], packed["mask"])
+    with torch.autocast("cpu", torch.bfloat16, enabled=fast.HALF):
+        hidden = fast.decode(language, embeds, packed["position"], packed["mask"], states)
     return hidden[packed["label"] != -100] @ language.embed_tokens.weight.T
 
 
@@ -53,18 +86,21 @@ def prepared(shown, rows) -> dict[str, torch.Tensor]:
     return packed
 
 
-def losses(model, batch, learn_tower: bool):
+def losses(model, batch, learn_tower: bool, place: PlaceHead | None = None):
     pixels, shown, rows = batch
     packed = prepared(shown, rows)
     while packed["ids"].numel() > ROOM:
         rows = rows[: min(len(rows) - 1, ROOM // packed["ids"].shape[1])]
         packed = prepared(shown, rows)
     pixels = pixels[: len(rows)]
-    logits = answer(model, see(model, pixels, learn_tower), packed)
+    states: list[torch.Tensor] = []
+    logits = answer(model, see(model, pixels, learn_tower), packed, states)
     where = packed["label"] != -100
     each = F.cross_entropy(logits, packed["label"][where], reduction="none")
     weight = packed["weight"][where]
-    return (each * weight).sum() / weight.sum(), logits, packed
+    loss = (each * weight).sum() / weight.sum()
+    extra = place.loss(states[place.LAYER - 1], shown, packed["visual"]) if place else 0.0
+    return (loss, extra), logits, packed
 
 
 @torch.no_grad()
@@ -121,19 +157,21 @@ def main() -> None:
     add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
     add("--compile", type=int, default=1)
     add("--fresh", action="store_true", help="start the language model anew from the tower's state")
+    add("--place", type=float, default=0.1, help="weight of the loss of PlaceHead")
     add("--note", default="", help="why this stretch was begun, for the log")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model, head, log = build_model(args.seed), CellHead(), Log(args.log, args.run)
-    state = log.load(model=model, head=head)
+    model, head, place, log = build_model(args.seed), CellHead(), PlaceHead(), Log(args.log, args.run)
+    state = log.load(model=model, head=head, place=place)
     if args.fresh:
         prepare(model)
     visual, language = model.model.visual, model.model.language_model
-    groups = [{"params": list(language.parameters()), "share": 1.0}]
+    groups = [{"params": [*language.parameters(), *place.parameters()], "share": 1.0}]
     if args.tower_lr:
         groups.append({"params": list(visual.parameters()), "share": args.tower_lr})
     optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.02, betas=(0.9, 0.98))
-    if not args.fresh and state["optimizer"] and len(state["optimizer"]["param_groups"]) == len(groups):
+    before = [len(g["params"]) for g in state["optimizer"]["param_groups"]]
+    if not args.fresh and before == [len(g["params"]) for g in groups]:
         optimizer.load_state_dict(state["optimizer"])
     if args.compile:
         fast.compile_all()
@@ -152,7 +190,7 @@ def main() -> None:
         held += [draw_several((987, 4, i), split="heldout") for i in range(8)]
     parameters = [p for group in groups for p in group["params"]]
     begin = last = time.time()
-    step, mean, waited = start, None, 0.0
+    step, mean, where, waited = start, None, None, 0.0
     source = iter(batches)
     while True:
         progress = (time.time() - begin) / args.seconds
@@ -163,23 +201,33 @@ def main() -> None:
         before = time.time()
         batch = next(source)
         waited += time.time() - before
-        loss, _, _ = losses(model, batch, bool(args.tower_lr))
+        (loss, extra), _, _ = losses(model, batch, bool(args.tower_lr), place)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        (loss + args.place * extra).backward()
+        where = extra.item() if where is None else 0.97 * where + 0.03 * extra.item()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         step += 1
         mean = loss.item() if mean is None else 0.97 * mean + 0.03 * loss.item()
         if step - start in (20, 60, 120):
-            print(step, round(mean, 3), round(time.time() - begin, 1), "waited", round(waited, 1), flush=True)
+            print(
+                step,
+                round(mean, 3),
+                round(where, 3),
+                round(time.time() - begin, 1),
+                "waited",
+                round(waited, 1),
+                flush=True,
+            )
         if time.time() - last > args.eval_seconds:
             accuracy = evaluate(model, held)
-            log.write(stage="questions", step=step, loss=round(mean, 4), waited=round(waited), accuracy=accuracy)
-            log.save("questions", step, optimizer, model=model, head=head)
+            losses_now = {"loss": round(mean, 4), "place": round(where, 3), "waited": round(waited)}
+            log.write(stage="questions", step=step, **losses_now, accuracy=accuracy)
+            log.save("questions", step, optimizer, model=model, head=head, place=place)
             last = time.time()
     batches.close()
     log.write(event="end", stage="questions", step=step, loss=round(mean, 4), accuracy=evaluate(model, held))
-    log.save("questions", step, optimizer, model=model, head=head)
+    log.save("questions", step, optimizer, model=model, head=head, place=place)
 
 
 if __name__ == "__main__":

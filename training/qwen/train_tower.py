@@ -41,7 +41,7 @@ def run_batch(model, head, batch):
     pixels, labels, letters = (torch.from_numpy(part) for part in batch)
     h, w = pixels.shape[2] // CELL, pixels.shape[3] // CELL
     patches = fast.to_patches(pixels.expand(-1, 2, -1, -1, -1))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=fast.HALF):
         tokens = fast.tower(model.model.visual, patches, h, w)
     out = head.logits(tokens, model.model.language_model.embed_tokens.weight)
     return out, labels, letters

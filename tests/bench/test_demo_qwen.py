@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second shipped model: an ordinary Qwen2.5-VL checkpoint that answers what it was trained for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import tokenprune
+from tokenprune.bench.heldout import NATIVE, Example, load_heldout
+from tokenprune.bench.model import SHIPPED_MODELS, Model, load
+
+FOLDER = SHIPPED_MODELS["demo_qwen"]
+TRAINING = Path(__file__).parents[2] / "training" / "qwen"
+
+
+@pytest.fixture(scope="module")
+def subject() -> Model:
+    return load("demo_qwen", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def small() -> list[Example]:
+    """Return the questions about the three smallest held-out images."""
+    examples = load_heldout(folder=NATIVE)
+    area = {one.number: one.image.width * one.image.height for one in examples}
+    chosen = sorted(area, key=area.__getitem__)[:3]
+    return [one for one in examples if one.number in chosen]
+
+
+@pytest.fixture
+def packed(monkeypatch) -> Iterator[object]:
+    """Return the module that training asks several questions in one sequence with."""
+    monkeypatch.syspath_prepend(TRAINING)
+    import evaluate_qwen
+
+    yield evaluate_qwen
+
+
+def test_it_is_small_and_needs_no_code_of_ours():
+    config = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
+    assert "auto_map" not in config and config["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 20_000_000
+    model = AutoModelForImageTextToText.from_pretrained(FOLDER)
+    assert type(model).__module__.startswith("transformers.") and model.dtype == torch.float32
+    assert type(AutoProcessor.from_pretrained(FOLDER)).__module__.startswith("transformers.")
+    assert model.config.text_config.num_hidden_layers >= 8
+
+
+def test_a_large_image_has_many_tokens(subject):
+    image = np.zeros((448, 448, 3), np.uint8)
+    assert subject.visual_tokens(subject.inputs([image], ["is there a star?"])) == 784
+
+
+def test_it_answers_held_out_questions(subject, small):
+    right = []
+    for example in small:
+        (answer,) = subject.generate(subject.inputs([example.image], [example.question]))
+        right.append(example.is_right(answer))
+    # It is not finished: training/qwen/heldout_accuracy.json has all numbers. A model that guesses gets 2 of 10 right.
+    assert sum(right) >= 0.6 * len(right), [one.question for one, good in zip(small, right, strict=True) if not good]
+
+
+def test_its_own_set_is_asked_where_nothing_is_given(subject):
+    from tokenprune.bench.suite import Bench, Plan
+
+    bench = Bench(subject, Plan(methods=("random",), keeps=(0.5,), images=2))
+    assert subject.heldout == NATIVE and "thing" in bench.kinds
+    assert {example.path.parent.parent for example in bench.examples} == {NATIVE}
+
+
+def test_keeping_all_changes_nothing(subject, small):
+    inputs = subject.inputs([one.image for one in small[:4]], [one.question for one in small[:4]])
+    with torch.no_grad():
+        before = subject.model(**inputs).logits
+        with tokenprune.patched(subject.model, "divprune", keep=1.0):
+            after = subject.model(**inputs).logits
+    assert torch.equal(before, after)
+
+
+def test_questions_in_one_sequence_are_answered_as_alone(subject, small, packed):
+    number = small[0].number
+    mine = [one for one in small if one.number == number]
+    said, tokens = packed.answers(subject.model, subject.processor, mine[0].image, mine)
+    assert tokens == subject.visual_tokens(subject.inputs([mine[0].image], [mine[0].question]))
+    for example, answer in zip(mine, said, strict=True):
+        alone = subject.generate(subject.inputs([example.image], [example.question]))[0]
+        assert alone.split()[0] == answer.split()[0] and (len(alone.split()) == 1) == (" " not in answer)
+
+
+def test_packed_logits_are_those_of_single_prompts(subject, packed, monkeypatch):
+    """Of images, a video and several images with labels, to float32's precision."""
+    import fast
+    import train_questions as training
+    from packing import Asked, Shown
+
+    monkeypatch.setattr(fast, "HALF", False)
+    rng = np.random.default_rng(7)
+    pixels = rng.integers(0, 256, (1, 2, 1, 112, 128, 3), dtype=np.uint8)
+    video = rng.integers(0, 256, (1, 4, 2, 112, 128, 3), dtype=np.uint8)
+    rows = [[Asked("colour", "what color is the star?", "red"), Asked("word", "what does the sign say?", "cat")]]
+    views = [{"type": "text", "text": "front left:"}, {"type": "image", "image": Image.fromarray(pixels[0, 0, 0])}]
+    views += [{"type": "text", "text": "back:"}, {"type": "image", "image": Image.fromarray(pixels[0, 1, 0])}]
+    frames = {"type": "video", "video": video.reshape(8, 112, 128, 3)}
+    cases = (
+        (pixels, (Shown((1, 7, 8), label="front left:"), Shown((1, 7, 8), label="back:")), views, {}),
+        (video, (Shown((4, 7, 8), video=True, interval=2),), [frames], {"do_sample_frames": False}),
+    )
+    for seen, shown, content, settings in cases:
+        laid_out = training.prepared(shown, rows)
+        with torch.no_grad():
+            tokens = training.see(subject.model, seen, False)
+            mine = training.answer(subject.model, tokens, laid_out)[laid_out["kind"][laid_out["label"] != -100] >= 0]
+        for asked, logits in zip(rows[0], mine, strict=True):
+            inputs = subject.processor.apply_chat_template(
+                [[{"role": "user", "content": [*content, {"type": "text", "text": asked.text}]}]],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                processor_kwargs={"return_tensors": "pt", **settings},
+            )
+            with torch.no_grad():
+                alone = subject.model(**inputs).logits[0, -1]
+            torch.testing.assert_close(logits, alone, atol=0.05, rtol=0.01)

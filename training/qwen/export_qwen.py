@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the checkpoint of a training state: python training/qwen/export_qwen.py [state.pt] [folder]."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from qwen_model import build_model, export
+
+
+def main() -> None:
+    state = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo_qwen/state.pt")
+    folder = Path(sys.argv[2] if len(sys.argv) > 2 else "tokenprune/assets/demo_qwen")
+    model = build_model()
+    model.load_state_dict(torch.load(state)["model"])
+    export(model, folder)
+
+
+if __name__ == "__main__":
+    main()
