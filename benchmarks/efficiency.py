@@ -28,6 +28,7 @@ from rich.table import Table
 
 import tokenprune
 from tokenprune import Site
+from tokenprune.video import compares_frames
 
 TILE = 576  # tokens of an image of the tower
 STEPS = 4  # of decoding, after each prefill
@@ -35,9 +36,10 @@ Times = tuple[float, float]
 
 
 def dropping_methods() -> list[str]:
-    """Those that take tokens out of the decoder, at its entry or inside."""
+    """Those that take tokens of an image out of the decoder, at its entry or inside."""
     sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
-    return [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
+    names = [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
+    return [name for name in names if not compares_frames(tokenprune.method(name))]
 
 
 class Case:

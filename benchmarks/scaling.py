@@ -36,6 +36,7 @@ from tokenprune import Method, Site, VisualTokens
 from tokenprune.accounting import DecoderShape
 from tokenprune.merging import bipartite_match, threshold_match
 from tokenprune.tokens import Patches, Segments, TokenSource
+from tokenprune.video import compares_frames
 
 COUNTS = (576, 2880, 8192, 16384, 32768)
 WIDTH, HEADS, TEXT, SHARE = {"cuda": 1024, "cpu": 256}, 8, 64, 9
@@ -47,9 +48,10 @@ MERGES = {
 
 
 def selecting_methods() -> list[str]:
-    """Those that choose among visual tokens that are there."""
+    """Those that choose among visual tokens of an image that are there."""
     sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
-    return [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
+    names = [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
+    return [name for name in names if not compares_frames(tokenprune.method(name))]
 
 
 @dataclass(kw_only=True)

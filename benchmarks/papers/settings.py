@@ -18,6 +18,7 @@ import tokenprune
 from tokenprune import Budget, Site
 from tokenprune.accounting import DecoderShape
 from tokenprune.errors import OptionError
+from tokenprune.video import compares_frames
 
 PRETRAINED = "llava-hf/llava-1.5-7b-hf"
 PATCHES = 576
@@ -26,6 +27,11 @@ LEFT_OUT = {
     "pevlm": "removes no tokens, and acts on video alone",
     "view_select": "chooses between the images of a prompt; here every prompt has one",
     "dynres": "gives each image a number by its content: what 192 on average takes is not known before the run",
+}
+LEFT_OUT |= {
+    name: "compares the frames of videos; here are images"
+    for name in tokenprune.available_methods()
+    if compares_frames(tokenprune.method(name))
 }
 # As its paper has it: merged in the tower, unmerged in the decoder's attention.
 _OPTIONS = {"dymu": {"vtu": "expanded"}}

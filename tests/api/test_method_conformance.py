@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,7 @@ def scribbling(self: Any, tokens: Any) -> Selection:
     return Selection(first(tokens))
 
 
+SIGNS = itertools.cycle((1, -1))
 BROKEN = {
     "too few": (lambda self, tokens: Selection(first(tokens) & (tokens.mask.cumsum(1) < 2)), "its budget is"),
     "by content": (lambda self, tokens: Selection(tokens.mask & (tokens.hidden[..., 0] > 0)), "its budget is"),
@@ -106,7 +108,7 @@ BROKEN = {
     "by shape": (lambda self, tokens: Selection(tokens.mask[:, :1]), r"must be bool \[S, N\]"),
     "no selection": (lambda self, tokens: tokens.mask, "must return a Selection, not Tensor"),
     "counts": (lambda self, tokens: Selection(first(tokens), counts=[99] * len(tokens.keep)), "counts says"),
-    "random": (top(lambda tokens: torch.rand(tokens.mask.shape)), "other tokens the second time"),
+    "other each time": (top(lambda tokens: tokens.hidden[..., 0] * next(SIGNS)), "other tokens the second time"),
     "batch": (top(lambda tokens: tokens.hidden[..., 0] * (1 if len(tokens.keep) == 1 else -1)), "than alone"),
     "row before": (top(lambda tokens: tokens.hidden.roll(1, 0)[..., 0]), "than alone"),
     "padding seen": (

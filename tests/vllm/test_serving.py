@@ -277,7 +277,10 @@ def test_a_video_whose_frames_are_compared() -> None:
         Setting.of({"method": "evs", "keep": 0.5, "per": "frame"})
 
 
-@pytest.mark.parametrize("name", [name for name in servable() if compares_frames(registry.build(name, {}))])
+DROPPING = [method for method in (registry.build(name, {}) for name in servable()) if not method.merges]
+
+
+@pytest.mark.parametrize("name", [method.name for method in DROPPING if compares_frames(method)])
 def test_rows_of_videos_are_those_of_the_method(name: str) -> None:
     rows = torch.randn(13, 10, generator=torch.Generator().manual_seed(1))
     segments = segments_of([13], (3, 2, 2), "video", rows.device, frames=[[4, 4, 4]])
