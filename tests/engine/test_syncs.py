@@ -142,7 +142,7 @@ def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.M
     assert stats.visual_tokens_out
     assert bool(reading.found) == bool(stats.cuts)  # what is recorded is read when it is asked for
 
-    key = (family_name, large, name == "pevlm")
+    key = (family_name, large, name == "pevlm", name in VIDEO_METHODS)  # what tells inputs apart
     if key not in _baselines:
         model = to_far(patched_model(family, None, monkeypatch))
         with counting() as baseline:
