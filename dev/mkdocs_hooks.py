@@ -24,6 +24,7 @@ PAGES = {
     "dev/README.md": "tools.md",
     "tests/README.md": "tests.md",
     "training/README.md": "training.md",
+    "training/qwen/README.md": "training-qwen.md",
 }
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:)([^)#\s]+)")
 
