@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Pages that dev/mkdocs_hooks.py makes of files outside docs/.
-FROM_ELSEWHERE = {"index.md", "changelog.md", "contributing.md", "tests.md", "tools.md", "training.md"}
+FROM_ELSEWHERE = {
+    "index.md", "changelog.md", "contributing.md", "tests.md", "tools.md", "training.md", "training-qwen.md",
+}  # fmt: skip
 
 
 def tool(name: str) -> Any:
