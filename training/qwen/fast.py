@@ -17,8 +17,8 @@ from qwen_model import CELL, MERGE, PATCH, WINDOW
 HALF = True  # whether matrix products are done in bfloat16 in training
 
 
-def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+def rms(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def attend(q, k, v, mask=None):
 def vision_full(x, block, cos, sin):
     b, n, d = x.shape
     attention = block.attn
-    qkv = F.linear(rms(x, block.norm1.weight), attention.qkv.weight, attention.qkv.bias)
+    qkv = F.linear(rms(x, block.norm1), attention.qkv.weight, attention.qkv.bias)
     q, k, v = qkv.view(b, n, 3, attention.num_heads, -1).unbind(2)
     q, k = (rotate(t, cos, sin).to(v.dtype).transpose(1, 2) for t in (q, k))
     seen = attend(q, k, v.transpose(1, 2)).transpose(1, 2).reshape(b, n, d)
@@ -73,7 +73,7 @@ def vision_full(x, block, cos, sin):
 def vision_windows(x, block, cos, sin, patches, back, mask):
     b, n, d = x.shape
     attention = block.attn
-    qkv = F.linear(rms(x, block.norm1.weight), attention.qkv.weight, attention.qkv.bias)
+    qkv = F.linear(rms(x, block.norm1), attention.qkv.weight, attention.qkv.bias)
     q, k, v = qkv.view(b, n, 3, attention.num_heads, -1).unbind(2)
     windows, size = patches.shape
     q, k = (rotate(t, cos, sin).to(v.dtype) for t in (q, k))
@@ -87,7 +87,7 @@ def vision_windows(x, block, cos, sin, patches, back, mask):
 
 def vision_rest(x, seen, block):
     x = x + F.linear(seen, block.attn.proj.weight, block.attn.proj.bias)
-    y, mlp = rms(x, block.norm2.weight), block.mlp
+    y, mlp = rms(x, block.norm2), block.mlp
     gate = F.silu(F.linear(y, mlp.gate_proj.weight, mlp.gate_proj.bias))
     y = F.linear(gate * F.linear(y, mlp.up_proj.weight, mlp.up_proj.bias), mlp.down_proj.weight, mlp.down_proj.bias)
     return x + y
@@ -95,7 +95,7 @@ def vision_rest(x, seen, block):
 
 def decoder_layer(x, layer, cos, sin, mask):
     b, n, d = x.shape
-    attention, y = layer.self_attn, rms(x, layer.input_layernorm.weight)
+    attention, y = layer.self_attn, rms(x, layer.input_layernorm)
     heads, width = attention.num_heads, attention.head_dim
     q = F.linear(y, attention.q_proj.weight, attention.q_proj.bias).view(b, n, heads, width)
     k = F.linear(y, attention.k_proj.weight, attention.k_proj.bias).view(b, n, -1, width)
@@ -104,60 +104,12 @@ def decoder_layer(x, layer, cos, sin, mask):
     k, v = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (k, v))
     seen = attend(q.transpose(1, 2), k, v, mask)
     x = x + F.linear(seen.transpose(1, 2).reshape(b, n, d), attention.o_proj.weight)
-    y, mlp = rms(x, layer.post_attention_layernorm.weight), layer.mlp
+    y, mlp = rms(x, layer.post_attention_layernorm), layer.mlp
     gate = F.silu(F.linear(y, mlp.gate_proj.weight))
     return x + F.linear(gate * F.linear(y, mlp.up_proj.weight), mlp.down_proj.weight)
 
 
-def decoder_split(x, layer, cos, sin, begin: int, own, back):
-    """A decoder layer for packed questions (packing.py): what each question cannot see is not computed at all.
-
-    begin: how many positions all questions share. own: positions behind it of each question, padded by any,
-    [B, questions, longest]; back: for each position behind `begin` its place among those, [B, n - begin].
-    """
-    b, n, d = x.shape
-    attention, y = layer.self_attn, rms(x, layer.input_layernorm.weight)
-    heads, width = attention.num_heads, attention.head_dim
-    q = F.linear(y, attention.q_proj.weight, attention.q_proj.bias).view(b, n, heads, width)
-    k = F.linear(y, attention.k_proj.weight, attention.k_proj.bias).view(b, n, -1, width)
-    v = F.linear(y, attention.v_proj.weight, attention.v_proj.bias).view(b, n, -1, width)
-    pairs = k.shape[2]
-    shared = heads // pairs
-    q = rotate(q * width**-0.5, cos, sin).to(v.dtype).view(b, n, pairs, shared, width)
-    k = rotate(k, cos, sin).to(v.dtype)
-    keys, values = k[:, :begin].permute(0, 2, 3, 1), v[:, :begin].transpose(1, 2)
-    first = q[:, :begin].permute(0, 2, 3, 1, 4).reshape(b, pairs, shared * begin, width)
-    scores = (first @ keys).view(b, pairs, shared, begin, begin).float()
-    later = torch.ones(begin, begin, dtype=torch.bool).triu(1)
-    scores = scores.masked_fill(later, -1e4).softmax(-1).to(v.dtype)
-    seen = (scores.view(b, pairs, shared * begin, begin) @ values).view(b, pairs, shared, begin, width)
-    seen = seen.permute(0, 3, 1, 2, 4).reshape(b, begin, d)
-
-    _, count, length = own.shape
-    rest = n - begin
-    flat = (own + torch.arange(b)[:, None, None] * rest).flatten()
-    q = q[:, begin:].reshape(b * rest, d).index_select(0, flat).view(b, count, length, pairs, shared, width)
-    k = k[:, begin:].reshape(b * rest, -1).index_select(0, flat).view(b, count, length, pairs, width)
-    v = v[:, begin:].reshape(b * rest, -1).index_select(0, flat).view(b, count, length, pairs, width)
-    q = q.permute(0, 3, 1, 4, 2, 5).reshape(b, pairs, count, shared * length, width)
-    k, v = k.permute(0, 3, 1, 4, 2), v.permute(0, 3, 1, 2, 4)
-    far = (q.reshape(b, pairs, -1, width) @ keys).view(b, pairs, count, shared, length, begin)
-    near = (q @ k).view(b, pairs, count, shared, length, length)
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    scores = torch.cat([far, near.masked_fill(later, -1e4)], -1).float().softmax(-1).to(v.dtype)
-    out = (scores[..., :begin].reshape(b, pairs, -1, begin) @ values).view(b, pairs, count, shared * length, width)
-    out = out + scores[..., begin:].reshape(b, pairs, count, shared * length, length) @ v
-    out = out.view(b, pairs, count, shared, length, width).permute(0, 2, 4, 1, 3, 5).reshape(b * count * length, d)
-    flat = (back + torch.arange(b)[:, None] * (count * length)).flatten()
-    seen = torch.cat([seen, out.index_select(0, flat).view(b, rest, d)], 1)
-
-    x = x + F.linear(seen, attention.o_proj.weight)
-    y, mlp = rms(x, layer.post_attention_layernorm.weight), layer.mlp
-    gate = F.silu(F.linear(y, mlp.gate_proj.weight))
-    return x + F.linear(gate * F.linear(y, mlp.up_proj.weight), mlp.down_proj.weight)
-
-
-_functions = {"split": decoder_split, "full": vision_full, "windows": vision_windows, "decoder": decoder_layer}
+_functions = {"full": vision_full, "windows": vision_windows, "decoder": decoder_layer}
 
 
 def compile_all() -> None:
@@ -182,18 +134,8 @@ def tower(visual, patches: torch.Tensor, h: int, w: int) -> torch.Tensor:
         else:
             x = _functions["windows"](x, block, cos, sin, gather, back, mask)
     merger = visual.merger
-    y = rms(x, merger.ln_q.weight).view(len(x), h * w, -1)
+    y = rms(x, merger.ln_q).view(len(x), h * w, -1)
     return merger.mlp(y).float()
-
-
-def decode_packed(language, embeds: torch.Tensor, packed: dict) -> torch.Tensor:
-    """Final hidden states [B, L, d] of packed questions; equal to `decode` with their mask but for padding."""
-    cos, sin = language.rotary_emb(embeds, packed["position"])
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    x = embeds
-    for layer in language.layers:
-        x = _functions["split"](x, layer, cos, sin, packed["begin"], packed["own"], packed["back"])
-    return rms(x, language.norm.weight)
 
 
 def decode(language, embeds: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, states: list | None = None):
@@ -205,4 +147,4 @@ def decode(language, embeds: torch.Tensor, position: torch.Tensor, mask: torch.T
         x = _functions["decoder"](x, layer, cos, sin, mask)
         if states is not None:
             states.append(x)
-    return rms(x, language.norm.weight)
+    return rms(x, language.norm)

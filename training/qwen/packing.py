@@ -103,7 +103,6 @@ def pack(head: Head, rows: Sequence[Sequence[Asked]], kinds: Sequence[str]) -> d
         return torch.tensor([row[i] + [fill] * (length - n * (i == 2) - len(row[i])) for row in table])
 
     ids, segment, text, label = column(0, ID["<pad>"]), column(1, -1), column(2, 0), column(3, -100)
-    own, back = _places(segment[:, n:])
     same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
     mask = (same & torch.ones(length, length, dtype=torch.bool).tril())[:, None]
     position = torch.cat([head.position[:, None].expand(-1, len(rows), -1), text.expand(3, -1, -1)], 2)
@@ -115,19 +114,4 @@ def pack(head: Head, rows: Sequence[Sequence[Asked]], kinds: Sequence[str]) -> d
         "label": label,
         "weight": weight,
         "kind": kind,
-        "begin": n,
-        "own": own,
-        "back": back,
     }
-
-
-def _places(segment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For `fast.decoder_split`: positions of each question, and where each position is among those."""
-    count = int(segment.max())
-    sizes = torch.stack([(segment == number).sum(1) for number in range(1, count + 1)], 1)  # [B, questions]
-    starts, length = sizes.cumsum(1) - sizes, int(sizes.max())
-    own = starts[..., None] + torch.arange(length)
-    own = torch.where(torch.arange(length) < sizes[..., None], own, 0)
-    number = (segment - 1).clamp(min=0)
-    back = number * length + torch.arange(segment.shape[1]) - starts.gather(1, number)
-    return own, torch.where(segment > 0, back, 0)

@@ -43,6 +43,7 @@ def build_model(seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
             "num_key_value_heads": 2,
             "max_position_embeddings": 4096,
             "initializer_range": 0.04,
+            "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 20.0, "mrope_section": [4, 6, 6]},
             "tie_word_embeddings": True,
             **special,
