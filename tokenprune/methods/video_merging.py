@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from tokenprune.base import Pruner, Selection
+from tokenprune.base import Method, Pruner, Selection
+from tokenprune.budget import Budget
 from tokenprune.kernels.clusters import peaks_and_members
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.temporal import shares
+from tokenprune.options import check_options
+from tokenprune.schedule import profile
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
 from tokenprune.video import Videos
@@ -53,6 +60,42 @@ class VideoMerger(Pruner):
             own = torch.where(inside, videos.by_token(weight.float()), 1)
             weight = torch.ones(keep.shape, device=keep.device).index_copy(0, rows, own)
         return Selection(keep, assign, weight, counts=None if self.by_content_count else tokens.keep)
+
+
+@dataclass(frozen=True)
+class TwoCutMerger(VideoMerger):
+    """Base of those that cut once more inside the decoder; a subclass implements `second_cut` too.
+
+    depth: where the second cut is, as a share of the decoder's layers, if no `layer` is given.
+    inner, layer, inner_keep: the options of the second cut; each method says what they mean for it.
+    """
+
+    query_free: ClassVar[Mapping[str, Any]] = {"inner": False}
+    depth: ClassVar[float]
+
+    inner: bool = True
+    layer: Annotated[int, Ge(1)] | None = None
+    inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.5
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        said = self.layer is None or self.inner
+        self._check(said, f"layer={self.layer} is of the second cut: leave it out, or inner=False")
+
+    @property
+    def query_aware(self) -> bool:
+        return self.inner
+
+    def second_cut(self, layer: int) -> Pruner:
+        """Return the method that cuts at decoder layer `layer`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement second_cut()")
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        first = dataclasses.replace(self, inner=False, layer=None)
+        if not self.inner:
+            return [(first, budget)]
+        early, late = profile(layers, ((0, 1.0), (self.layer or self.depth, self.inner_keep)), budget)
+        return [(first, early.budget), (self.second_cut(late.layer), late.budget)]
 
 
 def spots(like: Tensor) -> Tensor:

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tokenprune.base import Method, Pruner, Site
-from tokenprune.budget import Budget
+from tokenprune.base import Pruner, Site
 from tokenprune.kernels.clusters import farthest_weighted, roots
 from tokenprune.kernels.join import join
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.kernels.temporal import cosine, frame_means, segments_at, shares
 from tokenprune.methods.video_merging import (
-    VideoMerger,
+    TwoCutMerger,
     at,
     clusters_of_frames,
     first_frames,
@@ -28,13 +25,10 @@ from tokenprune.methods.video_merging import (
     spots,
     tower_attention,
 )
-from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.schedule import profile
 from tokenprune.tokens import VisualTokens
 from tokenprune.video import Videos
 
-_DEPTH = 20 / 28  # of the second cut
 _SCENE = 0.9  # frames less alike than that are of different segments
 _LONG = 4  # frames of a segment, at most on average
 
@@ -47,7 +41,7 @@ _LONG = 4  # frames of a segment, at most on average
     merges=True,
 )
 @dataclass(frozen=True)
-class FlashVID(VideoMerger):
+class FlashVID(TwoCutMerger):
     """Keep of each frame what is attended to and differs most, let the rest grow together from frame to frame, and cut
     again inside the decoder (FlashVID).
 
@@ -75,33 +69,18 @@ class FlashVID(VideoMerger):
     share is none go.
     """
 
-    query_free: ClassVar[Mapping[str, Any]] = {"inner": False}
+    depth: ClassVar[float] = 20 / 28
 
     picks: Annotated[float, Gt(0), Le(1)] = 0.7
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.8
-    inner: bool = True
-    layer: Annotated[int, Ge(1)] | None = None
     inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.3
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        said = self.layer is None or self.inner
-        self._check(said, f"layer={self.layer} is of the second cut: leave it out, or inner=False")
-
-    @property
-    def query_aware(self) -> bool:
-        return self.inner
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:
         return (-1,)
 
-    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        outer = dataclasses.replace(self, inner=False, layer=None)
-        if not self.inner:
-            return [(outer, budget)]
-        early, late = profile(layers, ((0, 1.0), (self.layer or _DEPTH, self.inner_keep)), budget)
-        return [(outer, early.budget), (_Inner(late.layer), late.budget)]
+    def second_cut(self, layer: int) -> Pruner:
+        return _Inner(layer)
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
         mask, most = videos.mask, max(videos.keep)

@@ -2,37 +2,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.temporal import same_place, segments_by_stillness, shares
 from tokenprune.methods.video_merging import (
     StillPlaces,
-    VideoMerger,
+    TwoCutMerger,
     at,
     clusters_of_frames,
     members_of,
     spots,
     tower_attention,
 )
-from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.schedule import profile
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
 from tokenprune.video import Videos
 
-_DEPTH = 18 / 28  # of the second cut
 _FEW = 0.125  # of a video's tokens, below which the paper's lower threshold goes
 
 
@@ -44,7 +39,7 @@ _FEW = 0.125  # of a video's tokens, below which the paper's lower threshold goe
     merges=True,
 )
 @dataclass(frozen=True)
-class HoliTom(VideoMerger):
+class HoliTom(TwoCutMerger):
     """Merge what stands still in a video over whole segments, keep of the rest what the vision tower attends to, and
     cut again inside the decoder (HoliTom).
 
@@ -73,34 +68,17 @@ class HoliTom(VideoMerger):
     as in the authors' setting.
     """
 
-    query_free: ClassVar[Mapping[str, Any]] = {"inner": False}
+    depth: ClassVar[float] = 18 / 28
 
     threshold: Annotated[float, Ge(-1), Le(1)] | None = None
     centre: Annotated[float, Gt(0), Le(1)] = 0.6
-    inner: bool = True
-    layer: Annotated[int, Ge(1)] | None = None
-    inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.5
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        self._check(
-            self.inner or self.layer is None, f"layer={self.layer} is of the second cut: leave it out, or inner=False"
-        )
-
-    @property
-    def query_aware(self) -> bool:
-        return self.inner
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:
         return (-1,)
 
-    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        outer = dataclasses.replace(self, inner=False, layer=None)
-        if not self.inner:
-            return [(outer, budget)]
-        early, late = profile(layers, ((0, 1.0), (self.layer or _DEPTH, self.inner_keep)), budget)
-        return [(outer, early.budget), (_Inner(late.layer), late.budget)]
+    def second_cut(self, layer: int) -> Pruner:
+        return _Inner(layer)
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
         similarity = same_place(videos.x, videos.mask)

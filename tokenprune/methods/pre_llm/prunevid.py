@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -10,14 +9,13 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import nearest, peaks
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.kernels.temporal import frame_means, same_place, shares, unit
 from tokenprune.methods.video_merging import (
     StillPlaces,
-    VideoMerger,
+    TwoCutMerger,
     at,
     clusters_of_frames,
     first_frames,
@@ -25,21 +23,18 @@ from tokenprune.methods.video_merging import (
     segment_sums,
     spots,
 )
-from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.schedule import profile
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
 from tokenprune.video import Videos
 
-_DEPTH = 10 / 32  # of the second cut
 _SEGMENTS = 0.25  # as many clusters of frames as this share of them
 _NEIGHBOURS = 7
 
 
 @register("prunevid", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2412.16117, ACL 2025 Findings", merges=True)
 @dataclass(frozen=True)
-class PruneVid(VideoMerger):
+class PruneVid(TwoCutMerger):
     """Merge what stands still in a scene of a video, cluster what is left, and keep inside the decoder what some word
     of the question attends to (PruneVid).
 
@@ -65,28 +60,13 @@ class PruneVid(VideoMerger):
     others join, is ours: the longest, and the longer neighbour, of equal ones the earlier.
     """
 
-    query_free: ClassVar[Mapping[str, Any]] = {"inner": False}
+    depth: ClassVar[float] = 10 / 32
 
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.8
-    inner: bool = True
-    layer: Annotated[int, Ge(1)] | None = None
     inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.4
 
-    def __post_init__(self) -> None:
-        check_options(self)
-        said = self.layer is None or self.inner
-        self._check(said, f"layer={self.layer} is of the second cut: leave it out, or inner=False")
-
-    @property
-    def query_aware(self) -> bool:
-        return self.inner
-
-    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        outer = dataclasses.replace(self, inner=False, layer=None)
-        if not self.inner:
-            return [(outer, budget)]
-        early, late = profile(layers, ((0, 1.0), (self.layer or _DEPTH, self.inner_keep)), budget)
-        return [(outer, early.budget), (_Inner(late.layer), late.budget)]
+    def second_cut(self, layer: int) -> Pruner:
+        return _Inner(layer)
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
         mask, most = videos.mask, max(videos.keep)
