@@ -3,53 +3,21 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from papers_results import ROOT, cut_short, write_results
+from papers_results import cut_short, write_results
 
 DART_BASE = {"gqa": 61.9, "mmb": 64.7, "mme": 1862, "pope": 85.9, "sqa": 69.5, "vqav2": 78.5, "textvqa": 58.2}
 
 
 DART_128 = {"gqa": 58.7, "mmb": 63.2, "mme": 1840, "pope": 80.1, "sqa": 69.1, "vqav2": 75.9, "textvqa": 56.4}
-
-
-@pytest.fixture(scope="module")
-def papers() -> Iterator[Any]:
-    """The script, as a module, and the modules that it is made of."""
-    before, names = set(sys.modules), ("published", "settings", "sets", "outcomes", "tables")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        parts = {name: importlib.import_module(f"papers.{name}") for name in names}
-        yield SimpleNamespace(script=importlib.import_module("papers_table"), **parts)
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("papers", "papers_table"):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def call(papers: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., tuple[int, str, str]]:
-    """call(*arguments): exit code, output and errors of the script."""
-    monkeypatch.setenv("COLUMNS", "1000")
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["papers_table.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            papers.script.main()
-        told = capsys.readouterr()
-        return ended.value.code or 0, told.out, told.err
-
-    return run
 
 
 def cells(papers: Any, folder: Path, method: str, column: str) -> dict[str, str]:
