@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.cache import reduced_cache as caches
+from tokenprune.integrations.hf.cache.static_cache import check_static, is_static
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
@@ -92,11 +93,15 @@ def check_layers(step: Step, adapter: Adapter) -> None:
         )
 
 
-def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedSetupError if a decoder that is called with `kwargs` cannot be cut by `steps`."""
+def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], in_blocks: bool = False) -> None:
+    """Raise UnsupportedSetupError if a decoder that is called with `kwargs` cannot be cut by `steps`. in_blocks: whether
+    some of its layers attend in blocks."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache):
         caches.check(cache)
+        if is_static(cache):
+            check_static(cache, int(cache.get_seq_length()))
+            check_static_call(steps, adapter, in_blocks)
     for step in steps:
         if step.method.site is Site.DECODE:
             decoding.check_setup(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
@@ -106,6 +111,25 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any]) 
             "call model.gradient_checkpointing_disable(), or use a PRE_LLM method (it cuts before the layers)"
         )
     check_arguments(adapter, kwargs)
+
+
+def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) -> None:
+    """Raise UnsupportedSetupError if a decoder with a static cache cannot be cut by `steps`."""
+    use = 'leave out cache_implementation="static", or use a dynamic cache'
+    family, attention = adapter.config.model_type, adapter.attention
+    for step in steps:
+        if step.method.site is Site.DECODE:
+            raise UnsupportedSetupError(
+                f"{step.method.name} drops tokens while decoding, and a static cache keeps its slots: {use}"
+            )
+    if in_blocks:
+        raise UnsupportedSetupError(f"cannot prune with a static cache and attention in blocks: {use}")
+    if not adapter.static_caches:
+        raise UnsupportedSetupError(f"cannot prune with a static cache in the decoder of {family!r}: {use}")
+    if attention not in ("sdpa", "eager"):
+        raise UnsupportedSetupError(
+            f'cannot prune with a static cache and attn_implementation={attention!r}: {use}, or load the model with "sdpa"'
+        )
 
 
 def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:

@@ -253,6 +253,12 @@ class Adapter(PatchSource):
 
     # -- layers that read the keys of other layers
 
+    @property
+    def static_caches(self) -> bool:
+        """Whether tokens can be left out of a static cache: of keys that each layer keeps for itself."""
+        own_keys = type(self).key_count is Adapter.key_count and type(self).cached_keys is Adapter.cached_keys
+        return own_keys and not self.stateful
+
     def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
         """Return how many keys a layer called with `kwargs` attends to; None if it keeps keys of its own."""
         return None
