@@ -181,8 +181,9 @@ def begin_turn(arguments: dict[str, Any]) -> bool:
     cache = arguments.get("past_key_values")
     if not isinstance(cache, ReducedStaticMixin):
         return False
-    given = (name for name, value in arguments.items() if value is not None)
-    if not any(name.startswith(("pixel_values", "mm_encoder_outputs")) for name in given):
+    # By name first: torch.compile would guard the shapes of all that is looked at.
+    images = [name for name in arguments if name.startswith(("pixel_values", "mm_encoder_outputs"))]
+    if all(arguments[name] is None for name in images):
         return True
     cache.tokenprune_reduction.in_turn = True
     return False

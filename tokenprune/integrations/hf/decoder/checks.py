@@ -124,7 +124,8 @@ def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) 
             )
     if in_blocks:
         raise UnsupportedSetupError(f"cannot prune with a static cache and attention in blocks: {use}")
-    if not adapter.static_caches:
+    chunked = any("chunked" in kind for kind in getattr(adapter.text_config, "layer_types", None) or [])
+    if chunked or not adapter.static_caches:
         raise UnsupportedSetupError(f"cannot prune with a static cache in the decoder of {family!r}: {use}")
     if attention not in ("sdpa", "eager"):
         raise UnsupportedSetupError(
