@@ -23,9 +23,10 @@ Matcher = Callable[[Tensor, list[int] | None], Merge | None]
 class Tower:
     """What is known of a vision tower before it runs.
 
-    tokens: that enter an image's first block, `protected` (class, register) ones included; these come first. blocks:
-    how many there are; read: how many of them, from the first, reach anyone with their output. module: what the
-    fingerprint is taken of.
+    tokens: that enter an image's first block, `protected` (class, register) ones included; these come first. Where
+    several patches become one visual token and merge as one, such a unit is a token here, and a class token beside units
+    is left out. blocks: how many there are; read: how many of them, from the first, reach anyone with their output.
+    module: what the fingerprint is taken of. unit: patches in a unit of a tower whose patches stand on a grid.
     """
 
     tokens: int
@@ -33,6 +34,7 @@ class Tower:
     blocks: int
     read: int
     module: nn.Module | None = None
+    unit: int = 1
 
     @property
     def patches(self) -> int:
@@ -41,7 +43,8 @@ class Tower:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Tells this tower, with its weights, from others."""
-        return Fingerprint.of(self.module, read=self.read, protected=self.protected)
+        facts = {"unit": self.unit} if self.unit > 1 else {}
+        return Fingerprint.of(self.module, read=self.read, protected=self.protected, **facts)
 
     def left(self, budget: Budget) -> int:
         """Return how many patches `budget` leaves of an image."""

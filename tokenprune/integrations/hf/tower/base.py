@@ -24,6 +24,7 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
 from tokenprune.integrations.shared.block_merging import Block, Merger
+from tokenprune.integrations.shared.units import Units
 from tokenprune.tokens import Segments
 
 
@@ -37,9 +38,15 @@ class TowerPatch(Merger, Part):
     pads = True  # whether rows that merge more than others are padded
 
     def __init__(
-        self, adapter: Adapter, method: EncoderMethod, budget: Budget, blocks: Sequence[Block], tower: Tower
+        self,
+        adapter: Adapter,
+        method: EncoderMethod,
+        budget: Budget,
+        blocks: Sequence[Block],
+        tower: Tower,
+        units: Units | None = None,
     ) -> None:
-        super().__init__(method, budget, blocks, tower)
+        super().__init__(method, budget, blocks, tower, units)
         self.adapter = adapter
         self.step = Step(method, budget)  # what the engine reports the merged tokens' cut as
 

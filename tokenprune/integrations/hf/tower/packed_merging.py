@@ -73,7 +73,7 @@ class PackedTowerPatch(TowerPatch):
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         self.tower = adapter.base.visual
         self.unit = self.tower.spatial_merge_size**2  # patches that become one visual token
-        blocks = [Block(block, block.norm2, block.mlp, "", 0) for block in self.tower.blocks]
+        blocks = [Block(block, block.norm2, block.mlp) for block in self.tower.blocks]
         # How many units an image has, only the image tells: 1 stands for that.
         super().__init__(adapter, method, budget, blocks, Tower(1, 0, len(blocks), len(blocks), self.tower))
         self.observers = []
