@@ -9,7 +9,7 @@ result to them, which is the block's output, and hands the block a zero to add t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,8 +46,8 @@ class Merging:
     plan: what finds the merge of each block. owners: after each block (first: before any) long `[B, N]`, for each token
     that entered the one that it is part of. left: tokens in each row so far; counts: these, as they entered each block.
     size: float32 `[B, n]`, tokens that each is made of, 0 for padding; None before a merge. masked: whether `size` is 0
-    for tokens that the tower masks, too. ordered: whether patches stand unit by unit (of towers with units). added: what
-    is added to the attention logits of the block that runs.
+    for tokens that the tower masks, too. ordered: whether patches stand unit by unit (of towers with units). added:
+    what is added to the attention logits of the block that runs.
     """
 
     plan: list[Matcher | None]
@@ -134,8 +134,12 @@ class Merger(Attachable):
 
     def plan(self, count: int) -> list[Matcher | None]:
         """What finds the merge of each block, for `count` tokens that enter."""
-        tower = self.shape if count == self.shape.tokens else replace(self.shape, tokens=count)
+        tower = self.shape if count == self.shape.tokens else self.shape.of(count)
         return self.method.plan(self.budget, tower)
+
+    def plan_of(self, rows: int, count: int) -> list[Matcher | None]:
+        """The plan of a forward with `rows` images, of each of which `count` tokens enter."""
+        return self.plan(count if self.units is None else self.units.count(count))
 
     # -- hooks
 
@@ -145,8 +149,7 @@ class Merger(Attachable):
             rows, count = hidden.shape[:2]
             check_checkpointing(module)
             owner = torch.arange(count, device=hidden.device).expand(rows, -1)
-            plan = self.plan(count if self.units is None else self.units.count(count))
-            states()[self] = Merging(plan, [owner], [count] * rows)
+            states()[self] = Merging(self.plan_of(rows, count), [owner], [count] * rows)
         state = self.state()
         if state is None:
             return None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.merging import Merge
 
 
@@ -41,8 +42,8 @@ class Units:
         height = math.isqrt(max(0, patches))
         if not patches or height * height != patches or height % self.side:
             raise UnsupportedSetupError(
-                f"{patches} patches of the vision tower are no square grid of units of {self.side} x {self.side}, which "
-                "become one visual token each: use a method that acts behind the tower"
+                f"{patches} patches of the vision tower are no square grid of units of {self.side} x {self.side}, "
+                "which become one visual token each: use a method that acts behind the tower"
             )
         return patches // self.size
 
@@ -58,8 +59,10 @@ class Units:
         return places.transpose(1, 2).flatten()
 
     def fold(self, x: Tensor, order: Tensor | None) -> Tensor:
-        """`[B, n, D]` -> `[B, units, size * D]`: what is known of a unit's patches, end to end. order: see `order`; None
-        where the patches stand unit by unit already."""
+        """`[B, n, D]` -> `[B, units, size * D]`: what is known of a unit's patches, end to end.
+
+        order: see `order`; None where the patches stand unit by unit already.
+        """
         patches = x[:, self.ahead :]
         patches = patches if order is None else patches[:, order]
         return patches.reshape(len(x), -1, self.size * x.shape[-1])
@@ -86,7 +89,10 @@ class Units:
         )
 
     def owners(self, owner: Tensor) -> Tensor:
-        """long `[B, tokens]`, for each token that entered the one that it is part of -> long `[B, units]`, for each unit
-        the one."""
-        first = self.order(owner.shape[1], owner.device)[:: self.size]
-        return (owner[:, self.ahead :][:, first] - self.ahead) // self.size
+        """long `[B, tokens]`, for each token that entered the one that it is part of -> long `[B, units]`.
+
+        What is returned is for each unit the first that is part of the same.
+        """
+        tokens = owner.shape[1]
+        first = self.order(tokens, owner.device)[:: self.size]
+        return first_of_group(owner[:, self.ahead :][:, first], tokens)

@@ -19,8 +19,8 @@ def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor
     """Return for each image, for each of its features, the first feature of its group (long `[features]`).
 
     owners: long `[T, N]`, for each token (or unit) that entered the tower (of T tiles) the one that it is part of.
-    features: what `get_image_features` made of them, one tensor an image or tile. protected: class tokens, which the features may leave out.
-    None if the features are not the patches.
+    features: what `get_image_features` made of them, one tensor an image or tile. protected: class tokens, which the
+    features may leave out. None if the features are not the patches.
     """
     packed = take_packed()
     if packed is not None:

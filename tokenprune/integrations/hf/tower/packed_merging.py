@@ -68,7 +68,7 @@ class PackedTowerPatch(TowerPatch):
     Raises UnsupportedSetupError for attention back ends that take no bias.
     """
 
-    pads = False
+    uneven = False  # frames lie end to end
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         self.tower = adapter.base.visual
@@ -125,7 +125,7 @@ class PackedTowerPatch(TowerPatch):
         return [keep] * frames
 
     def _asked(self, count: int, keep: float | int) -> tuple[Budget, Tower]:
-        return replace(self.budget, keep=keep), replace(self.shape, tokens=count)
+        return replace(self.budget, keep=keep), self.shape.of(count)
 
     def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
         """What reads the blocks' output gets the full grid."""
