@@ -98,7 +98,7 @@ class Apart:
     def _merge(self, into: Tensor, before: list[int], left: list[int]) -> Merge:
         """Return the merge in which tokens join others as `into` says, and the number of real tokens goes from `before`
         to `left` in each row."""
-        rows, width = into.shape
+        width = into.shape[1]
         places = torch.arange(width, device=into.device)
         real = places < to_device(before, into.device)[:, None]
         stays, gone = (into == places) & real, (into != places) & real

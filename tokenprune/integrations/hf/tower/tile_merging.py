@@ -25,6 +25,7 @@ from tokenprune.integrations.hf.tower.merging import EncoderPatch
 from tokenprune.integrations.shared.apart import Apart, Plan
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.packed_features import Packed, newline_number, numbered
+from tokenprune.merging import most
 
 
 class _Key:
@@ -66,14 +67,21 @@ class TilePatch(EncoderPatch):
             raise BudgetError(
                 f"{self.method.name}: {self.budget.short()} of an image of {len(ids)} tokens leaves {max(0, wanted)} "
                 f"beside its {len(ids) - sum(counts)} newlines, and each of its {sum(map(bool, counts))} tiles needs "
-                "one: ask for more"
+                "one: keep more"
             )
         shares = share_out(wanted, counts)
-        rest = [round((packed.tokens - count) * wanted / sum(counts)) for count in counts]
         return [
-            (~row, [share, max(1, other) if count < packed.tokens else 0])
-            for row, count, share, other in zip(shown, counts, shares, rest, strict=True)
+            (~row, [share, self._cropped(packed.tokens - count, wanted / sum(counts))])
+            for row, count, share in zip(shown, counts, shares, strict=True)
         ]
+
+    def _cropped(self, count: int, share: float) -> int:
+        """How many of a tile's cropped patches are to be left: the same share as of the others, if blocks that halve
+        can reach it."""
+        least = count
+        for _ in range(self.shape.read):
+            least -= most(least)
+        return max(least, round(share * count))
 
     def plan_of(self, rows: int, count: int) -> Plan:
         goals = states().pop(self.key, None)
@@ -88,7 +96,7 @@ class TilePatch(EncoderPatch):
 
 
 def share_out(total: int, counts: list[int]) -> list[int]:
-    """Share `total` out in proportion to `counts`, at least 1 to each that is not 0, and at most as much as there is."""
+    """Share `total` out in proportion to `counts`: at least 1 to each that is not 0, at most as much as there is."""
     shares = [min(count, max(1, total * count // sum(counts))) if count else 0 for count in counts]
     while (missing := total - sum(shares)) != 0:
         step = 1 if missing > 0 else -1

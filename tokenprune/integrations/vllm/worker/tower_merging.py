@@ -6,8 +6,8 @@ neither MLP nor attention in what is left of the tower. Fused attention takes no
 proportionally, or rows are padded, the blocks attend by PyTorch's. Hooks are attached for one call, and gone after it.
 
 LLaVA-1.5 alone: an image is one row of its tower, and its visual tokens are the row's patches, so that their number
-is known beforehand. Tiles (LLaVA-NeXT, LLaVA-OneVision) are cropped behind the tower, and how many merged tokens a crop
-leaves is their content's affair; where a visual token holds several patches, patches cannot merge.
+is known beforehand. Tiles that are cropped behind the tower (LLaVA-NeXT, LLaVA-OneVision) and units of several patches
+(pixel shuffle, pooling, Qwen) merge on the Hugging Face side only.
 """
 
 from __future__ import annotations
