@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 import tokenprune
+import zoo
 from tokenprune import Method, Site, registry
 from tokenprune.base import Selection
-from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError, UnsupportedSetupError
 from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
+from tokenprune.integrations.vllm.setting.merge_checks import check_merging
 from tokenprune.integrations.vllm.setting.plan import Plan, _decoded, field_name
 from tokenprune.integrations.vllm.setting.settings import Setting, servable
 from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
@@ -119,6 +123,18 @@ def test_bad_settings(bad, error, says) -> None:
     with pytest.raises(error, match=says) as caught:
         Setting.of(SERVER, bad)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, TokenPruneError)
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.FAMILIES if name != "llava"])
+@pytest.mark.parametrize("method", ["tome", "dymu"])
+def test_merging_in_towers_that_are_not_served_is_refused_by_name(name: str, method: str) -> None:
+    """The Hugging Face side merges in all of these towers; the plugin says of which it does not."""
+    family = zoo.FAMILIES[name]
+    config = CONFIG_MAPPING[family.kind](**copy.deepcopy(family.config))
+    setting = SimpleNamespace(method=tokenprune.method(method), keep=0.5, removes_nothing=False)
+    model_config = SimpleNamespace(hf_config=config, dtype=torch.float32)
+    with pytest.raises(UnsupportedSetupError, match=f"{method} merges inside.*LLaVA-1.5 alone.*not of this '{name}'"):
+        check_merging(setting, model_config)
 
 
 def test_a_setting_without_a_method_is_refused() -> None:

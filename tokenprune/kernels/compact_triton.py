@@ -26,7 +26,7 @@ def _partition(first, order, W, BLOCK: tl.constexpr):
         ahead += tl.sum(flag, 0)
 
 
-def partition(first: Tensor, *, block: int = 4096) -> Tensor:
+def partition(first: Tensor, *, block: int = 1024) -> Tensor:
     """See `compact.partition`. block: tokens of a tile at most."""
     first = first.contiguous()
     order = torch.empty_like(first, dtype=torch.long)

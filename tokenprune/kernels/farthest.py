@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tokenprune.kernels.dispatch import operation
+from tokenprune.kernels.farthest_blocks import farthest_of_many
 from tokenprune.kernels.match import best_match
 
 TABLE = 4096  # tokens whose similarities are kept, all of them; also as many as a token has features
@@ -52,20 +53,22 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tenso
     most those of the mask; most: the largest budget. Ties go to the lower index; NaN counts as farthest.
     """
     unit = normalize(features.float(), dim=-1)
+    if not fits_table(unit):
+        taken = torch.zeros_like(mask)
+        for row, number in enumerate(budget.tolist()):
+            real = mask[row].nonzero().flatten()
+            taken[row, real] = farthest_of_many(unit[row, real], number)
+        return taken
     rows = torch.arange(len(unit), device=unit.device)
-    table = None
-    if fits_table(unit):
-        table = _alike(unit)
-        table.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
-        table.masked_fill_(~mask[:, None], -torch.inf)
-        nearest = 1 - table.amax(dim=2)
-    else:
-        nearest = nearest_other(unit, mask, best_match.reference)
+    table = _alike(unit)
+    table.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+    table.masked_fill_(~mask[:, None], -torch.inf)
+    nearest = 1 - table.amax(dim=2)
     barred = ~mask
     for step in range(most):
         # -inf bars what is taken or padding, whatever the distances are.
         pick = nearest.masked_fill(barred, -torch.inf).argmax(dim=1)
         barred[rows, pick] = barred[rows, pick] | (step < budget)
-        alike = table[rows, pick] if table is not None else (unit @ unit[rows, pick].unsqueeze(-1)).squeeze(-1)
-        nearest = 1 - alike if step == 0 else torch.minimum(nearest, 1 - alike)
+        new = 1 - table[rows, pick]
+        nearest = new if step == 0 else torch.minimum(nearest, new)
     return barred & mask

@@ -17,12 +17,11 @@ from transformers.masking_utils import create_masks_for_generate
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.families.table import (
-    PATCH_TOKENS,
+    MERGEABLE,
     REFUSED,
     SQUARE,
     SQUARE_TILES,
     SUPPORTED,
-    UNMERGEABLE,
     VIDEO_FRAMES,
 )
 from tokenprune.integrations.hf.forward.part import Part
@@ -136,11 +135,8 @@ class Adapter(PatchSource):
 
     @property
     def unmergeable(self) -> str | None:
-        """Why the patches of this family cannot be merged in its tower; None if its visual tokens are its patches."""
-        family = self.config.model_type
-        if family in PATCH_TOKENS:
-            return None
-        return UNMERGEABLE.get(family, "it is not known what becomes of its patches")
+        """Why the patches of this family cannot be merged in its tower; None if they can."""
+        return None if self.config.model_type in MERGEABLE else "it is not known what becomes of its patches"
 
     # -- reading a call
 

@@ -21,7 +21,6 @@ class Support:
 
 
 _INSIDE = ("PRE_LLM", "IN_LLM", "DECODE")
-_FIXED = ("PRE_ENCODER", *_INSIDE)
 _MERGING = ("PRE_ENCODER", "IN_ENCODER", *_INSIDE)
 _ALL = ("PRE_ENCODER", "IN_ENCODER", "PRE_LLM", "ATTENTION", "IN_LLM", "DECODE")
 
@@ -35,10 +34,10 @@ _EVERY_METHOD = {
     "qwen2_vl": Support(_ALL),
     "qwen2_5_vl": Support(_ALL),
     "qwen3_vl": Support(_ALL, "deepstack features are cut and merged with the tokens"),
-    "internvl": Support(_FIXED),
-    "smolvlm": Support(_FIXED, _TILES),
-    "idefics3": Support(_FIXED, _TILES),
-    "gemma3": Support(_FIXED, "kept tokens of an image go on seeing each other both ways"),
+    "internvl": Support(_MERGING),
+    "smolvlm": Support(_MERGING, _TILES),
+    "idefics3": Support(_MERGING, _TILES),
+    "gemma3": Support(_MERGING, "kept tokens of an image go on seeing each other both ways"),
 }
 
 # Families of the common contract.
@@ -150,20 +149,12 @@ _REASONS = {
 }
 REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
 
-# Families that hand the decoder one feature for each patch of a tower, at most newlines between; or one for each unit
-# of 2 x 2 patches that stand together in a packed tower (tower/packed_merging.py).
-PATCH_TOKENS = {"llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
-UNMERGEABLE = {
-    "gemma3": "it averages 4 x 4 patches (or the like) of its grid to a token, behind the tower",
-} | {
-    family: reason
-    for reason, families in {
-        "it joins neighbouring patches of its grid to a token (pixel shuffle), so each token holds several patches": (
-            "internvl idefics3 smolvlm"
-        ),
-    }.items()
-    for family in families.split()
-}
+# Families whose patches can merge in the tower. They hand the decoder one feature for each patch, at most newlines
+# between; or one for each unit of patches: those that stand together in a packed tower (tower/packed_merging.py), or a
+# square of a tower's grid (pixel shuffle, pooling), of which `PatchSource.unit_side` knows the side.
+MERGEABLE = set(
+    "llava llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl internvl idefics3 smolvlm gemma3".split()
+)
 
 # Families of whose videos it is tested which tokens are a frame. In video_llama_3 each frame counts as an image, with
 # as many tokens as moved.

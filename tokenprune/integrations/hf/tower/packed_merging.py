@@ -68,12 +68,12 @@ class PackedTowerPatch(TowerPatch):
     Raises UnsupportedSetupError for attention back ends that take no bias.
     """
 
-    pads = False
+    uneven = False  # frames lie end to end
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         self.tower = adapter.base.visual
         self.unit = self.tower.spatial_merge_size**2  # patches that become one visual token
-        blocks = [Block(block, block.norm2, block.mlp, "", 0) for block in self.tower.blocks]
+        blocks = [Block(block, block.norm2, block.mlp) for block in self.tower.blocks]
         # How many units an image has, only the image tells: 1 stands for that.
         super().__init__(adapter, method, budget, blocks, Tower(1, 0, len(blocks), len(blocks), self.tower))
         self.observers = []
@@ -125,7 +125,7 @@ class PackedTowerPatch(TowerPatch):
         return [keep] * frames
 
     def _asked(self, count: int, keep: float | int) -> tuple[Budget, Tower]:
-        return replace(self.budget, keep=keep), replace(self.shape, tokens=count)
+        return replace(self.budget, keep=keep), self.shape.of(count)
 
     def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
         """What reads the blocks' output gets the full grid."""
