@@ -70,7 +70,8 @@ def test_equals_the_dynamic_cache(name: str, method: Any, padding: str | None, b
     ]
     layers = named.past_key_values.layers
     assert after.kv_bytes == sum(one.keys.nbytes + one.values.nbytes for one in layers)
-    full = sum((one.keys.nbytes + one.values.nbytes) // one.keys.shape[-2] * n for one, n in zip(layers, made_for, strict=True))
+    sizes = [(one.keys.nbytes + one.values.nbytes) // one.keys.shape[-2] for one in layers]
+    full = sum(size * number for size, number in zip(sizes, made_for, strict=True))
     assert after.kv_bytes_full == full
     if name != "gemma3":  # a sliding layer holds one token more
         assert after.kv_bytes_tokens == before.kv_bytes_tokens
@@ -135,17 +136,16 @@ def test_interleaved_generations_and_beams(build) -> None:
         want = [generate(model, one) for one in (some, others)]
         caches = [static(model, 90), static(model, 120)]
         tokens = [one.sequences[:, -STEPS:] for one in want]
-        got = [model(**one, past_key_values=cache).logits[:, -1] for one, cache in zip((some, others), caches, strict=True)]
+        calls = list(zip((some, others), caches, strict=True))
+        got = [model(**one, past_key_values=cache).logits[:, -1] for one, cache in calls]
         for step in range(STEPS):
             for index in (0, 1):
                 close(got[index], want[index].logits[step])
                 if step < STEPS - 1:
                     ids = tokens[index][:, step : step + 1]
                     got[index] = model(input_ids=ids, past_key_values=caches[index]).logits[:, -1]
-        want, got = (
-            generate(model, some, num_beams=3),
-            generate(model, some, num_beams=3, cache_implementation="static"),
-        )
+        want = generate(model, some, num_beams=3)
+        got = generate(model, some, num_beams=3, cache_implementation="static")
         assert torch.equal(got.sequences, want.sequences)
 
 

@@ -105,13 +105,21 @@ def is_static(cache: Any) -> bool:
     return any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", []))
 
 
-def capacity_of(cache: Cache | None) -> int | None:
-    """Return how many tokens a static cache was made for; None for a cache that grows."""
+@dataclass
+class Room:
+    """What a call knows of the slots of its static cache; see `StaticReduction`."""
+
+    capacity: int
+    full: dict[int, int]
+
+
+def room_of(cache: Cache | None) -> Room | None:
+    """Return the room of a static cache; None for a cache that grows."""
     if cache is None or not is_static(cache):
         return None
     if isinstance(cache, ReducedStaticMixin):
-        return cache.tokenprune_reduction.capacity
-    return max(layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer))
+        return Room(cache.tokenprune_reduction.capacity, cache.tokenprune_reduction.full)
+    return Room(max(layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), {})
 
 
 def check_static(cache: Cache, past: int) -> None:
@@ -122,12 +130,12 @@ def check_static(cache: Cache, past: int) -> None:
             "cannot prune with a static cache all of whose layers are sliding: it does not know for how many tokens it "
             "was made; leave out cache_implementation, or use a dynamic cache"
         )
-    if past and sliding and not isinstance(cache, ReducedStaticMixin):
-        if any(past >= layer.max_cache_len for layer in sliding):
-            raise UnsupportedSetupError(
-                "cannot prune the images of a later turn on a static cache whose sliding layers are full already; put "
-                "images into the first turn, or use a dynamic cache"
-            )
+    filled = past and any(past >= layer.max_cache_len for layer in sliding)
+    if filled and not isinstance(cache, ReducedStaticMixin):
+        raise UnsupportedSetupError(
+            "cannot prune the images of a later turn on a static cache whose sliding layers are full already; put "
+            "images into the first turn, or use a dynamic cache"
+        )
 
 
 # -- the slots of a layer

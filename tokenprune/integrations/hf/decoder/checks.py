@@ -94,8 +94,10 @@ def check_layers(step: Step, adapter: Adapter) -> None:
 
 
 def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], in_blocks: bool = False) -> None:
-    """Raise UnsupportedSetupError if a decoder that is called with `kwargs` cannot be cut by `steps`. in_blocks: whether
-    some of its layers attend in blocks."""
+    """Raise UnsupportedSetupError if a decoder that is called with `kwargs` cannot be cut by `steps`.
+
+    in_blocks: whether some of its layers attend in blocks.
+    """
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache):
         caches.check(cache)
@@ -129,7 +131,8 @@ def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) 
         raise UnsupportedSetupError(f"cannot prune with a static cache in the decoder of {family!r}: {use}")
     if attention not in ("sdpa", "eager"):
         raise UnsupportedSetupError(
-            f'cannot prune with a static cache and attn_implementation={attention!r}: {use}, or load the model with "sdpa"'
+            f"cannot prune with a static cache and attn_implementation={attention!r}: {use}, or load the model with "
+            '"sdpa"'
         )
 
 

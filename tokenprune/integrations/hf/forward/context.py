@@ -14,11 +14,12 @@ from transformers.cache_utils import Cache
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, cached_tokens, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import (
     KeySpan,
+    Room,
     StaticReduction,
-    capacity_of,
     filled_span,
     held_keys,
     is_static,
+    room_of,
     span_of,
     take_fewer_slots,
 )
@@ -101,20 +102,19 @@ class OnHost:
         return [(row, position) for row, position in enumerate(last) if self.visual[row, position]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One forward of the base model. Lives on a stack of its thread, never on the model.
 
     arguments: what the base model's forward got. outputs: the encoder's output for each modality. masks: bool `[B, L]`
     for each modality, where its placeholders are; host: the same on the host, and more. Both are known where images are
     encoded or handed over. notes: what the statistics are to say. state: what each feature keeps.
-    cache, past: the decoder's cache and its logical length; capacity: how many tokens a static one was made for, None =
-    it grows. segments: the visual tokens that are left; report: what was
+    cache, past: the decoder's cache and its logical length; room: the slots of a static one, None = it grows.
+    segments: the visual tokens that are left; report: what was
     removed; both only where the call brings images.
     The rest is set where tokens are missing (`active`). plan: the cuts to make. layout: the tokens at the current
     layer; extras: what the adapter carries along with them. groups: what the layers are handed, one for each group of
-    layers that hold the same tokens. full_slots: those that layers of a static cache were made for which this call lets
-    have fewer. maskless: layers that need no attention mask.
+    layers that hold the same tokens. maskless: layers that need no attention mask.
     """
 
     arguments: dict[str, Any]
@@ -126,7 +126,7 @@ class Call:
 
     cache: Cache | None = None
     past: int = 0
-    capacity: int | None = None
+    room: Room | None = None
     segments: Segments | None = None
     report: Report | None = None
 
@@ -134,7 +134,6 @@ class Call:
     layout: Layout | None = None
     extras: Any = None
     groups: list[LayerInputs] = field(default_factory=list)
-    full_slots: dict[int, int] = field(default_factory=dict)
     maskless: frozenset[int] = frozenset()
 
     @property
@@ -190,10 +189,15 @@ class Call:
         """What the cache remembers for a method that acts while decoding."""
         return None if self.reduction is None else self.reduction.decode
 
+    @property
+    def capacity(self) -> int | None:
+        """How many tokens a static cache was made for; None for one that grows."""
+        return None if self.room is None else self.room.capacity
+
     def take_cache(self, cache: Cache | None) -> None:
         """Read what the decoder's cache holds."""
         self.cache, self.past = cache, 0 if cache is None else int(cache.get_seq_length())
-        self.capacity = capacity_of(cache)
+        self.room = room_of(cache)
 
     def save_to_cache(self, decode: DecodeState | None) -> None:
         """Note on the cache what it holds now. decode: see `Reduction`."""
@@ -202,11 +206,11 @@ class Call:
         if self.reduction is not None or decode is not None or not self.layout.whole:
             slots = [(group.first, group.columns) for group in self.groups]
             length, ragged = self.past + self.layout.length, self.groups[-1].ragged
-            if self.capacity is None:
+            if self.room is None:
                 attach(self.cache, Reduction(length, slots, ragged, decode))
-                return
-            full = self.full_slots if self.reduction is None else self.reduction.full
-            attach_static(self.cache, StaticReduction(length, slots, ragged, decode, self.capacity, full))
+            else:
+                room = self.room
+                attach_static(self.cache, StaticReduction(length, slots, ragged, decode, room.capacity, room.full))
 
     # -- which tokens a layer holds
 
@@ -236,7 +240,7 @@ class Call:
         mask."""
         if layer in self.maskless:
             return None
-        if self.capacity is not None:
+        if self.room is not None:
             return span_of(self.cache.layers[layer], self.held(layer), self.layout.width)
         shared = adapter.key_count(layer, kwargs)
         # No cache, or a layer that has not run yet: it will see this call's tokens only.
@@ -245,13 +249,13 @@ class Call:
 
     def known_span(self, layer: int, adapter: Adapter, kwargs: dict[str, Any]) -> KeySpan | None:
         """Return `key_span` without what tokens to come will fill."""
-        if self.capacity is None:
+        if self.room is None:
             return self.key_span(layer, adapter, kwargs)
         return filled_span(self.cache.layers[layer], self.held(layer), self.layout.width)
 
     def past_keys(self, layer: int, adapter: Adapter) -> Tensor | None:
         """Return the keys `[B, H, K, D]` that `layer` will attend to beside the call's own; None without any."""
-        if self.capacity is None:
+        if self.room is None:
             count = cached_tokens(self.cache, layer)
             return adapter.cached_keys(layer, self.cache)[:, :, -count:] if count else None
         count = self.known_span(layer, adapter, {}).slots - self.layout.width
@@ -265,14 +269,14 @@ class Call:
 
     def fit_slots(self, layer: int) -> None:
         """Let `layer` of a static cache have no more slots than its group will fill."""
-        if self.capacity is None:
+        if self.room is None:
             return
         full = take_fewer_slots(self.cache.layers[layer], self.groups[-1].columns.shape[1])
         if full is not None:
-            self.full_slots[layer] = full
+            self.room.full[layer] = full
 
     def filled(self, layer: int) -> int | None:
         """Return how many of the keys that a static layer hands out are tokens; None for other layers."""
-        if self.capacity is None:
+        if self.room is None:
             return None
         return filled_span(self.cache.layers[layer], self.held(layer), self.layout.width).slots

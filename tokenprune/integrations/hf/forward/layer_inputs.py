@@ -24,10 +24,15 @@ T = TypeVar("T")
 
 
 def columns_for(
-    layer: int, layout: Layout, past: int, reduction: Reduction | None, device: torch.device, capacity: int | None
+    layer: int,
+    layout: Layout,
+    past: int,
+    reduction: Reduction | None,
+    device: torch.device,
+    capacity: int | None = None,
 ) -> Tensor:
-    """Return the logical positions of the keys that `layer` holds, long `[B, K]`: those of the past, then those of
-    `layout`, and up to `capacity`, where a static cache has slots for them, those of tokens to come; -1 = empty slot."""
+    """Return the logical positions of the keys that `layer` holds, long `[B, K]`, -1 = empty slot: those of the past,
+    those of `layout`, and up to `capacity`, where a static cache has slots for them, those of tokens to come."""
     columns = layout.positions().to(device)
     if past:
         batch = len(columns)
@@ -46,9 +51,9 @@ class LayerInputs:
     Nothing here changes but what is remembered: tensors made for one layer serve the others of the group.
 
     layout: the call's tokens that they hold. columns: long `[B, K]`, logical positions of all keys that they hold, -1 =
-    empty slot. capacity: tokens that a static cache was made for, None = it grows. ragged: whether an earlier group has empty slots. past: the logical length of the cache; reduction: what
-    is missing in it, None = nothing. start: the call's first group, for which the decoder itself made masks and
-    positions; None: this is it.
+    empty slot. capacity: tokens that a static cache was made for, None = it grows. ragged: whether an earlier group has
+    empty slots. past: the logical length of the cache; reduction: what is missing in it, None = nothing. start: the
+    call's first group, for which the decoder itself made masks and positions; None: this is it.
     """
 
     first: int

@@ -78,8 +78,10 @@ def causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtyp
 
 
 def padding_of(made: Any, past: int, length: int) -> Tensor | None:
-    """bool `[B, length]`, True at padding behind `past` tokens, as the mask tells that `generate` makes ahead for a static cache:
-    a token that may not attend to itself. None where it tells of none. made: the mask, or those by kind of layer."""
+    """bool `[B, length]`, True at padding behind `past` tokens (it may not attend to itself); None without a mask.
+
+    made: the mask that `generate` makes ahead for a static cache, or those by kind of layer.
+    """
     mask = made.get("full_attention") if isinstance(made, dict) else made
     if not isinstance(mask, Tensor):
         return None
