@@ -18,7 +18,7 @@ from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
 
 FOLDER = Path(__file__).parent.parent / "docs/images/kept"
-KEEP, WIDTH, COLOURS = 0.25, 520, 64
+KEEP, WIDTH, COLOURS = 0.25, 520, 256
 
 
 def main() -> None:
