@@ -45,7 +45,7 @@ def head(name: str) -> str:
         ("merges tokens", YES[info.merges]),
         ("needs", ", ".join(f"`{need}`" for need in sorted(info.needs)) or "nothing but the tokens"),
         ("`keep` by default", f"{info.cls.default_keep:g}"),
-        ("source", info.paper),
+        ("source", info.source),
     ]
     if info.site in ("PRE_ENCODER", "IN_ENCODER"):
         rows = [row for row in rows if row[0] != "needs"]
@@ -99,7 +99,7 @@ def index() -> str:
         summary = cell(info.summary.split(". ")[0].rstrip("."))
         lines.append(
             f"| [`{info.name}`]({info.name}.md) | {SITES[info.site]} | {YES[info.query_aware]} "
-            f"| {YES[info.prefix_cache_safe]} | {YES[info.merges]} | {summary} | {cell(info.paper)} |"
+            f"| {YES[info.prefix_cache_safe]} | {YES[info.merges]} | {summary} | {cell(info.source)} |"
         )
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from tokenprune import __version__
 from tokenprune.cli.bench import bench
-from tokenprune.cli.calibrate import calibrate, fit_dyrate
+from tokenprune.cli.calibrate import calibrate, fit_d2pruner, fit_dyrate, fit_fitprune
 from tokenprune.cli.common import get_console
 from tokenprune.cli.methods import families, methods
 from tokenprune.cli.report import report
@@ -56,7 +56,7 @@ def _options(
     pass  # the version is answered by its callback
 
 
-for command in (methods, families, bench, report, tune, demo, show, calibrate, fit_dyrate):
+for command in (methods, families, bench, report, tune, demo, show, calibrate, fit_dyrate, fit_d2pruner, fit_fitprune):
     app.command()(command)
 
 

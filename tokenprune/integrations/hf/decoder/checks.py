@@ -19,7 +19,7 @@ from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.observable import Backend, Where
 from tokenprune.observable_registry import not_served, observables_of
 
-_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED)
+_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED, Where.MODULES_BEFORE)
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
 
@@ -34,6 +34,11 @@ def reads_next_layer(method: Method) -> bool:
     return bool(observables_of(method.needs, Where.NEXT_LAYER))
 
 
+def reads_modules(method: Method) -> bool:
+    """Return whether a method reads what attention and MLP of the decoder layer before its cut make of their inputs."""
+    return bool(observables_of(method.needs, Where.MODULES_BEFORE))
+
+
 def check_needs(method: Method) -> None:
     """Raise OptionError for a method that needs what the Hugging Face engine cannot observe."""
     if missing := not_served(method.needs, Backend.HF):
@@ -45,6 +50,7 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
     layers = len(adapter.decoder.layers)
     for step in steps:
         check_needs(step.method)
+        step.method.check_model(adapter.decoder)
         if step.method.site is not Site.PRE_LLM and not 1 <= step.layer < layers:
             raise OptionError(
                 f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
@@ -56,7 +62,7 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
             raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {names}: no layer ran yet")
     decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
     for method in decoding_methods:
-        decoding.check(method, adapter.decoder, len(decoding_methods) - 1)
+        decoding.check(method, len(decoding_methods) - 1)
     if len({step.budget.per for step in steps}) > 1:
         raise OptionError("composed methods must share their Budget's per=")
 

@@ -24,9 +24,9 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer, Seen
 from tokenprune.integrations.hf.cache.static_cache import begin_turn, end_turn, is_step, step_mask
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
-from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_next_layer
+from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_modules, reads_next_layer
 from tokenprune.integrations.hf.decoder.entry import cut_entry
-from tokenprune.integrations.hf.decoder.kept_inputs import keep_entry, keep_input
+from tokenprune.integrations.hf.decoder.kept_inputs import keep_entry, keep_input, keep_transition
 from tokenprune.integrations.hf.decoder.probe import Probe, StopForward, probe_layer
 from tokenprune.integrations.hf.decoder.pruning import cut
 from tokenprune.integrations.hf.encoded.record import start_record
@@ -77,6 +77,10 @@ class Engine(Attachable):
             self.attach_part(part)
         for layer in sorted(self._observed()):
             self.attach_part(Observer(self.adapter.attention_of(layer), partial(self._observe, layer)))
+        for layer in sorted(step.layer - 1 for step in self.steps.values() if reads_modules(step.method)):
+            for number, module in enumerate(self.adapter.modules_of(layer)):
+                note = partial(self._note_transition, layer, number)
+                self.hook(module.register_forward_hook(note, with_kwargs=True))
         for modality in _MODALITIES:
             self._record_features(modality)
         self.hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
@@ -312,6 +316,13 @@ class Engine(Attachable):
         if is_step(kwargs) or (call := self._call()) is None or not call.active or call.extras is None:
             return None
         return with_output(partial(self.adapter.after_layer, call.extras, index), output)
+
+    def _note_transition(
+        self, layer: int, number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        call = self._call()
+        if call is not None and call.active and call.cuts_at(layer + 1):
+            keep_transition(call, number, hidden_states(args, kwargs), output)
 
     def _observe(self, layer: int, observation: Observation) -> None:
         if not self._under_way or (call := self._call()) is None or not call.active:

@@ -123,6 +123,13 @@ class Adapter(PatchSource):
                 return module
         raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
 
+    def modules_of(self, layer: int) -> tuple[nn.Module, nn.Module]:
+        """Return the self-attention module and the MLP, or what stands in its place, of a decoder layer."""
+        for name in ("mlp", "feed_forward", "block_sparse_moe", "ffn"):
+            if isinstance(module := getattr(self.decoder.layers[layer], name, None), nn.Module):
+                return self.attention_of(layer), module
+        raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no MLP that is known")
+
     @property
     def norm(self) -> nn.Module:
         """The decoder's last norm."""
