@@ -15,6 +15,8 @@ from torch import Tensor
 import tokenprune
 from basics import METHODS, MODEL_METHODS
 from tokenprune import Selection, Site, VisualTokens
+from tokenprune.observable import Where
+from tokenprune.observable_registry import find_observable
 from tokenprune.testing import visual_tokens
 from tokenprune.tokens import Patches
 
@@ -32,6 +34,9 @@ def made_up(
     scores = given.get("encoder", dict.fromkeys((0.25, -1), keys[:, :longest, 0]))
     seen["encoder_attention"] = {layer: one[:, None] for layer, one in scores.items()}
     seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
+    for one in map(find_observable, tokenprune.available_observables()):  # what else a tower tells, of any block
+        if one.where in (Where.TOWER, Where.TOWER_BLOCK) and one.name not in seen:
+            seen[one.name] = keys[:, None, :longest, 0] if "H" in one.axes else keys[:, :longest]
     behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}
     if "text_mask" in given:
         behind["mask"] = given["text_mask"]
