@@ -46,8 +46,8 @@ SIZES = 3
 # A decision while decoding: its rate, and how many keys stay where the others are thrown away.
 DECISION = {"evict": 2, "mask": 1}
 TOWER_BLOCKS = 4
-# Methods that ask themselves: which frames make a scene; the chances of each of two videos, drawn on the host; a search,
-# of as many steps as it takes; and whether a decomposition went well, of all images or (with its groups) of each.
+# Methods that ask themselves: which frames make a scene; the chances of each of two videos, drawn on the host; a search
+# of as many steps as it takes; whether a decomposition went well, of all images, or of each with its groups.
 ASKING = {"prunevid": 1, "kitoke": 2, "llava_scissor": math.inf, "agilepruner": 1, "prunesid": 6}
 
 

@@ -66,6 +66,17 @@ def test_most_covering(weighed: bool) -> None:
         assert sorted(picks) == got[row]
 
 
+@pytest.mark.parametrize(("s", "n", "r"), [(1, 1, 1), (2, 13, 37), (3, 9, 16), (1, 0, 4)])
+def test_the_kernel_gives_what_the_reference_does(kernel_device: torch.device, s: int, n: int, r: int) -> None:
+    g = torch.Generator().manual_seed(s)
+    table, cover = torch.randn(s, n, 2 * r, generator=g)[..., ::2], torch.rand(s, r, generator=g)
+    cover[:, 0] = math.inf
+    for blocks in ((8, 256), (4, 16)):
+        got = coverage_gain.triton(table.to(kernel_device), cover.to(kernel_device), blocks=blocks)
+        torch.testing.assert_close(got.cpu(), coverage_gain.reference(table, cover), atol=1e-5, rtol=1e-5)
+    assert "float32" in coverage_gain.obstacle(table.half().to(kernel_device), cover.to(kernel_device))
+
+
 def test_a_row_that_is_left_out_counts_nothing() -> None:
     table = torch.tensor([[[1.0, -0.5], [0.2, 3.0]]])
     assert coverage_gain(table, torch.tensor([[0.0, 0.0]])).tolist() == [[1.0, pytest.approx(3.2)]]

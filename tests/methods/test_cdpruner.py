@@ -13,6 +13,7 @@ from torch import Tensor
 import tokenprune
 from greedy import alone, check_against, cosine_table, image_tokens, next_pick, picked, unit
 from tokenprune import OptionError
+from tokenprune.methods.scores import stretched
 
 
 def naive_centred(x: Tensor, z: Tensor, center: Any) -> tuple[Tensor, Tensor]:
@@ -64,6 +65,13 @@ def naive_cen_divprune(
     while len(picks) < keep:
         picks.append(next_pick(distinct * distance[picks].amin(0), picks, kept, slack))
     return picks
+
+
+def test_stretched() -> None:
+    mask = torch.tensor([[True] * 3 + [False]] * 3)
+    score = torch.tensor([[2.0, 4.0, 3.0, 99.0], [0.5, 0.5 + 1e-7, 0.5, 9.0], [0.0, 0.0, 0.0, -1.0]])
+    got = stretched(score, mask, above=0.2)
+    assert got[0].tolist() == pytest.approx([0.1, 1.1, 0.6, 0.0]) and got[1:].tolist() == [[1.0, 1.0, 1.0, 0.0]] * 2
 
 
 CASES = [

@@ -2,8 +2,8 @@
 """Greedy selection of the tokens that cover all others best: the next one adds most to how well each is covered.
 
 A table tells how well a candidate would cover each row, `[S, N, R]`; what is to be covered may be the tokens
-themselves, words of a question, or both. A row is covered as well as by the best that is taken. Plain PyTorch; nothing
-here asks the device.
+themselves, words of a question, or both. A row is covered as well as by the best that is taken. Nothing here asks the
+device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenprune.kernels.dispatch import operation
 from tokenprune.kernels.temporal import unit
 
 _STEPS = 2.0**20
@@ -34,6 +35,12 @@ def first_largest(score: Tensor) -> Tensor:
     return (score == score.amax(1, keepdim=True)).to(torch.uint8).argmax(1)
 
 
+def _limits(table: Tensor, cover: Tensor) -> str | None:
+    fine = table.dtype == cover.dtype == torch.float32
+    return None if fine else f"it takes float32, not {table.dtype} and {cover.dtype}"
+
+
+@operation(kernel="tokenprune.kernels.coverage_triton:coverage_gain", limits=_limits)
 def coverage_gain(table: Tensor, cover: Tensor) -> Tensor:
     """float32 `[S, N]`: how much each candidate adds to how well all rows are covered.
 
