@@ -46,11 +46,12 @@ SIZES = 3
 # A decision while decoding: its rate, and how many keys stay where the others are thrown away.
 DECISION = {"evict": 2, "mask": 1}
 TOWER_BLOCKS = 4
-# Methods that ask themselves: which frames make a scene; the chances of each of two videos, drawn on the host; a
-# search, of as many steps as it takes; how many patches each tile has; what a prompt's own schedule is made of; the
-# sizes of clusters; and, at each cut, how many tokens stay.
+# Methods that ask themselves: which frames make a scene; the chances of each of two videos, drawn on the host; a search
+# of as many steps as it takes; how many patches each tile has; what a prompt's own schedule is made of; the sizes of
+# clusters; at each cut, how many tokens stay; whether a decomposition went well, of all images, or of each with its
+# groups.
 ASKING = {"prunevid": 1, "kitoke": 2, "llava_scissor": math.inf, "vispruner": 1}
-ASKING |= {"autoprune": 1, "vitcop": 1, "visipruner": 1}
+ASKING |= {"autoprune": 1, "vitcop": 1, "visipruner": 1, "agilepruner": 1, "prunesid": 6}
 
 
 def allowed(family: Family, name: str) -> int:
