@@ -100,7 +100,7 @@ class CostModel:
         pixels: share of the patches that reach the tower, with as many visual tokens. merged: see `TowerShape.flops`.
         per_layer: visual tokens that each decoder layer sees; default: all that the tower makes of those.
         """
-        views = [view * pixels for view in load.views]
+        views = [view * pixels for view in load.views] if pixels else []
         tower = self.tower.flops(views, merged) if self.tower is not None else 0.0
         share = pixels * (1.0 if merged is None else merged[-1])
         visual = [load.visual * share] * self.decoder.layers if per_layer is None else list(per_layer)

@@ -13,6 +13,7 @@ from tokenprune.cli.bench import bench
 from tokenprune.cli.calibrate import calibrate, fit_dyrate
 from tokenprune.cli.common import get_console
 from tokenprune.cli.methods import families, methods
+from tokenprune.cli.profile import profile
 from tokenprune.cli.report import report
 from tokenprune.cli.show import demo, show
 from tokenprune.cli.tune import tune
@@ -56,7 +57,7 @@ def _options(
     pass  # the version is answered by its callback
 
 
-for command in (methods, families, bench, report, tune, demo, show, calibrate, fit_dyrate):
+for command in (methods, families, bench, report, tune, profile, demo, show, calibrate, fit_dyrate):
     app.command()(command)
 
 
