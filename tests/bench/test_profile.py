@@ -89,7 +89,7 @@ def _made_up(after: bool = True) -> Profile:
     config = limits.SHAPES[3].made()
     runs = [dict.fromkeys(STAGES, 10.0) | {"tower": tower} for tower in (60.0, 60.0, 90.0)]
     less = [{name: ms / 2 for name, ms in run.items()} for run in runs]
-    environment = {"model": "<m>", "device": "cpu", "dtype": "float32", "tokenprune": "1", "transformers": "2", "torch": "3"}  # fmt: skip
+    environment = dict(model="<m>", device="cpu", dtype="float32", tokenprune="1", transformers="2", torch="3")
     return Profile(
         {"method": "divprune", "keep": 0.25} if after else None,
         Side(runs, "a", (1024, 1024, 1024.0), 4096),

@@ -21,13 +21,12 @@ import torch
 
 import tokenprune
 from tokenprune.bench.backend import Setting, patched_by
-from tokenprune.bench.cost import Prefill, spent
+from tokenprune.bench.cost import Prefill, closed_forms, load_of, spent
 from tokenprune.bench.model import Model
 from tokenprune.bench.timing import NEW_TOKENS, quantiles, run_once
 from tokenprune.config import read_config
 from tokenprune.cost_model import CostModel, Load
-from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.tower_accounting import TowerShape
+from tokenprune.errors import OptionError
 
 # In the order in which they follow each other; all but the last make up the time to the first token.
 STAGES = {
@@ -170,22 +169,6 @@ def profile_call(
                 side.runs.append(run)
     machine_load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     return Profile(setting, before, after, model, load, subject.environment(), machine_load)
-
-
-def closed_forms(subject: Model) -> CostModel:
-    """Return those of a model; without a tower where that of its family is not known."""
-    try:
-        return CostModel(subject.shape, TowerShape.from_config(subject.model.config))
-    except UnsupportedModelError:
-        return CostModel(subject.shape)
-
-
-def load_of(subject: Model, inputs: dict[str, Any]) -> Load:
-    """Return the load of a prompt, unpatched; without views where the family's tower is not known."""
-    visual = subject.visual_tokens(inputs)
-    if closed_forms(subject).tower is None:
-        return Load((), visual, inputs["input_ids"].numel() - visual)
-    return Load.of_inputs(subject.model.config, inputs, visual)
 
 
 def _run(subject: Model, ask: Callable[[], dict[str, Any]], new_tokens: int, patched: bool) -> dict[str, float]:
