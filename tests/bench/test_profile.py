@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import sys
@@ -26,8 +27,11 @@ from tokenprune.cost_model import CostModel, Load, decode_limit, site_limits
 from tokenprune.errors import OptionError, UnsupportedModelError
 from zoo import FAMILIES
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import limits
+_SPEC = importlib.util.spec_from_file_location(
+    "benchmarks_limits", Path(__file__).parents[2] / "benchmarks" / "limits.py"
+)
+limits = sys.modules[_SPEC.name] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(limits)
 
 STACK = {"method": ["downsample", "divprune", "fastv"], "keep": [0.5, 0.5, 0.5]}
 

@@ -222,7 +222,7 @@ def test_the_configuration_says_what_was_promised(subject: Model) -> None:
     assert cost == {
         "prefill_flops_ratio": 0.9, "keep_ratio": 0.9, "visual_tokens": 81, "visual_tokens_unpatched": 100,
         "kv_ratio": 0.15, "kv_bytes": 307.2, "kv_bytes_unpatched": 2048, "ttft_ratio": 0.9, "ttft_ms": 90,
-        "ttft_ms_unpatched": 100, "ttft_reliable": True,
+        "ttft_ms_unpatched": 100, "ttft_reliable": True, "work_ratio": 0.9,
     }  # fmt: skip
     assert config.tuned["tested"] == 1 and config.tuned["objective"] == config.tuned["ranked_by"] == "ttft"
 

@@ -111,6 +111,10 @@ class Panel:
         setting = _setting(candidate)
         return self._asking.knows({"setting": setting}, setting, chunk)
 
+    def answered(self, candidate: Candidate | None) -> set[int]:
+        """Return the numbers of the questions that were asked."""
+        return set(self._scores.get(candidate, ()))
+
     def scores(self, candidate: Candidate | None, numbers: Sequence[int]) -> np.ndarray:
         """Return the scores of questions that were asked, float64."""
         mine = self._scores[candidate]

@@ -13,7 +13,7 @@ from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.composition import check_places
 from tokenprune.tuning.candidates import Candidate
-from tokenprune.tuning.estimate import Estimate, promote
+from tokenprune.tuning.estimate import CHANCE, Estimate, promote
 from tokenprune.tuning.trial import Trial
 
 MOST = 16  # stacks that are proposed
@@ -81,7 +81,8 @@ def propose(
     Of each site those settings are stacked that are on its front: no other there spends less and loses less. What a
     stack loses is taken to be what its parts lose, question by question. spent: what the closed forms say that a
     candidate spends, as a share; None where they say nothing, and then what its parts spend is multiplied. estimate: of
-    drops and a saving, what to expect. A stack is left out where a setting alone loses no more and spends no more.
+    drops and a saving, what to expect. A stack is left out where a setting alone loses no more and spends no more, or
+    where it has hardly a chance to pass the test.
     """
     fronts = {site: _front([one for one in answered if site_of(one.candidate) is site]) for site in _SITES}
     choices = [[None, *front] for front in fronts.values() if front]
@@ -99,7 +100,9 @@ def propose(
             share = float(np.prod([one.spent for one in parts]))
         if any(one.spent <= share and one.drop <= max(0.0, float(drops.mean())) for one in answered):
             continue
-        found.append((candidate, estimate(drops, 1 - share)))
+        expected = estimate(drops, 1 - share)
+        if expected.chance >= CHANCE:
+            found.append((candidate, expected))
     return [found[index][0] for index in promote([one for _, one in found], most)]
 
 

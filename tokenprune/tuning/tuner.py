@@ -76,8 +76,12 @@ class Tuner:
             self.total += alive * (size - asked)
             alive, asked = min(alive, max(FINALISTS, math.ceil(alive / 2))), size
 
+    def search_only(self) -> list[Trial]:
+        """Search, stacks included, and test nothing; return the trials that were left at the end."""
+        return self._halved(self._able(self.trials))
+
     def run(self) -> Tuning:
-        alive = self._halved(self._able(self.trials))
+        alive = self.search_only()
         if self.objective in TIMED:
             finalists = self._finalists(self._timed(self._best(alive, _TIMED, "others promise more")))
         else:
@@ -142,7 +146,7 @@ class Tuner:
             chunk, first, asked = self.search[asked:size], not asked, size
             self._asked(None, chunk)
             if first:
-                alive = self._first(alive, chunk)
+                alive = [trial for trial in self._first(alive, chunk) if not self._hopeless(trial)]
                 alive += self._first(self._able(self._proposed(alive)), chunk)
                 places = len(alive)
             else:
