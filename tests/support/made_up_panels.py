@@ -31,15 +31,19 @@ class Fake:
         self.spread = 0.1
         self.predicted: dict[Candidate, dict[str, float]] = {}
 
-    def ask(self, candidate: Candidate | None, chunk: Sequence[int], told: Callable[[int], None]) -> None:
+    def ask(
+        self, candidate: Candidate | None, chunk: Sequence[int], told: Callable[[int], None] = lambda size: None
+    ) -> None:
         if candidate in self.broken:
             raise self.broken[candidate]
         self.asked += [(candidate, number) for number in chunk]
         told(len(chunk))
 
+    def answered(self, candidate: Candidate | None) -> set[int]:
+        return {number for one, number in self.asked if one == candidate}
+
     def scores(self, candidate: Candidate | None, numbers: Sequence[int]) -> np.ndarray:
-        asked = {number for one, number in self.asked if one == candidate}
-        assert set(numbers) <= asked, "looks at answers that were not given"
+        assert set(numbers) <= self.answered(candidate), "looks at answers that were not given"
         return self.answers[candidate][list(numbers)]
 
     def knows(self, candidate: Candidate | None, chunk: Sequence[int]) -> bool:

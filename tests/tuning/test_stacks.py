@@ -38,7 +38,9 @@ class World(Fake):
         pairs = zip(setting["method"], setting["keep"], strict=True)
         return [Candidate.of({**one, "keep": keep}) for one, keep in pairs]
 
-    def ask(self, candidate: Candidate | None, chunk: Sequence[int], told: Callable[[int], None]) -> None:
+    def ask(
+        self, candidate: Candidate | None, chunk: Sequence[int], told: Callable[[int], None] = lambda size: None
+    ) -> None:
         if parts := self._parts(candidate):
             self.answers[candidate] = np.min([self.answers[part] for part in parts], axis=0)
             self.costs[candidate] = float(np.prod([self.costs[part] for part in parts]))
@@ -46,7 +48,7 @@ class World(Fake):
 
     def predict(self, candidate: Candidate) -> dict[str, float]:
         parts = self._parts(candidate) or [candidate]
-        return {"flops": float(np.prod([self.costs[part] for part in parts]))}
+        return dict.fromkeys(("flops", "work"), float(np.prod([self.costs[part] for part in parts])))
 
 
 def found(**options: Any) -> tuple[World, Tuner, Any]:
