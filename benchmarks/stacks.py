@@ -8,8 +8,8 @@ than so many points lost, on the native-resolution model that ships.
 
 (training/qwen/README.md says how emoji.npz is made.) The tuner searches among single methods and stacks, as `tokenprune
 tune --objective ttft` does. Then, of each group (downsample, single methods, stacks), the setting that spends least by
-the closed forms answers all questions, and the next one if it loses too much; what it lost is told with the bound that
-was shown, and where its time goes is profiled, processor and tower included, in turn with the unpatched model.
+the closed forms answers all questions, and the next one if it loses too much; what it lost stands beside the bound
+that was shown, and where its time goes is profiled, processor and tower included, in turn with the unpatched model.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def main() -> None:
     asked = questions(args.images, args.seed)[: args.limit]
     candidates = grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
     panel = Panel(subject, asked, batch_size=args.batch_size)
-    # With few questions nothing can be promised of one point: the search goes on all the same, and the drop is told.
+    # With few questions nothing can be promised of one point: the search goes on all the same.
     promise = Promise(args.max_drop)
     while promise.questions_needed > len(asked) // 2:
         promise = Promise(1.25 * promise.max_drop)

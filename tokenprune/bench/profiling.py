@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of one call goes, stage by stage, before and after a method, beside what the closed forms allow.
 
-The two take turns, like in `bench.timing`; the processor is timed too. Stages are told apart by watching the model from
+The two take turns, like in `bench.timing`; the processor is timed too. Stages are known by watching the model from
 outside: its `get_image_features` (or that of videos) is the tower's, its decoder's first forward is the prefill. On an
 accelerator the host waits for the device where a stage ends, which costs a little that a plain call does not pay.
 """

@@ -132,7 +132,7 @@ class VllmBackend:
         )
 
     def closed_forms(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:
-        return None  # the engine has the processor: how many tokens an image becomes is told with the answer
+        return None  # the engine has the processor: how many tokens an image becomes comes with the answer
 
     def environment(self) -> dict[str, Any]:
         config = self.engine.config

@@ -14,7 +14,7 @@ OBJECTIVES = {
     "flops": "prefill FLOPs of the decoder",
     "kv": "bytes of the KV cache",
 }
-# What is measured, each by the ratio of times that it is told by; until it is, `WORK` stands for it.
+# What is measured, each with the name of its ratio of times; until it is, `WORK` stands for it.
 TIMED = {"ttft": "ttft_ratio", "throughput": "batch_ratio"}
 WORK = "work"
 TITLES = OBJECTIVES | {WORK: "prefill FLOPs of vision tower and decoder"}

@@ -141,7 +141,7 @@ class Panel:
         try:
             costs = [model.predict(load, *candidate.steps) for load in loads]
         except TokenPruneError:
-            return {}  # who asks it is told why
+            return {}  # asking it raises the reason
         wholes = [model.cost(load) for load in loads]
 
         def share(name: str) -> float:
