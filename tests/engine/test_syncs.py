@@ -47,8 +47,8 @@ SIZES = 3
 DECISION = {"evict": 2, "mask": 1}
 TOWER_BLOCKS = 4
 # Methods that ask themselves: which frames make a scene; the chances of each of two videos, drawn on the host; and a
-# search, of as many steps as it takes.
-ASKING = {"prunevid": 1, "kitoke": 2, "llava_scissor": math.inf}
+# search, of as many steps as it takes (of pixelprune, where `keep` binds).
+ASKING = {"prunevid": 1, "kitoke": 2, "llava_scissor": math.inf, "pixelprune": math.inf}
 
 
 def allowed(family: Family, name: str) -> int:
