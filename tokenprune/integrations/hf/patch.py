@@ -74,7 +74,7 @@ def hf_parts(
                 parts.append(BlockAttention(adapter, method, budget, acting))
             case Site.PRE_LLM | Site.IN_LLM | Site.DECODE:
                 steps.append(step)
-    if processor is not None and not pixels:
+    if processor is not None and not pixels and not any(isinstance(part, UnitDrop) for part in parts):
         check_processor(processor, guard, methods)
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.

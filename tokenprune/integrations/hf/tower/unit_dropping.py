@@ -10,6 +10,7 @@ zeros at dropped units: their tokens are taken out at the decoder's entry.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,13 @@ class Dropped:
     memo: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Told:
+    """What is about to be encoded: (frames, height, width) in units of each image or video, None if that is not known."""
+
+    grids: list[tuple[int, int, int]] | None
+
+
 class UnitDrop(Part):
     """Has `method` drop units ahead of the tower of `adapter`'s model, and takes their tokens out of the prompt.
 
@@ -84,31 +92,38 @@ class UnitDrop(Part):
 
     # -- inside the tower
 
+    def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
+        # GLM's towers are handed each frame of a video as an image of its own.
+        states()[self] = Told(self.adapter.grids(modality, arguments))
+
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        states().pop(self, None)  # what a call that failed may have left
-        pixels = hidden_states(args, kwargs)
-        grids = torch.as_tensor(kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]).tolist()
+        pixels = hidden_states(args, kwargs).detach()
+        grids = self._grids(len(pixels), kwargs["grid_thw"] if "grid_thw" in kwargs else args[1])
+        sizes = [math.prod(grid) for grid in grids]
         with torch.no_grad():
-            keep = torch.cat([self._keep(x, *grid) for x, grid in zip(self._images(pixels, grids), grids, strict=True)])
-            kept = keep.cpu()
+            images = pixels.split([units * self.unit for units in sizes])
+            kept = torch.cat([self._keep(x, grid) for x, grid in zip(images, grids, strict=True)]).cpu()
         places = None
         if not bool(kept.all()):
             order = kept
             if hasattr(self.tower, "window_size"):  # its units stand in the order of windows
                 order = kept[window_order(self.tower, args, kwargs).cpu()]
             places = order.nonzero()[:, 0]
-        sizes = [t * h * w // self.unit for t, h, w in grids]
         states()[self] = Dropped(list(kept.split(sizes)), places, len(kept))
 
-    def _images(self, pixels: Tensor, grids: list[list[int]]) -> tuple[Tensor, ...]:
-        return pixels.detach().split([t * h * w for t, h, w in grids])
-
-    def _keep(self, pixels: Tensor, frames: int, height: int, width: int) -> Tensor:
-        """Return which units of an image stay, bool `[units]`. pixels: `[patches, P]`, in units of patches."""
+    def _grids(self, patches: int, of_tower: Any) -> list[tuple[int, int, int]]:
+        """Return (frames, height, width) in units of each image or video. of_tower: what the tower is told, in
+        patches."""
+        told = states().pop(self, None)
+        if isinstance(told, Told) and told.grids is not None:
+            if sum(map(math.prod, told.grids)) * self.unit == patches:
+                return told.grids
         side = self.tower.spatial_merge_size
-        grid = frames, height // side, width // side
-        units = frames * grid[1] * grid[2]
-        (most,) = self.budget.resolve([units], layer=0, shape=self.shape, text_tokens=0)
+        return [(t, h // side, w // side) for t, h, w in torch.as_tensor(of_tower).tolist()]
+
+    def _keep(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """Return which units of an image or video stay, bool `[units]`. pixels: `[patches, P]`, unit by unit."""
+        (most,) = self.budget.resolve([math.prod(grid)], layer=0, shape=self.shape, text_tokens=0)
         pixels = pixels.float()
         if self.colours is not None:
             mean, std = (to_device(one, pixels.device) for one in self.colours)
@@ -121,7 +136,7 @@ class UnitDrop(Part):
 
     def _enter_block(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         state = states().get(self)
-        if state is None or state.places is None:
+        if not isinstance(state, Dropped) or state.places is None:  # a block that checkpointing runs again, or all stay
             return None
         check_checkpointing(module)
         hidden = hidden_states(args, kwargs)
@@ -151,7 +166,7 @@ class UnitDrop(Part):
 
     def _leave_merger(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         state = states().get(self)
-        return None if state is None or state.places is None else self._full(state, output)
+        return self._full(state, output) if isinstance(state, Dropped) and state.places is not None else None
 
     def _full(self, state: Dropped, x: Tensor) -> Tensor:
         """`[n, D]` -> `[N, D]`, or `[n * unit, D]` -> `[N * unit, D]`, with zeros at dropped units."""
