@@ -4,15 +4,16 @@
     python benchmarks/documents.py --json benchmarks/results/documents.jsonl
     python dev/readme.py
 
-Every other method keeps of each image exactly as many tokens as `pixelprune` found no repetition for ("all"), or half as
-many ("half", where `pixelprune` has to drop details, too). Those that resize get that share of the tokens; those that cut
-inside the decoder keep that many at their cut, and more of them before it. Methods that draw at random answer with seed 0.
+Every other method keeps of each image exactly as many tokens as `pixelprune` found no repetition for ("all"), or half
+as many ("half", where `pixelprune` has to drop details, too). Those that resize get that share of the tokens; those
+that cut inside the decoder keep that many at their cut, and more of them before it. Methods that draw at random answer
+with seed 0.
 
-What was expected, before the first run: unpatched 75 to 85 %, since the model never saw a page, a screen or a chart; with
-"all", `pixelprune` within 3 points of that, and of text within 3; `tome` and `divprune` 3 to 10 points behind, for what is
-plain is alike to them, too, but they are not told which of the details are letters; `dart`, `fastv`, `vscan` 10 to 30
-behind; `uniform`, `random`, `pool` and `downsample` to be able to read half of the digits or fewer. With "half" no method
-holds its text, and the order of the first three is open.
+What was expected, before the first run: unpatched 75 to 85 %, since the model never saw a page, a screen or a chart;
+with "all", `pixelprune` within 3 points of that, and of text within 3; `tome` and `divprune` 3 to 10 points behind, for
+what is plain is alike to them, too, but they do not know which of the details are letters; `dart`, `fastv`, `vscan` 10
+to 30 behind; `uniform`, `random`, `pool` and `downsample` to be able to read half of the digits or fewer. With "half"
+no method holds its text, and the order of the first three is open.
 """
 
 from __future__ import annotations

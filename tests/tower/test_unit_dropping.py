@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,6 @@ from tests.tower.test_packed_encoder import order_of_windows
 from tokenprune import BudgetError, OptionError, Site, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families.table import PACKED_PATCHES
-from zoo import Family
 
 NAMES = sorted(name for name, family in FAMILIES.items() if family.kind in PACKED_PATCHES)
 # One of each way that a tower is made: whole images, windows, deepstack, a convolution before the merger.
@@ -177,7 +177,7 @@ def test_blocks_and_merger_run_on_kept_units_alone(name: str, attn: str, build) 
     assert stats.visual_tokens_out == sum(counts) // UNIT
     whole = [0, *torch.tensor(counts).cumsum(0).tolist()]
     for index, piece in enumerate(pieces):
-        assert piece[-1] == sum(counts) and all(a < b for a, b in zip(piece, piece[1:], strict=False))
+        assert piece[-1] == sum(counts) and all(a < b for a, b in pairwise(piece))
         assert piece == whole or (hasattr(tower, "window_size") and index not in tower.fullatt_block_indexes)
 
 
@@ -311,10 +311,11 @@ def test_colours_are_those_of_the_processor(build) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(only=0)
     mean, std = [0.3, 0.4, 0.5], [0.1, 0.2, 0.4]
-    t, h, w = inputs["image_grid_thw"][0].tolist()
+    _, h, w = inputs["image_grid_thw"][0].tolist()
     ramp = torch.arange(h * w // UNIT).repeat_interleave(UNIT)[:, None, None] * 0.01
     shape = (h * w, 3, inputs["pixel_values"].shape[1] // 3)
-    inputs["pixel_values"] = ((ramp.expand(shape) - torch.tensor(mean)[:, None]) / torch.tensor(std)[:, None]).flatten(1)
+    normalised = (ramp.expand(shape) - torch.tensor(mean)[:, None]) / torch.tensor(std)[:, None]
+    inputs["pixel_values"] = normalised.flatten(1)
     processor = SimpleNamespace(image_processor=SimpleNamespace(image_mean=mean, image_std=std))
     kept = []
     for threshold in (0.009, 0.011):
@@ -397,5 +398,6 @@ def test_a_method_that_answers_wrongly_is_told(build) -> None:
 
     family = FAMILIES["qwen2_vl"]
     model = build(family)
-    with tokenprune.patched(model, Wrong(), keep=0.5), pytest.raises(TokenPruneError, match=r"wrong.keep_units\(\) must"):
-        model(**family.make_inputs())
+    inputs = family.make_inputs()
+    with tokenprune.patched(model, Wrong(), keep=0.5), pytest.raises(TokenPruneError, match=r"keep_units\(\) must"):
+        model(**inputs)

@@ -2,8 +2,8 @@
 """Drawn pages, screens and charts at native size, with questions about what is written and marked on them.
 
 As on real ones, much of the image is plain, edges run straight, and nothing is blurred or compressed. Greeked text,
-windows, rows, bars and axes are drawn first; a word on a plate, a digit, a coloured shape and a tiny one go on top, each
-once, so that every question has one answer.
+windows, rows, bars and axes are drawn first; a word on a plate, a digit, a coloured shape and a tiny one go on top,
+each once, so that every question has one answer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def draw_document(
     its question shall have; others are drawn evenly. Raises ValueError for another layout or size.
     """
     if layout not in LAYOUTS or min(size) < 160:
-        raise ValueError(f"layout={layout!r}, size={size}: {', '.join(LAYOUTS)} of at least 160 pixels a side are drawn")
+        raise ValueError(f"layout={layout!r}, size={size}: known are {', '.join(LAYOUTS)} of at least 160 pixels a side")
     wanted = {kind: str(rng.choice(options)) for kind, options in document_answers().items()} | dict(answers or {})
     image = {"page": _page, "screen": _screen, "chart": _chart}[layout](rng, *size)
     made, taken = DrawnDocument(image, layout), []

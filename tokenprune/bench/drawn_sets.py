@@ -37,7 +37,7 @@ _GROUPS = {"still": "still ground", "noisy": "noisy ground", "pan": "panning gro
     layout: f"{layout}s" for layout in LAYOUTS
 }
 _SIZES = ((224, 224), (224, 160), (160, 224), (192, 192))  # every ground in every size, after 16 videos
-_PAPER = ((448, 448), (336, 448), (448, 336), (320, 448), (448, 288))  # whole visual tokens of 16, 28 or 32 pixels, or not
+_PAPER = ((448, 448), (336, 448), (448, 336), (320, 448), (448, 288))  # in whole visual tokens of 16 pixels
 
 
 @dataclass(frozen=True, eq=False)

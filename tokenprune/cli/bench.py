@@ -54,8 +54,8 @@ def bench(
         int | None,
         typer.Option(
             min=0,
-            help="Held-out images (videos, prompts, documents), each with one question of every kind, default 24; with --data: "
-            "rows, default all. 0: all.",
+            help="Held-out images (videos, prompts, documents), each with one question of every kind, default 24; "
+            "with --data: rows, default all. 0: all.",
         ),
     ] = None,
     data: Annotated[

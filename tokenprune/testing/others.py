@@ -59,7 +59,7 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
 
 def check_units(method: UnitDropper) -> None:
     """Raise ConformanceError if the units that a method keeps break a rule: a bool for each of a grid, at least one
-    unit and at most as many as it is told, the same twice, nothing changed of what it reads, and nothing dropped where
+    unit and at most `most`, the same twice, nothing changed of what it reads, and nothing dropped where
     everything is to be kept."""
     with suppress(OptionError):  # that keep=1.0 contradicts its options
         require(method.is_identity(Budget.of(1.0)), "with keep=1.0 it still drops units")

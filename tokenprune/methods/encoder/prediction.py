@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict each unit of a grid of pixels from the units beside it, as lossless codecs of images do (LOCO-I).
 
-X is the unit at hand, A the one on its left, B the one above, C the one above A. `similar(a, b)` holds if their distance
-is at most the threshold. X is predicted from B if C is similar to A and not to B (an edge runs down between C and B),
-else from A; in the first row from A, in the first column from B. In a video X is also predicted from the unit at its
-place one temporal patch before. A unit that a prediction is similar to is gone; the first one stays.
+X is the unit at hand, A the one on its left, B the one above, C the one above A. Two are similar if their distance is
+at most the threshold. X is predicted from B if C is similar to A and not to B (an edge runs down between C and B), else
+from A; in the first row from A, in the first column from B. In a video X is also predicted from the unit at its place
+one temporal patch before. A unit that a prediction is similar to is gone; the first one stays.
 """
 
 from __future__ import annotations

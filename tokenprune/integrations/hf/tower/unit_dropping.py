@@ -52,7 +52,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Told:
-    """What is about to be encoded: (frames, height, width) in units of each image or video, None if that is not known."""
+    """What is about to be encoded: (frames, height, width) in units of each image or video; None: it is not known."""
 
     grids: list[tuple[int, int, int]] | None
 
@@ -112,12 +112,12 @@ class UnitDrop(Part):
         states()[self] = Dropped(list(kept.split(sizes)), places, len(kept))
 
     def _grids(self, patches: int, of_tower: Any) -> list[tuple[int, int, int]]:
-        """Return (frames, height, width) in units of each image or video. of_tower: what the tower is told, in
+        """Return (frames, height, width) in units of each image or video. of_tower: what the tower gets, in
         patches."""
         told = states().pop(self, None)
-        if isinstance(told, Told) and told.grids is not None:
-            if sum(map(math.prod, told.grids)) * self.unit == patches:
-                return told.grids
+        grids = told.grids if isinstance(told, Told) else None
+        if grids is not None and sum(map(math.prod, grids)) * self.unit == patches:
+            return grids
         side = self.tower.spatial_merge_size
         return [(t, h // side, w // side) for t, h, w in torch.as_tensor(of_tower).tolist()]
 
@@ -218,12 +218,13 @@ def _tower_of(adapter: Adapter, name: str) -> nn.Module:
     family = adapter.config.model_type
     for attribute in ("visual", "vision_model"):
         tower = getattr(adapter.base, attribute, None)
-        if family in PACKED_PATCHES and all(hasattr(tower, part) for part in ("blocks", "merger", "spatial_merge_size")):
+        fits = all(hasattr(tower, part) for part in ("blocks", "merger", "spatial_merge_size"))
+        if fits and family in PACKED_PATCHES:
             return tower
     raise UnsupportedSetupError(
         f"{name} cannot act in the tower of {family!r}: a visual token has to be a few patches that stand together in "
-        f"one sequence of all images, and this one has a fixed grid, or joins its patches in another way. Towers that "
-        f"it knows: {', '.join(sorted(PACKED_PATCHES))}; for others there are methods behind the tower, such as divprune"
+        "one sequence of all images, and this one has a fixed grid, or joins its patches in another way "
+        "(docs/families.md lists those that fit); use a method behind the tower, such as divprune"
     )
 
 
