@@ -39,7 +39,7 @@ def test_a_document_is_drawn_from_its_seed_and_holds_what_is_asked() -> None:
 
 @pytest.mark.parametrize(("layout", "size"), [("poster", (320, 320)), ("page", (320, 100))])
 def test_what_cannot_be_drawn_is_said(layout: str, size: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="page, screen, chart of at least 160 pixels"):
+    with pytest.raises(ValueError, match="page, screen, chart, at least 160 pixels"):
         draw_document(np.random.default_rng(0), layout, size)
 
 

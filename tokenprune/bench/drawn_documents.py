@@ -57,7 +57,7 @@ def draw_document(
     its question shall have; others are drawn evenly. Raises ValueError for another layout or size.
     """
     if layout not in LAYOUTS or min(size) < 160:
-        raise ValueError(f"layout={layout!r}, size={size}: known are {', '.join(LAYOUTS)} of at least 160 pixels a side")
+        raise ValueError(f"layout={layout!r}, size={size}: known are {', '.join(LAYOUTS)}, at least 160 pixels a side")
     wanted = {kind: str(rng.choice(options)) for kind, options in document_answers().items()} | dict(answers or {})
     image = {"page": _page, "screen": _screen, "chart": _chart}[layout](rng, *size)
     made, taken = DrawnDocument(image, layout), []

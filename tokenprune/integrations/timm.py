@@ -33,7 +33,7 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
     others = [method.name for method in methods if not isinstance(method, EncoderMethod)]
     if others:
         raise UnsupportedModelError(
-            f"{type(model).__name__} of timm has no language model, and no grids of any size, which {', '.join(others)} "
+            f"{type(model).__name__} of timm has no language model, nor grids of any size, which {', '.join(others)} "
             "acts on: only methods that merge inside the tower (tome, dymu) fit it"
         )
     vit = sys.modules.get("timm.models.vision_transformer")
