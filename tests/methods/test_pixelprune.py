@@ -181,6 +181,13 @@ def test_a_bound_drops_the_plain_before_the_detailed() -> None:
     assert keep_of(equal_steps, 4)[0, 0].tolist() == [True] * 4 + [False] * 5  # ties: the first stay
 
 
+def test_a_bound_on_a_gradient_spreads_over_it() -> None:
+    """The threshold is searched for, so that what stands for a unit is never far from it."""
+    ramp = (torch.arange(40) / 100)[None, None, :, None].expand(1, 1, 40, P)
+    places = keep_of(ramp, 14)[0, 0].nonzero()[:, 0]
+    assert len(places) == 14 and int(torch.cat([places, torch.tensor([40])]).diff().max()) <= 4
+
+
 def test_a_threshold_and_a_bound_together() -> None:
     x = steps(1, 9, 7)
     alone = keep_of(x, threshold=0.02)
