@@ -37,6 +37,7 @@ _HOMES = {
     "tokenprune.calibration.run": ("calibrate",),
     "tokenprune.methods.encoder.thresholds": ("Thresholds",),
     "tokenprune.tokens": ("TokenSource", "VisualTokens"),
+    "tokenprune.units": ("UnitDropper",),
     "tokenprune.video": ("VideoPruner", "Videos"),
     "tokenprune.token_counts": ("count_visual_tokens",),
     "tokenprune.calibration.rate_fitting": ("fit_dyrate",),
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from tokenprune.token_counts import count_visual_tokens
     from tokenprune.tokens import TokenSource, VisualTokens
     from tokenprune.two_pass import Escalation, escalate
+    from tokenprune.units import UnitDropper
     from tokenprune.video import VideoPruner, Videos
 
 

@@ -19,6 +19,7 @@ from tokenprune.decode import DecodeMethod
 from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
 from tokenprune.observable_registry import available_observables, need_of
+from tokenprune.units import UnitDropper
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ ENTRY_POINT_GROUP = "tokenprune.methods"
 # What a method of each site derives from.
 BASES: dict[Site, tuple[type[Method], ...]] = {
     Site.PRE_ENCODER: (ResizeMethod, ImageChooser),
-    Site.IN_ENCODER: (EncoderMethod,),
+    Site.IN_ENCODER: (EncoderMethod, UnitDropper),
     Site.PRE_LLM: (Pruner,),
     Site.ATTENTION: (AttentionPattern,),
     Site.IN_LLM: (Pruner,),

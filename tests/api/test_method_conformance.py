@@ -240,6 +240,9 @@ def test_broken_rules_of_other_sites_are_found() -> None:
         ("IN_ENCODER", tokenprune.EncoderMethod, {
             "plan": lambda self, budget, tower: [lambda keys, counts: bipartite_match(keys, 3)] * 3 + [None]
         }, "class token"),
+        ("IN_ENCODER", tokenprune.UnitDropper,
+         {"keep_units": lambda self, pixels, most: torch.ones(pixels.shape[:3], dtype=torch.bool)}, "not 1 to 1"),
+        ("IN_ENCODER", tokenprune.UnitDropper, {"keep_units": lambda self, pixels, most: pixels}, "a bool tensor"),
         ("DECODE", tokenprune.DecodeMethod, {"next_rate": lambda self, masses, share: share + 1}, "rate in 0..1"),
     ]  # fmt: skip
     for number, (site, base, members, says) in enumerate(cases):

@@ -118,6 +118,7 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
     """Methods inside the tower refuse what the table does not name; those that read it, where patches are not known."""
     refused = [] if "IN_ENCODER" in families.SUPPORTED[family.kind].sites else ["tome", "dymu"]
     refused += [] if family.kind in patches.PATCH_LAYOUTS else READ_THE_TOWER
+    refused += [] if family.kind in families.PACKED_PATCHES else ["pixelprune"]
     for method in refused:
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, method, keep=0.3)

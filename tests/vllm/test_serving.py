@@ -240,6 +240,13 @@ def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> 
         registry._METHODS.pop(name)
 
 
+def test_what_drops_patches_ahead_of_the_tower_is_refused_by_name() -> None:
+    for setting in ({"method": "pixelprune"}, {"method": "pixelprune", "keep": 0.5, "threshold": 0.02}):
+        with pytest.raises(OptionError, match=r"pixelprune cannot be served by vLLM.*towers of vLLM take whole grids"):
+            Setting.of(setting)
+    assert "pixelprune" not in servable() and "pixelprune" not in servable(in_llm=True)
+
+
 # -- plans
 
 
