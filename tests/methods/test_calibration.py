@@ -280,10 +280,10 @@ def test_refused(folder: Path, tmp_path: Path, build) -> None:
         assert snapshot(model) == was
     with tokenprune.patched(timm_model, "tome", keep=0.5), pytest.raises(AlreadyPatchedError, match="unpatch"):
         found_by(timm_model, torch.zeros(1, 3, 24, 24))
-    other = OTHERS["paligemma"].build()
-    with pytest.raises(UnsupportedSetupError, match="dymu cannot act in the tower of 'paligemma'"):
+    other = OTHERS["vipllava"].build()
+    with pytest.raises(UnsupportedSetupError, match="dymu cannot act in the tower of 'vipllava'"):
         found_by(other, torch.zeros(1, 3, 32, 32))
-    with pytest.raises(UnsupportedSetupError, match="dymu cannot act in the tower of 'paligemma'"):
+    with pytest.raises(UnsupportedSetupError, match="dymu cannot act in the tower of 'vipllava'"):
         tokenprune.patch(other, "dymu", keep=0.5)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from families import FAMILIES as ALL
 from merging_models import UNITS, layers_of, tower_of
 from oracle import close, generate_logits, reduced, survivors
 from tests.methods.test_dymu import naive_match
@@ -230,6 +231,31 @@ def test_generate_and_composition(family: Family, model, batch: str, method: Any
         with reduced(family, model, cuts, length):
             want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
     close(got, want)
+
+
+@pytest.mark.parametrize("name", "paligemma aya_vision cohere2_vision qianfan_ocr qwen3_vl_moe qwen3_5".split())
+@torch.no_grad()
+def test_towers_of_the_same_kind_in_other_families(name: str) -> None:
+    """What merged is equal to the bit behind projector and shuffle, so that units are what the family makes of them."""
+    family = ALL[name]
+    model, inputs = family.build(), family.make_inputs(images=(2, 1))
+    before = model(**inputs).logits
+    tokenprune.patch(model, "tome", keep=0.5, record=True)
+    logits, stats = model(**inputs).logits, tokenprune.stats(model)
+    packed = [inputs["image_grid_thw"]] if "image_grid_thw" in inputs else []
+    output = model.model.get_image_features(inputs["pixel_values"], *packed)
+    tokenprune.unpatch(model)
+    tiles = list(output.pooler_output)
+    alike = sorted(n for tile in tiles for n in tile.unique(dim=0, return_counts=True)[1].tolist())
+    (cut,) = stats.cuts
+    assert sorted(len(sources) for row in cut.sources for sources in row.values()) == alike
+    assert stats.visual_tokens_out == len(alike) == sum(round(0.5 * len(tile)) for tile in tiles)
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(cut, length)
+    if name != "qwen3_5":  # whose layers with a state cannot leave masked tokens out
+        with with_features(model, output), reduced(family, model, stats.cuts, length):
+            close(logits[alive], model(**inputs).logits[alive])
+    assert torch.equal(model(**inputs).logits, before)
 
 
 @torch.no_grad()

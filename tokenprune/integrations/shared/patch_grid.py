@@ -29,6 +29,9 @@ PATCH_LAYOUTS = {
 # How many patches on a side of a square become one visual token: by pixel shuffle, or by pooling.
 _UNIT_SIDES: dict[str, Callable[[Any], int]] = {
     "internvl": lambda config: round(1 / config.downsample_ratio),
+    "qianfan_ocr": lambda config: round(1 / config.downsample_ratio),
+    "aya_vision": lambda config: config.downsample_factor,
+    "cohere2_vision": lambda config: config.downsample_factor,
     "idefics3": lambda config: config.scale_factor,
     "smolvlm": lambda config: config.scale_factor,
     "gemma3": lambda config: (

@@ -21,6 +21,7 @@ class Support:
 
 
 _INSIDE = ("PRE_LLM", "IN_LLM", "DECODE")
+_TOWER = ("IN_ENCODER", *_INSIDE)
 _MERGING = ("PRE_ENCODER", "IN_ENCODER", *_INSIDE)
 _ALL = ("PRE_ENCODER", "IN_ENCODER", "PRE_LLM", "ATTENTION", "IN_LLM", "DECODE")
 
@@ -44,8 +45,8 @@ _EVERY_METHOD = {
 _FRAMES_AS_IMAGES = Support(note="frames of a video carry the id of images; a batch holds images or videos, not both")
 _PLAIN: dict[str, Support] = {
     "aria": Support(note="queries of a resampler: no grid"),
-    "aya_vision": Support(),
-    "cohere2_vision": Support(),
+    "aya_vision": Support(_TOWER),
+    "cohere2_vision": Support(_TOWER),
     "deepseek_ocr2": Support(note="crops, whole image and separator make one run; queries: no grid"),
     "deepseek_vl": Support(),
     "deepseek_vl_hybrid": Support(),
@@ -65,12 +66,12 @@ _PLAIN: dict[str, Support] = {
     "mistral3": Support(note="ids at the ends of rows are text and stay"),
     "ovis2": Support(note="each tile counts as an image; indicator ids are text and stay"),
     "paddleocr_vl": Support(),
-    "paligemma": Support(note="kept tokens of the prefix go on seeing each other both ways"),
+    "paligemma": Support(_TOWER, "kept tokens of the prefix go on seeing each other both ways"),
     "perception_lm": Support(),
     "pp_chart2table": Support(),
-    "qianfan_ocr": Support(),
+    "qianfan_ocr": Support(_TOWER),
     "qwen2_5_omni_thinker": Support(note="audio stays; for the whole model, patch its `thinker`"),
-    "qwen3_vl_moe": Support(note="deepstack features are cut and merged with the tokens"),
+    "qwen3_vl_moe": Support(_TOWER, "deepstack features are cut and merged with the tokens"),
     "shieldgemma2": Support(note="kept tokens of an image go on seeing each other both ways"),
     "video_llama_3": Support(
         note="each frame of a video counts as an image; what did not move is gone already: no grid"
@@ -89,8 +90,8 @@ _LATER = Support(tested="5.23")
 _LATER_STATEFUL = Support(_STATEFUL.sites, _STATEFUL.note, "5.23")
 _QUERIES = Support(note="with OPT or Vicuna, not with T5; queries of a Q-Former: no grid")
 _SPECIAL: dict[str, Support] = {
-    "qwen3_5": _STATEFUL,
-    "qwen3_5_moe": _STATEFUL,
+    "qwen3_5": Support(("IN_ENCODER", *_STATEFUL.sites), _STATEFUL.note),
+    "qwen3_5_moe": Support(("IN_ENCODER", *_STATEFUL.sites), _STATEFUL.note),
     "gemma4": Support(note=_SHARED),
     "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
     "lfm2_vl": _STATEFUL,
@@ -153,7 +154,8 @@ REFUSED = {family: reason for reason, families in _REASONS.items() for family in
 # between; or one for each unit of patches: those that stand together in a packed tower (tower/packed_merging.py), or a
 # square of a tower's grid (pixel shuffle, pooling), of which `PatchSource.unit_side` knows the side.
 MERGEABLE = set(
-    "llava llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl internvl idefics3 smolvlm gemma3".split()
+    "llava llava_next llava_onevision paligemma qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe internvl "
+    "qianfan_ocr idefics3 smolvlm gemma3 aya_vision cohere2_vision".split()
 )
 
 # Families of whose videos it is tested which tokens are a frame. In video_llama_3 each frame counts as an image, with

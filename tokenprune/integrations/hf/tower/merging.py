@@ -48,6 +48,7 @@ _KINDS = {
     "Idefics3EncoderLayer": _Kind(),
     "SmolVLMEncoderLayer": _Kind(),
     "InternVLVisionLayer": _Kind(1, "layernorm_after", "dropout", "lambda_2"),
+    "QianfanOCRVisionLayer": _Kind(1, "layernorm_after", "drop_path2"),
 }
 
 

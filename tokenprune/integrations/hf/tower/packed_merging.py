@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside towers that pack the patches of all images into one sequence (Qwen2-VL, Qwen2.5-VL, Qwen3-VL).
+"""Merging inside towers that pack the patches of all images into one sequence (Qwen2-VL to Qwen3.5).
 
 Behind these towers 2 x 2 patches, which stand side by side in the sequence, become one visual token. What merges is
 therefore such a unit with another of the same image (or frame), patch by patch at the same place of the unit: the
@@ -32,7 +32,9 @@ from tokenprune.kernels.compact import partition
 from tokenprune.kernels.join import join
 from tokenprune.transfer import to_device
 
-BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock"})
+BLOCKS = frozenset(
+    f"{name}VisionBlock" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
+)
 
 
 @dataclass
