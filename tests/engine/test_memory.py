@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pruned prefill allocates: nothing of the size of all pairs of visual tokens, no logits that nobody asked for."""
+"""What a pruned prefill allocates: nothing of the size of all pairs of visual tokens, no logits nobody asked for."""
 
 from __future__ import annotations
 
