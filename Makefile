@@ -63,6 +63,7 @@ BENCH_PYTHON ?= .venv/bin/python
 bench-cpu: setup ## measure efficiency and scaling on two cores; then rewrite the pages (about 10 minutes, on a quiet machine)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --threads 2 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py --device cpu --threads 2 $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/farthest.py --threads 2 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/mixed_batches.py --threads 2
 	$(BENCH_PYTHON) benchmarks/plots.py
 	$(BENCH_PYTHON) dev/readme.py

@@ -275,6 +275,7 @@ PAGES = {
         "efficiency": performance.efficiency,
         "mixed": performance.mixed,
         "scaling": performance.scaling,
+        "farthest": performance.farthest,
         "ttft": performance.ttft,
     },
     "docs/benchmark.md": {

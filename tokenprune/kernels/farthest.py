@@ -30,6 +30,18 @@ def _alike(unit: Tensor) -> Tensor:
     return table
 
 
+def _of_table(unit: Tensor, number: int) -> Tensor:
+    """bool `[N]`: the picks among the tokens of one segment, float32 `[1, N, D]`, finite. Asks for each pick."""
+    table = _alike(unit)[0].fill_diagonal_(-torch.inf)
+    apart, taken = 1 - table.amax(dim=1), []
+    for step in range(number):
+        pick = int(apart.argmax())
+        taken.append(pick)
+        apart = 1 - table[pick] if step == 0 else torch.minimum(apart, 1 - table[pick], out=apart)
+        apart[pick] = -torch.inf
+    return torch.zeros_like(apart, dtype=torch.bool).index_fill_(0, torch.tensor(taken, dtype=torch.long), True)
+
+
 def nearest_other(features: Tensor, mask: Tensor, match: object = best_match) -> Tensor:
     """float32 `[S, N]`: cosine distance of each token to its nearest other token; +inf for one that has none, NaN for
     all of a segment with a token that is not finite. The matrix of distances is never in memory."""
@@ -58,6 +70,10 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tenso
         for row, number in enumerate(budget.tolist()):
             real = mask[row].nonzero().flatten()
             taken[row, real] = farthest_of_many(unit[row, real], number)
+        return taken
+    if len(unit) == 1 and unit.device.type == "cpu" and unit[mask].isfinite().all():
+        taken = torch.zeros_like(mask)
+        taken[mask] = _of_table(unit[:, mask[0]], int(budget))
         return taken
     rows = torch.arange(len(unit), device=unit.device)
     table = _alike(unit)

@@ -169,5 +169,5 @@ def _walk(
             break
         chosen.append(pick)
         torch.minimum(apart, among[pick], out=apart)
-        apart[chosen] = -torch.inf
+        apart[pick] = -torch.inf
     return chosen, apart
