@@ -60,20 +60,20 @@ def calls(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     seen, columns = ops["attention_rows"].triton, ops["attention_column_means"].triton
     options = dict(scaling=0.1)
     last, padding = meta(1, 1, dtype=long), meta(1, length, dtype=torch.bool)
-    for mask in (None, padding):
-        yield "attention_rows", partial(seen, query, key, last, mask, **options)
-        yield "attention_column_means", partial(columns, query, key, padding, mask, **options)
-    yield "attention_rows", partial(seen, query, key, meta(1, TEXT, dtype=long), **options)
-    yield "attention_rows", partial(seen, query, key, last, **options, heads="mean")
-    # In the tower: the class token's row, the mean over all patches; packed sequences (Qwen).
-    patches = heads(tower.heads, tower.tokens, tower.head_width, tower.images)
-    yield "attention_rows", partial(
-        seen, patches, patches, meta(tower.images, 1, dtype=long), causal=False, **options
-    )
-    yield "attention_column_means", partial(columns, patches, patches, causal=False, **options)
-    starts = meta(tower.images + 1, dtype=torch.int32)
-    packed = heads(tower.heads, tower.tokens * tower.images, tower.head_width)
-    yield "attention_column_means", partial(columns, packed, packed, None, None, starts, causal=False, **options)
+    yield "attention_column_means", partial(columns, query, key, padding, **options)
+    for index, mask in ((last, None), (last, padding), (meta(1, TEXT, dtype=long), None)):
+        yield "attention_rows", partial(seen, query, key, index, mask, **options)
+    # In the tower: what its class token attends to, or the mean over all patches, of each image for itself.
+    options |= dict(causal=False)
+    if tower.packed:
+        patches = heads(tower.heads, tower.tokens * tower.images, tower.head_width)
+        starts = meta(tower.images + 1, dtype=torch.int32)
+        yield "attention_column_means", partial(columns, patches, patches, None, None, starts, **options)
+    else:
+        patches = heads(tower.heads, tower.tokens, tower.head_width, tower.images)
+        first = meta(tower.images, 1, dtype=long)
+        yield "attention_rows", partial(seen, patches, patches, first, **options)
+        yield "attention_column_means", partial(columns, patches, patches, **options)
 
     hidden, mask = meta(1, visual, decoder.width, dtype=dtype), meta(1, visual, dtype=torch.bool)
     match = ops["best_match"].triton
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=[str(one).removeprefix("torch.") for one in DTYPES])
     parser.add_argument("--list", action="store_true", help="compile nothing; the records tell what there is")
     parser.add_argument("--worst", type=int, help="of each kernel alone so many, on different GPUs")
-    parser.add_argument("--json", type=Path, help=f"default: {PATH.relative_to(PATH.parents[2])}, if all is compiled")
+    parser.add_argument("--json", type=Path, help=f"default: {PATH.relative_to(PATH.parents[2])}, unless --list or --worst")
     args = parser.parse_args()
     dtypes = [one for one in DTYPES if str(one).removeprefix("torch.") in args.dtypes]
     chosen = worst(read(), args.worst) if args.worst else set()
@@ -189,10 +189,12 @@ def main() -> None:
     folder = None if "TRITON_CACHE_DIR" in os.environ else fresh_cache()
     records = programs(wanted, args.gpus, dtypes)
     print_table(records)
-    whole = not (args.list or args.worst) and len(args.gpus) == len(GPUS) and len(dtypes) == len(DTYPES)
-    if path := args.json or (PATH if whole else None):
-        write(path, [{"triton": triton.__version__, "models": [model.name for model in MODELS]}, *records])
     known = {identity(one): one for one in read()} if PATH.exists() else {}
+    if path := args.json or (None if args.list or args.worst else PATH):
+        names = [str(one).removeprefix("torch.") for one in dtypes]
+        models = [model.name for model in MODELS]
+        first = {"triton": triton.__version__, "gpus": args.gpus, "dtypes": names, "models": models}
+        write(path, [first, *records])
     found = [fault for one in records if "registers" in one for fault in faults(one, known.get(identity(one)))]
     del folder
     if found:

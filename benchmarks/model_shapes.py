@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tower:
-    """A vision tower. width: of its hidden states. tokens: of one call (an image, a tile). images: of one call."""
+    """A vision tower. width: of its hidden states. tokens: of an image, a tile, a frame. images: of one call. packed:
+    whether they lie end to end on one axis."""
 
     layers: int
     heads: int
     width: int
     tokens: int
     images: int = 1
+    packed: bool = False
 
     @property
     def head_width(self) -> int:
@@ -41,9 +43,9 @@ class Model:
     decoder: Decoder
 
 
-_CLIP, _SO400M = Tower(24, 16, 1024, 577), Tower(27, 16, 1152, 729)
-_QWEN2_TOWER = Tower(32, 16, 1280, 4096)
-_QWEN3_TOWER, _QWEN3_SMALL_TOWER = Tower(27, 16, 1152, 4096), Tower(24, 16, 1024, 4096)
+_CLIP = Tower(24, 16, 1024, 577)
+_QWEN2_TOWER = Tower(32, 16, 1280, 4096, packed=True)
+_QWEN3_TOWER, _QWEN3_SMALL_TOWER = Tower(27, 16, 1152, 4096, 1, True), Tower(24, 16, 1024, 4096, 1, True)
 MODELS = (
     Model("LLaVA-1.5-7B", _CLIP, Decoder(32, 32, 32, 128, 4096, 11008, 576)),
     Model("LLaVA-1.5-13B", _CLIP, Decoder(40, 40, 40, 128, 5120, 13824, 576)),
@@ -55,7 +57,7 @@ MODELS = (
     Model("Qwen2-VL-72B", _QWEN2_TOWER, Decoder(80, 64, 8, 128, 8192, 29568, 1024)),
     Model("Qwen2.5-VL-3B", _QWEN2_TOWER, Decoder(36, 16, 2, 128, 2048, 11008, 1024)),
     Model("Qwen2.5-VL-7B", _QWEN2_TOWER, Decoder(28, 28, 4, 128, 3584, 18944, 1024)),
-    Model("Qwen2.5-VL-7B, 16k video", Tower(32, 16, 1280, 1024, 64), Decoder(28, 28, 4, 128, 3584, 18944, 16384)),
+    Model("Qwen2.5-VL-7B, 16k video", Tower(32, 16, 1280, 1024, 64, packed=True), Decoder(28, 28, 4, 128, 3584, 18944, 16384)),
     Model("Qwen2.5-VL-32B", _QWEN2_TOWER, Decoder(64, 40, 8, 128, 5120, 27648, 1024)),
     Model("Qwen3-VL-4B", _QWEN3_SMALL_TOWER, Decoder(36, 32, 8, 128, 2560, 9728, 1024)),
     Model("Qwen3-VL-8B", _QWEN3_TOWER, Decoder(36, 32, 8, 128, 4096, 12288, 1024)),

@@ -29,8 +29,6 @@ from gpu_targets import GPU, GPUS
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-# The default until Triton 3.10, and without a warning.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 _CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -76,6 +74,7 @@ class OfflineDriver:
         """wanted: whether a program is to be compiled; the launches of others are not heard of."""
         if os.environ.get("TRITON_INTERPRET") == "1":
             raise RuntimeError("start the process without TRITON_INTERPRET: kernels are compiled here")
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default until 3.10, without its warning
         self.gpu, self.wanted = next(iter(GPUS.values())), wanted
         self.launches: list[Launch] = []
         self.programs: dict[Program, Binary | None] = {}  # all that were asked for; None: not compiled

