@@ -178,7 +178,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=[str(one).removeprefix("torch.") for one in DTYPES])
     parser.add_argument("--list", action="store_true", help="compile nothing; the records tell what there is")
     parser.add_argument("--worst", type=int, help="of each kernel alone so many, on different GPUs")
-    parser.add_argument("--json", type=Path, help=f"default: {PATH.relative_to(PATH.parents[2])}, unless --list or --worst")
+    parser.add_argument(
+        "--json", type=Path, help=f"default: {PATH.relative_to(PATH.parents[2])}, unless --list or --worst"
+    )
     args = parser.parse_args()
     dtypes = [one for one in DTYPES if str(one).removeprefix("torch.") in args.dtypes]
     chosen = worst(read(), args.worst) if args.worst else set()

@@ -57,7 +57,11 @@ MODELS = (
     Model("Qwen2-VL-72B", _QWEN2_TOWER, Decoder(80, 64, 8, 128, 8192, 29568, 1024)),
     Model("Qwen2.5-VL-3B", _QWEN2_TOWER, Decoder(36, 16, 2, 128, 2048, 11008, 1024)),
     Model("Qwen2.5-VL-7B", _QWEN2_TOWER, Decoder(28, 28, 4, 128, 3584, 18944, 1024)),
-    Model("Qwen2.5-VL-7B, 16k video", Tower(32, 16, 1280, 1024, 64, packed=True), Decoder(28, 28, 4, 128, 3584, 18944, 16384)),
+    Model(
+        "Qwen2.5-VL-7B, 16k video",
+        Tower(32, 16, 1280, 1024, 64, packed=True),
+        Decoder(28, 28, 4, 128, 3584, 18944, 16384),
+    ),
     Model("Qwen2.5-VL-32B", _QWEN2_TOWER, Decoder(64, 40, 8, 128, 5120, 27648, 1024)),
     Model("Qwen3-VL-4B", _QWEN3_SMALL_TOWER, Decoder(36, 32, 8, 128, 2560, 9728, 1024)),
     Model("Qwen3-VL-8B", _QWEN3_TOWER, Decoder(36, 32, 8, 128, 4096, 12288, 1024)),

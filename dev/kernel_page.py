@@ -35,17 +35,16 @@ def compiled() -> str:
             most = {what: max(one[what] for one in own) for what in ("registers", "spills", "shared", "size")}
             spilled = f", {most['spills']} B spilled" if most["spills"] else ""
             least = min(one["occupancy"] for one in own)
-            cells.append(
-                f"{most['registers']}, {most['shared'] / 1024:.0f} KiB, {least:.0%}, {most['size'] / 1024:.0f} KiB{spilled}"
-            )
+            shared, size = (f"{most[what] / 1024:.0f} KiB" for what in ("shared", "size"))
+            cells.append(f"{most['registers']}, {shared}, {least:.0%}, {size}{spilled}")
         number = sum(one["kernel"] == kernel for one in records)
         lines.append(f"| `{kernel.strip('_')}` | {number} | {' | '.join(cells)} |")
     spills = sum(one["spills"] > 0 for one in records)
     said = "None of them spills a register." if not spills else f"{spills} of them spill registers."
     note = (
         f"{len(records)} programs ({dtypes}; Triton {first['triton']}): those that the shapes of "
-        f"{len(first['models'])} models ask for. Of each kernel: the most registers of a thread, the most shared memory "
-        f"of a block, the least occupancy, the largest program. {said}"
+        f"{len(first['models'])} models ask for. Of each kernel, over them: the most registers of a thread, the most "
+        f"shared memory of a block, the least occupancy, the largest program. {said}"
     )
     path = "benchmarks/results/kernels.jsonl"
     return "\n\n".join([note, "\n".join(lines), f"By `make kernels`; raw data: [{path}](../{path})."])
