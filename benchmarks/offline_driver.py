@@ -4,7 +4,7 @@
     driver = OfflineDriver()          # in a process that was started without TRITON_INTERPRET
     with driver.compiling(GPUS["sm_90"]) as launches:
         best_match.triton(a, b)       # on meta tensors: shapes, no data
-    launches[0].binary.registers
+    driver.programs[launches[0].program].registers
 
 The compiler's code is the same that a machine with the GPU runs: the driver only says which GPU that is.
 """
@@ -12,11 +12,12 @@ The compiler's code is the same that a machine with the GPU runs: the driver onl
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,42 +33,56 @@ _CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 @dataclass(frozen=True)
-class Binary:
-    """A compiled kernel. registers: of a thread. spills: bytes of a thread's stack and of spilled registers. shared:
-    bytes of a block. size: bytes of the program. warps: of a block."""
+class Program:
+    """A kernel as it is specialised for a GPU.
+
+    types: of its arguments. divided: arguments that are known to be multiples of 16. constants: values of others.
+    """
 
     kernel: str
+    gpu: str
+    types: tuple[str, ...]
+    divided: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What a compiled program needs. registers: of a thread. spills: bytes of a thread's stack and of registers that
+    were spilled. shared: bytes of a block. size: bytes of the program."""
+
     registers: int
     spills: int
     shared: int
     size: int
-    warps: int
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that was asked for: of which program, with which grid and arguments."""
+    """A launch that was asked for, of a program that was compiled."""
 
-    binary: Binary
+    program: Program
     grid: tuple[int, int, int]
-    arguments: tuple[Any, ...]
 
 
 class OfflineDriver:
     """What Triton asks of a driver, answered for the GPU that `compiling` names."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Callable[[Program], bool] = lambda program: True) -> None:
+        """wanted: whether a program is to be compiled; the launches of others are not heard of."""
         if os.environ.get("TRITON_INTERPRET") == "1":
             raise RuntimeError("start the process without TRITON_INTERPRET: kernels are compiled here")
-        self.gpu = next(iter(GPUS.values()))
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default until 3.10, without its warning
+        self.gpu, self.wanted = next(iter(GPUS.values())), wanted
         self.launches: list[Launch] = []
-        self.binaries: dict[tuple[str, str], Binary] = {}
+        self.programs: dict[Program, Binary | None] = {}  # all that were asked for; None: not compiled
         self.utils = self  # Triton asks an object of that name for what follows
         self.launcher_cls = self._launcher
         self._files: dict[str, Path] = {}
-        knobs.runtime.kernel_load_start_hook = lambda module, function, name, files, hash: self._files.update(
-            {Path(path).suffix: Path(path) for path in files.values()}
-        )
+        knobs.runtime.jit_cache_hook = self._asked
+        knobs.runtime.kernel_load_start_hook = self._loads
         triton.runtime.driver.set_active(self)
 
     @contextlib.contextmanager
@@ -97,27 +112,46 @@ class OfflineDriver:
             "warpSize": self.gpu.warp,
         }  # fmt: skip
 
+    def _asked(self, **what: Any) -> bool:
+        """Note what a launch wants to have compiled; True: leave it."""
+        kernel, said = what["fn"].jit_function, json.loads(what["compile"]["specialization_data"])
+        names = [parameter.name for parameter in kernel.params]
+        values = zip(said["constant_keys"], said["constant_vals"], strict=True)
+        constants = {names[at[0]]: value["constexpr"] if isinstance(value, dict) else value for at, value in values}
+        attributes = zip(said["attrs_keys"], said["attrs_vals"], strict=True)
+        divided = [names[at[0]] for at, value in attributes if value]
+        self._next = Program(
+            kernel.__name__, self.gpu.target, tuple(map(str, said["signature"].values())), tuple(sorted(divided)),
+            tuple(sorted(constants.items())), said["options"]["num_warps"], said["options"]["num_stages"],
+        )  # fmt: skip
+        self.programs.setdefault(self._next, None)
+        return not self.wanted(self._next)
+
+    def _loads(self, module: Any, function: Any, name: str, files: dict[str, str], key: str) -> None:
+        self._files = {Path(path).suffix: Path(path) for path in files.values()}
+
     def load_binary(self, name: str, program: bytes, shared: int, device: int) -> tuple[Any, ...]:
         """Read what a program needs, which is what Triton wants of loading it (registers, and words spilled)."""
         read = _of_cubin if self.gpu.backend == "cuda" else _of_amdgcn
         registers, spills = read(self._files)
-        return None, (name, registers, spills, shared, len(program)), registers, spills // 4, 1024
+        self.programs[self._next] = Binary(registers, spills, shared, len(program))
+        return None, self._next, registers, spills // 4, 1024
 
     def unload_module(self, module: Any) -> None:
         """Nothing was loaded."""
 
     def _launcher(self, source: Any, metadata: Any) -> Any:
-        def launch(x: int, y: int, z: int, stream: int, function: tuple, *rest: Any) -> None:
-            # rest: metadata, what a profiler wants, hooks on either side; then the kernel's arguments.
-            self.launches.append(Launch(Binary(*function, metadata.num_warps), (x, y, z), rest[4:]))
+        def launch(x: int, y: int, z: int, stream: int, program: Program, *rest: Any) -> None:
+            self.launches.append(Launch(program, (x, y, z)))
 
         return launch
 
 
 def _of_cubin(files: dict[str, Path]) -> tuple[int, int]:
     """Registers and spilled bytes of a thread: the stack is where NVIDIA's compiler spills to."""
-    said = subprocess.run([_CUOBJDUMP, "--dump-resource-usage", files[".cubin"]], capture_output=True, text=True, check=True)
-    use = dict(re.findall(r"(\w+):(\d+)", said.stdout.splitlines()[-1]))
+    command = [_CUOBJDUMP, "--dump-resource-usage", files[".cubin"]]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    use = dict(re.findall(r"(\w+):(\d+)", next(line for line in said.splitlines()[::-1] if "REG:" in line)))
     return int(use["REG"]), int(use["STACK"]) + int(use.get("LOCAL", 0))
 
 

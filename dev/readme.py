@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "dev"))
 import front_page  # noqa: E402
+import kernel_page  # noqa: E402
 import performance  # noqa: E402
 
 BENCH = ROOT / "benchmarks/results/bench.jsonl"
@@ -277,6 +278,11 @@ PAGES = {
         "scaling": performance.scaling,
         "farthest": performance.farthest,
         "ttft": performance.ttft,
+    },
+    "docs/kernels.md": {
+        "compiled": kernel_page.compiled,
+        "costs": kernel_page.costs,
+        "checked": kernel_page.checked,
     },
     "docs/benchmark.md": {
         "summary": summary,

@@ -31,9 +31,9 @@ from tokenprune.kernels.target_triton import multipliable, precision, shared_mem
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _row_sums_kernel(
-    query, key, valid, mask, begins, ends, sums, heads, queries, keys, width, scaling, softcap, lowest,
+    query, key, valid, mask, begins, ends, sums, heads, group, queries, keys, width, scaling, softcap, lowest,
     query_b, query_h, query_q, key_b, key_h, key_k, valid_b, valid_q, mask_b, mask_h, mask_q, mask_k,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     VALID: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,7 @@ def _row_sums_kernel(
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     for start in range(low, high, BLOCK_KEYS):
         column = start + tl.arange(0, BLOCK_KEYS)
-        k_at = key + batch * key_b + head // GROUP * key_h + column.to(tl.int64)[None, :] * key_k
+        k_at = key + batch * key_b + head // group * key_h + column.to(tl.int64)[None, :] * key_k
         if WHOLE:
             k = tl.load(k_at + wide[:, None], mask=(column < keys)[None, :] & (wide < width)[:, None], other=0.0)
             x = tl.dot(q, k, input_precision=PRECISION)
@@ -87,9 +87,9 @@ def _row_sums_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _column_means_kernel(
-    query, key, mask, begins, ends, sums, out, heads, queries, keys, width, scaling, softcap, lowest,
+    query, key, mask, begins, ends, sums, out, heads, group, queries, keys, width, scaling, softcap, lowest,
     query_b, query_h, query_q, key_b, key_h, key_k, mask_b, mask_h, mask_q, mask_k,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def _column_means_kernel(
     real = token < queries
     column = token + (keys - queries)
     wide = tl.arange(0, BLOCK_WIDTH)
-    k_at = key + batch * key_b + head // GROUP * key_h + column.to(tl.int64)[:, None] * key_k
+    k_at = key + batch * key_b + head // group * key_h + column.to(tl.int64)[:, None] * key_k
     if WHOLE:
         k = tl.load(k_at + wide[None, :], mask=real[:, None] & (wide < width)[None, :], other=0.0)
     low = 0
@@ -173,14 +173,15 @@ def attention_column_means(
     # Float32: parts of vectors at a time, since three products of each take three times the registers.
     half = query.element_size() == 2
     whole = half and 512 * triton.next_power_of_2(width) <= shared_memory()
-    long, short = block or ((128, 64) if whole else (64, 64))
+    long, short = block or ((128, 64) if whole else (64, 32))
     common = dict(
-        GROUP=heads // key.shape[1], CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
+        CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
         PRECISION=precision(query), PACKED=starts is not None, WHOLE=whole,
-        BLOCK_WIDTH=max(16, triton.next_power_of_2(width)) if whole else 32,
+        BLOCK_WIDTH=max(16, triton.next_power_of_2(width)) if whole else 16,
         num_warps=8, num_stages=3 if whole else 2,
     )  # fmt: skip
-    lengths = heads, queries, keys, width, scaling, cap, lowest, *query.stride()[:3], *key.stride()[:3]
+    lengths = heads, heads // key.shape[1], queries, keys, width, scaling, cap, lowest
+    lengths += *query.stride()[:3], *key.stride()[:3]
     _row_sums_kernel[(triton.cdiv(queries, long) * heads * batch,)](
         query, key, as_bytes(checked), mask, begins, ends, sums, *lengths, *checked.stride()[:2], *strides,
         VALID=valid is not None, BLOCK_ROWS=long, BLOCK_KEYS=short, **common,

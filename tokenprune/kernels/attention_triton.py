@@ -16,8 +16,8 @@ from torch import Tensor
 from tokenprune.kernels.attention import lowest_bias
 
 _LOG2E = math.log2(math.e)
-# Lengths change with every prompt and step: a kernel compiled for one of them serves all.
-LENGTHS = ["rows", "keys", "queries", "blocks"]
+# Lengths change with every prompt and step, heads with every model: a kernel compiled for one of them serves all.
+LENGTHS = ["heads", "group", "rows", "keys", "queries", "blocks", "index_b", "index_r", "valid_b", "valid_q", "mask_b"]
 _NO_MASK, OF_KEYS, _BOOL, _BIAS = range(4)
 
 

@@ -59,13 +59,13 @@ def _take(score, mask, count, taken, keys, P, N, segment, picker, token, BLOCK: 
 
 
 def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, most: int, *, block: int = 2048) -> Tensor:
-    """See `take.take_in_turn`. block: tokens of a tile at most."""
+    """See `take.take_in_turn`. block: tokens of a tile."""
     segments, pickers, width = score.shape
     taken = torch.zeros_like(mask, memory_format=torch.contiguous_format)
     if segments and width:
         keys = torch.empty(segments, width, dtype=torch.int32, device=mask.device)
         _take[segments,](
             score, mask.contiguous(), count.contiguous(), taken, keys, pickers, width, *score.stride(),
-            BLOCK=min(block, triton.next_power_of_2(width)), num_warps=8,
+            BLOCK=block, num_warps=8,
         )  # fmt: skip
     return taken
