@@ -176,6 +176,14 @@ def _turns(device: torch.device, tiny: bool) -> Iterator[Case]:
         )
 
 
+@cases("coverage_gain")
+def _coverage(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for count in [11] if tiny else [576, 2880, 8192]:
+        table = _features(device, 1, count, count, tiny=True)
+        cover = torch.zeros(1, count, device=device)
+        yield Case(f"one pick of {count}", (table, cover), _size(table, cover) + 4 * count, 0, table.dtype, atol=1e-3)
+
+
 @cases("join")
 def _joins(device: torch.device, tiny: bool) -> Iterator[Case]:
     for count, keep, width in [(11, 4, 8)] if tiny else [(2880, 320, 4096), (16384, 1802, 3584)]:

@@ -116,6 +116,9 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": "dymu", "exact": True, "vtu": "expanded"}, OptionError, "leave it out"),
         ({"method": "vscan"}, OptionError, "vscan: stage2=false"),
         ({"method": "view_select"}, OptionError, "let clients leave out"),
+        ({"method": "vispruner"}, OptionError, "it needs encoder_features"),
+        ({"method": "flowcut"}, OptionError, "it needs encoder_flow"),
+        ({"method": "prumerge", "exact": False}, OptionError, "vLLM has to know before"),
     ],
 )
 def test_bad_settings(bad, error, says) -> None:
@@ -135,6 +138,14 @@ def test_merging_in_towers_that_are_not_served_is_refused_by_name(name: str, met
     model_config = SimpleNamespace(hf_config=config, dtype=torch.float32)
     with pytest.raises(UnsupportedSetupError, match=f"{method} merges inside.*LLaVA-1.5 alone.*not of this '{name}'"):
         check_merging(setting, model_config)
+
+
+def test_methods_by_the_towers_attention_are_served_as_they_are() -> None:
+    """No list names them: each was tried on made-up features, of which it kept as many as it said."""
+    names = {"visionzip", "fastervlm", "prumerge", "prumerge_plus", "hiprune", "holov"}
+    assert names <= set(servable())
+    given = {"method": "vispruner", "features": "projected", "keep": 0.3}
+    assert Setting.of(SERVER, given).method == registry.build("vispruner", {"features": "projected"})
 
 
 def test_a_setting_without_a_method_is_refused() -> None:
@@ -227,6 +238,13 @@ def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> 
         assert name not in servable() and name not in servable(in_llm=True)
     finally:
         registry._METHODS.pop(name)
+
+
+def test_what_drops_patches_ahead_of_the_tower_is_refused_by_name() -> None:
+    for setting in ({"method": "pixelprune"}, {"method": "pixelprune", "keep": 0.5, "threshold": 0.02}):
+        with pytest.raises(OptionError, match=r"pixelprune cannot be served by vLLM.*towers of vLLM take whole grids"):
+            Setting.of(setting)
+    assert "pixelprune" not in servable() and "pixelprune" not in servable(in_llm=True)
 
 
 # -- plans

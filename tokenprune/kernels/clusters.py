@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels.compact import gather_tokens, partition
+from tokenprune.kernels.coverage import first_largest, most_covering
 from tokenprune.kernels.temporal import density_peaks, unit
 
 _NEIGHBOURS = 7  # of a token that tell how dense it is there
@@ -67,12 +68,14 @@ def nearest(x: Tensor, mask: Tensor, centres: Tensor, most: int) -> Tensor:
 _EXACT = "donot_use_mm_for_euclid_dist"
 
 
-def farthest_weighted(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, most: int) -> Tensor:
+def farthest_weighted(
+    x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, most: int, weigh_first: bool = True
+) -> Tensor:
     """bool `[R, N]`: take the token whose nearest other is farthest away, then again and again the one farthest from
     all taken, by 1 - cosine times the token's own weight (FlashVID); with equal weights what DivPrune takes.
 
     x: `[R, N, D]`; mask: bool `[R, N]`; weight: float `[R, N]`, at least 0, NaN is 0; number: long `[R]`, at most
-    `most`. Of equal ones the lower index.
+    `most`. weigh_first: False takes the first one without its weight. Of equal ones the lower index.
     """
 
     def of(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor) -> Tensor:
@@ -82,14 +85,15 @@ def farthest_weighted(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, m
         distance = 1 - others.amax(2).clamp(min=-1)  # a token that has no other is as far as can be
         barred, rows = ~mask, torch.arange(len(x), device=x.device)
         for step in range(most):
-            pick = _first_largest((distance * weight).masked_fill(barred, -torch.inf))
+            score = distance * weight if step or weigh_first else distance
+            pick = first_largest(score.masked_fill(barred, -torch.inf))
             barred[rows, pick] = barred[rows, pick] | (step < number)
             new = 1 - alike[rows, pick]
             distance = new if step == 0 else torch.minimum(distance, new)
         return barred & mask
 
     weight = weight.float().nan_to_num(nan=0.0)
-    return _by_rows(of, x.shape[1] ** 2, x, mask, weight, number)
+    return by_rows(of, x.shape[1] ** 2, x, mask, weight, number)
 
 
 def covering(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, most: int) -> Tensor:
@@ -101,18 +105,11 @@ def covering(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, most: int)
     """
 
     def of(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor) -> Tensor:
-        alike = (unit(x) @ unit(x).transpose(1, 2)).clamp(min=0)
-        covered, barred = torch.zeros_like(weight), ~mask
-        rows = torch.arange(len(x), device=x.device)
-        for step in range(most):
-            gain = (weight.unsqueeze(2) * (alike - covered.unsqueeze(2)).clamp(min=0)).sum(1)
-            pick = _first_largest(gain.masked_fill(barred, -torch.inf))
-            barred[rows, pick] = barred[rows, pick] | (step < number)
-            covered = torch.where((step < number).unsqueeze(1), torch.maximum(covered, alike[rows, pick]), covered)
-        return barred & mask
+        table = (unit(x) @ unit(x).transpose(1, 2)).clamp_(min=0).mul_(weight.unsqueeze(1))
+        return most_covering(table, mask, number, most)
 
     weight = weight.float().nan_to_num(nan=0.0).masked_fill(~mask, 0)
-    return _by_rows(of, 2 * x.shape[1] ** 2, x, mask, weight, number)
+    return by_rows(of, 2 * x.shape[1] ** 2, x, mask, weight, number)
 
 
 def roots(parent: Tensor, steps: int) -> Tensor:
@@ -123,12 +120,8 @@ def roots(parent: Tensor, steps: int) -> Tensor:
     return parent
 
 
-def _first_largest(score: Tensor) -> Tensor:
-    """long `[R]`: the first of the largest entries of each row; argmax may name any of equal ones."""
-    return (score == score.amax(1, keepdim=True)).to(torch.uint8).argmax(1)
-
-
-def _by_rows(of: Callable[..., Tensor], entries: int, *given: Tensor) -> Tensor:
+def by_rows(of: Callable[..., Tensor], entries: int, *given: Tensor) -> Tensor:
+    """Return `of(*given)`, computed a few rows at a time; entries: of the matrix that each row needs."""
     parts = [of(*(one[rows] for one in given)) for rows in in_parts(len(given[0]), entries)]
     return torch.cat(parts)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import farthest_weighted
 from tokenprune.kernels.farthest import farthest
+from tokenprune.methods.centering import Centering, centred, needs_of
+from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 
@@ -17,14 +20,36 @@ class DivPrune(Pruner):
     The first pick is the token whose nearest other token is farthest away; each further one is the token farthest from
     all picks so far. The choice knows nothing of the question.
 
-    Source: Alvar et al., "DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models", Algorithm 1.
+    center: True takes the image's mean from its tokens before they are compared, and weighs each distance by how
+    distinct the token is, that is, how little alike to the others on average (Cen-Prune); "standardised" and "tower"
+    are as the paper has it on Qwen2.5-VL, where features are divided by their spread over the image first, of the
+    projected tokens or of what the vision tower makes of each patch.
+
+    Source: Alvar et al., "DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models", Algorithm 1; for
+    `center` Wen, Lee and Choi, "Centering before Pruning: Lightweight Geometry Correction for Diversity-Based Visual
+    Token Pruning in LVLMs", arXiv 2608.30263, whose authors published no code.
 
     Differs from the paper: distances are taken in float32; a token is never picked twice (the authors' code can, when
     all that is left are duplicates); kept tokens keep their positions of the full prompt (the authors' LLaVA code
     renumbers them); every image is chosen from by itself; the minimum distance is kept up to date instead of being
-    taken anew over all picks.
+    taken anew over all picks. Of `center`: the mean is that of the whole image, not of a tile; where all tokens are
+    equally distinct, none weighs less than another; "standardised" on projected tokens is ours.
     """
 
+    center: Centering = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return needs_of(self.center)
+
     def select(self, tokens: VisualTokens) -> Selection:
-        keep = farthest(tokens.hidden, tokens.mask, tokens.budget, max(tokens.keep))
+        most = max(tokens.keep)
+        if self.center is False:
+            keep = farthest(tokens.hidden, tokens.mask, tokens.budget, most)
+        else:
+            left, distinct = centred(tokens, self.center)
+            keep = farthest_weighted(left, tokens.mask, distinct, tokens.budget, most, weigh_first=False)
         return Selection(keep, counts=tokens.keep)

@@ -174,3 +174,10 @@ SQUARE = set(
     "idefics3 smolvlm llama4 ovis2".split()
 )
 SQUARE_TILES = {"internvl", "got_ocr2", "pp_chart2table", "qianfan_ocr"}
+
+# Families whose towers pack the patches of all images into one sequence, in which those of a visual token stand
+# together to the end of the tower, so that whole tokens can leave ahead of it (tower/unit_dropping.py).
+PACKED_PATCHES = set(
+    "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen2_5_omni_thinker qwen3_omni_moe_thinker "
+    "glm4v glm46v glm4v_moe glm_ocr glmga exaone4_5 hyperclovax_vision_v2 cohere_compass cosmos3_omni".split()
+)

@@ -150,7 +150,7 @@ class PackedTowerPatch(TowerPatch):
             output.hidden_states = tuple(self._restore(state, x, owner) for x, owner in stages)
         owner = state.owner
         if hasattr(self.tower, "window_size"):  # its units stand in the order of windows, its output in that of rows
-            owner = owner[to_device(_window_order(self.tower, args, kwargs), owner.device).argsort()]
+            owner = owner[to_device(window_order(self.tower, args, kwargs), owner.device).argsort()]
         sizes = [t * h * w // self.unit for t, h, w in state.grids]
         self.leave_tokens(output, list(owner.split(sizes)), [count * self.unit for count in state.counts])
         features = getattr(output, "deepstack_features", None)
@@ -271,7 +271,9 @@ class PackedTowerPatch(TowerPatch):
         return into[:-1] if merges else None
 
 
-def _window_order(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def window_order(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return long `[N]`, the units of all images in the order in which a tower of windows, called with these arguments,
+    lines them up."""
     if kwargs.get("window_index") is not None:
         return kwargs["window_index"]
     from transformers.vision_utils import get_vision_window_index

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import by_rows
+from tokenprune.kernels.dpp import greedy_dpp
+from tokenprune.kernels.temporal import unit
+from tokenprune.methods.centering import Centering, centred, needs_of
+from tokenprune.methods.scores import relevance, stretched
+from tokenprune.options import check_options
+from tokenprune.registry import register
+from tokenprune.tokens import VisualTokens
+
+_LOWEST = 1e-6  # relevance of the least relevant token, as a share of the range
+
+
+@register("cdpruner", site=Site.PRE_LLM, paper="arXiv 2506.10967, NeurIPS 2025")
+@dataclass(frozen=True)
+class CDPruner(Pruner):
+    """Keep the visual tokens that are most diverse given the question: a determinantal point process, taken greedily.
+
+    The kernel is the cosine of two tokens times the relevance of either; the next pick raises the determinant of those
+    taken most. A token is relevant as it is alike to the text behind its image, on average, brought to the range from 0
+    to 1.
+
+    sign: 1 takes tokens that are alike to the text as relevant, -1 those that are not; the right one for a space of
+    features is to be measured.
+    theta: how much relevance weighs: 0 leaves it out (the choice then knows nothing of the question), 1 takes it as it
+    is, and between them the weight is exp(theta / (2 - 2 theta) * relevance), which excludes no token.
+    center: as in `divprune` (Cen-Prune): cosines without the image's mean, relevance times how distinct a token is.
+
+    Source: "Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in MLLMs", the section
+    on the method and the authors' code; `theta` as OpenVINO defines it; `center` arXiv 2608.30263.
+
+    Differs from the paper: relevance is measured between projected tokens and the input embeddings of the text, as
+    other implementations do on Qwen-VL, because the paper's form for LLaVA needs the text tower of CLIP, which no such
+    model holds. There the sign is contested (the authors negate CLIP's similarity), so it is an option; the default of
+    `theta`, 0.5, is OpenVINO's, and the authors' is 1. Relevance has the range of one image (the code's is that of all
+    tiles of a batch); where all tokens are equally relevant, or there is no text, none weighs less than another; what
+    depends on the picks is never picked twice but comes last, by relevance; tokens keep their positions.
+    """
+
+    query_free: ClassVar[Mapping[str, Any]] = {"theta": 0}
+
+    sign: Literal[1, -1] = 1
+    theta: Annotated[float, Ge(0), Le(1)] = 0.5
+    center: Centering = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def query_aware(self) -> bool:
+        return self.theta > 0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return needs_of(self.center)
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        weight, x = tokens.mask.float(), tokens.hidden
+        if self.theta > 0:
+            weight = stretched(self.sign * relevance(tokens), tokens.mask, above=_LOWEST)
+        if 0 < self.theta < 1:
+            # Less 1, which changes all by one factor, so that none is too large.
+            weight = ((weight - 1) * (self.theta / (2 - 2 * self.theta))).exp()
+        if self.center is not False:
+            x, distinct = centred(tokens, self.center)
+            weight = weight * distinct
+        most = max(tokens.keep)
+
+        def of(x: Tensor, mask: Tensor, number: Tensor, weight: Tensor) -> Tensor:
+            weighed = unit(x) * weight.masked_fill(~mask, 0).unsqueeze(2)
+            return greedy_dpp(weighed @ weighed.transpose(1, 2), mask, number, most)
+
+        entries = x.shape[1] ** 2 + x.shape[1] * most
+        return Selection(by_rows(of, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)
