@@ -132,12 +132,14 @@ def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> Pa
 
 def _tiles(adapter: Adapter, arguments: dict[str, Any], sizes: Tensor) -> list[int]:
     """How many tiles each image is cut into."""
-    config, module = adapter.config, sys.modules[type(adapter.base).__module__]
+    config = adapter.config
     in_row = arguments.get("batch_num_images")
     # LLaVA-OneVision cuts an image into tiles only where it is the only one of its prompt.
     in_row = [1] * len(sizes) if in_row is None else torch.as_tensor(in_row).tolist()
     alone = [count == 1 for count in in_row for _ in range(count)]
-    number = module.image_size_to_num_patches
+    # The model's own function; FSDP and the like put classes of their own before the model's.
+    modules = (sys.modules.get(cls.__module__) for cls in type(adapter.base).__mro__)
+    number = next(filter(None, (getattr(module, "image_size_to_num_patches", None) for module in modules)))
     side = config.vision_config.image_size
     return [
         number(size, config.image_grid_pinpoints, side) if cut else 1
