@@ -207,6 +207,8 @@ def documents() -> str:
         lines = [f"| {' | '.join((said, *about))} |"]
         lines.append("|---" * (6 + len(titles)) + "|")
         rows = [one for one in results if one["level"] == level or one["method"] == "unpatched"]
+        if len(rows) == 1:
+            continue  # not measured yet
         for one in sorted(rows, key=lambda one: (one["method"] != "unpatched", -one["right"].count("1"))):
             right, ours = one["right"], by_place.get(("pixelprune", level))
             low, high = wilson(right.count("1"), len(right))
@@ -224,7 +226,8 @@ def documents() -> str:
         "trained on documents, nor with tokens dropped. Every other method keeps of each image as many tokens as "
         "`pixelprune`; `tower` and `decoder` are averages over images and layers. p: McNemar's exact test, one-sided."
     )
-    source = f"By `python benchmarks/documents.py`; raw data: {link(DOCUMENTS, '../../')}."
+    command = f"python benchmarks/documents.py --documents {header['documents']}"
+    source = f"By `{command}`; raw data: {link(DOCUMENTS, '../../')}."
     return "\n\n".join([setting, *parts, source])
 
 
