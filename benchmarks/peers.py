@@ -154,15 +154,10 @@ COLUMNS = ("method", "tokens", "prefill", "oracle", "of the oracle", "by FLOPs, 
 
 def page(path: Path) -> str:
     """Return both tables as Markdown."""
-    about, lines = read(path)
-    text = [
-        f"Ours: {about['device']}, {about['threads']} threads, torch {about['torch']}, transformers "
-        f"{about['transformers']}, {about['date']}, load {about['load']}; a decoder of "
-        f"{about['parameters'] / 1e6:.0f} M random parameters, medians of {about['rounds']} rounds.",
-        "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|---|" + "---:|" * (len(COLUMNS) - 1),
-        *("| " + " | ".join(row) + " |" for row in rows(lines)),
+    text = ["(not measured yet)"]
+    if path.exists():
+        text = measured(path)
+    text += [
         "",
         "Published, by others on their machines (not measured here):",
         "",
@@ -176,6 +171,20 @@ def page(path: Path) -> str:
             f"| {one['device'] or 'not noted'} | x{one['ratio']:.2f} |"
         )
     return "\n".join(text)
+
+
+def measured(path: Path) -> list[str]:
+    """Return our table as lines of Markdown."""
+    about, lines = read(path)
+    return [
+        f"Ours: {about['device']}, {about['threads']} threads, torch {about['torch']}, transformers "
+        f"{about['transformers']}, {about['date']}, load {about['load']}; a decoder of "
+        f"{about['parameters'] / 1e6:.0f} M random parameters, medians of {about['rounds']} rounds.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---|" + "---:|" * (len(COLUMNS) - 1),
+        *("| " + " | ".join(row) + " |" for row in rows(lines)),
+    ]
 
 
 def main() -> None:
