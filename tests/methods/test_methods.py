@@ -15,7 +15,7 @@ from torch import Tensor
 import tokenprune
 from basics import METHODS, MODEL_METHODS
 from tokenprune import Selection, Site, VisualTokens
-from tokenprune.observable import Where
+from tokenprune.observable import Sizes, Where
 from tokenprune.observable_registry import find_observable
 from tokenprune.testing import visual_tokens
 from tokenprune.tokens import Patches
@@ -36,7 +36,7 @@ def made_up(
     seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
     for one in map(find_observable, tokenprune.available_observables()):  # what else a tower tells, of any block
         if one.where in (Where.TOWER, Where.TOWER_BLOCK) and one.name not in seen:
-            seen[one.name] = keys[:, None, :longest, 0] if "H" in one.axes else keys[:, :longest]
+            seen[one.name] = one.example(Sizes(tuple(counts)), g)
     behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}
     if "text_mask" in given:
         behind["mask"] = given["text_mask"]
