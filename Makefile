@@ -13,7 +13,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-newest-quick test-vllm test-lmms notebooks docs serving demo bench-cpu bench-gpu plots lint clean distclean
+.PHONY: help setup test test-newest test-newest-quick test-vllm test-lmms notebooks docs serving demo bench-cpu bench-gpu kernels plots lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -63,6 +63,7 @@ BENCH_PYTHON ?= .venv/bin/python
 bench-cpu: setup ## measure efficiency and scaling on two cores; then rewrite the pages (about 10 minutes, on a quiet machine)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --threads 2 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py --device cpu --threads 2 $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/farthest.py --threads 2 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/mixed_batches.py --threads 2
 	$(BENCH_PYTHON) benchmarks/plots.py
 	$(BENCH_PYTHON) dev/readme.py
@@ -71,9 +72,17 @@ bench-cpu: setup ## measure efficiency and scaling on two cores; then rewrite th
 bench-gpu: ## measure all that needs a GPU, into benchmarks/results/<device>
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --cases 576:190 576:64 2880:634 2880:320 --rounds 7 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/kernel_speed.py $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/selection_cost.py --measure $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/ttft.py $(BENCH_ARGS)
 	$(BENCH_PYTHON) benchmarks/plots.py
+
+# Compiling asks for no GPU; TRITON_INTERPRET would have kernels interpreted instead.
+KERNEL_ARGS ?=
+kernels: setup ## compile every kernel for four GPUs, and predict what selection costs on them; then rewrite the page
+	env -u TRITON_INTERPRET .venv/bin/python benchmarks/compile_kernels.py $(KERNEL_ARGS)
+	.venv/bin/python benchmarks/selection_cost.py
+	.venv/bin/python dev/readme.py
 
 plots: ## draw the speed benchmarks' plots from their results
 	$(BENCH_PYTHON) benchmarks/plots.py

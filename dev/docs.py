@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import tokenprune
-from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED
+from tokenprune.integrations.hf.families.table import PACKED_PATCHES, REFUSED, SUPPORTED
 from tokenprune.observable import Backend
 from tokenprune.observable_registry import find_observable
 from tokenprune.options import in_words, option_types
@@ -44,8 +44,8 @@ def head(name: str) -> str:
         ("prefix-cache-safe", YES[info.prefix_cache_safe]),
         ("merges tokens", YES[info.merges]),
         ("needs", ", ".join(f"`{need}`" for need in sorted(info.needs)) or "nothing but the tokens"),
-        ("`keep` by default", f"{info.cls.default_keep:g}"),
-        ("source", info.paper),
+        ("`keep` by default", default_keep(info.cls.default_keep)),
+        ("source", info.source),
     ]
     if info.site in ("PRE_ENCODER", "IN_ENCODER"):
         rows = [row for row in rows if row[0] != "needs"]
@@ -59,6 +59,11 @@ def head(name: str) -> str:
             for one, default in info.options.items()
         ]
     return "\n".join(lines)
+
+
+def default_keep(keep: float | int) -> str:
+    """A share; or, of an int, tokens: more than any image has are all."""
+    return f"{keep:g}" if isinstance(keep, float) else f"{keep:,} tokens an image"
 
 
 def meanings(docstring: str, options: dict[str, object]) -> dict[str, str]:
@@ -99,7 +104,7 @@ def index() -> str:
         summary = cell(info.summary.split(". ")[0].rstrip("."))
         lines.append(
             f"| [`{info.name}`]({info.name}.md) | {SITES[info.site]} | {YES[info.query_aware]} "
-            f"| {YES[info.prefix_cache_safe]} | {YES[info.merges]} | {summary} | {cell(info.paper)} |"
+            f"| {YES[info.prefix_cache_safe]} | {YES[info.merges]} | {summary} | {cell(info.source)} |"
         )
     return "\n".join(lines)
 
@@ -124,6 +129,8 @@ def families() -> str:
     for name, one in sorted(SUPPORTED.items()):
         sites = ", ".join(f"`{site}`" for site in one.sites)
         lines.append(f"| `{name}` | {sites} | {one.tested} | {cell(one.note)} |")
+    packed = ", ".join(f"`{name}`" for name in sorted(PACKED_PATCHES))
+    lines += ["", f"Towers that pack patches of any grid, ahead of which `pixelprune` drops units: {packed}."]
     lines += ["", "Refused, with an error that says why:", "", "| model type | because |", "|---|---|"]
     lines += [f"| `{name}` | {cell(reason)} |" for name, reason in sorted(REFUSED.items())]
     return "\n".join(lines)

@@ -18,7 +18,7 @@ FIGURE = Path(__file__).parent.parent / "docs/images/sites.svg"
 # Of each site: what changes there, in three lines.
 CHANGES = {
     Site.PRE_ENCODER: ("the image itself:", "fewer pixels,", "fewer views"),
-    Site.IN_ENCODER: ("tokens merge", "between blocks of", "the vision tower"),
+    Site.IN_ENCODER: ("tower tokens merge", "between blocks, or", "leave before them"),
     Site.PRE_LLM: ("visual tokens", "at the entry of", "the decoder"),
     Site.ATTENTION: ("who attends to", "whom in prefill;", "none is removed"),
     Site.IN_LLM: ("hidden states", "before a decoder", "layer K"),

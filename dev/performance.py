@@ -94,6 +94,27 @@ def _mixed(header: dict[str, Any], records: list[dict[str, Any]], device: str) -
     return "\n".join([*lines, "", source("mixed_batches", device)])
 
 
+def farthest() -> str:
+    return _parts("farthest", _farthest)
+
+
+def _farthest(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
+    lines = [
+        f"{where(header)}; width {header['width']}, one token of 9 stays, medians of {header['rounds']} rounds in turn, "
+        "CPU time.",
+        "",
+        "| features | tokens | one product of all and the picks, ms | choosing, ms | in products | one by one, in products |",
+        "|---" * 6 + "|",
+    ]
+    for one in records:
+        slow = one.get("one_by_one_products")
+        lines.append(
+            f"| {one['kind']} | {one['tokens']} | {one['product_cpu_ms']['p50']:.0f} | {one['blocks_cpu_ms']['p50']:.0f} "
+            f"| {one['blocks_products']['p50']:.1f} | {'' if slow is None else format(slow['p50'], '.1f')} |"
+        )
+    return "\n".join([*lines, "", source("farthest", device)])
+
+
 def scaling() -> str:
     return _parts("scaling", _scaling)
 

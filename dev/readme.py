@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "dev"))
 import front_page  # noqa: E402
+import kernel_page  # noqa: E402
 import performance  # noqa: E402
 
 BENCH = ROOT / "benchmarks/results/bench.jsonl"
@@ -25,6 +26,7 @@ ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
 SERVING = ROOT / "benchmarks/results/serving.jsonl"
 VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
+DOCUMENTS = ROOT / "benchmarks/results/documents.jsonl"
 RANKS = ROOT / "benchmarks/results/rank_agreement.jsonl"
 
 
@@ -182,6 +184,50 @@ def video() -> str:
     return "\n\n".join([setting, "\n".join(lines), f"By `python benchmarks/pevlm.py`; raw data: {link(VIDEO, '../')}."])
 
 
+def documents() -> str:
+    """The table of methods at equal tokens on drawn documents, from its raw file."""
+    from tokenprune.bench.drawn_documents import DOCUMENT_KINDS, LAYOUTS, TEXT_KINDS
+    from tokenprune.bench.significance import better_p, wilson
+
+    header, *records = (json.loads(line) for line in DOCUMENTS.read_text().splitlines())
+    results = [one for one in records if one["record"] == "result"]
+    by_place = {(one["method"], one["level"]): one["right"] for one in results}
+    kinds, layouts = header["kinds"], header["layouts"]
+
+    def share(right: str, where: list[bool]) -> str:
+        chosen = [answer == "1" for answer, here in zip(right, where, strict=True) if here]
+        return f"{100 * statistics.fmean(chosen):.0f}"
+
+    groups = [[one in TEXT_KINDS for one in kinds], *([one == kind for one in kinds] for kind in DOCUMENT_KINDS)]
+    groups += [[one == layout for one in layouts] for layout in LAYOUTS]
+    titles = ["text", *(f"`{kind}`" for kind in DOCUMENT_KINDS), *(f"{layout}s" for layout in LAYOUTS)]
+    parts = []
+    for level, said in (("all", "exact repetitions dropped"), ("half", "half as many tokens")):
+        about = ("tokens in the tower", "in the decoder", "right, %", "95 %", *titles, "`pixelprune` better, p")
+        lines = [f"| {' | '.join((said, *about))} |"]
+        lines.append("|---" * (6 + len(titles)) + "|")
+        rows = [one for one in results if one["level"] == level or one["method"] == "unpatched"]
+        for one in sorted(rows, key=lambda one: (one["method"] != "unpatched", -one["right"].count("1"))):
+            right, ours = one["right"], by_place.get(("pixelprune", level))
+            low, high = wilson(right.count("1"), len(right))
+            p = "" if one["method"] in ("pixelprune", "unpatched") or ours is None else f"{better_p(ours, right):.2g}"
+            cells = [share(right, where) for where in groups]
+            lines.append(
+                f"| `{one['method']}` | {one['tokens']['tower']:.0f} | {one['tokens']['decoder']:.0f} "
+                f"| {100 * right.count('1') / len(right):.1f} | {100 * low:.0f}–{100 * high:.0f} "
+                f"| {' | '.join(cells)} | {p} |"
+            )
+        parts.append("\n".join(lines))
+    setting = (
+        f"{header['model']}, {header['questions']} questions about {header['documents']} drawn documents of "
+        f"288 to 448 pixels a side ([how they are drawn](../video-bench.md#documents)), one word an answer; it was not "
+        "trained on documents, nor with tokens dropped. Every other method keeps of each image as many tokens as "
+        "`pixelprune`; `tower` and `decoder` are averages over images and layers. p: McNemar's exact test, one-sided."
+    )
+    source = f"By `python benchmarks/documents.py`; raw data: {link(DOCUMENTS, '../../')}."
+    return "\n\n".join([setting, *parts, source])
+
+
 def _measured(what: str, value: float) -> str:
     scale = {"millions": 1e-6, "ms": 1e3, "MiB": 2**-20}[what.rsplit(maxsplit=1)[-1]]
     return f"{value * scale:.1f}"
@@ -225,11 +271,18 @@ PAGES = {
         "methods": front_page.methods,
     },
     "docs/serving.md": {"serving": serving},
+    "docs/methods/pixelprune.md": {"documents": documents},
     "docs/performance.md": {
         "efficiency": performance.efficiency,
         "mixed": performance.mixed,
         "scaling": performance.scaling,
+        "farthest": performance.farthest,
         "ttft": performance.ttft,
+    },
+    "docs/kernels.md": {
+        "compiled": kernel_page.compiled,
+        "costs": kernel_page.costs,
+        "checked": kernel_page.checked,
     },
     "docs/benchmark.md": {
         "summary": summary,

@@ -37,9 +37,11 @@ _HOMES = {
     "tokenprune.calibration.run": ("calibrate",),
     "tokenprune.methods.encoder.thresholds": ("Thresholds",),
     "tokenprune.tokens": ("TokenSource", "VisualTokens"),
+    "tokenprune.units": ("UnitDropper",),
     "tokenprune.video": ("VideoPruner", "Videos"),
     "tokenprune.token_counts": ("count_visual_tokens",),
     "tokenprune.calibration.rate_fitting": ("fit_dyrate",),
+    "tokenprune.calibration.attention_fitting": ("fit_d2pruner", "fit_fitprune"),
     "tokenprune.config": ("Config", "read_config", "write_config"),
     "tokenprune.errors": (
         "TokenPruneError",
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from tokenprune.api import is_patched, method, patch, patched, stats, unpatch
     from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Selection, Site
     from tokenprune.budget import Budget
+    from tokenprune.calibration.attention_fitting import fit_d2pruner, fit_fitprune
     from tokenprune.calibration.rate_fitting import fit_dyrate
     from tokenprune.calibration.run import calibrate
     from tokenprune.config import Config, read_config, write_config
@@ -78,6 +81,7 @@ if TYPE_CHECKING:
     from tokenprune.token_counts import count_visual_tokens
     from tokenprune.tokens import TokenSource, VisualTokens
     from tokenprune.two_pass import Escalation, escalate
+    from tokenprune.units import UnitDropper
     from tokenprune.video import VideoPruner, Videos
 
 

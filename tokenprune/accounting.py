@@ -86,6 +86,16 @@ class DecoderShape:
         return 2 * bytes_per_number * sum(tokens * width for tokens, width in widths)
 
     @property
+    def weights(self) -> int:
+        """Numbers in the matrices of all layers; norms, embeddings and the output head are left out."""
+        total = 0
+        for layer in range(self.layers):
+            query = _at(self.heads, layer) * _at(self.head_dim, layer)
+            kv = _at(self.kv_heads, layer) * _at(self.head_dim, layer) * _at(self.kv_projections, layer)
+            total += self.hidden * (2 * query + kv + self.mlp_matrices * _at(self.intermediate, layer))
+        return total
+
+    @property
     def kv_widths(self) -> list[int]:
         """How many numbers a token's key has in each layer, over all heads; its value has as many."""
         return [_at(self.kv_heads, layer) * _at(self.head_dim, layer) for layer in range(self.layers)]

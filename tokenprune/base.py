@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.kernels.take import top_mask
@@ -85,6 +85,8 @@ class Method(ReprIsCall):
     by_content_count: whether what it sees decides how many tokens stay, up to all: it is then asked even where its
                   budget is all tokens, as a stage that only looks and remembers. `keep=1.0` asks no stage.
     least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
+    reconstruction: whether it is written from other sources than its authors' full text or code, so that parts of it
+                  are guesses; its docstring says which.
     """
 
     name: ClassVar[str] = ""
@@ -96,6 +98,7 @@ class Method(ReprIsCall):
     query_free: ClassVar[Mapping[str, Any]] = {}
     by_content_count: ClassVar[bool] = False
     least: ClassVar[int] = 1
+    reconstruction: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # There was one base class once. A class that derives from it, and defines what belongs to a site, goes on
@@ -129,6 +132,9 @@ class Method(ReprIsCall):
         """Return the methods, each acting at one place, that this one consists of in a decoder of `layers`, with their
         budgets; most methods are one stage, themselves."""
         return [(self, budget)]
+
+    def check_model(self, decoder: nn.Module) -> None:
+        """Raise OptionError if the method was fitted to another decoder than this one."""
 
     def budget(self, count: int, keep: int) -> int:
         """Return how many of `count` tokens to keep when the user asked for `keep`; most methods keep exactly that."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenprune.base import Pruner
 from tokenprune.options import check_options
@@ -73,9 +73,6 @@ class DecodeMethod(Pruner):
     def decides(self, step: int) -> bool:
         """Whether `next_rate` is to be asked at decode step 1, 2, ...; if not, the last rate stays."""
         return True
-
-    def check_model(self, decoder: nn.Module) -> None:
-        """Raise OptionError if the method was fitted to another decoder than this one."""
 
     def fewest(self, visual: int) -> int:
         """Return how many of a row's `visual` tokens stay whatever the rate."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -23,9 +23,11 @@ Matcher = Callable[[Tensor, list[int] | None], Merge | None]
 class Tower:
     """What is known of a vision tower before it runs.
 
-    tokens: that enter an image's first block, `protected` (class, register) ones included; these come first. blocks:
-    how many there are; read: how many of them, from the first, reach anyone with their output. module: what the
-    fingerprint is taken of.
+    tokens: that enter an image's first block, `protected` (class, register) ones included; these come first. Where
+    several patches become one visual token and merge as one, such a unit is a token here, and a class token beside it
+    is left out. blocks: how many there are; read: how many of them, from the first, reach anyone with their output.
+    module: what the fingerprint is taken of. unit: patches in a unit of a tower whose patches stand on a grid. wanted:
+    patches to be left, where a budget was shared out over the tiles of an image; None: what the budget says.
     """
 
     tokens: int
@@ -33,6 +35,8 @@ class Tower:
     blocks: int
     read: int
     module: nn.Module | None = None
+    unit: int = 1
+    wanted: int | None = None
 
     @property
     def patches(self) -> int:
@@ -41,10 +45,20 @@ class Tower:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Tells this tower, with its weights, from others."""
-        return Fingerprint.of(self.module, read=self.read, protected=self.protected)
+        facts = {"unit": self.unit} if self.unit > 1 else {}
+        return Fingerprint.of(self.module, read=self.read, protected=self.protected, **facts)
+
+    def of(self, tokens: int, wanted: int | None = None) -> Tower:
+        """Return the same tower for images of which `tokens` enter."""
+        other = replace(self, tokens=tokens, wanted=wanted)
+        if "fingerprint" in self.__dict__:  # it takes a look at all weights
+            other.__dict__["fingerprint"] = self.fingerprint
+        return other
 
     def left(self, budget: Budget) -> int:
         """Return how many patches `budget` leaves of an image."""
+        if self.wanted is not None:
+            return self.wanted
         return budget.resolve([self.patches], layer=0, shape=None, text_tokens=0)[0]
 
 

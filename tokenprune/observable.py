@@ -34,6 +34,7 @@ class Where(enum.StrEnum):
     NEXT_LAYER = "NEXT_LAYER"  # the attention of the layer behind the cut, if nothing was cut
     INPUT_BEFORE = "INPUT_BEFORE"  # what the decoder layer before the cut is called with
     UNROTATED = "UNROTATED"  # the attention of the layer before the cut, if it did not rotate
+    MODULES_BEFORE = "MODULES_BEFORE"  # what attention and MLP of the layer before the cut make of what they get
     TOWER_BLOCK = "TOWER_BLOCK"  # the attention of a block of the vision tower
     TOWER = "TOWER"  # the vision tower as a whole
     FRAMES = "FRAMES"  # which frame of a video tokens are of
@@ -49,13 +50,14 @@ class Backend(enum.StrEnum):
 
 class SeenAttention(Protocol):
     """Queries and keys of one attention call, after rotary embedding: `[B, H, Q, Dh]` and `[B, Hkv, K, Dh]`, of which
-    the last Q keys belong to the queries.
+    the last Q keys belong to the queries; and values, `[B, Hkv, K, Dv]`, if they were read.
 
     starts: where packed sequences begin and end, if several share one axis.
     """
 
     query: Tensor
     key: Tensor
+    value: Tensor | None
     starts: Tensor | None
 
     def keys(self, queries: int) -> Tensor:

@@ -19,6 +19,7 @@ from tokenprune.decode import DecodeMethod
 from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
 from tokenprune.observable_registry import available_observables, need_of
+from tokenprune.units import UnitDropper
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ ENTRY_POINT_GROUP = "tokenprune.methods"
 # What a method of each site derives from.
 BASES: dict[Site, tuple[type[Method], ...]] = {
     Site.PRE_ENCODER: (ResizeMethod, ImageChooser),
-    Site.IN_ENCODER: (EncoderMethod,),
+    Site.IN_ENCODER: (EncoderMethod, UnitDropper),
     Site.PRE_LLM: (Pruner,),
     Site.ATTENTION: (AttentionPattern,),
     Site.IN_LLM: (Pruner,),
@@ -54,6 +55,12 @@ class MethodInfo:
     merges: bool
     options: dict[str, Any]
     cls: type[Method]
+    reconstruction: bool = False
+
+    @property
+    def source(self) -> str:
+        """The paper, and whether the method is a reconstruction of what it says."""
+        return f"{self.paper}; reconstruction" if self.reconstruction else self.paper
 
 
 def register(
@@ -63,6 +70,7 @@ def register(
     paper: str = "none",
     needs: Iterable[str] | None = None,
     merges: bool = False,
+    reconstruction: bool = False,
 ) -> Callable[[M], M]:
     """Register a frozen dataclass derived from the base class of its site (`Pruner` and others) under `name`.
 
@@ -70,6 +78,7 @@ def register(
     needs: names of the observables that it reads, such as "keys" (`available_observables()`). None: what its class
     says itself, by a property `needs` where they depend on the options; else nothing.
     merges: whether kept tokens absorb others.
+    reconstruction: whether parts of it are guesses, since neither the authors' full text nor their code was to be had.
     Raises RegistrationError for a taken name, a class that is no frozen dataclass or has not the base of its site, an
     unknown need, needs that are said twice, or a missing docstring.
     """
@@ -82,6 +91,7 @@ def register(
         if Pruner in BASES[Site(site)]:
             cls.derive_from(Pruner)
         cls.name, cls.site, cls.paper, cls.merges = name, Site(site), paper, merges
+        cls.reconstruction = reconstruction
         if needs is not None:
             cls.needs = needs
         _METHODS[name] = cls
@@ -167,6 +177,7 @@ def method_info(name: str) -> MethodInfo:
         merges=cls.merges,
         options={f.name: getattr(default, f.name) for f in dataclasses.fields(cls)},
         cls=cls,
+        reconstruction=cls.reconstruction,
     )
 
 

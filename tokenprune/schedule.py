@@ -60,6 +60,31 @@ def profile(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budg
     return [Cut(layer, stage) for (layer, _), stage in zip(placed, stages, strict=True)]
 
 
+def place(depths: Sequence[float], layers: int, budget: Budget) -> list[int]:
+    """Return the decoder layers at which a method that cuts several times inside the decoder does so, for `profile`.
+
+    depths: for each cut the share of the layers that come before it, rising. layers: of the decoder. Cuts are at
+    layer 1 or behind it, each at a layer of its own, however few there are. Where the layers before the first cut alone
+    would spend more than three quarters of the share that `budget` asks for, all depths shrink in proportion, until
+    they spend half of it. A number of tokens says no share before an image is seen, and moves nothing.
+
+    Raises OptionError for a decoder that has fewer layers than that takes.
+    """
+    if layers <= len(depths):
+        raise OptionError(
+            f"a decoder of {layers} layers is too shallow for {len(depths)} cuts, each at a layer of its own behind "
+            "the first: use a method that cuts once, such as fastv"
+        )
+    share = next((one for one in (budget.keep, budget.kv_share, budget.flops_share) if one is not None), None)
+    known = share is not None and not isinstance(share, numbers.Integral)
+    shrink = share / 2 / depths[0] if known and depths[0] > share * 3 / 4 else 1.0
+    placed: list[int] = []
+    for number, depth in enumerate(depths):
+        least, most = (placed[-1] if placed else 0) + 1, layers - len(depths) + number
+        placed.append(min(most, max(least, round(depth * shrink * layers))))
+    return placed
+
+
 def _layer_at(depth: float | int, layers: int) -> int:
     layer = int(depth) if isinstance(depth, numbers.Integral) else round(depth * layers)
     if not 0 <= layer < layers:

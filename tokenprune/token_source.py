@@ -114,6 +114,12 @@ class TokenSource:
         """What the attention of the layer before the cut would see without rotary embedding."""
         raise _refused("queries and keys before rotary embedding")
 
+    @property
+    def transitions(self) -> Tensor:
+        """What attention and MLP of the layer before the cut make of each slot, float32 `[B, W, 2, 2]`: how much longer
+        it gets, and the cosine to what it was."""
+        raise _refused("what the modules of the layer before the cut make of their inputs")
+
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
         """Return `[S, N, D]`, what entered the decoder of the tokens at `position`, long `[S, N]`."""
         raise _refused("what entered the decoder")

@@ -26,6 +26,7 @@ SHAPE = DecoderShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_he
 LEFT_OUT = {
     "pevlm": "removes no tokens, and acts on video alone",
     "view_select": "chooses between the images of a prompt; here every prompt has one",
+    "pixelprune": "acts on towers that pack patches of any grid, and LLaVA-1.5 has a fixed one",
     "dynres": "gives each image a number by its content: what 192 on average takes is not known before the run",
 }
 LEFT_OUT |= {

@@ -141,7 +141,7 @@ def test_a_model_of_this_shape_sees_what_the_settings_say(papers: Any) -> None:
             model(**inputs, use_cache=True)
             assert tokenprune.stats(model).visual_tokens_average == pytest.approx(one.average), one.name
         seen.add(one.name)
-    assert {"fastv-64", "dart-64", "dart-64-cut", "divprune-64", "random-64", "vscan-64"} <= seen
+    assert len(seen) >= 10
 
 
 def arguments_of(command: list[str]) -> dict[str, Any]:

@@ -103,3 +103,70 @@ def test_ttft(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
     assert "Qwen2.5-VL-7B, 16k video | random | 0.25" in script("performance").ttft()
     assert script("plots").ttft(header, records).startswith(b"\x89PNG")
+
+
+def test_peers(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, path = script("peers"), tmp_path / "cpu/peers.jsonl"
+    given = ["--keeps", "64", "--methods", "divprune,fastv", "--rounds", "1", "--threads", "1"]
+    run(module, path, monkeypatch, *given)
+    header, records = script("common").read(path)
+    by_name = {one["method"]: one for one in records}
+    assert set(by_name) == {"unpatched", "divprune", "fastv"} and header["rounds"] == 1
+    # 64 tokens of text, and of the image 576 or 64: of four layers, two before fastv's cut.
+    assert by_name["divprune"]["kv"] / by_name["unpatched"]["kv"] == 128 / 640
+    assert by_name["fastv"]["kv"] / by_name["unpatched"]["kv"] == (640 + 128) / (2 * 640)
+    assert by_name["unpatched"]["kv"] < by_name["divprune"]["peak"] + by_name["unpatched"]["kv"] * 0.8
+    assert by_name["divprune"]["peak"] < by_name["unpatched"]["peak"]
+    text = module.page(path)
+    assert "| `fastv` | 64 | x" in text and text.count("| FastV |") == 3 and "x4.06" in text
+    assert module.page(module.results_path(CPU, "peers")) in module.PAGE.read_text()
+    for one in module.published():
+        assert one["ratio"] > 1 and one["source"] and ("before" in one) != ("ratio" in one and "before" not in one)
+    eadp = next(one for one in module.published() if one["source"].startswith("EADP") and one["method"] == "divprune")
+    assert eadp["ratio"] == pytest.approx(207 / 93)
+
+
+def test_live_bytes_are_those_of_tensors(script) -> None:
+    peers = script("peers")
+    kept = torch.zeros(1000)
+    with torch.inference_mode(), peers.Live() as peak:
+        one = kept + 1  # 4000 bytes
+        two = one.view(10, 100) * 2  # 8000: a view holds no more
+        del one
+        three = two.double()  # 4000 + 8000
+        del two, three
+        kept.add_(1)
+    assert peak.bytes == 12000
+
+
+def test_stacks_are_put_beside_the_best_method(script, tmp_path: Path) -> None:
+    """On made-up answers; where the time goes is that of a made-up profile."""
+    from tests.tuning.test_stacks import SINGLES, World, candidates
+    from tokenprune.tuning import Promise, Tuner
+
+    stacks = script("stacks")
+    world = World(900, candidates(SINGLES))
+    tuner = Tuner(world, list(world.costs), Promise(0.03), stacks=9, objective="flops")
+    tuner.search_only()
+    found = {group: stacks.best_of(group, tuner, 0.01, 6) for group in stacks.GROUPS}
+    names = {group: str(one[0].candidate) for group, one in found.items()}
+    assert names["downsample"] == "downsample 0.5" and names["single"] in ("divprune 0.5", "fastv 0.5")
+    assert names["stack"].startswith("downsample+divprune")
+    assert all(drop <= 0.01 < below for _, drop, below in found.values())
+    assert all(len(world.answered(one.candidate)) == 900 for one, _, _ in found.values())
+    # Where all lose too much, the one that loses least.
+    assert stacks.best_of("single", tuner, 0.0, 6)[1] >= 0
+    made = {"unpatched": 0.9, "questions": 900, "source": "drawn", "repeats": 1, "max_drop": 0.01, "weights": "w"}
+    side = {"stages_ms": {stage: {"p50": 10.0} for stage in stacks.STAGES}}
+    line = {"group": "stack", "name": "a + b", "drop": 0.005, "drop_below": 0.02, "speedup": 3.1, "work": 0.25}
+    lines = [script("common").header(CPU) | made, {"trial": {}}, line | {"before": side, "after": side}]
+    script("common").write(tmp_path / "s.jsonl", lines)
+    table = stacks.table(tmp_path / "s.jsonl")
+    (row,) = table.rows
+    assert [cell.text for cell in row][:7] == ["stack", "a + b", "0.50", "2.0", "x3.10", "x4.00", "10 → 10"]
+    assert "the unpatched model gets 90.0 % right" in table.notes[0] and "1 point." in table.notes[0]
+
+
+def test_questions_about_large_images_are_784_tokens(script) -> None:
+    asked = script("stacks").questions(0, 0)
+    assert len(asked) == 180 and {one.image.size for one in asked} == {(448, 448)}

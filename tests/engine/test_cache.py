@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import tokenprune
 from oracle import close, generate_logits, reduced
@@ -198,30 +198,3 @@ def test_an_emptied_cache_is_an_ordinary_one(build) -> None:
         assert torch.equal(steps(model, inputs, cache, words(2, 2)), want)
     with tokenprune.patched(model, "fastv", keep=1.0):
         assert type(prefill(model, inputs)[0]) is DynamicCache
-
-
-@pytest.mark.parametrize("method", METHODS, ids=IDS)
-def test_caches_of_fixed_size(method: Any, build) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), family.make_inputs()
-    static = StaticCache(config=model.config.get_text_config(), max_cache_len=200)
-    with torch.no_grad(), tokenprune.patched(model, method, keep=0.4):
-        with pytest.raises(UnsupportedSetupError, match="static"):
-            model(**inputs, past_key_values=static)
-        # Neither the cache nor the model is spoilt.
-        want = model(**inputs).logits
-        assert torch.equal(model(**inputs).logits, want)
-    with torch.no_grad(), tokenprune.patched(model, method, keep=1.0):
-        assert model(**inputs, past_key_values=static).logits.shape == want.shape
-
-
-@pytest.mark.parametrize("method", METHODS, ids=IDS)
-def test_generate_with_a_static_cache(method: Any) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = family.build(), family.make_inputs()  # its own model: generate leaves the static cache on it
-    before = model.generate(**inputs, max_new_tokens=3, cache_implementation="static")
-    with tokenprune.patched(model, method, keep=0.4):
-        with pytest.raises(UnsupportedSetupError, match="static"):
-            model.generate(**inputs, max_new_tokens=3, cache_implementation="static")
-        model.generate(**inputs, max_new_tokens=3)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=3, cache_implementation="static"), before)

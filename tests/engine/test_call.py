@@ -19,6 +19,7 @@ from tokenprune import Budget
 from tokenprune.accounting import DecoderShape
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
+from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.forward import context as call_module
 from tokenprune.integrations.hf.forward.context import Call, FeatureStates, OnHost
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
@@ -136,10 +137,10 @@ def test_what_is_made_for_one_layer_serves_the_group():
     assert group.gathered(positions, -1) is group.gathered(positions, -1)
     assert start.gathered(positions, -1) is positions
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
-    made = group.attention_mask(mask, 2, "sdpa", torch.float32)
+    made = group.attention_mask(mask, KeySpan(-2, None, 2), "sdpa", torch.float32)
     assert made.tolist() == [[[[True, False], [True, True]]]]
-    assert group.attention_mask(mask, 2, "sdpa", torch.float32) is made
-    assert start.attention_mask(mask, 3, "sdpa", torch.float32) is mask
+    assert group.attention_mask(mask, KeySpan(-2, None, 2), "sdpa", torch.float32) is made
+    assert start.attention_mask(mask, KeySpan(-3, None, 3), "sdpa", torch.float32) is mask
 
 
 # -- plans

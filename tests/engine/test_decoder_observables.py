@@ -79,6 +79,14 @@ def inside(family: Family, model: Any, inputs: Any) -> SimpleNamespace:
         )
         for index, layer in enumerate(decoder.layers)
     ]
+    made: dict[str, tuple] = {}
+    for name in ("self_attn", "mlp"):
+        handles.append(
+            getattr(decoder.layers[LAYER - 1], name).register_forward_hook(
+                lambda module, args, kwargs, output, name=name: made.update({name: (args, kwargs, output)}),
+                with_kwargs=True,
+            )
+        )
     out = model(**inputs, output_attentions=True, use_cache=True)
     for handle in handles:
         handle.remove()
@@ -91,11 +99,19 @@ def inside(family: Family, model: Any, inputs: Any) -> SimpleNamespace:
     normed = layer.input_layernorm(inputs_of[LAYER - 1])
     more = {name: value for name, value in kwargs.items() if name not in ("past_key_values", "position_embeddings")}
     _, unrotated = layer.self_attn(normed, position_embeddings=still, past_key_values=None, **more)
+    transitions = []
+    for args, kwargs, output in made.values():
+        given = args[0] if args else kwargs["hidden_states"]
+        output = (output[0] if isinstance(output, tuple) else output).view_as(given)
+        cosine = torch.cosine_similarity(given, output, dim=-1)
+        transitions.append(torch.stack([output.norm(dim=-1) / given.norm(dim=-1), cosine], -1))
     cache = out.past_key_values.layers
     return SimpleNamespace(
         attention=out.attentions, inputs=inputs_of, rotation=rotation, unrotated=unrotated,
         keys=[one.keys.transpose(1, 2).flatten(2) for one in cache],
         values=[one.values.transpose(1, 2).flatten(2) for one in cache],
+        transitions=torch.stack(transitions, 2),
+        value_heads=cache[LAYER - 1].values.transpose(1, 2), key_heads=cache[LAYER - 1].keys.transpose(1, 2),
     )  # fmt: skip
 
 
@@ -116,6 +132,7 @@ def check(saw: Any, family: Family, model: Any, inputs: Any, want: Any) -> None:
         before, after, here = want.attention[LAYER - 1][row], want.attention[LAYER][row], saw.mask[s]
         for name, (mine, theirs) in {
             "keys": (saw.keys, want.keys[LAYER - 1]), "values": (saw.values, want.values[LAYER - 1]),
+            "value_heads": (saw.value_heads, want.value_heads), "key_heads": (saw.key_heads, want.key_heads),
             "embeddings": (saw.embeddings, want.inputs[0]),
             "previous_hidden": (saw.previous_hidden, want.inputs[LAYER - 1]),
             "hidden": (None, want.inputs[LAYER]),
@@ -127,6 +144,12 @@ def check(saw: Any, family: Family, model: Any, inputs: Any, want: Any) -> None:
             angles = theirs.expand(len(real), -1, -1)[row]
             close(mine[s, :count], angles[own])
             close(of_text[s, here], angles[behind])
+        values = want.value_heads[row].repeat_interleave(before.shape[0] // want.value_heads.shape[2], 1)
+        close(saw.last_row_output[s], torch.einsum("hk,khd->hd", before[:, last[row]], values))
+        close(saw.transitions[s, :count], want.transitions[row, own])
+        close(saw.head_maxima[s, 0, :count], before[:, own][..., own].amax(0).mean(0))
+        close(saw.head_maxima[s, 1, :count], before[:, behind][..., own].amax(0).mean(0))
+        assert not saw.head_maxima[s, :, count:].any()
         close(saw.last_row_attention[s, :, :count], before[:, last[row], own])
         close(saw.next_row_attention[s, :, :count], after[:, last[row], own])
         close(saw.unrotated_last_row[s, :, :count], want.unrotated[row][:, last[row], own])

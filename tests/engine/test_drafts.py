@@ -29,9 +29,9 @@ NAMES = ["llava", "qwen2_5_vl", "gemma3"]
 ACTING = [name for name in METHODS if tokenprune.method_info(name).site is not Site.PRE_ENCODER]
 # What cannot act: averages of a grid of patches behind the tower, grids that are not known, families without video.
 REFUSED = {
-    "llava": ["pevlm", *VIDEO_METHODS],
-    "gemma3": ["dymu", "pevlm", "tome", *VIDEO_METHODS],
-    "gemma4": ["tome", "vscan"],
+    "llava": ["pevlm", "pixelprune", *VIDEO_METHODS],
+    "gemma3": ["dymu", "pevlm", "pixelprune", "tome", *VIDEO_METHODS],
+    "gemma4": ["pixelprune", "tome", "vscan"],
     "exaone4_5": ["tome", "vscan"],
 }
 SLIDING = {name: {**FAMILIES, **SPECIAL}[name] for name in ("gemma3", "gemma4", "exaone4_5")}
@@ -58,7 +58,7 @@ def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
 
 def skip_refused(name: str, method: Any) -> None:
     if method in REFUSED.get(name, ()):
-        tests = "test_encoder_models.py, test_pevlm_composed.py, test_frames.py"
+        tests = "test_encoder_models.py, test_pevlm_composed.py, test_frames.py, test_families.py"
         pytest.skip(f"{name} takes no {method}, and says so ({tests})")
 
 

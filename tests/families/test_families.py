@@ -17,17 +17,24 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import tokenprune
-from basics import pieces, snapshot
+from basics import MODEL_METHODS, pieces, snapshot
 from families import FAMILIES, REFUSED, STATEFUL
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.hf.families import table as families
 from tokenprune.integrations.shared import patch_grid as patches
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
 from zoo import Family
 
 # A score method, a merge method, one inside the decoder, and one that goes on while decoding.
 METHODS: dict[str, dict[str, int]] = {"divprune": {}, "pool": {}, "dart": {}, "dyrate": {"layer": 2}}
+READ_THE_TOWER = [
+    name
+    for name in MODEL_METHODS
+    if observables_of(tokenprune.method_info(name).needs, Where.TOWER, Where.TOWER_BLOCK)
+]
 STEPS = 2
 VIDEOS = {"images": (0, 0), "video": (True, 5)}
 
@@ -110,7 +117,8 @@ def check_survivors(cuts: list[Any], inputs: Any, family: Family, model: Any) ->
 def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> None:
     """Methods inside the tower refuse what the table does not name; those that read it, where patches are not known."""
     refused = [] if "IN_ENCODER" in families.SUPPORTED[family.kind].sites else ["tome", "dymu"]
-    refused += [] if family.kind in patches.PATCH_LAYOUTS else ["vscan"]
+    refused += [] if family.kind in patches.PATCH_LAYOUTS else READ_THE_TOWER
+    refused += [] if family.kind in families.PACKED_PATCHES else ["pixelprune"]
     for method in refused:
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, method, keep=0.3)

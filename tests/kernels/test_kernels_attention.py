@@ -238,6 +238,17 @@ def test_kernels_in_half_precision(dtype: torch.dtype, kind: str, kernel_device:
     close(got, attention_column_means.reference(query, key, None, mask, **options))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_on_heads_wider_than_a_part_of_them(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """Products go over the width in parts, the last of which hangs over; no power of two, as in SigLIP's towers."""
+    query, key, mask, options = make((1, 6, 2, 9, 21, 72), dtype, "bool")
+    index = torch.tensor([[8, 4]])
+    got = attention_rows.triton(*on(kernel_device, (query, key, index, mask)), block_keys=16, **options)
+    close(got, attention_rows.reference(query, key, index, mask, **options), atol=5e-6)
+    got = attention_column_means.triton(*on(kernel_device, (query, key, None, mask)), block=(16, 16), **options)
+    close(got, attention_column_means.reference(query, key, None, mask, **options), atol=5e-6)
+
+
 def test_kernels_with_softcap(kernel_device: torch.device) -> None:
     query, key, mask, options = make((1, 2, 1, 9, 21, 12), kind="bias")
     options["softcap"] = 1.5

@@ -83,8 +83,10 @@ def test_best_match_is_the_first_of_the_most_similar(monkeypatch: pytest.MonkeyP
     x, y = corners(2, 13, 16), corners(2, 9, 16, seed=1)
     x[0, 2] = 0
     allowed, group_a, group_b = real([9, 6], 9), torch.arange(13).expand(2, -1) % 3, torch.arange(9).expand(2, -1) % 2
-    for at_once in (1, 50, 2**22):  # one row at a time, a few, all
+    # One row at a time, a few, all; the largest sought among all, and in blocks, with a rest or without.
+    for at_once, block in ((1, 64), (50, 64), (2**22, 64), (2**22, 1)):
         monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", at_once)
+        monkeypatch.setattr("tokenprune.kernels.match._BLOCK", block)
         for case in (dict(), dict(group_a=group_a, group_b=group_b)):
             best, place = best_match.reference(x, y, allowed, **case)
             for s in range(2):
@@ -94,6 +96,27 @@ def test_best_match_is_the_first_of_the_most_similar(monkeypatch: pytest.MonkeyP
                     cosine = {j: float(x[s, i] @ y[s, j]) / 16 for j in pool}
                     first = max(pool, key=lambda j: (cosine[j], -j))
                     assert (float(best[s, i]), int(place[s, i])) == (cosine[first], first)
+
+
+def test_best_match_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same whether the largest is sought among all or in blocks; with ties, bad vectors, groups of all kinds."""
+    x, y = corners(2, 30, 4), corners(2, 83, 4, seed=1)
+    allowed = torch.rand(2, 83, generator=torch.Generator().manual_seed(2)) < 0.5
+    zeros, groups = torch.zeros(2, 83, dtype=torch.long), torch.arange(83).expand(2, -1) % 3
+    bad, nothing = x.clone(), allowed.clone()
+    bad[0, 3], bad[1, 4], nothing[1] = torch.nan, torch.inf, False
+    for a in (x, bad):
+        for ok in (None, allowed, nothing):
+            for group in (None, zeros, groups):
+                case = {} if group is None else dict(group_a=group[:, :30], group_b=group)
+                found = []
+                for block in (64, 5):
+                    monkeypatch.setattr("tokenprune.kernels.match._BLOCK", block)
+                    found.append(best_match.reference(a, y, ok, **case))
+                assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+                if group is zeros:
+                    plain = best_match.reference(a, y, ok)
+                    assert all(torch.equal(*pair) for pair in zip(found[0], plain, strict=True))
 
 
 @HALVES_TOO
@@ -137,6 +160,10 @@ def test_farthest_with_a_table_and_without(bad: float | None, monkeypatch: pytes
         x[:, 7] = bad
     for budget in (torch.tensor([40, 5, 1]), torch.tensor([1, 22, 1])):
         want = farthest.reference(x, mask, budget, int(budget.max()))
+        for row in range(3):  # alone a segment takes another way
+            one = slice(row, row + 1)
+            alone = farthest.reference(x[one], mask[one], budget[one], int(budget[row]))
+            assert torch.equal(alone, want[one])
         with monkeypatch.context() as patch:
             patch.setattr(farthest_module, "fits_table", lambda features: False)
             assert torch.equal(farthest.reference(x, mask, budget, int(budget.max())), want)
@@ -164,7 +191,7 @@ def test_take_in_turn(kernel_device: torch.device, dtype: torch.dtype, s: int, p
                 want[row, best] = False
         want = mask & ~want
         assert torch.equal(take_in_turn.reference(score, mask, count, most), want)
-        got = take_in_turn.triton(*(t.to(kernel_device) for t in (score, mask, count)), most)
+        got = take_in_turn.triton(*(t.to(kernel_device) for t in (score, mask, count)), most, block=16)
         assert torch.equal(got.cpu(), want)
 
 

@@ -25,8 +25,12 @@ VIDEO_METHODS = [name for name in METHODS if observables_of(tokenprune.method_in
 MODEL_METHODS = [
     name for name in METHODS if tokenprune.method_info(name).site not in _ELSEWHERE and name not in VIDEO_METHODS
 ]
-# Methods that cut once and keep what they are asked for; the others spread their budget over several cuts.
-SINGLE_CUT = [name for name in MODEL_METHODS if len(tokenprune.method(name).stages(Budget(keep=0.3), 4)) == 1]
+# Methods that cut once and keep what they are asked for; the others spread their budget over several cuts, or layers.
+SINGLE_CUT = [
+    name
+    for name in MODEL_METHODS
+    if len(tokenprune.method(name).stages(Budget(keep=0.3), 4)) == 1 and tokenprune.method(name).least
+]
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

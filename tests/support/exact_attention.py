@@ -87,7 +87,8 @@ def _attend(
     scores = rotary_scores(q_merged, k_merged, cos, sin, slot)
     scores = torch.cat([q @ k[:, :, :past].transpose(2, 3), scores], dim=-1) * scaling
     if attention_mask is None:
-        attention_mask = causal_mask(torch.ones_like(key[:, 0, :, 0], dtype=torch.bool), length, "sdpa", query.dtype)
+        places = torch.arange(key.shape[2], device=key.device).expand(len(key), -1)
+        attention_mask = causal_mask(places[:, -length:], places, "sdpa", query.dtype)
     attention_mask = attention_mask[..., : past + length]
     if attention_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)

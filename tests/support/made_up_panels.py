@@ -29,16 +29,21 @@ class Fake:
         self.times: dict[Candidate, float] = {}  # ratios of time; default: those of FLOPs
         self.timed: list[Candidate] = []
         self.spread = 0.1
+        self.predicted: dict[Candidate, dict[str, float]] = {}
 
-    def ask(self, candidate: Candidate | None, chunk: Sequence[int], told: Callable[[int], None]) -> None:
+    def ask(
+        self, candidate: Candidate | None, chunk: Sequence[int], told: Callable[[int], None] = lambda size: None
+    ) -> None:
         if candidate in self.broken:
             raise self.broken[candidate]
         self.asked += [(candidate, number) for number in chunk]
         told(len(chunk))
 
+    def answered(self, candidate: Candidate | None) -> set[int]:
+        return {number for one, number in self.asked if one == candidate}
+
     def scores(self, candidate: Candidate | None, numbers: Sequence[int]) -> np.ndarray:
-        asked = {number for one, number in self.asked if one == candidate}
-        assert set(numbers) <= asked, "looks at answers that were not given"
+        assert set(numbers) <= self.answered(candidate), "looks at answers that were not given"
         return self.answers[candidate][list(numbers)]
 
     def knows(self, candidate: Candidate | None, chunk: Sequence[int]) -> bool:
@@ -52,11 +57,15 @@ class Fake:
             "visual_tokens_in": 100 * asked, "kv_bytes": (1.05 - ratio) * 2048 * asked, "kv_bytes_full": 2048 * asked,
         }  # fmt: skip
 
-    def time(self, candidate: Candidate, number: int, repeats: int) -> dict[str, Any]:
+    def predict(self, candidate: Candidate) -> dict[str, float]:
+        return self.predicted.get(candidate, {})
+
+    def time(self, candidate: Candidate, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
         self.timed.append(candidate)
         ratio = self.times.get(candidate, self.costs[candidate])
         quantiles = {"p20": ratio * (1 - self.spread / 2), "p50": ratio, "p80": ratio * (1 + self.spread / 2)}
-        return {"ttft_ratio": quantiles, "ttft_ms": {"p50": 90 * ratio}, "ttft_ms_unpatched": {"p50": 100.0}}
+        told = {"ttft_ratio": quantiles, "ttft_ms": {"p50": 90 * ratio}, "ttft_ms_unpatched": {"p50": 100.0}}
+        return told | ({"batch_ratio": {name: value**2 for name, value in quantiles.items()}} if batch else {})
 
 
 def candidates(losses: dict[str, tuple[float, float]]) -> dict[Candidate, tuple[float, float]]:

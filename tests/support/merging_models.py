@@ -8,10 +8,16 @@ from typing import Any
 import torch
 
 SUPPORTED = ["llava", "llava_next", "llava_onevision"]
+UNITS = ["internvl", "smolvlm", "idefics3", "gemma3"]  # a square of patches becomes one visual token
 
 
 def tower_of(model: Any) -> Any:
-    return model.model.vision_tower
+    return getattr(model.model, "vision_tower", None) or model.model.vision_model
+
+
+def layers_of(tower: Any) -> list[Any]:
+    """The blocks, under whichever name the encoder has them."""
+    return list(tower.encoder.layer if hasattr(tower.encoder, "layer") else tower.encoder.layers)
 
 
 def blocks_of(tower: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import tokenprune
 import zoo
 from families import FAMILIES, REFUSED
+from tokenprune import Budget, Pruner
+from tokenprune.observable_registry import find_observable
 
 # `-m fast` runs one family of each kind, and on families one method of each kind.
 FAST_FAMILIES = {
@@ -64,6 +67,8 @@ SLOW = {
     "engine/test_withdrawal.py",
     "families/test_zoo.py",
     "guard/test_guard.py",
+    "kernels/test_compiled_kernels.py::test_the_cost_of_selection_is_predicted_and_measured",
+    "kernels/test_compiled_kernels.py::test_the_worst_program_of_each_kernel_compiles_within_its_budget",
     "kernels/test_kernels_attention.py",
     "kernels/test_kernels_dispatch.py::test_triton_is_not_imported_before_a_kernel_runs",
     "kernels/test_kernels_similarity.py",
@@ -103,10 +108,14 @@ def is_fast(item: pytest.Item) -> bool:
     return not slow and families <= FAST_FAMILIES.keys() and methods <= FAST_METHODS.keys()
 
 
+@cache
 def kind_of(method: str) -> tuple[Any, ...]:
-    """Return what methods of one kind have in common: where they act, whether they merge, and what they need to see."""
+    """Return what methods of one kind have in common: where they act, whether they merge, where what they need to see
+    is observed, and what they do to a call's plan: several cuts, counts by content, withdrawal."""
     info = tokenprune.method_info(method)
-    return info.site, info.merges, info.needs
+    seen = frozenset(find_observable(need).where for need in info.needs)
+    several = isinstance(info.cls(), Pruner) and len(info.cls().stages(Budget(keep=0.9), 32)) > 1
+    return info.site, info.merges, seen, several, info.cls.by_content_count, bool(info.cls.least)
 
 
 def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:

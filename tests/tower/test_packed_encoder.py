@@ -17,6 +17,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 import tokenprune
 from basics import snapshot
+from families import FAMILIES as ALL
 from oracle import close, generate_logits, reduced, survivors
 from processors import photo
 from tests.methods.test_tome import naive
@@ -142,7 +143,18 @@ def _spread(merged: Tensor, groups: list[list[int]], order: list[int]) -> Tensor
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
 def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
-    model, inputs, plan = build(family, attn), family.make_inputs(images=(2, 1)), [4, 0, 3, 2]
+    check_tower(family, build(family, attn), proportional)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_towers_of_the_same_kind_equal_the_naive_loop(name: str) -> None:
+    check_tower(ALL[name], ALL[name].build(), proportional=True)
+
+
+@torch.no_grad()
+def check_tower(family: Family, model: Any, proportional: bool) -> None:
+    inputs, depth = family.make_inputs(images=(2, 1)), len(model.model.visual.blocks)
+    plan = [4, 0, 3, 2][:depth]
     with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
         got = encode(model, inputs)["image"]
     grids, start = inputs["image_grid_thw"], 0

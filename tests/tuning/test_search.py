@@ -196,7 +196,7 @@ def test_the_objective_says_what_is_made_small() -> None:
         assert all(trial.timing for trial in found.tested)  # whatever is ranked by, time is told
         assert OBJECTIVES[objective] in tuning_table(found).notes[1]
     assert chosen == {"ttft": "0.7", "tokens": "0.5", "flops": "0.5", "kv": "0.9"}
-    with pytest.raises(OptionError, match="objective 'foo' is none of ttft, tokens, flops, kv"):
+    with pytest.raises(OptionError, match="objective 'foo' is none of ttft, throughput, tokens, flops, kv"):
         Tuner(*known("dart 0.9"), Promise(0.02), objective="foo")
 
 

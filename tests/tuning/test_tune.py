@@ -158,7 +158,8 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
         r"accuracy % \d+\.\d → \d+\.\d on 24 held-out questions \(shown: less than .* points lost\); ", numbers
     )
     assert "visual tokens 256 → 128 (50%" in numbers and re.search(r"TTFT \d.* → \d.* ms \(\d\.\d\dx", numbers)
-    assert re.search(r"KV cache 12\d\d → 6\d\d KiB \(5\d%\); prefill FLOPs 47%\.$", numbers)
+    assert re.search(r"KV cache 12\d\d → 6\d\d KiB \(5\d%\); prefill FLOPs 47%, with", numbers)
+    assert numbers.endswith("with the vision tower's 70%.")
     # Only what was tested is shown, and where it is no terminal no bar.
     assert "chosen" in result.stdout and "pevlm" not in result.stdout
     assert "1 more settings were not tested: --verbose says why." in result.stdout
@@ -168,7 +169,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
     tuned = written["tuned"]
     assert tuned["promise"] == {"max_drop": 0.4, "confidence": 0.95, "max_kind_drop": None, "target_ttft": None}
     assert tuned["questions"] == {"search": 16, "held_out": 24} and tuned["measured"]["drop_below"] <= 0.4
-    assert tuned["objective"] == "ttft" and tuned["ranked_by"] in ("ttft", "flops")
+    assert tuned["objective"] == "ttft" and tuned["ranked_by"] in ("ttft", "work")
     cost = tuned["cost"]
     assert (cost["visual_tokens"], cost["visual_tokens_unpatched"]) == (128, 256)
     assert cost["kv_bytes"] / cost["kv_bytes_unpatched"] == pytest.approx(cost["kv_ratio"]) != 1
@@ -192,7 +193,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
         (["--max-drop", "1"], "write 1%, 1pt or 0.01"),
         (["--methods", "pol"], "did you mean 'pool'"),
         (["--target-ttft", "fast"], 'write "0.5x"'),
-        (["--objective", "foo"], "objective 'foo' is none of ttft, tokens, flops, kv"),
+        (["--objective", "foo"], "objective 'foo' is none of ttft, throughput, tokens, flops, kv"),
         (["--out", "gone/tokenprune.json"], "there is no folder gone"),
         (["--data", "gone.jsonl"], "there is no gone.jsonl"),
         (["--metric", "cidr"], "there is no metric"),
@@ -221,7 +222,7 @@ def test_the_configuration_says_what_was_promised(subject: Model) -> None:
     assert cost == {
         "prefill_flops_ratio": 0.9, "keep_ratio": 0.9, "visual_tokens": 81, "visual_tokens_unpatched": 100,
         "kv_ratio": 0.15, "kv_bytes": 307.2, "kv_bytes_unpatched": 2048, "ttft_ratio": 0.9, "ttft_ms": 90,
-        "ttft_ms_unpatched": 100, "ttft_reliable": True,
+        "ttft_ms_unpatched": 100, "ttft_reliable": True, "work_ratio": 0.9,
     }  # fmt: skip
     assert config.tuned["tested"] == 1 and config.tuned["objective"] == config.tuned["ranked_by"] == "ttft"
 

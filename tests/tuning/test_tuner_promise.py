@@ -57,7 +57,10 @@ class World:
             "kv_bytes": ratio, "kv_bytes_full": 1,
         }  # fmt: skip
 
-    def time(self, candidate: Candidate, number: int, repeats: int) -> dict[str, Any]:
+    def predict(self, candidate: Candidate) -> dict[str, float]:
+        return {}
+
+    def time(self, candidate: Candidate, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
         ratio = self.true[candidate][1]
         return {"ttft_ratio": dict.fromkeys(("p20", "p50", "p80"), ratio), "ttft_ms_unpatched": {"p50": 1.0}}
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 import tokenprune
+import zoo
 from tokenprune import Method, Site, registry
 from tokenprune.base import Selection
-from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError, UnsupportedSetupError
 from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
+from tokenprune.integrations.vllm.setting.merge_checks import check_merging
 from tokenprune.integrations.vllm.setting.plan import Plan, _decoded, field_name
 from tokenprune.integrations.vllm.setting.settings import Setting, servable
 from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
@@ -112,6 +116,9 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": "dymu", "exact": True, "vtu": "expanded"}, OptionError, "leave it out"),
         ({"method": "vscan"}, OptionError, "vscan: stage2=false"),
         ({"method": "view_select"}, OptionError, "let clients leave out"),
+        ({"method": "vispruner"}, OptionError, "it needs encoder_features"),
+        ({"method": "flowcut"}, OptionError, "it needs encoder_flow"),
+        ({"method": "prumerge", "exact": False}, OptionError, "vLLM has to know before"),
     ],
 )
 def test_bad_settings(bad, error, says) -> None:
@@ -119,6 +126,26 @@ def test_bad_settings(bad, error, says) -> None:
     with pytest.raises(error, match=says) as caught:
         Setting.of(SERVER, bad)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, TokenPruneError)
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.FAMILIES if name != "llava"])
+@pytest.mark.parametrize("method", ["tome", "dymu"])
+def test_merging_in_towers_that_are_not_served_is_refused_by_name(name: str, method: str) -> None:
+    """The Hugging Face side merges in all of these towers; the plugin says of which it does not."""
+    family = zoo.FAMILIES[name]
+    config = CONFIG_MAPPING[family.kind](**copy.deepcopy(family.config))
+    setting = SimpleNamespace(method=tokenprune.method(method), keep=0.5, removes_nothing=False)
+    model_config = SimpleNamespace(hf_config=config, dtype=torch.float32)
+    with pytest.raises(UnsupportedSetupError, match=f"{method} merges inside.*LLaVA-1.5 alone.*not of this '{name}'"):
+        check_merging(setting, model_config)
+
+
+def test_methods_by_the_towers_attention_are_served_as_they_are() -> None:
+    """No list names them: each was tried on made-up features, of which it kept as many as it said."""
+    names = {"visionzip", "fastervlm", "prumerge", "prumerge_plus", "hiprune", "holov"}
+    assert names <= set(servable())
+    given = {"method": "vispruner", "features": "projected", "keep": 0.3}
+    assert Setting.of(SERVER, given).method == registry.build("vispruner", {"features": "projected"})
 
 
 def test_a_setting_without_a_method_is_refused() -> None:
@@ -211,6 +238,13 @@ def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> 
         assert name not in servable() and name not in servable(in_llm=True)
     finally:
         registry._METHODS.pop(name)
+
+
+def test_what_drops_patches_ahead_of_the_tower_is_refused_by_name() -> None:
+    for setting in ({"method": "pixelprune"}, {"method": "pixelprune", "keep": 0.5, "threshold": 0.02}):
+        with pytest.raises(OptionError, match=r"pixelprune cannot be served by vLLM.*towers of vLLM take whole grids"):
+            Setting.of(setting)
+    assert "pixelprune" not in servable() and "pixelprune" not in servable(in_llm=True)
 
 
 # -- plans

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenprune
 from tokenprune.base import Method, ResizeMethod, Site
-from tokenprune.bench.cost import Prefill, escalated, spent
+from tokenprune.bench.cost import Prefill, closed_forms, escalated, load_of, spent
 from tokenprune.bench.data import check_questions, misfits
 from tokenprune.bench.evidence import recalls
 from tokenprune.bench.model import Model
 from tokenprune.bench.plan import ESCALATE
 from tokenprune.bench.results import UNPATCHED
-from tokenprune.bench.timing import NEW_TOKENS, compare
+from tokenprune.bench.timing import NEW_TOKENS, compare, compare_batches
 from tokenprune.config import read_config
+from tokenprune.cost_model import CostModel, Load
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.fingerprint import fingerprint
 
@@ -52,8 +53,17 @@ class Backend(Protocol):
     def answering(self, setting: Setting) -> AbstractContextManager[Answer]:
         """Return a context that gives a function which answers batches under a setting, greedily."""
 
-    def timing(self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+    def timing(
+        self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS, processor: bool = False
+    ) -> dict[str, Any]:
         """Return times under a setting against those of the unpatched model, as `timing.compare` does."""
+
+    def batch_timing(self, setting: Setting, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
+        """Return times of answering questions together, processor included, against those of the unpatched model, as
+        `timing.compare_batches` does. Raises UnsupportedSetupError where that cannot be measured."""
+
+    def closed_forms(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:
+        """Return the model's closed forms, and what each question asks of it; None where that is not known ahead."""
 
     def environment(self) -> dict[str, Any]:
         """Return what a reader needs to know about the run, as plain values; no path of this machine."""
@@ -104,11 +114,26 @@ class HfBackend:
         with patched_by(self.subject, setting, self._videos, record=self._looks):
             yield lambda number, batch: self._answer(setting, self._inputs(setting, number, batch), batch)
 
-    def timing(self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+    def timing(
+        self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS, processor: bool = False
+    ) -> dict[str, Any]:
         def context() -> AbstractContextManager[Any]:
             return patched_by(self.subject, setting, self._videos)
 
-        return compare(self.subject, context, lambda: self._asked([question]), repeats, new_tokens)
+        return compare(self.subject, context, lambda: self._asked([question]), repeats, new_tokens, processor)
+
+    def batch_timing(self, setting: Setting, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
+        def answer(how: Setting) -> None:
+            size = 1 if self._videos or self.alone(how) else len(questions)
+            with patched_by(self.subject, how, self._videos):
+                for first in range(0, len(questions), size):
+                    self.subject.generate(self._asked(list(questions[first : first + size])))
+
+        return compare_batches(lambda: answer(None), lambda: answer(setting), repeats, len(questions))
+
+    def closed_forms(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:
+        loads = [load_of(self.subject, self._asked([question])) for question in questions]
+        return closed_forms(self.subject), loads
 
     def environment(self) -> dict[str, Any]:
         return self.subject.environment()

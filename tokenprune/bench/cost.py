@@ -8,7 +8,10 @@ from typing import Any
 import tokenprune
 from tokenprune.accounting import DecoderShape
 from tokenprune.bench.model import Model
+from tokenprune.cost_model import CostModel, Load
+from tokenprune.errors import UnsupportedModelError
 from tokenprune.statistics import Stats
+from tokenprune.tower_accounting import TowerShape
 
 
 def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:
@@ -32,6 +35,22 @@ def unpatched(shape: DecoderShape, rows: int, length: int, visual: int, kv_bytes
         kv_bytes=kv_bytes,
         kv_bytes_full=kv_bytes,
     )
+
+
+def closed_forms(subject: Model) -> CostModel:
+    """Return those of a model; without a tower where that of its family is not known."""
+    try:
+        return CostModel(subject.shape, TowerShape.from_config(subject.model.config))
+    except UnsupportedModelError:
+        return CostModel(subject.shape)
+
+
+def load_of(subject: Model, inputs: dict[str, Any]) -> Load:
+    """Return the load of a prompt, unpatched; without views where the family's tower is not known."""
+    visual = subject.visual_tokens(inputs)
+    if closed_forms(subject).tower is None:
+        return Load((), visual, inputs["input_ids"].numel() - visual)
+    return Load.of_inputs(subject.model.config, inputs, visual)
 
 
 def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list[str], dict[str, Any]]:

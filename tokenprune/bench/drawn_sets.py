@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The held-out sets that are drawn when they are asked: videos, and prompts of six images.
+"""The held-out sets that are drawn when they are asked: videos, prompts of six images, and documents.
 
 Their seeds are far from those that training draws from, they have no photographs in them, and the answers of a kind are
 evened out. Two machines draw the same pixels with the same versions of NumPy and Pillow; the digest in the header of a
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from tokenprune.bench.drawn_documents import DOCUMENT_KINDS, LAYOUTS, document_answers, draw_document
 from tokenprune.bench.drawn_videos import (
     ANSWERS,
     CHANCE,
@@ -30,10 +31,13 @@ from tokenprune.bench.drawn_videos import (
 from tokenprune.bench.drawn_views import CAMERAS, VIEW_KINDS, draw_views, view_answers
 
 SEED = 20260102
-SETS = ("images", "videos", "views")
-MOST = 96  # videos, or prompts, of a whole set
-_GROUPS = {"still": "still ground", "noisy": "noisy ground", "pan": "panning ground", "cut": "with a cut"}
+SETS = ("images", "videos", "views", "documents")
+MOST = 96  # videos, prompts or documents of a whole set
+_GROUPS = {"still": "still ground", "noisy": "noisy ground", "pan": "panning ground", "cut": "with a cut"} | {
+    layout: f"{layout}s" for layout in LAYOUTS
+}
 _SIZES = ((224, 224), (224, 160), (160, 224), (192, 192))  # every ground in every size, after 16 videos
+_PAPER = ((448, 448), (336, 448), (448, 336), (320, 448), (448, 288))  # in whole visual tokens of 16 pixels
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +45,7 @@ class DrawnExample:
     """One question of a drawn set.
 
     number: of its video or prompt. frames: of a video, else none. images: of a prompt, else none; labels: what stands
-    before each. ground: of a video. looks: see `DrawnQuestion`.
+    before each. ground: of a video, or what kind of document it is. looks: see `DrawnQuestion`.
     """
 
     number: int
@@ -73,7 +77,7 @@ class DrawnExample:
 
     @property
     def where(self) -> str:
-        return f"drawn {'video' if self.is_video else 'prompt'} {self.number}"
+        return f"drawn {'video' if self.is_video else self.ground or 'prompt'} {self.number}"
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,9 @@ class DrawnSet:
 
 
 def drawn_set(name: str, limit: int) -> DrawnSet:
-    """Return the held-out set "videos" or "views". limit: how many videos or prompts, each with one question of every
-    kind; 0: all."""
-    number = min(limit or MOST, MOST)
-    return _videos(number) if name == "videos" else _views(number)
+    """Return the held-out set "videos", "views" or "documents". limit: how many videos, prompts or documents, each with
+    one question of every kind; 0: all."""
+    return {"videos": _videos, "views": _views, "documents": _documents}[name](min(limit or MOST, MOST))
 
 
 def first_frame(question: DrawnExample) -> DrawnExample:
@@ -179,6 +182,17 @@ def _views(number: int) -> DrawnSet:
             made = _example(index, views.of_kind(kind)[0], images=tuple(views.images), labels=views.labels)
             questions.append(made)
     return DrawnSet("views", questions, VIEW_KINDS, options={"view_select": {"views": list(CAMERAS)}})
+
+
+def _documents(number: int) -> DrawnSet:
+    decks = _decks(document_answers(), number)
+    questions = []
+    for index in range(number):
+        wanted, layout = {kind: deck[index] for kind, deck in decks.items()}, LAYOUTS[index % len(LAYOUTS)]
+        size = _PAPER[index % len(_PAPER)]
+        made = draw_document(np.random.default_rng((SEED, 4, index)), layout, size, answers=wanted)
+        questions += [_example(index, one, images=(made.image,), ground=layout) for one in made.questions]
+    return DrawnSet("documents", questions, DOCUMENT_KINDS)
 
 
 def _example(number: int, asked: DrawnQuestion, **shown: Any) -> DrawnExample:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and questions to fit the rate predictor of `dyrate` with."""
+"""Images and questions to fit with: the rate predictor of `dyrate`, the prior of `d2pruner`, the recipe of
+`fitprune`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,39 @@ def fit(
 ) -> Fit:
     """Fit a predictor on up to `limit` images and write it. images: a folder; None draws scenes, which come with
     questions of their own. step: gets the progress. options: those of `fit_dyrate`."""
+    asked = _asked(out, images, question, limit)
+    progress = partial(_tell, step, "fit-dyrate", len(asked))
+    return fit_dyrate(subject.model, _samples(subject, asked), out, progress=progress, **options)[1]
+
+
+def fit_attention(
+    fitted: Callable[..., Any],
+    subject: Model,
+    out: Path,
+    images: Path | None,
+    question: str,
+    limit: int,
+    step: Callable[[str, int, int], None],
+    **options: Any,
+) -> Any:
+    """Fit `fitted`, which is `fit_d2pruner` or `fit_fitprune`, on up to `limit` images and write it; see `fit`."""
+    asked = [(image, question) for image, _ in _asked(out, images, question, limit)]
+    progress = partial(_tell, step, fitted.__name__.replace("_", "-"), len(asked))
+    return fitted(subject.model, _samples(subject, asked), out, progress=progress, **options)
+
+
+def _tell(step: Callable[[str, int, int], None], name: str, total: int, done: int) -> None:
+    step(name, done, total)
+
+
+def _asked(out: Path, images: Path | None, question: str, limit: int) -> list[tuple[Image.Image, str]]:
     if not out.parent.is_dir():
         raise TokenPruneError(f"cannot write {out}: there is no folder {out.parent}")
-    asked = list(_scenes(limit)) if images is None else list(_folder(images, question, limit))
-    samples = (subject.inputs([image], [text]) for image, text in asked)
-    return fit_dyrate(
-        subject.model, samples, out, progress=lambda done: step("fit-dyrate", done, len(asked)), **options
-    )[1]
+    return list(_scenes(limit)) if images is None else list(_folder(images, question, limit))
+
+
+def _samples(subject: Model, asked: list[tuple[Image.Image, str]]) -> Iterator[dict[str, Any]]:
+    return (subject.inputs([image], [text]) for image, text in asked)
 
 
 def _scenes(limit: int) -> Iterator[tuple[Image.Image, str]]:

@@ -58,11 +58,13 @@ def compare(
     ask: Callable[[], dict[str, Any]],
     repeats: int,
     new_tokens: int = NEW_TOKENS,
+    processor: bool = False,
 ) -> dict[str, Any]:
     """Time an unpatched and a patched model in turns.
 
     patched: makes a context in which the subject's model is patched. ask: makes the model's arguments of one batch.
-    new_tokens: at least 2, the first and those of which the median is taken.
+    new_tokens: at least 2, the first and those of which the median is taken. processor: whether the time to the first
+    token begins with the image, and not with the model's arguments.
     Returns quantiles over `repeats` runs each (after one that does not count): ttft_ms and token_ms, the same of the
     unpatched model, and their ratios, patched / unpatched, each from two runs that follow each other; load: of the
     machine, over the last minute.
@@ -71,13 +73,39 @@ def compare(
     with patched():
         small = ask()
 
+    def run(inputs: dict[str, Any]) -> tuple[float, float]:
+        if not processor:
+            return run_once(subject, inputs, new_tokens)
+        begin = time.perf_counter()
+        inputs = ask()
+        before = 1000 * (time.perf_counter() - begin)
+        first, step = run_once(subject, inputs, new_tokens)
+        return before + first, step
+
     def run_patched() -> tuple[float, float]:
         with patched():
-            return run_once(subject, small, new_tokens)
+            return run(small)
 
-    return in_turns(
-        lambda: run_once(subject, full, new_tokens), run_patched, repeats, len(full["input_ids"]), new_tokens
-    )
+    return in_turns(lambda: run(full), run_patched, repeats, len(full["input_ids"]), new_tokens)
+
+
+def compare_batches(
+    unpatched: Callable[[], Any], patched: Callable[[], Any], repeats: int, rows: int
+) -> dict[str, Any]:
+    """Time two ways to answer the same `rows` questions, in turns. Returns quantiles over `repeats` runs each (after
+    one that does not count): batch_ms, batch_ms_unpatched, and batch_ratio, patched / unpatched; batch_rows."""
+
+    def timed(run: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
+        def once() -> tuple[float, float]:
+            begin = time.perf_counter()
+            run()
+            return 1000 * (time.perf_counter() - begin), 1.0  # a step is not told apart
+
+        return once
+
+    found = in_turns(timed(unpatched), timed(patched), repeats, rows)
+    told = {name.replace("ttft", "batch"): value for name, value in found.items() if name.startswith("ttft")}
+    return told | {"batch_rows": rows}
 
 
 def in_turns(

@@ -17,6 +17,7 @@ from tokenprune.accounting import DecoderShape
 from tokenprune.bench.backend import Answer, Setting
 from tokenprune.bench.plan import ESCALATE
 from tokenprune.bench.timing import NEW_TOKENS, in_turns
+from tokenprune.cost_model import CostModel, Load
 from tokenprune.errors import DataError, RunError, UnsupportedSetupError
 from tokenprune.registry import method_info
 from tokenprune.setting import parse
@@ -111,7 +112,10 @@ class VllmBackend:
         asked = request_of(setting)
         yield lambda number, batch: self._answer(asked, number, batch)
 
-    def timing(self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+    def timing(
+        self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS, processor: bool = True
+    ) -> dict[str, Any]:
+        """See `Backend.timing`; a request to vLLM begins with the image in any case."""
         chat, ours = self._chat(question), request_of(setting)
 
         def runner(asked: dict[str, Any]) -> Callable[[], tuple[float, float]]:
@@ -120,6 +124,15 @@ class VllmBackend:
         timing = in_turns(runner(OFF), runner(ours), repeats, new_tokens=new_tokens)
         # Of another machine the load is not known.
         return timing if self.engine.environment()["cores"] else timing | {"load": None}
+
+    def batch_timing(self, setting: Setting, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
+        raise UnsupportedSetupError(
+            "throughput is measured with the model in this process: use --backend hf, or --objective ttft here; "
+            "`python benchmarks/serving.py` puts load on a server"
+        )
+
+    def closed_forms(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:
+        return None  # the engine has the processor: how many tokens an image becomes comes with the answer
 
     def environment(self) -> dict[str, Any]:
         config = self.engine.config

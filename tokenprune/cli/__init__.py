@@ -10,9 +10,10 @@ from typer.core import TyperGroup
 
 from tokenprune import __version__
 from tokenprune.cli.bench import bench
-from tokenprune.cli.calibrate import calibrate, fit_dyrate
+from tokenprune.cli.calibrate import calibrate, fit_d2pruner, fit_dyrate, fit_fitprune
 from tokenprune.cli.common import get_console
 from tokenprune.cli.methods import families, methods
+from tokenprune.cli.profile import profile
 from tokenprune.cli.report import report
 from tokenprune.cli.show import demo, show
 from tokenprune.cli.tune import tune
@@ -56,7 +57,8 @@ def _options(
     pass  # the version is answered by its callback
 
 
-for command in (methods, families, bench, report, tune, demo, show, calibrate, fit_dyrate):
+_COMMANDS = (methods, families, bench, report, tune, profile, demo, show, calibrate)
+for command in (*_COMMANDS, fit_dyrate, fit_d2pruner, fit_fitprune):
     app.command()(command)
 
 

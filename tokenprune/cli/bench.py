@@ -54,8 +54,8 @@ def bench(
         int | None,
         typer.Option(
             min=0,
-            help="Held-out images (videos, prompts), each with one question of every kind, default 24; with --data: "
-            "rows, default all. 0: all.",
+            help="Held-out images (videos, prompts, documents), each with one question of every kind, default 24; "
+            "with --data: rows, default all. 0: all.",
         ),
     ] = None,
     data: Annotated[
@@ -69,7 +69,8 @@ def bench(
         str,
         typer.Option(
             "--set",
-            help="Which of our own questions: images, videos (eight frames, eight kinds), views (six images a prompt).",
+            help="Which of our own questions: images, videos (eight frames, eight kinds), views (six images a prompt), "
+            "documents (pages, screens and charts).",
         ),
     ] = "images",
     evidence: Annotated[

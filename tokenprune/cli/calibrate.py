@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune calibrate` and `fit-dyrate`: what some methods need for a model before they can act in it."""
+"""`tokenprune calibrate`, `fit-dyrate`, `fit-d2pruner` and `fit-fitprune`: what some methods need for a model before
+they can act in it."""
 
 from __future__ import annotations
 
@@ -81,4 +82,52 @@ def fit_dyrate(
     console = get_console()
     console.print(f"{sum(seen.labels)} decode steps; right on {seen.accuracy:.1%} of them; steps a rate:")
     console.print(", ".join(f"{number / grid:g}: {count}" for number, count in enumerate(seen.labels)), markup=False)
+    console.print(f"written: {out}", markup=False, soft_wrap=True)
+
+
+_ImagesOption = Annotated[Path | None, typer.Option(help="Folder of images; default: drawn scenes.")]
+_QuestionOption = Annotated[str, typer.Option(help="Asked about each image; one that asks for nothing in particular.")]
+
+
+def fit_d2pruner(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("prior.safetensors"),
+    images: _ImagesOption = None,
+    question: _QuestionOption = "Describe this image.",
+    limit: Annotated[int, typer.Option(min=1, help="How many images; the authors take 1000.")] = 200,
+    layer: Annotated[int, typer.Option(min=1, help="As in d2pruner.")] = 2,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Find the prior of `d2pruner`: what a model attends to whatever an image shows."""
+    import tokenprune
+    from tokenprune.bench.fitting import fit_attention
+
+    subject = load_model(model, device, threads, suffix="")
+    with show_progress() as step:
+        prior = fit_attention(tokenprune.fit_d2pruner, subject, out, images, question, limit, step, layer=layer)
+    rows, columns = prior.table.shape
+    console = get_console()
+    console.print(f"{rows} x {columns} places; the most attended to gets {prior.table.max():.3g}", markup=False)
+    console.print(f"written: {out}", markup=False, soft_wrap=True)
+
+
+def fit_fitprune(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("recipe.safetensors"),
+    images: _ImagesOption = None,
+    question: _QuestionOption = "Describe this image.",
+    limit: Annotated[int, typer.Option(min=1, help="How many images.")] = 48,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Fit the recipe of `fitprune`: how many visual tokens each decoder layer can do without."""
+    import tokenprune
+    from tokenprune.bench.fitting import fit_attention
+
+    subject = load_model(model, device, threads, suffix="")
+    with show_progress() as step:
+        recipe = fit_attention(tokenprune.fit_fitprune, subject, out, images, question, limit, step)
+    console = get_console()
+    console.print(f"{len(recipe.table)} recipes for {recipe.table.shape[1]} layers", markup=False)
     console.print(f"written: {out}", markup=False, soft_wrap=True)

@@ -18,7 +18,7 @@ def methods() -> None:
     for name in tokenprune.available_methods():
         info = tokenprune.method_info(name)
         flags = [yes(info.query_aware), yes(info.prefix_cache_safe), yes(info.merges)]
-        rows.append([Cell(name), Cell(info.site.name), *flags, Cell(info.paper), Cell(info.summary)])
+        rows.append([Cell(name), Cell(info.site.name), *flags, Cell(info.source), Cell(info.summary)])
     columns = ("method", "site", "query-aware", "prefix-cache-safe", "merges", "paper", "what it does")
     table = to_rich(Table("Methods", columns, rows))
     for column in table.columns[1:]:

@@ -30,7 +30,7 @@ from tokenprune.cli.common import (
     read_keeps,
     show_progress,
 )
-from tokenprune.errors import ConfigError
+from tokenprune.errors import ConfigError, OptionError
 
 if TYPE_CHECKING:
     from tokenprune.bench.group import Group
@@ -52,7 +52,7 @@ def tune(
     ] = None,
     objective: Annotated[
         str,
-        typer.Option(help="What is made small: ttft (measured here), tokens, flops or kv, each against unpatched."),
+        typer.Option(help="What is made small, against unpatched: ttft, throughput (measured), tokens, flops or kv."),
     ] = "ttft",
     max_kind_drop: Annotated[
         str | None, typer.Option(help="The same as --max-drop for each kind of question, without a confidence.")
@@ -61,6 +61,10 @@ def tune(
     keep: Annotated[
         str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
     ] = "0.75,0.5,0.33,0.25,0.15",
+    stacks: Annotated[
+        int,
+        typer.Option(min=0, help="Stacks of these methods at several sites that may be tried, too; 0: none."),
+    ] = 16,
     limit: Annotated[
         int, typer.Option(min=0, help="Held-out images, each with 8 questions; with --data: rows. 0: all.")
     ] = 0,
@@ -116,6 +120,8 @@ def tune(
     engines.check()
     tunable_metric(metric)
     check_objective(objective)
+    if objective == "throughput" and backend != "hf":
+        raise OptionError("--objective throughput is measured with the model in this process: use --backend hf")
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
     candidates = grid([name.strip() for name in methods.split(",") if name.strip()], read_keeps(keep))
@@ -146,11 +152,13 @@ def tune(
         asked.begin(questions)  # before a folder is made for what cannot be asked
         folder = None
         if run is not None:
-            search = Search([candidate.setting for candidate in candidates], seed, batch_size)
+            search = Search([candidate.setting for candidate in candidates], seed, batch_size, stacks)
             folder = stack.enter_context(RunFolder(run, config_of(asked, search, metric, {"data": about}), group))
         panel = Panel(asked, questions, metric, batch_size=batch_size, folder=folder, group=group)
         step = stack.enter_context(show_progress(lines=False)) if group.leads else None
-        tuner = Tuner(panel, candidates, promise, seed=seed, repeats=repeats, objective=objective, step=step)
+        tuner = Tuner(
+            panel, candidates, promise, seed=seed, repeats=repeats, objective=objective, stacks=stacks, step=step
+        )
         _announce(tuner, len(candidates), group)
         tuning = tuner.run()
     if group.leads:
@@ -170,8 +178,9 @@ def _announce(tuner: Tuner, settings: int, group: Group) -> None:
     took = "goes on where it stopped"
     if seconds is not None:
         took = f"about {seconds / 60:.0f} minutes" if seconds >= 90 else f"about {max(1, seconds):.0f} seconds"
+    tried = f"{settings} settings" + (f" and up to {tuner.stacks} stacks" if tuner.stacks else "")
     count = f"{len(tuner.search) + len(tuner.held_out)} questions"
-    get_console(error=True).print(f"{settings} settings, {count}: at most {answers} answers, {took}", markup=False)
+    get_console(error=True).print(f"{tried}, {count}: at most {answers} answers, {took}", markup=False)
 
 
 def _report(tuning: Tuning, metric: str, verbose: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tokenprune.base import Method, Site
+from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
@@ -30,11 +30,11 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
     if unmerging := [method.name for method in methods if isinstance(method, EncoderMethod) and method.vtu != "off"]:
         raise OptionError(f"{unmerging[0]}: a model of timm has no language model to unmerge tokens in: no vtu=")
     check_places(methods)
-    others = [method.name for method in methods if method.site is not Site.IN_ENCODER]
+    others = [method.name for method in methods if not isinstance(method, EncoderMethod)]
     if others:
         raise UnsupportedModelError(
-            f"{type(model).__name__} of timm has no language model, which {', '.join(others)} acts on: only methods of "
-            "the site IN_ENCODER (tome, dymu) fit it"
+            f"{type(model).__name__} of timm has no language model, nor grids of any size, which {', '.join(others)} "
+            "acts on: only methods that merge inside the tower (tome, dymu) fit it"
         )
     vit = sys.modules.get("timm.models.vision_transformer")
     blocks = getattr(model, "blocks", None)

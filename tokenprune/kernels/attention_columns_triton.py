@@ -18,23 +18,23 @@ from tokenprune.kernels.attention_triton import (
     LENGTHS,
     OF_KEYS,
     as_bytes,
-    block_logits,
-    block_width,
+    as_logits,
     finite,
     mask_arguments,
     masked,
-    precision,
+    products,
     rows_contiguous,
     scales,
 )
+from tokenprune.kernels.target_triton import multipliable, precision, shared_memory
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _row_sums_kernel(
-    query, key, valid, mask, begins, ends, sums, heads, queries, keys, width, scaling, softcap, lowest,
+    query, key, valid, mask, begins, ends, sums, heads, group, queries, keys, width, scaling, softcap, lowest,
     query_b, query_h, query_q, key_b, key_h, key_k, valid_b, valid_q, mask_b, mask_h, mask_q, mask_k,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    VALID: tl.constexpr, PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    VALID: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """`[B, H, queries]`: logarithms (base 2) of sums of exponentials; +inf for rows that do not count."""
@@ -46,10 +46,9 @@ def _row_sums_kernel(
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = row < queries
     wide = tl.arange(0, BLOCK_WIDTH)
-    q = tl.load(
-        query + batch * query_b + head * query_h + row.to(tl.int64)[:, None] * query_q + wide[None, :],
-        mask=real[:, None] & (wide < width)[None, :], other=0.0,
-    )  # fmt: skip
+    q_at = query + batch * query_b + head * query_h + row.to(tl.int64)[:, None] * query_q
+    if WHOLE:
+        q = tl.load(q_at + wide[None, :], mask=real[:, None] & (wide < width)[None, :], other=0.0)
     low = 0
     high = keys
     if CAUSAL:
@@ -63,12 +62,14 @@ def _row_sums_kernel(
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     for start in range(low, high, BLOCK_KEYS):
         column = start + tl.arange(0, BLOCK_KEYS)
-        k = tl.load(
-            key + batch * key_b + head // GROUP * key_h + column.to(tl.int64)[None, :] * key_k + wide[:, None],
-            mask=(column < keys)[None, :] & (wide < width)[:, None], other=0.0,
-        )  # fmt: skip
+        k_at = key + batch * key_b + head // group * key_h + column.to(tl.int64)[None, :] * key_k
+        if WHOLE:
+            k = tl.load(k_at + wide[:, None], mask=(column < keys)[None, :] & (wide < width)[:, None], other=0.0)
+            x = tl.dot(q, k, input_precision=PRECISION)
+        else:
+            x = products(q_at, k_at, real[:, None], (column < keys)[None, :], width, PRECISION, BLOCK_WIDTH)
         x, _ = masked(
-            block_logits(q, k, scaling, softcap, SOFTCAP, PRECISION), mask, batch, head, row.to(tl.int64)[:, None],
+            as_logits(x, scaling, softcap, SOFTCAP), mask, batch, head, row.to(tl.int64)[:, None],
             column.to(tl.int64)[None, :], queries, keys, mask_b, mask_h, mask_q, mask_k, lowest, CAUSAL, MASK,
         )  # fmt: skip
         if PACKED:
@@ -86,10 +87,11 @@ def _row_sums_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _column_means_kernel(
-    query, key, mask, begins, ends, sums, out, heads, queries, keys, width, scaling, softcap, lowest,
+    query, key, mask, begins, ends, sums, out, heads, group, queries, keys, width, scaling, softcap, lowest,
     query_b, query_h, query_q, key_b, key_h, key_k, mask_b, mask_h, mask_q, mask_k,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """`[B, H, queries]`: means over the rows that see a column. Blocks are transposed: columns of the map go down, so
     that sums over its rows stay within a warp."""
@@ -102,10 +104,9 @@ def _column_means_kernel(
     real = token < queries
     column = token + (keys - queries)
     wide = tl.arange(0, BLOCK_WIDTH)
-    k = tl.load(
-        key + batch * key_b + head // GROUP * key_h + column.to(tl.int64)[:, None] * key_k + wide[None, :],
-        mask=real[:, None] & (wide < width)[None, :], other=0.0,
-    )  # fmt: skip
+    k_at = key + batch * key_b + head // group * key_h + column.to(tl.int64)[:, None] * key_k
+    if WHOLE:
+        k = tl.load(k_at + wide[None, :], mask=real[:, None] & (wide < width)[None, :], other=0.0)
     low = 0
     high = queries
     if CAUSAL:
@@ -120,13 +121,15 @@ def _column_means_kernel(
     count = tl.zeros([BLOCK_KEYS], tl.float32)
     for start in range(low, high, BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
-        q = tl.load(
-            query + batch * query_b + head * query_h + row.to(tl.int64)[None, :] * query_q + wide[:, None],
-            mask=(row < queries)[None, :] & (wide < width)[:, None], other=0.0,
-        )  # fmt: skip
+        q_at = query + batch * query_b + head * query_h + row.to(tl.int64)[None, :] * query_q
+        if WHOLE:
+            q = tl.load(q_at + wide[:, None], mask=(row < queries)[None, :] & (wide < width)[:, None], other=0.0)
+            x = tl.dot(k, q, input_precision=PRECISION)
+        else:
+            x = products(k_at, q_at, real[:, None], (row < queries)[None, :], width, PRECISION, BLOCK_WIDTH)
         base = tl.load(sums + (batch * heads + head) * queries + row, mask=row < queries, other=float("inf"))
         x, seen = masked(
-            block_logits(k, q, scaling, softcap, SOFTCAP, PRECISION), mask, batch, head, row.to(tl.int64)[None, :],
+            as_logits(x, scaling, softcap, SOFTCAP), mask, batch, head, row.to(tl.int64)[None, :],
             column.to(tl.int64)[:, None], queries, keys, mask_b, mask_h, mask_q, mask_k, lowest, CAUSAL, MASK,
         )  # fmt: skip
         seen = seen & (base != float("inf"))[None, :]
@@ -157,7 +160,7 @@ def attention_column_means(
     out = torch.empty_like(sums)
     if not out.numel():
         return out
-    query, key = rows_contiguous(query), rows_contiguous(key)
+    query, key = multipliable(rows_contiguous(query)), multipliable(rows_contiguous(key))
     mask, kind, strides, lowest = mask_arguments(mask, query, key)
     scaling, cap = scales(scaling, softcap)
     begins = ends = query  # not read
@@ -166,15 +169,19 @@ def attention_column_means(
         number = torch.searchsorted(starts.to(query.device, torch.long), token, right=True)
         begins, ends = starts.to(query.device)[number - 1], starts.to(query.device)[number]
     checked = valid if valid is not None else query
-    wide = block_width(width)
-    # The longer side stays while the other is streamed. Float32 has no tensor cores here, and takes twice the memory.
-    long, short = block or ((128, 64) if query.element_size() == 2 else (64, 32))
+    # Halves: whole vectors of the longer side stay on the chip while the other one is streamed, where they have room.
+    # Float32: parts of vectors at a time, since three products of each take three times the registers.
+    half = query.element_size() == 2
+    whole = half and 512 * triton.next_power_of_2(width) <= shared_memory()
+    long, short = block or ((128, 64) if whole else (64, 32))
     common = dict(
-        GROUP=heads // key.shape[1], CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
-        PRECISION=precision(query), PACKED=starts is not None, BLOCK_WIDTH=wide, num_warps=8 if long > 64 else 4,
-        num_stages=3 if query.element_size() == 2 else 2,
+        CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
+        PRECISION=precision(query), PACKED=starts is not None, WHOLE=whole,
+        BLOCK_WIDTH=max(16, triton.next_power_of_2(width)) if whole else 16,
+        num_warps=8, num_stages=3 if whole else 2,
     )  # fmt: skip
-    lengths = heads, queries, keys, width, scaling, cap, lowest, *query.stride()[:3], *key.stride()[:3]
+    lengths = heads, heads // key.shape[1], queries, keys, width, scaling, cap, lowest
+    lengths += *query.stride()[:3], *key.stride()[:3]
     _row_sums_kernel[(triton.cdiv(queries, long) * heads * batch,)](
         query, key, as_bytes(checked), mask, begins, ends, sums, *lengths, *checked.stride()[:2], *strides,
         VALID=valid is not None, BLOCK_ROWS=long, BLOCK_KEYS=short, **common,

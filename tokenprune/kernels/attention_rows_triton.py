@@ -17,53 +17,49 @@ from tokenprune.kernels.attention import check_heads
 from tokenprune.kernels.attention_triton import (
     LENGTHS,
     OF_KEYS,
-    block_logits,
-    block_width,
+    as_logits,
     finite,
     mask_arguments,
     masked,
-    precision,
+    products,
     rows_contiguous,
     scales,
 )
+from tokenprune.kernels.target_triton import multipliable, precision
 
 _HEADS = {None: 0, "sum": 1, "mean": 2, "max": 3}
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _row_logits_kernel(
-    query, key, index, mask, logits, tops, sums, heads, rows, queries, keys, width, blocks, scaling, softcap, lowest,
+    query, key, index, mask, logits, tops, sums,
+    heads, group, rows, queries, keys, width, blocks, scaling, softcap, lowest,
     query_b, query_h, query_q, key_b, key_h, key_k, index_b, index_r, mask_b, mask_h, mask_q, mask_k,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Logits `[B, H, rows, keys]` of a block of keys, and their maxima and sums `[B, H, rows, blocks]`."""
     program = tl.program_id(0)
     block = program % blocks
-    kv_heads = heads // GROUP
+    kv_heads = heads // group
     kv_head = program // blocks % kv_heads
     batch = (program // blocks // kv_heads).to(tl.int64)
 
     # The rows of all heads that share these keys are the lines of one block.
     line = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    real = line < GROUP * rows
-    head = (kv_head * GROUP + line // rows).to(tl.int64)
+    real = line < group * rows
+    head = (kv_head * group + line // rows).to(tl.int64)
     row = line % rows
     place = tl.load(index + batch * index_b + row * index_r, mask=real, other=queries)
     column = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     inside = column < keys
-    wide = tl.arange(0, BLOCK_WIDTH)
-
-    q = tl.load(
-        query + batch * query_b + head[:, None] * query_h + place[:, None] * query_q + wide[None, :],
-        mask=real[:, None] & (wide < width)[None, :], other=0.0,
-    )  # fmt: skip
-    k = tl.load(
-        key + batch * key_b + kv_head.to(tl.int64) * key_h + column.to(tl.int64)[None, :] * key_k + wide[:, None],
-        mask=inside[None, :] & (wide < width)[:, None], other=0.0,
+    x = products(
+        query + batch * query_b + head[:, None] * query_h + place[:, None] * query_q,
+        key + batch * key_b + kv_head.to(tl.int64) * key_h + column.to(tl.int64)[None, :] * key_k,
+        real[:, None], inside[None, :], width, PRECISION, BLOCK_WIDTH,
     )  # fmt: skip
     x, _ = masked(
-        block_logits(q, k, scaling, softcap, SOFTCAP, PRECISION), mask, batch, head[:, None], place[:, None],
+        as_logits(x, scaling, softcap, SOFTCAP), mask, batch, head[:, None], place[:, None],
         column.to(tl.int64)[None, :], queries, keys, mask_b, mask_h, mask_q, mask_k, lowest, CAUSAL, MASK,
     )  # fmt: skip
     top = tl.max(x, axis=1)
@@ -143,22 +139,21 @@ def attention_rows(
     out = logits if heads is None else torch.empty(batch, rows, keys, device=query.device)
     if not out.numel():
         return out
-    query, key = rows_contiguous(query), rows_contiguous(key)
+    query, key = multipliable(rows_contiguous(query)), multipliable(rows_contiguous(key))
     mask, kind, strides, lowest = mask_arguments(mask, query, key)
     scaling, cap = scales(scaling, softcap)
     block_rows = min(64, max(16, triton.next_power_of_2(group * rows)))
     grid = (blocks * key.shape[1] * batch, triton.cdiv(group * rows, block_rows))
     _row_logits_kernel[grid](
-        query, key, index, mask, logits, tops, sums, count, rows, queries, keys, width, blocks, scaling, cap,
+        query, key, index, mask, logits, tops, sums, count, group, rows, queries, keys, width, blocks, scaling, cap,
         lowest, *query.stride()[:3], *key.stride()[:3], *index.stride(), *strides,
-        GROUP=group, CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
-        PRECISION=precision(query), BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, BLOCK_WIDTH=block_width(width),
-        num_warps=4,
+        CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
+        PRECISION=precision(query), BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys,
+        BLOCK_WIDTH=16 if width <= 16 else 32, num_warps=4, num_stages=3,
     )  # fmt: skip
     tile = 64
     _row_weights_kernel[(triton.cdiv(keys, tile) * rows * batch,)](
         logits, tops, sums, out, count, rows, keys, blocks, HEADS=_HEADS[heads],
-        BLOCK_HEADS=min(32, triton.next_power_of_2(count)), BLOCK_PARTS=min(64, triton.next_power_of_2(blocks)),
-        BLOCK_KEYS=tile, num_warps=4,
+        BLOCK_HEADS=8, BLOCK_PARTS=32, BLOCK_KEYS=tile, num_warps=4,
     )  # fmt: skip
     return out

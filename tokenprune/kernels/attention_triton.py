@@ -16,18 +16,28 @@ from torch import Tensor
 from tokenprune.kernels.attention import lowest_bias
 
 _LOG2E = math.log2(math.e)
-# Lengths change with every prompt and step: a kernel compiled for one of them serves all.
-LENGTHS = ["rows", "keys", "queries", "blocks"]
+# Lengths change with every prompt and step, heads with every model: a kernel compiled for one of them serves all.
+LENGTHS = ["heads", "group", "rows", "keys", "queries", "blocks", "index_b", "index_r", "valid_b", "valid_q", "mask_b"]
 _NO_MASK, OF_KEYS, _BOOL, _BIAS = range(4)
 
 
 @triton.jit
-def block_logits(a, b, scaling, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Logits to base 2 of a block; `scales` made the factors."""
-    if PRECISION == "ieee":
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    x = tl.dot(a, b, input_precision=PRECISION) * scaling
+def products(a, b, real_a, real_b, width, PRECISION: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """float32 `[M, N]`: products of vectors, which begin at the addresses a `[M, 1]` and b `[1, N]`, a part of their
+    width at a time. Vectors that are not real are 0."""
+    total = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
+    for start in range(0, width, BLOCK_WIDTH):
+        wide = start + tl.arange(0, BLOCK_WIDTH)
+        x = tl.load(a + wide[None, :], mask=real_a & (wide < width)[None, :], other=0.0)
+        y = tl.load(b + wide[:, None], mask=real_b & (wide < width)[:, None], other=0.0)
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def as_logits(x, scaling, softcap, SOFTCAP: tl.constexpr):
+    """Logits to base 2 of products; `scales` made the factors."""
+    x = x * scaling
     if SOFTCAP:
         x = softcap * (2 * tl.sigmoid(2 * x) - 1)  # tanh
     return x
@@ -88,13 +98,3 @@ def mask_arguments(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Ten
 def scales(scaling: float, softcap: float | None) -> tuple[float, float]:
     """Factors of a logit before and behind the softcap, to base 2."""
     return (scaling * _LOG2E, 0.0) if softcap is None else (scaling / softcap, softcap * _LOG2E)
-
-
-def precision(query: Tensor) -> str:
-    # Products of float16 and bfloat16 are exact in float32 anyway; only float32 would be rounded before them. Triton's
-    # interpreter multiplies the bits of bfloat16 as if they were integers.
-    return "ieee" if query.dtype == torch.float32 or not query.is_cuda else "tf32"
-
-
-def block_width(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))

@@ -26,12 +26,11 @@ def _partition(first, order, W, BLOCK: tl.constexpr):
         ahead += tl.sum(flag, 0)
 
 
-def partition(first: Tensor, *, block: int = 4096) -> Tensor:
-    """See `compact.partition`. block: tokens of a tile at most."""
+def partition(first: Tensor, *, block: int = 1024) -> Tensor:
+    """See `compact.partition`. block: tokens of a tile."""
     first = first.contiguous()
     order = torch.empty_like(first, dtype=torch.long)
     if first.numel():
-        block = min(block, triton.next_power_of_2(first.shape[1]))
         _partition[len(first),](first, order, first.shape[1], BLOCK=block)
     return order
 

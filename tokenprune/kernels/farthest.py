@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tokenprune.kernels.dispatch import operation
+from tokenprune.kernels.farthest_blocks import farthest_of_many
 from tokenprune.kernels.match import best_match
 
 TABLE = 4096  # tokens whose similarities are kept, all of them; also as many as a token has features
@@ -27,6 +28,18 @@ def _alike(unit: Tensor) -> Tensor:
         torch.matmul(unit[:, start:end], unit[:, start:].transpose(1, 2), out=table[:, start:end, start:])
         table[:, end:, start:end] = table[:, start:end, end:].transpose(1, 2)
     return table
+
+
+def _of_table(unit: Tensor, number: int) -> Tensor:
+    """bool `[N]`: the picks among the tokens of one segment, float32 `[1, N, D]`, finite. Asks for each pick."""
+    table = _alike(unit)[0].fill_diagonal_(-torch.inf)
+    apart, taken = 1 - table.amax(dim=1), []
+    for step in range(number):
+        pick = int(apart.argmax())
+        taken.append(pick)
+        apart = 1 - table[pick] if step == 0 else torch.minimum(apart, 1 - table[pick], out=apart)
+        apart[pick] = -torch.inf
+    return torch.zeros_like(apart, dtype=torch.bool).index_fill_(0, torch.tensor(taken, dtype=torch.long), True)
 
 
 def nearest_other(features: Tensor, mask: Tensor, match: object = best_match) -> Tensor:
@@ -52,20 +65,26 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tenso
     most those of the mask; most: the largest budget. Ties go to the lower index; NaN counts as farthest.
     """
     unit = normalize(features.float(), dim=-1)
+    if not fits_table(unit):
+        taken = torch.zeros_like(mask)
+        for row, number in enumerate(budget.tolist()):
+            real = mask[row].nonzero().flatten()
+            taken[row, real] = farthest_of_many(unit[row, real], number)
+        return taken
+    if len(unit) == 1 and unit.device.type == "cpu" and unit[mask].isfinite().all():
+        taken = torch.zeros_like(mask)
+        taken[mask] = _of_table(unit[:, mask[0]], int(budget))
+        return taken
     rows = torch.arange(len(unit), device=unit.device)
-    table = None
-    if fits_table(unit):
-        table = _alike(unit)
-        table.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
-        table.masked_fill_(~mask[:, None], -torch.inf)
-        nearest = 1 - table.amax(dim=2)
-    else:
-        nearest = nearest_other(unit, mask, best_match.reference)
+    table = _alike(unit)
+    table.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+    table.masked_fill_(~mask[:, None], -torch.inf)
+    nearest = 1 - table.amax(dim=2)
     barred = ~mask
     for step in range(most):
         # -inf bars what is taken or padding, whatever the distances are.
         pick = nearest.masked_fill(barred, -torch.inf).argmax(dim=1)
         barred[rows, pick] = barred[rows, pick] | (step < budget)
-        alike = table[rows, pick] if table is not None else (unit @ unit[rows, pick].unsqueeze(-1)).squeeze(-1)
-        nearest = 1 - alike if step == 0 else torch.minimum(nearest, 1 - alike)
+        new = 1 - table[rows, pick]
+        nearest = new if step == 0 else torch.minimum(nearest, new)
     return barred & mask

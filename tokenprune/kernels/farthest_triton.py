@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenprune.kernels.farthest import fits_table, nearest_other
-from tokenprune.kernels.match_triton import best_match, block_sizes, inverse_norm, likeness, multipliable
+from tokenprune.kernels.match_triton import best_match, block_sizes, inverse_norm, likeness
+from tokenprune.kernels.target_triton import multipliable
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -124,7 +125,7 @@ def farthest(
         alike = torch.empty(segments, count, count, device=features.device)
         _table[triton.cdiv(count, block_a), triton.cdiv(count, block_b), segments](
             features, inverse, mask, alike, count, width, *features.stride(),
-            BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8 if block_a >= 128 else 4, num_stages=3,
+            BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
         )  # fmt: skip
         block = triton.next_power_of_2(count)
         nearest = 1 - alike.amax(dim=2)

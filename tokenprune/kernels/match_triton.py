@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from tokenprune.kernels.target_triton import multipliable, shared_memory
 
 _PROGRAMS = 264  # enough to fill the largest GPUs twice
 
@@ -88,19 +88,12 @@ def inverse_norm(x: Tensor) -> Tensor:
     return 1 / torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).clamp(min=1e-12)
 
 
-def multipliable(x: Tensor) -> Tensor:
-    """`x`, in a dtype that `tl.dot` can take: the interpreter (Triton 3.9) multiplies the bits of bfloat16 instead."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return x.float() if interpreted and x.dtype == torch.bfloat16 else x
-
-
 def block_sizes(x: Tensor) -> tuple[int, int, int]:
     """Rows, columns and features of a tile."""
     if x.dtype == torch.float32:
         return 64, 64, 32
     # Three stages of the larger tiles take 96 KiB of shared memory.
-    roomy = not x.is_cuda or torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin >= 2**17
-    return (128, 128, 64) if roomy else (64, 64, 64)
+    return (128, 128, 64) if shared_memory() >= 2**17 else (64, 64, 64)
 
 
 def best_match(
@@ -132,7 +125,7 @@ def best_match(
         _best[triton.cdiv(count, block_a), segments, parts](
             a, b, inverse_norm(a), inverse_norm(b), flags, of_a, of_b, value, place, count, others_count, width, share,
             segments, *a.stride(), *b.stride(), ALLOWED=allowed is not None, GROUPS=groups, OTHERS=others,
-            BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8 if block_a >= 128 else 4, num_stages=3,
+            BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
         )  # fmt: skip
     best = value.amax(dim=1)
     place = torch.where(value == best[:, None], place, others_count).amin(dim=1).long()

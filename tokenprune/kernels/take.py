@@ -8,14 +8,8 @@ from torch import Tensor
 
 from tokenprune.kernels.dispatch import operation
 
-_WIDEST = 65536  # tokens that one program of the kernel can hold
 
-
-def _limits(score: Tensor, mask: Tensor, count: Tensor, most: int) -> str | None:
-    return None if score.shape[-1] <= _WIDEST else f"it takes up to {_WIDEST} tokens, not {score.shape[-1]}"
-
-
-@operation(kernel="tokenprune.kernels.take_triton:take_in_turn", limits=_limits)
+@operation(kernel="tokenprune.kernels.take_triton:take_in_turn")
 def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tensor:
     """Let P pickers, one after the other, each take the tokens that score highest with it and are not taken yet;
     returns bool `[S, N]`, which were taken.

@@ -9,41 +9,63 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["N", "segment", "picker"])
-def _take(score, mask, count, taken, P, N, segment, picker, token, BLOCK: tl.constexpr):
+@triton.jit
+def _how_many(keys, least, N, BLOCK: tl.constexpr):
+    """How many of N keys are at least `least`, which is more than 0."""
+    total = 0
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.sum((tl.load(keys + at, at < N, 0).to(tl.uint32, bitcast=True) >= least).to(tl.int32), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["P", "N", "segment", "picker", "token"])
+def _take(score, mask, count, taken, keys, P, N, segment, picker, token, BLOCK: tl.constexpr):
     s = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < N
-    real = tl.load(mask + s * N + at, inside, 0) != 0
-    left = real
+    taken += s * N
+    keys += s * N
     for turn in range(P):
-        value = tl.load(score + s * segment + turn * picker + at.to(tl.int64) * token, inside, 0.0).to(tl.float32)
-        value = tl.where(value == value, value, float("-inf"))
-        value = tl.where(value == 0, 0.0, value)  # one zero, without a sign
-        # The bits of floats, taken as unsigned integers, are in the order of the floats once the sign is turned round.
-        bits = value.to(tl.uint32, bitcast=True)
-        bits = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
-        wanted = tl.minimum(tl.load(count + s * P + turn).to(tl.int32), tl.sum(left.to(tl.int32), 0))
+        left = 0
+        for start in range(0, N, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < N
+            value = tl.load(score + s * segment + turn * picker + at.to(tl.int64) * token, inside, 0.0).to(tl.float32)
+            value = tl.where(value == value, value, float("-inf"))
+            value = tl.where(value == 0, 0.0, value)  # one zero, without a sign
+            # The bits of floats, taken as unsigned integers, are in the order of the floats once the sign is turned
+            # round. No float has 0, which is of what cannot be taken.
+            bits = value.to(tl.uint32, bitcast=True)
+            bits = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+            can = inside & (tl.load(mask + s * N + at, inside, 0) != 0) & (tl.load(taken + at, inside, 1) == 0)
+            tl.store(keys + at, tl.where(can, bits, 0).to(tl.int32, bitcast=True), inside)
+            left += tl.sum(can.to(tl.int32), 0)
+        tl.debug_barrier()  # what other threads of this program wrote is read below
+        wanted = tl.minimum(tl.load(count + s * P + turn).to(tl.int32), left)
         lowest = tl.full([], 0, tl.uint32)
         for bit in range(32):
             higher = lowest | (tl.full([], 0x80000000, tl.uint32) >> bit)
-            enough = tl.sum((left & (bits >= higher)).to(tl.int32), 0) >= wanted
-            lowest = tl.where(enough, higher, lowest)
-        above = left & (bits > lowest)
-        equal = (left & (bits == lowest)).to(tl.int32)
-        room = wanted - tl.sum(above.to(tl.int32), 0)
-        left = left & ((above | ((equal != 0) & (tl.cumsum(equal, 0) <= room))) == 0)
-    tl.store(taken + s * N + at, real & (left == 0), inside)
+            lowest = tl.where(_how_many(keys, higher, N, BLOCK) >= wanted, higher, lowest)
+        room = wanted
+        if lowest != 0xFFFFFFFF:
+            room -= _how_many(keys, lowest + 1, N, BLOCK)
+        for start in range(0, N, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            bits = tl.load(keys + at, at < N, 0).to(tl.uint32, bitcast=True)
+            equal = (bits == lowest).to(tl.int32)
+            takes = (bits > lowest) | ((equal != 0) & (tl.cumsum(equal, 0) <= room))
+            tl.store(taken + at, takes, takes)
+            room -= tl.sum(equal, 0)
+        tl.debug_barrier()
 
 
-def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tensor:
-    """See `take.take_in_turn`."""
+def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, most: int, *, block: int = 2048) -> Tensor:
+    """See `take.take_in_turn`. block: tokens of a tile."""
     segments, pickers, width = score.shape
     taken = torch.zeros_like(mask, memory_format=torch.contiguous_format)
     if segments and width:
-        block = triton.next_power_of_2(width)
+        keys = torch.empty(segments, width, dtype=torch.int32, device=mask.device)
         _take[segments,](
-            score, mask.contiguous(), count.contiguous(), taken, pickers, width, *score.stride(), BLOCK=block,
-            num_warps=min(32, max(4, block // 512)),
+            score, mask.contiguous(), count.contiguous(), taken, keys, pickers, width, *score.stride(),
+            BLOCK=block, num_warps=8,
         )  # fmt: skip
     return taken

@@ -148,13 +148,13 @@ def curvature(means: Tensor, frames: Tensor, eps: float = 1e-6) -> Tensor:
 # -- budgets -----------------------------------------------------------------------------------------------------------
 
 
-def shares(weight: Tensor, total: Tensor, most: Tensor, least: int = 0) -> Tensor:
+def shares(weight: Tensor, total: Tensor, most: Tensor, least: int = 0, remainder: str = "fraction") -> Tensor:
     """long `[S, F]`: split `total` (long `[S]`) among F frames in proportion to `weight` (float `[S, F]`, at least 0).
 
     most: long `[S, F]`, what each can take at most, 0 for padding: what is above that goes to the others in
-    proportion. What does not divide goes to the largest fractions, of equal ones the earlier. The sum is exact, as far
-    as there is room. least: what each gets beforehand, where `total` suffices for all. NaN weighs nothing; where all
-    that weigh anything are full, the others are alike.
+    proportion. What does not divide goes to the largest fractions, or with remainder="largest" to the largest weights,
+    of equal ones the earlier. The sum is exact, as far as there is room. least: what each gets beforehand, where
+    `total` suffices for all. NaN weighs nothing; where all that weigh anything are full, the others are alike.
     """
     first = torch.minimum(most, torch.full_like(most, least))
     first = first * (first.sum(1, keepdim=True) <= total[:, None])
@@ -175,8 +175,9 @@ def shares(weight: Tensor, total: Tensor, most: Tensor, least: int = 0) -> Tenso
     exact = torch.where(order.argsort(dim=1) < filled, room.double(), exact)
     # A whole number is not to be missed by its last bit.
     whole = torch.where((exact - exact.round()).abs() < 1e-9, exact.round(), exact.floor()).long()
-    fraction = torch.where(whole < room, ((exact - whole) * 1e9).round(), -torch.inf)  # nor are equal fractions
-    rank = fraction.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    claim = weight if remainder == "largest" else exact - whole
+    claim = torch.where(whole < room, (claim * 1e9).round(), -torch.inf)  # nor are equal claims to differ by it
+    rank = claim.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return first + whole + ((rank < left - whole.sum(1, keepdim=True)) & (whole < room)).long()
 
 

@@ -51,11 +51,15 @@ class _Case:
                 return replace(value, **fields)
             if isinstance(value, tuple):
                 return tuple(cut(name, one) for one in value)
-            one = value[segment : segment + 1]
-            return one.narrow(_axis(name), 0, count) if isinstance(one, Tensor) else one
+            one, axis = value[segment : segment + 1], _axis(name)
+            return one.narrow(axis, 0, count) if isinstance(one, Tensor) and axis >= 0 else one
 
         given = {name: cut(name, value) for name, value in self.given.items()}
-        text = {name: value[segment : segment + 1] for name, value in self.text.items()}
+        own = slice(segment, segment + 1)
+        text = {
+            name: tuple(one[own] for one in value) if isinstance(value, tuple) else value[own]
+            for name, value in self.text.items()
+        }
         return _Case([count], [self.keep[segment]], given, text)
 
     def mapped(self, change: Callable[[Tensor, int], Tensor]) -> _Case:
@@ -66,13 +70,14 @@ class _Case:
                 return {layer: of(one, axis) for layer, one in value.items()}
             if isinstance(value, tuple):
                 return tuple(of(one, axis) for one in value)
-            return change(value, axis) if isinstance(value, Tensor) and value.is_floating_point() else value
+            by_token = isinstance(value, Tensor) and value.is_floating_point() and axis >= 0
+            return change(value, axis) if by_token else value
 
         return replace(self, given={name: of(value, _axis(name)) for name, value in self.given.items()})
 
 
 def _axis(name: str) -> int:
-    """Return which axis of an observable is that of the visual tokens."""
+    """Return which axis of an observable is that of the visual tokens; -1 where it has none."""
     return find_observable(name).axes.find("N")
 
 

@@ -19,8 +19,10 @@ from tokenprune.registry import BASES, build
 from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
 from tokenprune.testing.rules import require
+from tokenprune.units import UnitDropper
 
 LAYERS = 32  # of the decoder that a method hears of
+_STAGES = 6  # of a method are checked; what has more does the same at each
 
 
 def check_method(method: str | Method | type[Method], *, tower: Tower | None = None) -> None:
@@ -41,6 +43,8 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
         _check_class(made)
         if isinstance(made, EncoderMethod):
             others.check_merges(made, tower)
+        elif isinstance(made, UnitDropper):
+            others.check_units(made)
         elif isinstance(made, ResizeMethod):
             others.check_shares(made)
         elif isinstance(made, ImageChooser):
@@ -49,7 +53,7 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
             others.check_blocks(made)
         else:
             stages = [stage for stage, _ in made.stages(Budget.of(0.5), LAYERS)]
-            for number in range(len(stages)):
+            for number in range(min(_STAGES, len(stages))):
                 check_choices(stages[: number + 1])
         if isinstance(made, DecodeMethod):
             others.check_rates(made)

@@ -17,6 +17,7 @@ from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import OptionError
 from tokenprune.frames import Visual
 from tokenprune.testing.rules import require
+from tokenprune.units import UnitDropper
 
 _KEEPS = (0.5, 0.75, 1.0)
 _QUESTIONS = ("What is in the image?", "Is there a dog in image 2?", "")
@@ -54,6 +55,26 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
                 own = stay if alone is None else alone.keep[0].tolist()
                 require(own == stay, f"block {block}: row {row} of a batch keeps other tokens than alone")
             keys, left = merge.mean(keys, torch.ones(keys.shape[:2])), rows
+
+
+def check_units(method: UnitDropper) -> None:
+    """Raise ConformanceError if the units that a method keeps break a rule: a bool for each of a grid, at least one
+    unit and at most `most`, the same twice, nothing changed of what it reads, and nothing dropped where
+    everything is to be kept."""
+    with suppress(OptionError):  # that keep=1.0 contradicts its options
+        require(method.is_identity(Budget.of(1.0)), "with keep=1.0 it still drops units")
+    generator = torch.Generator().manual_seed(0)
+    for grid in ((1, 1, 1), (1, 5, 7), (3, 4, 4)):
+        levels = torch.randint(3, (*grid, 1), generator=generator).expand(*grid, 12)
+        for pixels in (levels / 2, torch.rand(*grid, 12, generator=generator)):
+            units, given = levels[..., 0].numel(), pixels.clone()
+            for most in {1, max(1, units // 2), units}:
+                keep = method.keep_units(pixels, most)
+                fine = isinstance(keep, torch.Tensor) and keep.dtype == torch.bool and keep.shape == grid
+                require(fine, f"keep_units() must return a bool tensor {list(grid)}, not {keep}")
+                require(1 <= int(keep.sum()) <= most, f"of {units} units it keeps {int(keep.sum())}, not 1 to {most}")
+                require(torch.equal(keep, method.keep_units(pixels, most)), "it keeps other units the second time")
+                require(torch.equal(pixels, given), "it changes the pixels that it reads")
 
 
 def check_shares(method: ResizeMethod) -> None:

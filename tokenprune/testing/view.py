@@ -79,7 +79,7 @@ def _check(name: str, value: Any, hidden: Tensor) -> None:
         if not isinstance(one, Tensor) or not seen.axes:
             continue
         sizes = dict(zip(seen.axes, one.shape, strict=False))
-        if one.ndim != len(seen.axes) or (sizes["S"], sizes["N"]) != tuple(hidden.shape[:2]):
+        if one.ndim != len(seen.axes) or (sizes["S"], sizes.get("N", hidden.shape[1])) != tuple(hidden.shape[:2]):
             wanted = f"[{', '.join(seen.axes)}] with S, N = {list(hidden.shape[:2])}"
             raise OptionError(f"{name} must be {wanted}, not {list(one.shape)}")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.base import ImageChooser, Method, Site
+from tokenprune.budget import Budget
 from tokenprune.config import Config
 from tokenprune.errors import OptionError
 from tokenprune.registry import available_methods, method_info
@@ -35,8 +36,13 @@ class Candidate:
         return json.loads(self.json)
 
     @property
+    def steps(self) -> tuple[list[Method], list[Budget]]:
+        """The methods with their budgets."""
+        return Config(self.setting).steps()
+
+    @property
     def methods(self) -> list[Method]:
-        return Config(self.setting).steps()[0]
+        return self.steps[0]
 
     @property
     def name(self) -> str:

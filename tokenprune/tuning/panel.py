@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,13 @@ from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.metrics import Metric, metric_named
 from tokenprune.bench.model import Model
 from tokenprune.bench.run_folder import RunFolder
+from tokenprune.cost_model import CostModel, Load
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError, UnsupportedSetupError
 from tokenprune.statistics import Stats
 from tokenprune.tuning.candidates import Candidate
+from tokenprune.tuning.objective import WORK
+
+_PREDICTED = 8  # questions that the closed forms are asked about
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Search:
     candidates: list[dict[str, Any]]
     seed: int = 0
     batch_size: int = 32
+    stacks: int = 0
 
 
 class Panel:
@@ -61,6 +67,7 @@ class Panel:
                 f"what settings save follows from the config of {self.environment['model']}, which is not at hand "
                 "here: tune where the model's folder is, under the same path"
             )
+        self.batch_size = batch_size
         self._asking = Asking(self.backend, self.questions, batch_size, folder, group)
         self._scores: dict[Candidate | None, dict[int, float]] = {}
         self._costs: dict[Candidate | None, dict[int, dict[str, Any]]] = {}
@@ -104,6 +111,10 @@ class Panel:
         setting = _setting(candidate)
         return self._asking.knows({"setting": setting}, setting, chunk)
 
+    def answered(self, candidate: Candidate | None) -> set[int]:
+        """Return the numbers of the questions that were asked."""
+        return set(self._scores.get(candidate, ()))
+
     def scores(self, candidate: Candidate | None, numbers: Sequence[int]) -> np.ndarray:
         """Return the scores of questions that were asked, float64."""
         mine = self._scores[candidate]
@@ -115,13 +126,44 @@ class Panel:
         unpatched = _total(cost for first, cost in whole.items() if first in asked)
         return record(_total(self._costs[candidate].values()), unpatched)
 
-    def time(self, candidate: Candidate, number: int, repeats: int) -> dict[str, Any]:
-        """Return what `bench.timing.compare` measures on one question, of which only the first token counts here. The
-        first process of the group does it, and all get the same."""
+    @cached_property
+    def _closed(self) -> tuple[CostModel, list[Load]] | None:
+        step = max(1, len(self.questions) // _PREDICTED)
+        return self.backend.closed_forms(self.questions[::step][:_PREDICTED])
+
+    def predict(self, candidate: Candidate) -> dict[str, float]:
+        """Return what the closed forms say that a candidate spends, as shares of the unpatched model's: "work",
+        "flops", "tokens", "kv", "tower", and the tower's share of the unpatched work, "tower_share". Of a few
+        questions, evenly chosen; {} where the model, or the candidate, does not tell ahead."""
+        if self._closed is None:
+            return {}
+        model, loads = self._closed
+        try:
+            costs = [model.predict(load, *candidate.steps) for load in loads]
+        except TokenPruneError:
+            return {}  # asking it raises the reason
+        wholes = [model.cost(load) for load in loads]
+
+        def share(name: str) -> float:
+            whole = sum(getattr(cost, name) for cost in wholes)
+            return sum(getattr(cost, name) for cost in costs) / whole if whole else 0.0
+
+        told = {name: share(name) for name in ("tokens", "tower")}
+        told |= {WORK: share("flops"), "flops": share("decoder"), "kv": share("cache")}
+        return told | {"tower_share": sum(cost.tower for cost in wholes) / sum(cost.flops for cost in wholes)}
+
+    def time(self, candidate: Candidate, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
+        """Return what `Backend.timing` measures on the first of some questions, with the processor, of which only the
+        first token counts here; batch: also what `Backend.batch_timing` measures on a batch of them. The first process
+        of the group does it, and all get the same."""
         timing, failure = None, None
         if self.group.leads:
             try:
-                timing = self.backend.timing(_setting(candidate), self.questions[number], repeats, 2)
+                setting = _setting(candidate)
+                timing = self.backend.timing(setting, self.questions[numbers[0]], repeats, 2, processor=True)
+                if batch:
+                    rows = [self.questions[number] for number in numbers[: self.batch_size]]
+                    timing |= self.backend.batch_timing(setting, rows, repeats)
             except (DataError, RunError):
                 raise
             except TokenPruneError as error:

@@ -10,7 +10,7 @@ from typing import Any
 from tokenprune.bench.tables import Cell, Table
 from tokenprune.config import Config
 from tokenprune.tuning.betting import LIKELY
-from tokenprune.tuning.objective import MAX_SPREAD, OBJECTIVES, spread
+from tokenprune.tuning.objective import MAX_SPREAD, TITLES, WORK, shares, spread
 from tokenprune.tuning.panel import Panel
 from tokenprune.tuning.promise import points
 from tokenprune.tuning.trial import COLLAPSE, Trial, Tuning
@@ -58,7 +58,8 @@ def cost_of(trial: Trial) -> dict[str, Any]:
 
     visual_tokens: averaged over the decoder's layers. kv_bytes: after prefill. ttft_*: None where it was not timed;
     ttft_ms is the ratio, the median over runs in pairs, times the unpatched model's median. ttft_reliable: whether the
-    runs agree well enough (`objective.MAX_SPREAD`).
+    runs agree well enough (`objective.MAX_SPREAD`). batch_ratio: of times of a batch, patched / unpatched, where it
+    was timed. work_ratio: of the prefill FLOPs of tower and decoder, those of the tower in closed form.
     """
     cost, timing, asked = trial.cost, trial.timing, trial.search + trial.held_out
     ratio, whole = (timing["ttft_ratio"]["p50"], timing["ttft_ms_unpatched"]["p50"]) if timing else (None, None)
@@ -74,7 +75,8 @@ def cost_of(trial: Trial) -> dict[str, Any]:
         "ttft_ms": timing and ratio * whole,
         "ttft_ms_unpatched": whole,
         "ttft_reliable": timing and spread(timing) <= MAX_SPREAD,
-    }
+        "work_ratio": shares(cost, None, trial.predicted)[WORK],
+    } | ({"batch_ratio": timing["batch_ratio"]["p50"]} if timing and "batch_ratio" in timing else {})
 
 
 def outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
@@ -113,9 +115,13 @@ def _compared(cost: dict[str, Any]) -> list[str]:
         said.append(
             f"TTFT {cost['ttft_ms_unpatched']:.1f} → {cost['ttft_ms']:.1f} ms ({cost['ttft_ratio']:.2f}x{doubt})"
         )
+    if "batch_ratio" in cost:
+        said.append(f"questions a second {1 / cost['batch_ratio']:.2f}x")
     before, after = (cost[name] / 2**10 for name in ("kv_bytes_unpatched", "kv_bytes"))
     said.append(f"KV cache {before:.0f} → {after:.0f} KiB ({cost['kv_ratio']:.0%})")
     said.append(f"prefill FLOPs {cost['prefill_flops_ratio']:.0%}")
+    if round(cost["work_ratio"], 2) != round(cost["prefill_flops_ratio"], 2):
+        said[-1] += f", with the vision tower's {cost['work_ratio']:.0%}"
     return said
 
 
@@ -126,7 +132,7 @@ def tuning_table(tuning: Tuning) -> Table:
         "Drop: points of the metric lost on the held-out questions. Below: what the drop is shown to be below with a "
         f"confidence of {sure}, for this setting alone. All else: share of what the unpatched model spends.",
         f"Asked: {tuning.search} questions to search with and {tuning.held_out} held out. Cheapest: by "
-        f"{OBJECTIVES[tuning.ranked_by]}.",
+        f"{TITLES[tuning.ranked_by]}.",
     )
     title = f"Tested for a drop below {points(tuning.promise.max_drop)}, confidence {sure}, the safest first"
     return _table(title, tuning.tested, notes)

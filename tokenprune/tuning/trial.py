@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.tuning.candidates import Candidate
-from tokenprune.tuning.objective import shares
+from tokenprune.tuning.objective import TIMED, shares
 from tokenprune.tuning.promise import Promise
 
 _TRACE = 0.001
@@ -20,8 +20,8 @@ class Trial:
 
     search, held_out: how many questions of each part it answered. drop: the mean score lost on them, of the part that
     decides (held out, if it got there). bound: below which the true drop is, with the promised confidence; None before
-    the test. cost: of `bench.cost.record`; timing: of `bench.timing.compare`. kinds: drop of each kind of question,
-    held out. state: why it was left, or "chosen".
+    the test. cost: of `bench.cost.record`; timing: of `Panel.time`; predicted: of `Panel.predict`. kinds: drop of each
+    kind of question, held out. state: why it was left, or "chosen".
     """
 
     candidate: Candidate
@@ -32,18 +32,23 @@ class Trial:
     bound: float | None = None
     cost: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, Any] | None = None
+    predicted: dict[str, float] = field(default_factory=dict)
     kinds: dict[str, float] = field(default_factory=dict)
 
     def price(self, objective: str) -> tuple[float, float]:
         """Return what is to be small, a share of what the unpatched model spends; to part equals, that of FLOPs."""
-        spent = shares(self.cost, self.timing)
+        spent = shares(self.cost, self.timing, self.predicted)
         return spent[objective], spent["flops"]
+
+    def expected(self, objective: str) -> float | None:
+        """Return the share that it is expected to spend before it is asked; None where the closed forms do not tell."""
+        return self.predicted.get(objective)
 
     def saving(self, objective: str) -> float:
         """Return the share that is saved. Of a time that cannot be told from the unpatched model's it is a trace, not
         nothing: whether a setting that saves little is tried must not hang on which way its runs happened to fall."""
         saved = 1 - self.price(objective)[0]
-        if objective == "ttft" and saved < _TRACE and self.timing["ttft_ratio"]["p20"] < 1:
+        if objective in TIMED and saved < _TRACE and self.timing[TIMED[objective]]["p20"] < 1:
             return _TRACE
         return saved
 

@@ -21,10 +21,11 @@ from tokenprune.errors import DataError, RunError, TokenPruneError
 from tokenprune.tuning.betting import is_below, questions_likely, upper_bound
 from tokenprune.tuning.candidates import Candidate
 from tokenprune.tuning.estimate import CHANCE, Estimate, promote, sequence
-from tokenprune.tuning.objective import MAX_SPREAD, check_objective, spread
+from tokenprune.tuning.objective import MAX_SPREAD, TIMED, TITLES, WORK, check_objective, spread
 from tokenprune.tuning.panel import Panel
 from tokenprune.tuning.parts import check_enough, split
 from tokenprune.tuning.promise import Promise, points
+from tokenprune.tuning.stacks import Alone, needless, propose, sites
 from tokenprune.tuning.trial import Trial, Tuning
 
 FINALISTS = 4
@@ -37,9 +38,9 @@ class Tuner:
     """One search; `run()` does it.
 
     panel: answers the questions. candidates: all that are tried. seed: of the split of the questions. repeats: timed
-    runs of a setting. objective: what is made small, of `objective.OBJECTIVES`. step: gets what is being done, how
-    many answers are there, and how many there may be. Raises OptionError for an objective that is not known, or for too
-    few questions.
+    runs of a setting. objective: what is made small, of `objective.OBJECTIVES`. stacks: how many stacks of the
+    candidates' methods may be tried, too. step: gets what is being done, how many answers are there, and how many there
+    may be. Raises OptionError for an objective that is not known, or for too few questions.
     """
 
     def __init__(
@@ -51,29 +52,37 @@ class Tuner:
         seed: int = 0,
         repeats: int = 7,
         objective: str = "ttft",
+        stacks: int = 0,
         step: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.panel, self.promise, self.repeats = panel, promise, repeats
         self.objective = check_objective(objective)
-        # Until times are there, FLOPs stand for them.
-        self._by = "flops" if objective == "ttft" and promise.target_ttft is None else objective
         self._notes: list[str] = []
-        self.trials = [Trial(candidate) for candidate in dict.fromkeys(candidates)]
+        self.trials = [self._trial(candidate) for candidate in dict.fromkeys(candidates)]
+        # Until times are there, FLOPs stand for them: the tower's too, where they are known.
+        tower = any(trial.predicted.get("tower_share") for trial in self.trials)
+        self._stand_in = WORK if tower else "flops"
+        self._by = self._stand_in if objective in TIMED and promise.target_ttft is None else objective
+        self.stacks = stacks if len(sites(trial.candidate for trial in self.trials)) > 1 else 0
         self.search, self.held_out = split(panel.groups, panel.kinds, seed)
         check_enough(len(panel.kinds), promise, len(self.held_out))
-        rungs = max(0, math.ceil(math.log2(max(1, len(self.trials)) / FINALISTS)))
+        rungs = max(0, math.ceil(math.log2(max(1, len(self.trials) + self.stacks) / FINALISTS)))
         sizes = [max(_FIRST, len(self.search) >> (rungs - rung)) for rung in range(rungs)]
         self.sizes = sorted({size for size in sizes if size < len(self.search)} | {len(self.search)})
         self._step, self._done = step or (lambda label, done, total: None), 0
-        alive, asked = sum(not trial.candidate.unfit(panel.videos) for trial in self.trials), 0
+        alive, asked = sum(not trial.candidate.unfit(panel.videos) for trial in self.trials) + self.stacks, 0
         self.total = len(self.search) + len(self.held_out) * (1 + min(FINALISTS, alive))
         for size in self.sizes:
             self.total += alive * (size - asked)
             alive, asked = min(alive, max(FINALISTS, math.ceil(alive / 2))), size
 
+    def search_only(self) -> list[Trial]:
+        """Search, stacks included, and test nothing; return the trials that were left at the end."""
+        return self._halved(self._able(self.trials))
+
     def run(self) -> Tuning:
-        alive = self._halved(self._able())
-        if self.objective == "ttft":
+        alive = self.search_only()
+        if self.objective in TIMED:
             finalists = self._finalists(self._timed(self._best(alive, _TIMED, "others promise more")))
         else:
             finalists = self._timed(self._finalists(alive))
@@ -97,16 +106,22 @@ class Tuner:
         self._done = 0  # `run` counts these answers
         return self.total, (time.perf_counter() - start) / len(chunk) * self.total
 
-    def _able(self) -> list[Trial]:
+    def _trial(self, candidate: Candidate) -> Trial:
+        return Trial(candidate, predicted=self.panel.predict(candidate))
+
+    def _able(self, trials: Sequence[Trial]) -> list[Trial]:
         """Return the trials that can act, and that are fast enough if that counts."""
-        for trial in self.trials:
+        for trial in trials:
             reason = trial.candidate.unfit(self.panel.videos)
+            share = trial.expected(self._by)
+            if reason is None and share is not None and share >= 1:
+                reason = f"saves nothing: {share:.2f}x {self._by}, by the closed forms"
             target = reason is None and self.promise.target_ttft is not None
             if target and self._time(trial) and not self.promise.reached(trial.timing):
                 reason = f"too slow: {trial.timing['ttft_ms']['p50']:.0f} ms to the first token"
             if reason is not None:
                 trial.state = reason
-        return [trial for trial in self.trials if not trial.state]
+        return [trial for trial in trials if not trial.state]
 
     def _time(self, trial: Trial) -> bool:
         """Time a trial once, and return whether that could be done; if not, it is left with the reason."""
@@ -114,7 +129,8 @@ class Tuner:
             return True
         self._step(f"timing {trial.candidate}", self._done, self.total)
         try:
-            trial.timing = self.panel.time(trial.candidate, self.search[0], self.repeats)
+            batch = self.objective == "throughput"
+            trial.timing = self.panel.time(trial.candidate, self.search, self.repeats, batch)
         except (DataError, RunError):
             raise
         except TokenPruneError as error:
@@ -127,15 +143,44 @@ class Tuner:
         for size in self.sizes:
             if not alive:
                 return []
-            chunk, asked = self.search[asked:size], size
+            chunk, first, asked = self.search[asked:size], not asked, size
             self._asked(None, chunk)
-            alive = [trial for trial in alive if self._results(trial, chunk, self.search[:size])]
+            if first:
+                alive = [trial for trial in self._first(alive, chunk) if not self._hopeless(trial)]
+                alive += self._first(self._able(self._proposed(alive)), chunk)
+                places = len(alive)
+            else:
+                alive = [trial for trial in alive if self._results(trial, chunk, self.search[:size])]
             alive = [trial for trial in alive if not self._hopeless(trial)]
             if size == self.sizes[-1]:
                 break
             places = max(FINALISTS, math.ceil(places / 2))
             alive = self._best(alive, places, f"others promise more after {size} questions")
         return alive
+
+    def _first(self, trials: list[Trial], chunk: Sequence[int]) -> list[Trial]:
+        """Have trials answer the first chunk, the cheapest first by the closed forms, but for those that need not be
+        asked; return those that did."""
+        for trial in sorted(trials, key=lambda trial: trial.expected(self._by) or 0.0):
+            trial.state = needless(trial, self.trials, self._by, FINALISTS) or ""
+            if not trial.state:
+                self._results(trial, chunk, chunk)
+        return [trial for trial in trials if not trial.state]
+
+    def _proposed(self, alive: list[Trial]) -> list[Trial]:
+        """Return trials of stacks, made of settings that have answered."""
+        if not self.stacks:
+            return []
+        found = propose(
+            [Alone.of(trial, self._drops(trial, self.search[: trial.search]), self._by) for trial in alive],
+            lambda candidate: self.panel.predict(candidate).get(self._by),
+            lambda drops, saving: Estimate.of(drops, saving, self.promise, len(self.held_out)),
+            self.stacks,
+        )
+        known = {trial.candidate for trial in self.trials}
+        made = [self._trial(candidate) for candidate in found if candidate not in known]
+        self.trials += made
+        return made
 
     def _best(self, alive: list[Trial], places: int, reason: str) -> list[Trial]:
         alive = self._steadiest(alive)
@@ -194,13 +239,15 @@ class Tuner:
     def _timed(self, trials: list[Trial]) -> list[Trial]:
         """Time settings that may be tested; where times are too unsteady to rank them, FLOPs do, which is noted."""
         trials = [trial for trial in trials if self._time(trial)]
-        widest = max(trials, key=lambda trial: spread(trial.timing), default=None)
-        steady = widest is None or spread(widest.timing) <= MAX_SPREAD
-        if self.objective == "ttft":
-            self._by = "ttft" if steady else "flops"
+        widest = max(trials, key=lambda trial: spread(trial.timing, self.objective), default=None)
+        steady = widest is None or spread(widest.timing, self.objective) <= MAX_SPREAD
+        if self.objective in TIMED:
+            self._by = self.objective if steady else self._stand_in
         if not steady:
-            low, high = (widest.timing["ttft_ratio"][name] for name in ("p20", "p80"))
-            instead = "" if self.objective != "ttft" else ": settings are ranked by prefill FLOPs instead"
+            ratio = widest.timing[TIMED.get(self.objective, "ttft_ratio")]
+            low, high = (ratio[name] for name in ("p20", "p80"))
+            other = "prefill FLOPs" if self._stand_in == "flops" else TITLES[WORK]
+            instead = "" if self.objective not in TIMED else f": settings are ranked by {other} instead"
             self._notes.append(
                 f"Times are not reliable here, that of {widest.candidate} came out at {low:.2f} to {high:.2f} of the "
                 f"unpatched model's{instead}."

@@ -66,7 +66,8 @@ def make_page(runs: Sequence[Run]) -> str:
     groups = same_questions(runs)
     shared = [group for group in groups if len(group) > 1]
     made = zip(shared, comparisons(runs), strict=True)
-    return _filled(
+    return filled(
+        "page.html",
         parts=[_part(run, styles) for run in runs],
         joints=[
             Joint(group, styles.joint_legend(group), *fronts.joint_plots(group, styles), table) for group, table in made
@@ -119,8 +120,9 @@ def _notes(results: Results) -> list[str]:
     return [f"Not timed, and so not in the second plot: {', '.join(untimed)}."] if untimed else []
 
 
-def _filled(**values: Any) -> str:
-    """Fill the templates. What the page may run and apply is named by its digest: no other script, no other style."""
+def filled(name: str, **values: Any) -> str:
+    """Return a template with its values filled in. What the page may run and apply is named by its digest: no other
+    script, no other style. Raises TokenPruneError without Jinja2."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
         from markupsafe import Markup
@@ -132,7 +134,7 @@ def _filled(**values: Any) -> str:
     env.filters["code"] = _code
     env.globals["next_id"] = itertools.count(1).__next__
     style, script = (loader.get_source(env, name)[0] for name in ("style.css", "script.js"))
-    page = env.get_template("page.html").render(
+    page = env.get_template(name).render(
         style=Markup(style), script=Markup(script), style_digest=_digest(style), script_digest=_digest(script), **values
     )
     return page.encode("utf-8", "replace").decode()  # a name may hold half a character

@@ -28,9 +28,11 @@ from tokenprune.integrations.hf.tower.attention_scores import EncoderAttention
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
+from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.integrations.shared.composition import check_places, composition_key
 from tokenprune.observable import Where
 from tokenprune.observable_registry import observables_of
+from tokenprune.units import UnitDropper
 
 
 def hf_parts(
@@ -62,6 +64,8 @@ def hf_parts(
         match method.site:
             case Site.PRE_ENCODER:
                 pixels.append(patch_for(method, budget, processor, adapter))
+            case Site.IN_ENCODER if not method.is_identity(budget) and isinstance(method, UnitDropper):
+                parts.append(UnitDrop(adapter, method, budget, processor))
             case Site.IN_ENCODER if not method.is_identity(budget):
                 parts.append(tower_patch(adapter, method, budget))
                 if (form := form_of(method)) != "off":
@@ -70,21 +74,22 @@ def hf_parts(
                 parts.append(BlockAttention(adapter, method, budget, acting))
             case Site.PRE_LLM | Site.IN_LLM | Site.DECODE:
                 steps.append(step)
-    if processor is not None and not pixels:
+    if processor is not None and not pixels and not any(isinstance(part, UnitDrop) for part in parts):
         check_processor(processor, guard, methods)
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
     cutting = [step.method for step in steps if step.acts]
     readers = [method for method in cutting if observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)]
     if readers:
-        if merging := [part.method for part in parts if isinstance(part, TowerPatch)]:
+        if merging := [part.method for part in parts if isinstance(part, (TowerPatch, UnitDrop))]:
+            what = "merges them on the way" if merging[0].merges else "drops some of them ahead of it"
             raise OptionError(
-                f"{readers[0].name} reads the attention of the vision tower's patches, and {merging[0].name} merges "
-                "them on the way: use one of the two"
+                f"{readers[0].name} reads the attention of the vision tower's patches, and {merging[0].name} {what}: "
+                "use one of the two"
             )
         parts.append(EncoderAttention(adapter, readers))
     if any(compares_frames(step) for step in steps):
-        merges = [part.method.name for part in parts if isinstance(part, TowerPatch)]
+        merges = [part.method.name for part in parts if isinstance(part, (TowerPatch, UnitDrop))]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
     if cutting or parts:
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))

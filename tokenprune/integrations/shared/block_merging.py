@@ -9,7 +9,7 @@ result to them, which is the block's output, and hands the block a zero to add t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,18 +20,22 @@ from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import BudgetError, UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states
+from tokenprune.integrations.shared.units import Units
+from tokenprune.merging import Merge
 
 
 @dataclass(frozen=True)
 class Block:
     """A pre-norm block: `norm` and `end` are the first and the last module of its MLP branch; `mask` is the name, and
-    `mask_place` the place, of the argument that is added to its attention logits."""
+    `mask_place` the place, of the argument that is added to its attention logits; `scale` is the name of the parameter
+    that multiplies what `end` returns, if there is one."""
 
     module: nn.Module
     norm: nn.Module
     end: nn.Module
-    mask: str
-    mask_place: int
+    mask: str = ""
+    mask_place: int = 0
+    scale: str = ""
 
 
 @dataclass
@@ -41,13 +45,18 @@ class Merging:
 
     plan: what finds the merge of each block. owners: after each block (first: before any) long `[B, N]`, for each token
     that entered the one that it is part of. left: tokens in each row so far; counts: these, as they entered each block.
-    size: float32 `[B, n]`, tokens that each is made of, 0 for padding; None before a merge.
+    size: float32 `[B, n]`, tokens that each is made of, 0 for padding; None before a merge. masked: whether `size` is 0
+    for tokens that the tower masks, too. ordered: whether patches stand unit by unit (of towers with units). added:
+    what is added to the attention logits of the block that runs.
     """
 
     plan: list[Matcher | None]
     owners: list[Tensor]
     left: list[int]
     size: Tensor | None = None
+    masked: bool = False
+    ordered: bool = False
+    added: Tensor | None = None
     keys: Tensor | None = None
     merged: Tensor | None = None
     output: Tensor | None = None
@@ -60,7 +69,7 @@ class Merging:
 
     def bias(self, proportional: bool, dtype: torch.dtype) -> Tensor | None:
         """Return what is added to attention logits, `[B, 1, 1, n]`; None for nothing. Padding gets log(0) = -inf."""
-        if self.size is None or not (proportional or self.padded):
+        if self.size is None or not (proportional or self.padded or self.masked):
             return None
         size = self.size if proportional else (self.size > 0).float()
         return size.log().to(dtype)[:, None, None, :]
@@ -76,11 +85,19 @@ class Merging:
 class Merger(Attachable):
     """Attached to the blocks of one tower, in their order; the state of a forward is kept per thread.
 
-    tower: what the method knows of it; its `tokens` are those of an image as the config has it.
+    tower: what the method knows of it; its `tokens` are those of an image as the config has it. units: the patches that
+    merge as one, which are tokens to the method; None where each patch is for itself.
     Raises BudgetError for a budget that is neither a share nor a number of tokens, or that cannot be reached.
     """
 
-    def __init__(self, method: EncoderMethod, budget: Budget, blocks: Sequence[Block], tower: Tower) -> None:
+    def __init__(
+        self,
+        method: EncoderMethod,
+        budget: Budget,
+        blocks: Sequence[Block],
+        tower: Tower,
+        units: Units | None = None,
+    ) -> None:
         super().__init__()
         if budget.keep is None or budget.per != "image":
             raise BudgetError(
@@ -88,6 +105,7 @@ class Merger(Attachable):
                 f"patches or a number of them, not {budget}"
             )
         self.method, self.budget, self.blocks, self.shape = method, budget, list(blocks), tower
+        self.units = units
         self.plan(tower.tokens)  # raises what cannot be reached
 
     # -- attaching
@@ -96,7 +114,7 @@ class Merger(Attachable):
         for index, block in enumerate(self.blocks):
             self.hook(block.module.register_forward_pre_hook(partial(self._enter_block, index), with_kwargs=True))
             self.hook(block.norm.register_forward_pre_hook(partial(self._merge, index)))
-            self.hook(block.end.register_forward_hook(self._leave_branch))
+            self.hook(block.end.register_forward_hook(partial(self._leave_branch, block)))
             # Before the hooks of others: what they see is the block's output.
             self.hook(block.module.register_forward_hook(self._leave_block, prepend=True))
 
@@ -116,8 +134,12 @@ class Merger(Attachable):
 
     def plan(self, count: int) -> list[Matcher | None]:
         """What finds the merge of each block, for `count` tokens that enter."""
-        tower = self.shape if count == self.shape.tokens else replace(self.shape, tokens=count)
+        tower = self.shape if count == self.shape.tokens else self.shape.of(count)
         return self.method.plan(self.budget, tower)
+
+    def plan_of(self, rows: int, count: int) -> list[Matcher | None]:
+        """The plan of a forward with `rows` images, of each of which `count` tokens enter."""
+        return self.plan(count if self.units is None else self.units.count(count))
 
     # -- hooks
 
@@ -127,16 +149,17 @@ class Merger(Attachable):
             rows, count = hidden.shape[:2]
             check_checkpointing(module)
             owner = torch.arange(count, device=hidden.device).expand(rows, -1)
-            states()[self] = Merging(self.plan(count), [owner], [count] * rows)
+            states()[self] = Merging(self.plan_of(rows, count), [owner], [count] * rows)
         state = self.state()
         if state is None:
             return None
-        state.keys = state.merged = state.output = None
+        state.keys = state.merged = state.output = state.added = None
         state.counts.append(state.left)
         bias = state.bias(self.method.proportional, hidden.dtype)
         if bias is None:
             return None
-        return self._with_bias(index, bias.to(hidden.device), args, kwargs)
+        state.added = bias.to(hidden.device)
+        return self._with_bias(index, state.added, args, kwargs)
 
     def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """See to it that `bias` `[B, 1, 1, n]` is added to a block's attention logits; returns the block's arguments,
@@ -167,7 +190,7 @@ class Merger(Attachable):
         if state.keys is None:
             raise UnsupportedSetupError(f"{self.method.name}: block {index} of the tower showed no attention keys")
         with torch.no_grad():
-            merge = match(state.keys.float().mean(dim=1), state.left if state.padded else None)
+            merge = self._find(match, state)
         state.keys = None
         if merge is None:
             return None
@@ -180,11 +203,25 @@ class Merger(Attachable):
         state.left = merge.left or [merge.keep.shape[1]] * len(state.left)
         return (state.merged, *args[1:])
 
-    def _leave_branch(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+    def _find(self, match: Matcher, state: Merging) -> Merge | None:
+        """Return the merge of the block whose keys were noted."""
+        keys, left = state.keys.float().mean(dim=1), state.left if state.padded else None
+        if self.units is None:
+            return match(keys, left)
+        order = None if state.ordered else self.units.order(keys.shape[1], keys.device)
+        merge = match(self.units.fold(keys, order), self.units.left(left))
+        if merge is None:
+            return None
+        state.ordered = True
+        return self.units.spread(merge, order)
+
+    def _leave_branch(self, block: Block, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         state = self.state()
         if state is None or state.merged is None:
             return None
-        state.output, state.merged = state.merged + output, None
+        scale = getattr(block.module, block.scale, None) if block.scale else None
+        state.output = state.merged + (output if scale is None else scale * output)
+        state.merged = None
         return output.new_zeros(1)
 
     def _leave_block(self, module: nn.Module, args: tuple, output: Any) -> Any:

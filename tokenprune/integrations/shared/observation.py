@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,12 @@ class Observation:
         if self.value is None:
             raise TokenPruneError("the values of this attention were not read")
         return self._of_all(self.value[:, :, -queries:]).transpose(1, 2).flatten(2)
+
+    def first_keys(self, count: int) -> Observation:
+        """Return what this call saw of its first `count` keys."""
+        value = None if self.value is None else self.value[:, :, :count]
+        mask = None if self.mask is None else self.mask[..., :count]
+        return replace(self, key=self.key[:, :, :count], value=value, mask=mask)
 
     @torch.no_grad()
     def rows(self, index: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,19 @@ PATCH_LAYOUTS = {
     }.items()
     for family in families.split()
 } | {("llava", "pixtral"): "sized"}
+
+# How many patches on a side of a square become one visual token: by pixel shuffle, or by pooling.
+_UNIT_SIDES: dict[str, Callable[[Any], int]] = {
+    "internvl": lambda config: round(1 / config.downsample_ratio),
+    "qianfan_ocr": lambda config: round(1 / config.downsample_ratio),
+    "aya_vision": lambda config: config.downsample_factor,
+    "cohere2_vision": lambda config: config.downsample_factor,
+    "idefics3": lambda config: config.scale_factor,
+    "smolvlm": lambda config: config.scale_factor,
+    "gemma3": lambda config: (
+        config.vision_config.image_size // config.vision_config.patch_size // math.isqrt(config.mm_tokens_per_image)
+    ),
+}
 
 
 class PatchSource:
@@ -46,6 +60,12 @@ class PatchSource:
         """
         tower = getattr(getattr(self.config, "vision_config", None), "model_type", None)
         return PATCH_LAYOUTS.get((self.config.model_type, tower), PATCH_LAYOUTS.get(self.config.model_type))
+
+    @property
+    def unit_side(self) -> int:
+        """How many patches of the tower's grid, on a side of a square, become one visual token; 1 if each does."""
+        rule = _UNIT_SIDES.get(self.config.model_type)
+        return 1 if rule is None else rule(self.config)
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         """Return (frames, height, width) in tokens of each image, from the arguments of `get_image_features` or

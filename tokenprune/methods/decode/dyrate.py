@@ -19,7 +19,9 @@ from tokenprune.per_layer import per_layer
 from tokenprune.registry import register
 
 
-@register("dyrate", site=Site.DECODE, needs=("last_row_attention",), paper="arXiv 2501.14204 (abstract)")
+@register(
+    "dyrate", site=Site.DECODE, needs=("last_row_attention",), paper="arXiv 2501.14204 (abstract)", reconstruction=True
+)
 @dataclass(frozen=True)
 class DyRate(DecodeMethod):
     """Keep the visual tokens attended to most, and ever fewer of them as the answer grows and looks away.

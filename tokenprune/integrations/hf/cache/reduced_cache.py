@@ -22,6 +22,8 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
 
 from tokenprune.errors import UnsupportedSetupError
@@ -34,7 +36,14 @@ if TYPE_CHECKING:
 # Later versions than 5.19 put a `DummyLayer` where a decoder layer keeps nothing: it attends to the keys of an earlier
 # one, or not at all.
 _KEEPS_NOTHING = getattr(cache_utils, "DummyLayer", None)
-_KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, _KEEPS_NOTHING}
+_KNOWN_LAYERS = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    _KEEPS_NOTHING,
+}
 
 
 @dataclass
@@ -54,6 +63,10 @@ class Reduction:
     def of_layer(self, layer: int) -> Tensor:
         """long `[B, n]`: the slots of the group that `layer` belongs to."""
         return next(slots for first, slots in reversed(self.slots) if first <= layer)
+
+    def held(self, layer: int, past: int) -> Tensor:
+        """long `[B, n]`: the logical positions that `layer` holds of the `past` tokens, -1 = empty slot."""
+        return self.of_layer(layer)
 
     def map(self, change) -> None:
         self.slots = [(first, change(slots)) for first, slots in self.slots]
@@ -147,10 +160,10 @@ def check(cache: Cache) -> None:
     for layer in getattr(cache, "layers", []):
         if type(layer) not in _KNOWN_LAYERS:
             kind = type(layer).__name__
-            known = "a dynamic cache" if isinstance(layer, CacheLayerMixin) else "a cache of keys and values"
+            known = "a dynamic or static cache" if isinstance(layer, CacheLayerMixin) else "a cache of keys and values"
             raise UnsupportedSetupError(
                 f"cannot prune with cache layers of kind {kind}: only {known} can hold fewer tokens per layer; "
-                'leave out cache_implementation="static"/"quantized", or unpatch the model first'
+                'leave out cache_implementation="quantized", or unpatch the model first'
             )
     if getattr(cache, "offloading", False):
         raise UnsupportedSetupError("cannot prune with an offloaded cache; leave out cache_implementation='offloaded'")

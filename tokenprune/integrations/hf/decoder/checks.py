@@ -12,13 +12,14 @@ from transformers.cache_utils import Cache
 from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.cache import reduced_cache as caches
+from tokenprune.integrations.hf.cache.static_cache import check_static, is_static
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.observable import Backend, Where
 from tokenprune.observable_registry import not_served, observables_of
 
-_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED)
+_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED, Where.MODULES_BEFORE)
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
 
@@ -33,6 +34,11 @@ def reads_next_layer(method: Method) -> bool:
     return bool(observables_of(method.needs, Where.NEXT_LAYER))
 
 
+def reads_modules(method: Method) -> bool:
+    """Return whether a method reads what attention and MLP of the decoder layer before its cut make of their inputs."""
+    return bool(observables_of(method.needs, Where.MODULES_BEFORE))
+
+
 def check_needs(method: Method) -> None:
     """Raise OptionError for a method that needs what the Hugging Face engine cannot observe."""
     if missing := not_served(method.needs, Backend.HF):
@@ -44,6 +50,7 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
     layers = len(adapter.decoder.layers)
     for step in steps:
         check_needs(step.method)
+        step.method.check_model(adapter.decoder)
         if step.method.site is not Site.PRE_LLM and not 1 <= step.layer < layers:
             raise OptionError(
                 f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
@@ -55,7 +62,7 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
             raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {names}: no layer ran yet")
     decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
     for method in decoding_methods:
-        decoding.check(method, adapter.decoder, len(decoding_methods) - 1)
+        decoding.check(method, len(decoding_methods) - 1)
     if len({step.budget.per for step in steps}) > 1:
         raise OptionError("composed methods must share their Budget's per=")
 
@@ -92,11 +99,17 @@ def check_layers(step: Step, adapter: Adapter) -> None:
         )
 
 
-def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedSetupError if a decoder that is called with `kwargs` cannot be cut by `steps`."""
+def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], in_blocks: bool = False) -> None:
+    """Raise UnsupportedSetupError if a decoder that is called with `kwargs` cannot be cut by `steps`.
+
+    in_blocks: whether some of its layers attend in blocks.
+    """
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache):
         caches.check(cache)
+        if is_static(cache):
+            check_static(cache, int(cache.get_seq_length()))
+            check_static_call(steps, adapter, in_blocks)
     for step in steps:
         if step.method.site is Site.DECODE:
             decoding.check_setup(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
@@ -106,6 +119,27 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any]) 
             "call model.gradient_checkpointing_disable(), or use a PRE_LLM method (it cuts before the layers)"
         )
     check_arguments(adapter, kwargs)
+
+
+def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) -> None:
+    """Raise UnsupportedSetupError if a decoder with a static cache cannot be cut by `steps`."""
+    use = 'leave out cache_implementation="static", or use a dynamic cache'
+    family, attention = adapter.config.model_type, adapter.attention
+    for step in steps:
+        if step.method.site is Site.DECODE:
+            raise UnsupportedSetupError(
+                f"{step.method.name} drops tokens while decoding, and a static cache keeps its slots: {use}"
+            )
+    if in_blocks:
+        raise UnsupportedSetupError(f"cannot prune with a static cache and attention in blocks: {use}")
+    chunked = any("chunked" in kind for kind in getattr(adapter.text_config, "layer_types", None) or [])
+    if chunked or not adapter.static_caches:
+        raise UnsupportedSetupError(f"cannot prune with a static cache in the decoder of {family!r}: {use}")
+    if attention not in ("sdpa", "eager"):
+        raise UnsupportedSetupError(
+            f"cannot prune with a static cache and attn_implementation={attention!r}: {use}, or load the model with "
+            '"sdpa"'
+        )
 
 
 def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:

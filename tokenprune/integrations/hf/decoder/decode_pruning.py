@@ -47,13 +47,12 @@ class Decides:
 # -- what the engine calls
 
 
-def check(method: Any, decoder: Any, others: int) -> None:
+def check(method: Any, others: int) -> None:
     """Raise OptionError if `method` cannot act while decoding in this model. others: methods of that site beside it."""
     if not isinstance(method, DecodeMethod):
         raise OptionError(f"{method.name}: a method at the site DECODE must derive from tokenprune.decode.DecodeMethod")
     if others:
         raise OptionError(f"{method.name}: only one of the composed methods can act while decoding")
-    method.check_model(decoder)
 
 
 def check_setup(method: DecodeMethod, config: Any, batch: int) -> None:

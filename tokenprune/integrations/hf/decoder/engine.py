@@ -22,10 +22,11 @@ from tokenprune.accounting import DecoderShape
 from tokenprune.base import Site
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer, Seen
+from tokenprune.integrations.hf.cache.static_cache import begin_turn, end_turn, is_step, step_mask
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
-from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_next_layer
+from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_modules, reads_next_layer
 from tokenprune.integrations.hf.decoder.entry import cut_entry
-from tokenprune.integrations.hf.decoder.kept_inputs import keep_entry, keep_input
+from tokenprune.integrations.hf.decoder.kept_inputs import keep_entry, keep_input, keep_transition
 from tokenprune.integrations.hf.decoder.probe import Probe, StopForward, probe_layer
 from tokenprune.integrations.hf.decoder.pruning import cut
 from tokenprune.integrations.hf.encoded.record import start_record
@@ -59,6 +60,8 @@ class Engine(Attachable):
         self.per = steps[0].budget.per if steps else "image"
         self.record, self._stats = record, Stats()
         self._reads_text = adapter.reads_prompt or any(part.reads_text for part in self.parts)
+        # Calls of all threads: in a step with a reduced static cache there are none, which torch.compile can rely on.
+        self._under_way: list[Call] = []
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
 
     @property
@@ -74,18 +77,22 @@ class Engine(Attachable):
             self.attach_part(part)
         for layer in sorted(self._observed()):
             self.attach_part(Observer(self.adapter.attention_of(layer), partial(self._observe, layer)))
+        for layer in sorted(step.layer - 1 for step in self.steps.values() if reads_modules(step.method)):
+            for number, module in enumerate(self.adapter.modules_of(layer)):
+                note = partial(self._note_transition, layer, number)
+                self.hook(module.register_forward_hook(note, with_kwargs=True))
         for modality in _MODALITIES:
             self._record_features(modality)
         self.hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
         self.hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
         # The base may be the decoder itself: it is entered first, and left last.
-        self.hook(decoder.register_forward_hook(self._leave_decoder))
-        self.hook(base.register_forward_hook(self._leave_base, always_call=True))
+        self.hook(decoder.register_forward_hook(self._leave_decoder, with_kwargs=True))
+        self.hook(base.register_forward_hook(self._leave_base, with_kwargs=True, always_call=True))
         extras = type(self.adapter).after_layer is not Adapter.after_layer
         for index, layer in enumerate(decoder.layers):
             self.hook(layer.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True))
             if extras:
-                self.hook(layer.register_forward_hook(partial(self._leave_layer, index)))
+                self.hook(layer.register_forward_hook(partial(self._leave_layer, index), with_kwargs=True))
 
     def _observed(self) -> set[int]:
         """The decoder layers whose attention is read."""
@@ -111,8 +118,11 @@ class Engine(Attachable):
         return stack[-1] if stack else None
 
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if begin_turn(kwargs):
+            return
         call = Call(dict(zip(self._parameters, args, strict=False)) | kwargs)
         self._stack().append(call)
+        self._under_way.append(call)
         call.arguments = self.adapter.arguments(call.arguments)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
@@ -127,8 +137,12 @@ class Engine(Attachable):
     def _read_to_host(self, call: Call) -> None:
         call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
 
-    def _leave_base(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._stack().pop()
+    def _leave_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if is_step(kwargs):
+            return
+        call = self._stack().pop()
+        self._under_way.remove(call)
+        end_turn(call.arguments.get("past_key_values"))
 
     def _before_features(self, modality: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return what is about to be encoded, before the tower is launched: whoever asks the device finds it idle."""
@@ -163,8 +177,7 @@ class Engine(Attachable):
     # -- the decoder
 
     def _enter_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        call = self._call()
-        if call is None:
+        if is_step(kwargs) or (call := self._call()) is None:
             return None
         kwargs = self.adapter.embeds(kwargs)
         embeds = kwargs.get("inputs_embeds")
@@ -230,7 +243,7 @@ class Engine(Attachable):
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         kwargs.pop("logits_to_keep", None)
         if cutting:
-            check_call(self.steps.values(), self.adapter, kwargs)
+            check_call(self.steps.values(), self.adapter, kwargs, bool(call.maskless))
             if call.cache is None and self._uses_cache(kwargs):
                 kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
         if call.segments is not None:
@@ -244,9 +257,8 @@ class Engine(Attachable):
         use_cache = kwargs.get("use_cache")
         return bool(self.adapter.text_config.use_cache if use_cache is None else use_cache)
 
-    def _leave_decoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        call = self._call()
-        if call is None:
+    def _leave_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        if is_step(kwargs) or (call := self._call()) is None:
             return None
         call.save_to_cache(decoding.kept_state(call))
         if call.report is not None:
@@ -263,6 +275,9 @@ class Engine(Attachable):
     def _enter_layer(
         self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
+        if is_step(kwargs):
+            mask = step_mask(index, kwargs, hidden_states(args, kwargs).shape[-2])
+            return args, kwargs | {"attention_mask": mask}
         call = self._call()
         if call is None or not call.active:
             return None
@@ -275,7 +290,8 @@ class Engine(Attachable):
             args, kwargs = self._cut_layer(call, index, args, kwargs)
         if index and call.starts_group(index):
             call.groups.append(call.group(index))
-        keys = call.key_count(index, self.adapter, kwargs)
+        call.fit_slots(index)
+        keys = call.key_span(index, self.adapter, kwargs)
         args, kwargs = call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
         if call.cuts_at(index + 1):
             keep_input(call, self.steps[index + 1].method, self.adapter, index, args, kwargs)
@@ -296,18 +312,25 @@ class Engine(Attachable):
         call.report.add_time(time.perf_counter() - start)
         return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
 
-    def _leave_layer(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
-        call = self._call()
-        if call is None or not call.active or call.extras is None:
+    def _leave_layer(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        if is_step(kwargs) or (call := self._call()) is None or not call.active or call.extras is None:
             return None
         return with_output(partial(self.adapter.after_layer, call.extras, index), output)
 
-    def _observe(self, layer: int, observation: Observation) -> None:
+    def _note_transition(
+        self, layer: int, number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> None:
         call = self._call()
-        if call is None or not call.active:
+        if call is not None and call.active and call.cuts_at(layer + 1):
+            keep_transition(call, number, hidden_states(args, kwargs), output)
+
+    def _observe(self, layer: int, observation: Observation) -> None:
+        if not self._under_way or (call := self._call()) is None or not call.active:
             return
         if call.state.get(Probe) is not None:
             raise StopForward(observation)
+        if (filled := call.filled(layer)) is not None:
+            observation = observation.first_keys(filled)
         reads = call.cuts_at(layer + 1) and reads_layer_before(self.steps[layer + 1].method)
         if reads or layer + 1 == decoding.decides_at(call):
             call.state.put(Seen(before=observation))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.decoder.pruning import apply, cut
 from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
 from tokenprune.integrations.hf.forward.context import Call
@@ -24,7 +25,7 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         # The decoder would count the remaining tokens; they keep the positions of the full prompt.
         positions = adapter.positions(kwargs, call.past)
     prepared = isinstance(mask, dict) or (mask is not None and mask.ndim == 4)
-    if not prepared and (call.past or masks.sliding_layers(config)):
+    if not prepared and (call.past or call.capacity is not None or masks.sliding_layers(config)):
         mask = adapter.masks(embeds, mask, call.cache)
         prepared = True
 
@@ -43,7 +44,7 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         kwargs["attention_mask"] = torch.ones_like(layout.index)
     elif prepared:
         inputs = replace(call.group(0), start=arrived)
-        keys = inputs.columns.shape[1]
+        keys = KeySpan(0, None, inputs.columns.shape[1])
 
         def remaining(kind: str, mask: Any) -> Any:
             if kind in STATEFUL:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,13 +31,14 @@ class Inputs:
 
     entry: `[B, W, D]`, what entered the decoder, and the layout of its slots; last: the layer of the last cut that
     reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see
-    without rotation.
+    without rotation; transitions: what its attention (0) and its MLP (1) made of what they got, float32 `[B, W, 2]`.
     """
 
     entry: tuple[Tensor, Layout] | None = None
     last: int = 0
     before: LayerInput | None = None
     unrotated: Observation | None = None
+    transitions: dict[int, Tensor] = field(default_factory=dict)
 
 
 def keep_entry(call: Call, steps: list[Step], embeds: Tensor) -> None:
@@ -51,6 +52,7 @@ def release(call: Call, layer: int) -> None:
     """Let go of what the cut at `layer` was the last to read."""
     if (inputs := call.state.get(Inputs)) is not None:
         inputs.before = inputs.unrotated = None
+        inputs.transitions.clear()
         inputs.entry = inputs.entry if layer < inputs.last else None
 
 
@@ -76,6 +78,19 @@ def keep_input(
         inputs.unrotated = unrotated(call, adapter, layer, args, kwargs)
 
 
+@torch.no_grad()
+def keep_transition(call: Call, number: int, given: Tensor, made: Any) -> None:
+    """Keep what attention (`number` 0) or MLP (1) of a layer makes of `given`, `[B, W, D]`: how many times as long it
+    gets, and the cosine to it. made: the module's output."""
+    before = given.float()
+    after = (made[0] if isinstance(made, tuple) else made).view_as(given).float()
+    lengths = before.norm(dim=-1), after.norm(dim=-1)
+    tiny = torch.finfo(torch.float32).tiny
+    cosine = (before * after).sum(-1) / (lengths[0] * lengths[1]).clamp(min=tiny)
+    inputs = call.state.get(Inputs) or call.state.put(Inputs())
+    inputs.transitions[number] = torch.stack([lengths[1] / lengths[0].clamp(min=tiny), cosine], dim=-1)
+
+
 def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Return cosines and sines, `[B or 1, W, R]`, among a layer's arguments; None if it gets none."""
     found = kwargs.get("position_embeddings")
@@ -97,6 +112,8 @@ def unrotated(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dic
         kwargs = kwargs | {"position_embeddings": still}
     args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
     observation = attention_of(call, adapter, layer, args, kwargs)
+    if observation.mask is not None and (filled := call.filled(layer)) is not None:
+        observation.mask = observation.mask[..., :filled]
     if observation.mask is not None:  # keys of earlier turns are not among these
         observation.mask = observation.mask[..., -observation.key.shape[2] :]
     return observation

@@ -70,6 +70,11 @@ class Sources(TokenSource):
     def unrotated(self) -> Observation:
         return _observed(self._inputs.unrotated)
 
+    @property
+    def transitions(self) -> Tensor:
+        found = self._inputs.transitions
+        return torch.stack([found[0], found[1]], dim=2) if len(found) == 2 else super().transitions
+
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
         entry = self._inputs.entry
         if entry is None:  # the cut is at the entry

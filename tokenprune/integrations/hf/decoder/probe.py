@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.cache.reduced_cache import cached_tokens
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.shared.observation import Observation
@@ -37,10 +36,11 @@ def probe_layer(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: d
     The layer runs until its attention function is called, so its own norms, projections and rotary embedding apply,
     whatever the family calls them; the cache is left out, and nothing behind is computed.
     """
-    args, kwargs = call.group(layer).arguments(layer, args, kwargs, adapter, call.key_count(layer, adapter, kwargs))
+    keys = call.known_span(layer, adapter, kwargs)
+    args, kwargs = call.group(layer).arguments(layer, args, kwargs, adapter, keys)
     observation = attention_of(call, adapter, layer, args, kwargs)
-    if held := cached_tokens(call.cache, layer):
-        past = adapter.cached_keys(layer, call.cache)[:, :, -held:].to(observation.key.device)
+    if (past := call.past_keys(layer, adapter)) is not None:
+        past = past.to(observation.key.device)
         observation.key = torch.cat([past, observation.key], dim=2)
     return observation
 

@@ -26,8 +26,9 @@ KEY = "tokenprune_record"
 class EncoderRecord:
     """Everything that a patch leaves on the output of one `get_image_features` or `get_video_features`.
 
-    Each field has one writer, and is None where that does not stand in the patch or could not tell. `owners` and
-    `attention` are set as the vision tower ends, the others behind it (`after_encode`); counts and grids on the host.
+    Each field has one writer, and is None where that does not stand in the patch or could not tell. `owners`,
+    `kept` and `attention` are set as the vision tower ends, the others behind it (`after_encode`); counts and grids on
+    the host.
 
     grids: (frames, height, width) in tokens of each image or video. The engine writes it; segments.py reads it.
     frames: how many frames of each video reach the decoder. The engine, or an adapter that merges images itself, writes
@@ -38,6 +39,8 @@ class EncoderRecord:
         `TowerPatch.leave_tokens`, read by its `before_decoder`.
     groups: for each image, for each of its features, the first feature that is the same merged token, long
         `[features]`. Written by `TowerPatch.after_encode`, read by its `before_decoder`.
+    kept: for each image which of its features are of patches that entered the tower, bool `[features]` on the host; the
+        others are zeros. Written by `UnitDrop` as the tower ends, read by its `before_decoder`.
     attention: for each observable and block that was read, pieces of float32 `[rows, patches, C]`. Written by
         `EncoderAttention` as the tower ends, and taken away by its `after_encode`.
     encoded: the same brought to the visual tokens. Written by `EncoderAttention`, read by `EncodedTokens`.
@@ -49,6 +52,7 @@ class EncoderRecord:
     owners: Tensor | list[Tensor] | None = None
     block_tokens: list[int] | None = None
     groups: list[Tensor] | None = None
+    kept: list[Tensor] | None = None
     attention: dict[tuple[str, int], list[Tensor]] | None = None
     encoded: Encoded | None = None
     looks: AsyncValues | None = None

@@ -17,12 +17,11 @@ from transformers.masking_utils import create_masks_for_generate
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.families.table import (
-    PATCH_TOKENS,
+    MERGEABLE,
     REFUSED,
     SQUARE,
     SQUARE_TILES,
     SUPPORTED,
-    UNMERGEABLE,
     VIDEO_FRAMES,
 )
 from tokenprune.integrations.hf.forward.part import Part
@@ -124,6 +123,13 @@ class Adapter(PatchSource):
                 return module
         raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
 
+    def modules_of(self, layer: int) -> tuple[nn.Module, nn.Module]:
+        """Return the self-attention module and the MLP, or what stands in its place, of a decoder layer."""
+        for name in ("mlp", "feed_forward", "block_sparse_moe", "ffn"):
+            if isinstance(module := getattr(self.decoder.layers[layer], name, None), nn.Module):
+                return self.attention_of(layer), module
+        raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no MLP that is known")
+
     @property
     def norm(self) -> nn.Module:
         """The decoder's last norm."""
@@ -136,11 +142,8 @@ class Adapter(PatchSource):
 
     @property
     def unmergeable(self) -> str | None:
-        """Why the patches of this family cannot be merged in its tower; None if its visual tokens are its patches."""
-        family = self.config.model_type
-        if family in PATCH_TOKENS:
-            return None
-        return UNMERGEABLE.get(family, "it is not known what becomes of its patches")
+        """Why the patches of this family cannot be merged in its tower; None if they can."""
+        return None if self.config.model_type in MERGEABLE else "it is not known what becomes of its patches"
 
     # -- reading a call
 
@@ -252,6 +255,12 @@ class Adapter(PatchSource):
         return flat
 
     # -- layers that read the keys of other layers
+
+    @property
+    def static_caches(self) -> bool:
+        """Whether tokens can be left out of a static cache: of keys that each layer keeps for itself."""
+        own_keys = type(self).key_count is Adapter.key_count and type(self).cached_keys is Adapter.cached_keys
+        return own_keys and not self.stateful
 
     def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
         """Return how many keys a layer called with `kwargs` attends to; None if it keeps keys of its own."""

@@ -21,7 +21,7 @@ class Support:
 
 
 _INSIDE = ("PRE_LLM", "IN_LLM", "DECODE")
-_FIXED = ("PRE_ENCODER", *_INSIDE)
+_TOWER = ("IN_ENCODER", *_INSIDE)
 _MERGING = ("PRE_ENCODER", "IN_ENCODER", *_INSIDE)
 _ALL = ("PRE_ENCODER", "IN_ENCODER", "PRE_LLM", "ATTENTION", "IN_LLM", "DECODE")
 
@@ -35,18 +35,18 @@ _EVERY_METHOD = {
     "qwen2_vl": Support(_ALL),
     "qwen2_5_vl": Support(_ALL),
     "qwen3_vl": Support(_ALL, "deepstack features are cut and merged with the tokens"),
-    "internvl": Support(_FIXED),
-    "smolvlm": Support(_FIXED, _TILES),
-    "idefics3": Support(_FIXED, _TILES),
-    "gemma3": Support(_FIXED, "kept tokens of an image go on seeing each other both ways"),
+    "internvl": Support(_MERGING),
+    "smolvlm": Support(_MERGING, _TILES),
+    "idefics3": Support(_MERGING, _TILES),
+    "gemma3": Support(_MERGING, "kept tokens of an image go on seeing each other both ways"),
 }
 
 # Families of the common contract.
 _FRAMES_AS_IMAGES = Support(note="frames of a video carry the id of images; a batch holds images or videos, not both")
 _PLAIN: dict[str, Support] = {
     "aria": Support(note="queries of a resampler: no grid"),
-    "aya_vision": Support(),
-    "cohere2_vision": Support(),
+    "aya_vision": Support(_TOWER),
+    "cohere2_vision": Support(_TOWER),
     "deepseek_ocr2": Support(note="crops, whole image and separator make one run; queries: no grid"),
     "deepseek_vl": Support(),
     "deepseek_vl_hybrid": Support(),
@@ -66,12 +66,12 @@ _PLAIN: dict[str, Support] = {
     "mistral3": Support(note="ids at the ends of rows are text and stay"),
     "ovis2": Support(note="each tile counts as an image; indicator ids are text and stay"),
     "paddleocr_vl": Support(),
-    "paligemma": Support(note="kept tokens of the prefix go on seeing each other both ways"),
+    "paligemma": Support(_TOWER, "kept tokens of the prefix go on seeing each other both ways"),
     "perception_lm": Support(),
     "pp_chart2table": Support(),
-    "qianfan_ocr": Support(),
+    "qianfan_ocr": Support(_TOWER),
     "qwen2_5_omni_thinker": Support(note="audio stays; for the whole model, patch its `thinker`"),
-    "qwen3_vl_moe": Support(note="deepstack features are cut and merged with the tokens"),
+    "qwen3_vl_moe": Support(_TOWER, "deepstack features are cut and merged with the tokens"),
     "shieldgemma2": Support(note="kept tokens of an image go on seeing each other both ways"),
     "video_llama_3": Support(
         note="each frame of a video counts as an image; what did not move is gone already: no grid"
@@ -90,8 +90,8 @@ _LATER = Support(tested="5.23")
 _LATER_STATEFUL = Support(_STATEFUL.sites, _STATEFUL.note, "5.23")
 _QUERIES = Support(note="with OPT or Vicuna, not with T5; queries of a Q-Former: no grid")
 _SPECIAL: dict[str, Support] = {
-    "qwen3_5": _STATEFUL,
-    "qwen3_5_moe": _STATEFUL,
+    "qwen3_5": Support(("IN_ENCODER", *_STATEFUL.sites), _STATEFUL.note),
+    "qwen3_5_moe": Support(("IN_ENCODER", *_STATEFUL.sites), _STATEFUL.note),
     "gemma4": Support(note=_SHARED),
     "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
     "lfm2_vl": _STATEFUL,
@@ -150,20 +150,13 @@ _REASONS = {
 }
 REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
 
-# Families that hand the decoder one feature for each patch of a tower, at most newlines between; or one for each unit
-# of 2 x 2 patches that stand together in a packed tower (tower/packed_merging.py).
-PATCH_TOKENS = {"llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
-UNMERGEABLE = {
-    "gemma3": "it averages 4 x 4 patches (or the like) of its grid to a token, behind the tower",
-} | {
-    family: reason
-    for reason, families in {
-        "it joins neighbouring patches of its grid to a token (pixel shuffle), so each token holds several patches": (
-            "internvl idefics3 smolvlm"
-        ),
-    }.items()
-    for family in families.split()
-}
+# Families whose patches can merge in the tower. They hand the decoder one feature for each patch, at most newlines
+# between; or one for each unit of patches: those that stand together in a packed tower (tower/packed_merging.py), or a
+# square of a tower's grid (pixel shuffle, pooling), of which `PatchSource.unit_side` knows the side.
+MERGEABLE = set(
+    "llava llava_next llava_onevision paligemma qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe internvl "
+    "qianfan_ocr idefics3 smolvlm gemma3 aya_vision cohere2_vision".split()
+)
 
 # Families of whose videos it is tested which tokens are a frame. In video_llama_3 each frame counts as an image, with
 # as many tokens as moved.
@@ -181,3 +174,10 @@ SQUARE = set(
     "idefics3 smolvlm llama4 ovis2".split()
 )
 SQUARE_TILES = {"internvl", "got_ocr2", "pp_chart2table", "qianfan_ocr"}
+
+# Families whose towers pack the patches of all images into one sequence, in which those of a visual token stand
+# together to the end of the tower, so that whole tokens can leave ahead of it (tower/unit_dropping.py).
+PACKED_PATCHES = set(
+    "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen2_5_omni_thinker qwen3_omni_moe_thinker "
+    "glm4v glm46v glm4v_moe glm_ocr glmga exaone4_5 hyperclovax_vision_v2 cohere_compass cosmos3_omni".split()
+)

@@ -12,7 +12,20 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, cached_tokens, reduction_of
+from tokenprune.integrations.hf.cache.static_cache import (
+    KeySpan,
+    Room,
+    StaticReduction,
+    filled_span,
+    held_keys,
+    is_static,
+    room_of,
+    span_of,
+    take_fewer_slots,
+)
+from tokenprune.integrations.hf.cache.static_cache import attach as attach_static
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
+from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.tokens import Segments
 
@@ -89,14 +102,15 @@ class OnHost:
         return [(row, position) for row, position in enumerate(last) if self.visual[row, position]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One forward of the base model. Lives on a stack of its thread, never on the model.
 
     arguments: what the base model's forward got. outputs: the encoder's output for each modality. masks: bool `[B, L]`
     for each modality, where its placeholders are; host: the same on the host, and more. Both are known where images are
     encoded or handed over. notes: what the statistics are to say. state: what each feature keeps.
-    cache, past: the decoder's cache and its logical length. segments: the visual tokens that are left; report: what was
+    cache, past: the decoder's cache and its logical length; room: the slots of a static one, None = it grows.
+    segments: the visual tokens that are left; report: what was
     removed; both only where the call brings images.
     The rest is set where tokens are missing (`active`). plan: the cuts to make. layout: the tokens at the current
     layer; extras: what the adapter carries along with them. groups: what the layers are handed, one for each group of
@@ -112,6 +126,7 @@ class Call:
 
     cache: Cache | None = None
     past: int = 0
+    room: Room | None = None
     segments: Segments | None = None
     report: Report | None = None
 
@@ -131,9 +146,16 @@ class Call:
     def padding(self, length: int) -> Tensor | None:
         """bool `[B, length]`, True at padding among the call's tokens, or None if the caller told of none."""
         mask = self.arguments.get("attention_mask")
+        if is_static(self.arguments.get("past_key_values")):
+            return masks.padding_of(mask, self._static_past, length)
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             return None
         return ~mask[:, -length:].bool()
+
+    @cached_property
+    def _static_past(self) -> int:
+        """The logical length of a static cache at the beginning of the call, where it is asked for first."""
+        return int(self.arguments["past_key_values"].get_seq_length())
 
     def read_to_host(self, masks: dict[str, Tensor], with_ids: bool) -> None:
         """Set `masks`, and bring them, the padding and (`with_ids`) the ids to the host in one go: a call that removes
@@ -167,9 +189,15 @@ class Call:
         """What the cache remembers for a method that acts while decoding."""
         return None if self.reduction is None else self.reduction.decode
 
+    @property
+    def capacity(self) -> int | None:
+        """How many tokens a static cache was made for; None for one that grows."""
+        return None if self.room is None else self.room.capacity
+
     def take_cache(self, cache: Cache | None) -> None:
         """Read what the decoder's cache holds."""
         self.cache, self.past = cache, 0 if cache is None else int(cache.get_seq_length())
+        self.room = room_of(cache)
 
     def save_to_cache(self, decode: DecodeState | None) -> None:
         """Note on the cache what it holds now. decode: see `Reduction`."""
@@ -178,7 +206,11 @@ class Call:
         if self.reduction is not None or decode is not None or not self.layout.whole:
             slots = [(group.first, group.columns) for group in self.groups]
             length, ragged = self.past + self.layout.length, self.groups[-1].ragged
-            attach(self.cache, Reduction(length, slots, ragged, decode))
+            if self.room is None:
+                attach(self.cache, Reduction(length, slots, ragged, decode))
+            else:
+                room = self.room
+                attach_static(self.cache, StaticReduction(length, slots, ragged, decode, room.capacity, room.full))
 
     # -- which tokens a layer holds
 
@@ -195,18 +227,56 @@ class Call:
         """Return what the layers from `layer` on are handed if they hold the tokens of the current layout."""
         start = self.groups[0] if self.groups else None
         device = self.layout.index.device if start is None else start.columns.device
-        columns = columns_for(layer, self.layout, self.past, self.reduction, device)
+        columns = columns_for(layer, self.layout, self.past, self.reduction, device, self.capacity)
         ragged = bool(self.groups) and self.groups[-1].ragged
-        return LayerInputs(layer, self.layout, columns, ragged, self.past, self.reduction, start)
+        return LayerInputs(layer, self.layout, columns, ragged, self.past, self.reduction, start, self.capacity)
 
     def group_of(self, layer: int) -> LayerInputs:
         """Return the group that `layer` belongs to, of those opened so far."""
         return next(group for group in reversed(self.groups) if group.first <= layer)
 
-    def key_count(self, layer: int, adapter: Adapter, kwargs: dict[str, Any]) -> int | None:
-        """Return how many keys `layer`, called with `kwargs`, will attend to; None where it needs no mask."""
+    def key_span(self, layer: int, adapter: Adapter, kwargs: dict[str, Any]) -> KeySpan | None:
+        """Return which columns of its group `layer`, called with `kwargs`, will attend to; None where it needs no
+        mask."""
         if layer in self.maskless:
             return None
+        if self.room is not None:
+            return span_of(self.cache.layers[layer], self.held(layer), self.layout.width)
         shared = adapter.key_count(layer, kwargs)
         # No cache, or a layer that has not run yet: it will see this call's tokens only.
-        return (cached_tokens(self.cache, layer) or 0) + self.layout.width if shared is None else shared
+        keys = (cached_tokens(self.cache, layer) or 0) + self.layout.width if shared is None else shared
+        return KeySpan(-keys, None, keys)
+
+    def known_span(self, layer: int, adapter: Adapter, kwargs: dict[str, Any]) -> KeySpan | None:
+        """Return `key_span` without what tokens to come will fill."""
+        if self.room is None:
+            return self.key_span(layer, adapter, kwargs)
+        return filled_span(self.cache.layers[layer], self.held(layer), self.layout.width)
+
+    def past_keys(self, layer: int, adapter: Adapter) -> Tensor | None:
+        """Return the keys `[B, H, K, D]` that `layer` will attend to beside the call's own; None without any."""
+        if self.room is None:
+            count = cached_tokens(self.cache, layer)
+            return adapter.cached_keys(layer, self.cache)[:, :, -count:] if count else None
+        count = self.known_span(layer, adapter, {}).slots - self.layout.width
+        return held_keys(adapter.cached_keys(layer, self.cache), self.held(layer))[:, :, -count:] if count else None
+
+    # -- static caches
+
+    def held(self, layer: int) -> int:
+        """Return how many tokens of the past the group of `layer` has."""
+        return self.past if self.reduction is None else self.past - self.reduction.removed(layer)
+
+    def fit_slots(self, layer: int) -> None:
+        """Let `layer` of a static cache have no more slots than its group will fill."""
+        if self.room is None:
+            return
+        full = take_fewer_slots(self.cache.layers[layer], self.groups[-1].columns.shape[1])
+        if full is not None:
+            self.room.full[layer] = full
+
+    def filled(self, layer: int) -> int | None:
+        """Return how many of the keys that a static layer hands out are tokens; None for other layers."""
+        if self.room is None:
+            return None
+        return filled_span(self.cache.layers[layer], self.held(layer), self.layout.width).slots

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, new_positions
+from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.shared.attachable import hidden_states
@@ -22,14 +23,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def columns_for(layer: int, layout: Layout, past: int, reduction: Reduction | None, device: torch.device) -> Tensor:
-    """Return the logical positions of the keys that `layer` holds, long `[B, K]`: those of the past, then those of
-    `layout`; -1 = empty slot."""
-    current = layout.positions().to(device)
-    if not past:
-        return current
-    before = new_positions(0, past, len(current), device) if reduction is None else reduction.of_layer(layer)
-    return torch.cat([before, torch.where(current < 0, current, current + past)], dim=1)
+def columns_for(
+    layer: int,
+    layout: Layout,
+    past: int,
+    reduction: Reduction | None,
+    device: torch.device,
+    capacity: int | None = None,
+) -> Tensor:
+    """Return the logical positions of the keys that `layer` holds, long `[B, K]`, -1 = empty slot: those of the past,
+    those of `layout`, and up to `capacity`, where a static cache has slots for them, those of tokens to come."""
+    columns = layout.positions().to(device)
+    if past:
+        batch = len(columns)
+        before = new_positions(0, past, batch, device) if reduction is None else reduction.held(layer, past)
+        columns = torch.cat([before, torch.where(columns < 0, columns, columns + past)], dim=1)
+    if capacity is not None:
+        known = past + layout.length
+        columns = torch.cat([columns, new_positions(known, capacity - known, len(columns), device)], dim=1)
+    return columns
 
 
 @dataclass(eq=False)
@@ -39,9 +51,9 @@ class LayerInputs:
     Nothing here changes but what is remembered: tensors made for one layer serve the others of the group.
 
     layout: the call's tokens that they hold. columns: long `[B, K]`, logical positions of all keys that they hold, -1 =
-    empty slot. ragged: whether an earlier group has empty slots. past: the logical length of the cache; reduction: what
-    is missing in it, None = nothing. start: the call's first group, for which the decoder itself made masks and
-    positions; None: this is it.
+    empty slot. capacity: tokens that a static cache was made for, None = it grows. ragged: whether an earlier group has
+    empty slots. past: the logical length of the cache; reduction: what is missing in it, None = nothing. start: the
+    call's first group, for which the decoder itself made masks and positions; None: this is it.
     """
 
     first: int
@@ -51,6 +63,7 @@ class LayerInputs:
     past: int
     reduction: Reduction | None
     start: LayerInputs | None
+    capacity: int | None = None
     _memo: dict[Any, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,10 +90,10 @@ class LayerInputs:
     # -- arguments of a layer
 
     def arguments(
-        self, layer: int, args: tuple, kwargs: dict[str, Any], adapter: Adapter, keys: int | None
+        self, layer: int, args: tuple, kwargs: dict[str, Any], adapter: Adapter, keys: KeySpan | None
     ) -> tuple[tuple, dict[str, Any]]:
         """Return the arguments of `layer` for its tokens; the hidden states among them are in the group's layout
-        already. keys: how many the layer attends to; None: it needs no mask."""
+        already. keys: which of `columns` the layer attends to; None: it needs no mask."""
         kwargs = dict(kwargs)
         if "attention_mask" in kwargs or self.ragged:
             mask = kwargs.get("attention_mask")
@@ -125,10 +138,11 @@ class LayerInputs:
         rows = self.rows()
         return mask if rows is None else masks.gather_token_mask(mask, rows, self.layout.valid)
 
-    def attention_mask(self, mask: Any, keys: int, attention: str, dtype: torch.dtype) -> Any:
+    def attention_mask(self, mask: Any, keys: KeySpan, attention: str, dtype: torch.dtype) -> Any:
         """Return the attention mask of a layer that attends to `keys`. mask: what the decoder made for the arrival
         layout. attention, dtype: see `masks.causal_mask`."""
-        if self.layout is self.arrival and self.reduction is None:
+        made_for_these = self.capacity is None or self.arrival.whole
+        if self.layout is self.arrival and self.reduction is None and made_for_these:
             return mask  # the decoder made it for exactly these tokens
         if mask is None and not self.ragged:
             return None
@@ -136,18 +150,24 @@ class LayerInputs:
         def make() -> tuple[Tensor, Any]:
             columns = self.visible_keys(keys)
             if mask is None:
-                return masks.causal_mask(columns >= 0, self.layout.width, attention, dtype), mask
-            return masks.gather_mask(mask, self.rows(), self._arrival_columns(columns)), mask
+                own = self.layout.positions()
+                queries = torch.where(own < 0, -1, own + self.past)
+                return masks.causal_mask(queries, columns, attention, dtype), mask
+            columns = self._arrival_columns(columns)
+            if self.capacity is not None:
+                # Masks of sliding layers end before the tokens to come.
+                columns = columns.masked_fill(columns >= mask.shape[-1], -1)
+            return masks.gather_mask(mask, self.rows(), columns), mask
 
         return self._once(("mask", id(mask), keys), make)[0]
 
     # -- keys
 
-    def visible_keys(self, keys: int) -> Tensor:
-        """Return the logical positions (long `[B, keys]`, -1 = hidden) that a layer sees which holds `keys` keys."""
+    def visible_keys(self, keys: KeySpan) -> Tensor:
+        """Return the logical positions (long `[B, n]`, -1 = hidden) that a layer sees which attends to `keys`."""
 
         def make() -> Tensor:
-            columns = self.columns[:, -keys:]  # a sliding layer has thrown its oldest slots away
+            columns = keys.of(self.columns)
             return columns if self.decode is None else self.decode.hide(columns)
 
         return self._once(("keys", keys), make)
@@ -164,7 +184,7 @@ class LayerInputs:
 
         def make() -> Tensor:
             batch, count = self.columns.shape
-            length = self.past + self.layout.length
+            length = self.past + self.layout.length if self.capacity is None else self.capacity
             # Empty slots are written to a scratch entry at the end.
             target = torch.where(self.columns < 0, length, self.columns)
             slots = torch.arange(count, device=target.device).expand_as(target)

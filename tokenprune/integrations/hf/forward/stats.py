@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Selection
-from tokenprune.integrations.hf.cache.reduced_cache import slots_handed_out
+from tokenprune.integrations.hf.cache.reduced_cache import reduction_of, slots_handed_out
+from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.statistics import Cut, Removal, Stats
 from tokenprune.tokens import Segments
 
@@ -160,6 +161,8 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int) -> None:
         positions = torch.arange(call.past + length).expand(rows, -1)
         if call.active:
             positions = call.group_of(index).columns
+            # A static layer has slots for tokens to come.
+            positions = positions.masked_fill(positions >= call.past + length, -1)
         seen.append((size // rows, positions[:, -slots:]))
     stats.defer(partial(_note_token_bytes, seen, mask), "kv_bytes_tokens")
 
@@ -178,12 +181,20 @@ def count_bytes(cache: Any, full: int) -> tuple[int, int]:
     """Return the bytes that the cache itself holds, closed forms would hide a cut that frees nothing; and what it would
     hold of `full` tokens."""
     total, total_full = 0, 0
-    for _, layer in _filled_layers(cache):
-        window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+    for index, layer in _filled_layers(cache):
         # What a layer keeps until its next crop only is not counted.
         total += _slot_bytes(layer) * slots_handed_out(layer)
-        total_full += _slot_bytes(layer) * (min(full, window - 1) if window else full)
+        total_full += _slot_bytes(layer) * _slots_of(cache, index, layer, full)
     return total, total_full
+
+
+def _slots_of(cache: Any, index: int, layer: Any, full: int) -> int:
+    """Return how many slots a layer would have for `full` tokens if none was removed."""
+    if is_static(cache):
+        reduction = reduction_of(cache)
+        return layer.max_cache_len if reduction is None else reduction.full.get(index, layer.max_cache_len)
+    window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+    return min(full, window - 1) if window else full
 
 
 def _filled_layers(cache: Any) -> list[tuple[int, Any]]:

@@ -57,25 +57,38 @@ def gather_token_mask(mask: Tensor | None, rows: Tensor, valid: Tensor | None) -
     return mask if valid is None else mask.masked_fill(~valid.to(mask.device), 0)
 
 
-def causal_mask(valid: Tensor, queries: int, attention: str, dtype: torch.dtype) -> Tensor:
-    """Return a causal mask over slots for the last `queries` of them, for where transformers gave none.
+def causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtype) -> Tensor:
+    """Return a causal mask, for where transformers gave none.
 
-    valid: bool `[B, K]`. attention: name of the attention implementation; it decides the form (see `gather_mask`).
+    queries: long `[B, Q]`, keys: long `[B, K]`, their logical positions, -1 = an empty slot. attention: name of the
+    attention implementation; it decides the form (see `gather_mask`).
     """
+    queries = queries.to(keys.device)
     if "flash" in attention:
-        return valid
-    keys = valid.shape[1]
-    slots = torch.arange(keys, device=valid.device)
-    allowed = slots[None, :] <= slots[keys - queries :, None]
-    allowed = allowed[None, None] & valid[:, None, None, :]
+        return keys >= 0
+    allowed = ((keys[:, None] <= queries[..., None]) & (keys >= 0)[:, None])[:, None]
     if attention == "sdpa":
         return allowed
     if attention == "eager":
-        return torch.zeros((), dtype=dtype, device=valid.device).masked_fill(~allowed, torch.finfo(dtype).min)
+        return torch.zeros((), dtype=dtype, device=keys.device).masked_fill(~allowed, torch.finfo(dtype).min)
     raise UnsupportedSetupError(
         f"attn_implementation={attention!r} cannot be used with rows that keep different numbers of tokens; load the "
         'model with "sdpa", "eager" or "flash_attention_2"'
     )
+
+
+def padding_of(made: Any, past: int, length: int) -> Tensor | None:
+    """bool `[B, length]`, True at padding behind `past` tokens (it may not attend to itself); None without a mask.
+
+    made: the mask that `generate` makes ahead for a static cache, or those by kind of layer.
+    """
+    mask = made.get("full_attention") if isinstance(made, dict) else made
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.ndim == 2:
+        return ~mask[:, -length:].bool()
+    own = mask[:, 0, :, past : past + length].diagonal(dim1=1, dim2=2)
+    return ~own if own.dtype == torch.bool else own < 0
 
 
 def sliding_layers(config: Any) -> list[int]:

@@ -25,6 +25,7 @@ from tokenprune.integrations.hf.encoded.record import open_record, record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.segments import feature_total
+from tokenprune.integrations.hf.tower.blocks import attention_of, find_blocks
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
@@ -80,7 +81,7 @@ class EncoderAttention(Part):
             )
         self.tower, blocks = _find_blocks(adapter, self.name)
         self.protected = _CLASS_TOKENS[type(blocks[0]).__name__]
-        self.attentions = [_attention_of(block) for block in blocks]
+        self.attentions = [attention_of(block) for block in blocks]
         self.blocks: Blocks = {}
         for method in methods:
             self.blocks |= blocks_read(method, len(blocks), adapter.config)
@@ -196,20 +197,12 @@ class EncodedTokens:
 
 
 def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module]]:
-    for attribute in ("vision_tower", "visual", "vision_model"):
-        tower = getattr(adapter.base, attribute, None)
-        for module in tower.modules() if tower is not None else ():
-            for blocks in (getattr(module, which, None) for which in ("layers", "layer", "blocks")):
-                known = isinstance(blocks, nn.ModuleList) and blocks
-                if known and all(type(block).__name__ in _CLASS_TOKENS for block in blocks):
-                    return tower, list(blocks)
-    found = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
+    found = find_blocks(adapter, _CLASS_TOKENS)
+    if found is not None:
+        return found[0], found[2]
+    kind = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
     raise UnsupportedSetupError(
         f"{name} looks into the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
-        f"and SmolVLM), InternVL, Pixtral and Qwen-VL of transformers, not {found}; use a method that acts behind the "
+        f"and SmolVLM), InternVL, Pixtral and Qwen-VL of transformers, not {kind}; use a method that acts behind the "
         "tower"
     )
-
-
-def _attention_of(block: nn.Module) -> nn.Module:
-    return next(getattr(block, name) for name in ("self_attn", "attn", "attention") if hasattr(block, name))

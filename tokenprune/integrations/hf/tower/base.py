@@ -24,6 +24,7 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
 from tokenprune.integrations.shared.block_merging import Block, Merger
+from tokenprune.integrations.shared.units import Units
 from tokenprune.tokens import Segments
 
 
@@ -34,23 +35,31 @@ class TowerPatch(Merger, Part):
     features are one. Both are kept in the `EncoderRecord` of the output.
     """
 
-    pads = True  # whether rows that merge more than others are padded
-
     def __init__(
-        self, adapter: Adapter, method: EncoderMethod, budget: Budget, blocks: Sequence[Block], tower: Tower
+        self,
+        adapter: Adapter,
+        method: EncoderMethod,
+        budget: Budget,
+        blocks: Sequence[Block],
+        tower: Tower,
+        units: Units | None = None,
     ) -> None:
-        super().__init__(method, budget, blocks, tower)
+        super().__init__(method, budget, blocks, tower, units)
         self.adapter = adapter
         self.step = Step(method, budget)  # what the engine reports the merged tokens' cut as
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some rows may merge more than others, so that these are padded."""
+        return self.method.ragged
 
     def check_bias(self, config: Any) -> None:
         """Raise UnsupportedSetupError if the attention named by `config` takes no bias and the method needs one."""
         attention = config._attn_implementation or "eager"
-        padding = self.pads and self.method.ragged
-        if attention in ("eager", "sdpa") or not (self.method.proportional or padding):
+        if attention in ("eager", "sdpa") or not (self.method.proportional or self.uneven):
             return
-        why = "the padding of images that merge more than others" if padding else "proportional attention"
-        way_out = "" if padding else ", or pass proportional=False"
+        why = "the padding of images that merge more than others" if self.uneven else "proportional attention"
+        way_out = "" if self.uneven else ", or pass proportional=False"
         raise UnsupportedSetupError(
             f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
             f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'

@@ -9,6 +9,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
 from tokenprune.integrations.hf.tower.packed_merging import BLOCKS, PackedTowerPatch
+from tokenprune.integrations.hf.tower.tile_merging import TilePatch
 
 
 def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> TowerPatch:
@@ -16,4 +17,5 @@ def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> Towe
     blocks = getattr(getattr(adapter.base, "visual", None), "blocks", None)
     if adapter.unmergeable is None and blocks and type(blocks[0]).__name__ in BLOCKS:
         return PackedTowerPatch(adapter, method, budget)
-    return EncoderPatch(adapter, method, budget)
+    tiles = hasattr(adapter.base, "pack_image_features")
+    return (TilePatch if tiles else EncoderPatch)(adapter, method, budget)

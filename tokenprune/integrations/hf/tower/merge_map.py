@@ -18,15 +18,17 @@ from tokenprune.transfer import to_device
 def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor] | None:
     """Return for each image, for each of its features, the first feature of its group (long `[features]`).
 
-    owners: long `[T, N]`, for each token that entered the tower (of T tiles) the one that it is part of. features: what
-    `get_image_features` made of them, one tensor an image. protected: class tokens, which the features may leave out.
-    None if the features are not the patches.
+    owners: long `[T, N]`, for each token (or unit) that entered the tower (of T tiles) the one that it is part of.
+    features: what `get_image_features` made of them, one tensor an image or tile. protected: class tokens, which the
+    features may leave out. None if the features are not the patches.
     """
     packed = take_packed()
     if packed is not None:
         groups = first_of_group(owners[:, owners.shape[1] - packed.tokens :], owners.shape[1])
         return [packed.follow(groups, image) for image in packed.images]
-    if not isinstance(features, (list, tuple)) or len(features) != len(owners):
+    if not isinstance(features, (list, tuple)) and getattr(features, "ndim", 0) != 3:
+        return None
+    if len(features) != len(owners):
         return None
     if any(f.ndim != 2 or not 0 <= owners.shape[1] - f.shape[0] <= protected for f in features):
         return None

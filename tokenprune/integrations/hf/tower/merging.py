@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside the towers CLIP and SigLIP, whose images have rows of their own; see base.py for what lies behind."""
+"""Merging inside towers whose images have rows of their own (CLIP, SigLIP and their like, InternVL); see base.py for
+what lies behind.
+
+Where a square of patches becomes one visual token behind the tower (`PatchSource.unit_side`), such units merge as
+wholes, patch by patch (units.py).
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tokenprune.budget import Budget
@@ -15,14 +23,33 @@ from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.base import TowerPatch
+from tokenprune.integrations.hf.tower.blocks import attention_of, find_blocks
 from tokenprune.integrations.hf.tower.merge_map import feature_groups
 from tokenprune.integrations.shared.attachable import with_output
-from tokenprune.integrations.shared.block_merging import Block
+from tokenprune.integrations.shared.block_merging import Block, Merging
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
+from tokenprune.integrations.shared.units import Units
 
-# The blocks that are known, and how many class tokens stand before the patches.
-_CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of block. protected: class tokens before the patches. The others: see `Block`."""
+
+    protected: int = 0
+    norm: str = "layer_norm2"
+    end: str = "mlp"
+    scale: str = ""
+
+
+_KINDS = {
+    "CLIPEncoderLayer": _Kind(1),
+    "SiglipEncoderLayer": _Kind(),
+    "Idefics3EncoderLayer": _Kind(),
+    "SmolVLMEncoderLayer": _Kind(),
+    "InternVLVisionLayer": _Kind(1, "layernorm_after", "dropout", "lambda_2"),
+    "QianfanOCRVisionLayer": _Kind(1, "layernorm_after", "drop_path2"),
+}
 
 
 class EncoderPatch(TowerPatch):
@@ -36,17 +63,28 @@ class EncoderPatch(TowerPatch):
         family, name = adapter.config.model_type, method.name
         if adapter.unmergeable is not None:
             raise UnsupportedSetupError(f"{name} cannot act in the tower of {family!r}: {adapter.unmergeable}")
-        self.tower = adapter.base.vision_tower
-        self.encoder = _encoder(self.tower, name)
-        layers = list(self.encoder.layers)
+        found = find_blocks(adapter, _KINDS)
+        if found is None:
+            kind = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
+            raise UnsupportedSetupError(
+                f"{name} knows the vision towers CLIP, SigLIP (and its like in Idefics3 and SmolVLM), InternVL and "
+                f"Qwen-VL of transformers, not {kind}"
+            )
+        self.tower, self.encoder, layers = found
         self.layer = _read_layer(adapter, name)
         read = self.layer if self.layer >= 0 else len(layers) + 1 + self.layer
-        blocks = [Block(layer, layer.layer_norm2, layer.mlp, "attention_mask", 1) for layer in layers]
-        config, protected = adapter.config.vision_config, _CLASS_TOKENS[type(layers[0]).__name__]
-        tokens = (config.image_size // config.patch_size) ** 2 + protected
-        super().__init__(adapter, method, budget, blocks, Tower(tokens, protected, len(layers), read, self.tower))
+        kind = _KINDS[type(layers[0]).__name__]
+        blocks = [
+            Block(layer, getattr(layer, kind.norm), getattr(layer, kind.end), scale=kind.scale) for layer in layers
+        ]
+        tokens, side = _patches(adapter.config.vision_config) + kind.protected, adapter.unit_side
+        shape, units = Tower(tokens, kind.protected, len(layers), read, self.tower), None
+        if side > 1:
+            units = Units(side, kind.protected)
+            shape = Tower(units.count(tokens), 0, len(layers), read, self.tower, units.size)
+        super().__init__(adapter, method, budget, blocks, shape, units)
         self.observers = [
-            Observer(layer.self_attn, partial(self._observe, index)) for index, layer in enumerate(layers[:read])
+            Observer(attention_of(layer), partial(self._observe, index)) for index, layer in enumerate(layers)
         ]
         self._check_attention()
 
@@ -63,8 +101,29 @@ class EncoderPatch(TowerPatch):
         if hasattr(self.adapter.base, "pack_image_features"):
             self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
-    def _observe(self, index: int, observation: Observation) -> None:
+    def _observe(self, index: int, observation: Observation) -> Tensor | None:
         self.note_keys(index, observation.key)
+        state = self.state()
+        if state is None:
+            return None
+        if index == 0 and observation.mask is not None:
+            self._note_masked(state, observation)
+        return state.added
+
+    def _note_masked(self, state: Merging, observation: Observation) -> None:
+        """What the tower masks has no size: it weighs nothing in what it merges into, and stays masked."""
+        if observation.mask.ndim != 4:
+            raise UnsupportedSetupError(
+                f"{self.method.name}: some patches of these images are padding, and attention of this kind takes no "
+                'mask that merging could change; load the model with attn_implementation={"vision_config": "sdpa", ...}'
+            )
+        rows, device = len(observation.query), observation.query.device
+        first = torch.zeros(1, 1, dtype=torch.long, device=device)
+        seen = observation.visible(first.expand(rows, 1))[:, 0, 0]
+        state.size, state.masked = seen.float().expand(rows, -1), True
+
+    def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Nothing: `_observe` hands it to the attention, whatever arguments the block takes."""
 
     # -- the tower's outside contract
 
@@ -83,7 +142,9 @@ class EncoderPatch(TowerPatch):
         if output.hidden_states is not None:
             restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
             output.hidden_states = tuple(restored)
-        self.leave_tokens(output, state.owners[self.shape.read], [sum(rows) for rows in state.counts])
+        owners = state.owners[self.shape.read]
+        owners = owners if self.units is None else self.units.owners(owners)
+        self.leave_tokens(output, owners, [sum(rows) for rows in state.counts])
         return output
 
     # -- behind the tower
@@ -105,15 +166,12 @@ class EncoderPatch(TowerPatch):
         return groups
 
 
-def _encoder(tower: nn.Module, name: str) -> nn.Module:
-    """Return the module inside `tower` that runs the blocks."""
-    for module in tower.modules():
-        layers = getattr(module, "layers", None)
-        if isinstance(layers, nn.ModuleList) and layers and all(type(x).__name__ in _CLASS_TOKENS for x in layers):
-            return module
-    raise UnsupportedSetupError(
-        f"{name} knows the vision towers CLIP and SigLIP of transformers, not {type(tower).__name__}"
+def _patches(vision: Any) -> int:
+    """Patches of an image of the size that the config names."""
+    image, patch = (
+        (of, of) if isinstance(of, int) else tuple(of) for of in (vision.image_size, vision.patch_size)
     )
+    return math.prod(pixels // of for pixels, of in zip(image, patch, strict=True))
 
 
 def _read_layer(adapter: Adapter, name: str) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside towers that pack the patches of all images into one sequence (Qwen2-VL, Qwen2.5-VL, Qwen3-VL).
+"""Merging inside towers that pack the patches of all images into one sequence (Qwen2-VL to Qwen3.5).
 
 Behind these towers 2 x 2 patches, which stand side by side in the sequence, become one visual token. What merges is
 therefore such a unit with another of the same image (or frame), patch by patch at the same place of the unit: the
@@ -32,7 +32,9 @@ from tokenprune.kernels.compact import partition
 from tokenprune.kernels.join import join
 from tokenprune.transfer import to_device
 
-BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock"})
+BLOCKS = frozenset(
+    f"{name}VisionBlock" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
+)
 
 
 @dataclass
@@ -68,12 +70,12 @@ class PackedTowerPatch(TowerPatch):
     Raises UnsupportedSetupError for attention back ends that take no bias.
     """
 
-    pads = False
+    uneven = False  # frames lie end to end
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         self.tower = adapter.base.visual
         self.unit = self.tower.spatial_merge_size**2  # patches that become one visual token
-        blocks = [Block(block, block.norm2, block.mlp, "", 0) for block in self.tower.blocks]
+        blocks = [Block(block, block.norm2, block.mlp) for block in self.tower.blocks]
         # How many units an image has, only the image tells: 1 stands for that.
         super().__init__(adapter, method, budget, blocks, Tower(1, 0, len(blocks), len(blocks), self.tower))
         self.observers = []
@@ -125,7 +127,7 @@ class PackedTowerPatch(TowerPatch):
         return [keep] * frames
 
     def _asked(self, count: int, keep: float | int) -> tuple[Budget, Tower]:
-        return replace(self.budget, keep=keep), replace(self.shape, tokens=count)
+        return replace(self.budget, keep=keep), self.shape.of(count)
 
     def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
         """What reads the blocks' output gets the full grid."""
@@ -148,7 +150,7 @@ class PackedTowerPatch(TowerPatch):
             output.hidden_states = tuple(self._restore(state, x, owner) for x, owner in stages)
         owner = state.owner
         if hasattr(self.tower, "window_size"):  # its units stand in the order of windows, its output in that of rows
-            owner = owner[to_device(_window_order(self.tower, args, kwargs), owner.device).argsort()]
+            owner = owner[to_device(window_order(self.tower, args, kwargs), owner.device).argsort()]
         sizes = [t * h * w // self.unit for t, h, w in state.grids]
         self.leave_tokens(output, list(owner.split(sizes)), [count * self.unit for count in state.counts])
         features = getattr(output, "deepstack_features", None)
@@ -269,7 +271,9 @@ class PackedTowerPatch(TowerPatch):
         return into[:-1] if merges else None
 
 
-def _window_order(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def window_order(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return long `[N]`, the units of all images in the order in which a tower of windows, called with these arguments,
+    lines them up."""
     if kwargs.get("window_index") is not None:
         return kwargs["window_index"]
     from transformers.vision_utils import get_vision_window_index

@@ -14,6 +14,7 @@ from tokenprune.observable import Backend
 from tokenprune.observable_registry import not_served
 from tokenprune.registry import available_methods, method_class
 from tokenprune.setting import IN_LLM
+from tokenprune.units import UnitDropper
 
 __all__ = ["IN_LLM", "KEY", "check_method", "servable"]
 
@@ -38,6 +39,11 @@ def servable(in_llm: bool = False) -> list[str]:
 
 def _uncounted(method: Method) -> str | None:
     """Return why vLLM cannot tell ahead how many tokens a method leaves; None if it can."""
+    if isinstance(method, UnitDropper):
+        return (
+            "it drops patches ahead of the vision tower, and the towers of vLLM take whole grids; use the Hugging Face "
+            "engine"
+        )
     if method.by_content_count or not method.least:
         return "what it sees decides how many tokens stay, and vLLM has to know before; use the Hugging Face engine"
     return None

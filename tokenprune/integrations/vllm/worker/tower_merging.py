@@ -6,8 +6,8 @@ neither MLP nor attention in what is left of the tower. Fused attention takes no
 proportionally, or rows are padded, the blocks attend by PyTorch's. Hooks are attached for one call, and gone after it.
 
 LLaVA-1.5 alone: an image is one row of its tower, and its visual tokens are the row's patches, so that their number
-is known beforehand. Tiles (LLaVA-NeXT, LLaVA-OneVision) are cropped behind the tower, and how many merged tokens a crop
-leaves is their content's affair; where a visual token holds several patches, patches cannot merge.
+is known beforehand. Tiles that are cropped behind the tower (LLaVA-NeXT, LLaVA-OneVision) and units of several patches
+(pixel shuffle, pooling, Qwen) merge on the Hugging Face side only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TowerMerger(Merger):
         self.tower, self.attentions = model.vision_tower, attentions_of(model)
         self.encoder = next(module for module in self.tower.modules() if hasattr(module, "layers"))
         layers = list(self.encoder.layers)
-        blocks = [Block(layer, layer.layer_norm2, layer.mlp, "", 0) for layer in layers]
+        blocks = [Block(layer, layer.layer_norm2, layer.mlp) for layer in layers]
         super().__init__(method, Budget.of(keep), blocks, tower_of(method, model.config))
         self.kept: Tensor | None = None
         self._bias: Tensor | None = None
@@ -93,9 +93,9 @@ class TowerMerger(Merger):
         self._entered = args[0].shape
         return super()._merge(index, module, args)
 
-    def _leave_branch(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+    def _leave_branch(self, block: Block, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         # SigLIP adds the tokens before the merge to it in place.
-        return None if super()._leave_branch(module, args, output) is None else output.new_zeros(self._entered)
+        return None if super()._leave_branch(block, module, args, output) is None else output.new_zeros(self._entered)
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         state = self.end()

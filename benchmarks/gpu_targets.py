@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPUs that kernels are compiled for, with the limits that a program must keep and the peaks of their data sheets.
+
+Limits per block and per multiprocessor: table "Technical Specifications per Compute Capability" of the CUDA C++
+Programming Guide; for the MI300X the "AMD Instinct MI300" CDNA3 instruction set guide. Peaks are without sparsity:
+NVIDIA A100, H100 and HGX B200 data sheets (SXM modules), AMD Instinct MI300X data sheet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What a GPU has. Memory in bytes, speeds per second.
+
+    name: as on its data sheet. backend, arch: what Triton calls it. warp: threads of a warp (of a wavefront).
+    shared_block, shared_unit: shared memory (LDS) that a block may have, and that a multiprocessor has. registers: of
+    a multiprocessor (NVIDIA) or of a lane of one SIMD unit (AMD). warps, blocks: at once on a multiprocessor. units:
+    multiprocessors. bandwidth: of memory. flops: of matrix products by dtype; "float32" is that of plain arithmetic,
+    which exact float32 products take.
+    """
+
+    name: str
+    backend: str
+    arch: int | str
+    warp: int
+    shared_block: int
+    shared_unit: int
+    registers: int
+    warps: int
+    blocks: int
+    units: int
+    bandwidth: float
+    flops: dict[str, float]
+
+    @property
+    def target(self) -> str:
+        """What compilers call it: sm_80, gfx942."""
+        return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
+
+    def occupancy(self, registers: int, shared: int, warps: int) -> float:
+        """Return the share of a multiprocessor's warps that can run at once, from what one block of `warps` takes."""
+        blocks = min(self.blocks, self.warps // warps)
+        if self.backend == "cuda":
+            # Registers go to warps in lots of 256, warps to the four quarters of a multiprocessor.
+            of_warp = 256 * math.ceil(max(registers, 1) * self.warp / 256)
+            blocks = min(blocks, self.registers // of_warp // 4 * 4 // warps)
+            taken = 128 * math.ceil((shared + 1024) / 128)  # 1 KiB of each block is the system's
+        else:
+            of_lane = 8 * math.ceil(max(registers, 1) / 8)
+            blocks = min(blocks, 4 * min(8, self.registers // of_lane) // warps)
+            taken = 512 * math.ceil(max(shared, 1) / 512)
+        return min(blocks, self.shared_unit // taken) * warps / self.warps
+
+
+def _nvidia(name: str, arch: int, shared_kib: int, units: int, bandwidth: float, half: float, single: float) -> GPU:
+    flops = {"bfloat16": half, "float16": half, "float32": single}
+    return GPU(
+        name, "cuda", arch, 32, shared_kib * 1024, (shared_kib + 1) * 1024, 65536, 64, 32, units, bandwidth, flops
+    )
+
+
+A100 = _nvidia("A100 SXM 80 GB", 80, 163, 108, 2.039e12, 312e12, 19.5e12)
+H100 = _nvidia("H100 SXM", 90, 227, 132, 3.35e12, 989.4e12, 67e12)
+B200 = _nvidia("B200", 100, 227, 148, 7.7e12, 2.25e15, 75e12)
+MI300X = GPU(
+    "MI300X", "hip", "gfx942", 64, 65536, 65536, 512, 32, 32, 304, 5.3e12,
+    {"bfloat16": 1307.4e12, "float16": 1307.4e12, "float32": 163.4e12},
+)  # fmt: skip
+GPUS = {gpu.target: gpu for gpu in (A100, H100, B200, MI300X)}

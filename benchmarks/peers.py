@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speed-ups that papers print beside ours: prefill of a LLaVA-1.5-shaped model, 576 visual tokens to 192, 128 and 64.
+
+    GOMP_SPINCOUNT=0 python benchmarks/peers.py --threads 2      # measure, and print
+    python benchmarks/peers.py --page                            # write docs/peers.md from the results
+
+Ours: random weights, the proportions of LLaVA-1.5's decoder in a smaller size, its token counts; prefill of 64 text
+tokens and one image that was encoded beforehand, methods and the unpatched model in turn in one process
+(benchmarks/efficiency.py). Oracle: the unpatched decoder on a prompt that has only the kept tokens. Theirs: what a
+paper prints (benchmarks/papers/speedups.json), of its own implementation, model and device. `By FLOPs`: the closed form
+at LLaVA-1.5-7B's true size, which no implementation beats on a device that is limited by arithmetic. Memory: the most
+that tensors made in a prefill hold at once, the cache among them; on a GPU what its allocator says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import weakref
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import AFTER, BEFORE, Clock, Peak, default_device, header, llava, read, results_path, write
+from efficiency import Case, measure
+from limits import SHAPES
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tokenprune
+from tokenprune.config import Config
+from tokenprune.cost_model import CostModel, Load
+
+VISUAL, KEEPS = 576, (192, 128, 64)
+METHODS = "random,divprune,pool,dart,fastv,vscan"
+PUBLISHED = Path(__file__).parent / "papers" / "speedups.json"
+PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
+BEGIN, END = "<!-- peers:begin (benchmarks/peers.py --page) -->", "<!-- peers:end -->"
+
+
+def published() -> list[dict[str, Any]]:
+    """Return what papers print, each with its `ratio`, before / after."""
+    made = []
+    for one in json.loads(PUBLISHED.read_text()):
+        ratio = one["ratio"] if "ratio" in one else one["before"] / one["after"]
+        made.append(one | {"ratio": ratio})
+    return made
+
+
+def by_flops(method: str, keep: int) -> float:
+    """Return the ratio of LLaVA-1.5-7B's decoder FLOPs in prefill, unpatched over patched."""
+    model = CostModel.from_config(SHAPES[0].made())
+    load = Load((VISUAL,), VISUAL, BEFORE + AFTER)
+    cost = model.predict(load, *Config({"method": method, "keep": keep}).steps())
+    return model.cost(load).decoder / cost.decoder
+
+
+def memory(case: Case, method: str | None, keep: int) -> dict[str, int]:
+    """Return the bytes that a prefill takes at its peak, and those of the cache that it leaves."""
+    device = case.clock.device
+    with nullcontext() if method is None else tokenprune.patched(case.model, method, keep=keep, guard="off"):
+        images, _ = case.images(method or "random")
+        case.cache = None
+        with Peak(device) if device.type == "cuda" else Live() as peak:
+            case.prefill(images)
+        return {"peak": peak.bytes, "kv": _held(case.cache)}
+
+
+class Live(TorchDispatchMode):
+    """Notes the most bytes that tensors made inside a `with` block hold at once. What an operation takes for itself
+    while it runs is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self._now = 0, 0
+        self._users: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {id(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor) and id(one) not in before:
+                self._add(one)
+        return made
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self._users:
+            self._users[place] += 1
+        elif tensor._is_view():  # of what was there before
+            return
+        else:
+            self._users[place] = 1
+            self._now += size
+            self.bytes = max(self.bytes, self._now)
+        weakref.finalize(tensor, self._drop, place, size)
+
+    def _drop(self, place: int, size: int) -> None:
+        self._users[place] -= 1
+        if not self._users[place]:
+            del self._users[place]
+            self._now -= size
+
+
+def _held(cache: Any) -> int:
+    tensors = (tensor for layer in cache.layers for tensor in (layer.keys, layer.values))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def ours(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Measure; returns the lines of the results."""
+    device = torch.device(args.device)
+    size = "tiny" if args.tiny else args.model or ("vicuna-7b" if device.type == "cuda" else "100m")
+    model = llava(size, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    parameters = sum(one.numel() for one in model.model.language_model.parameters())
+    lines = [header(device, model=size, parameters=parameters, text=BEFORE + AFTER, rounds=args.rounds)]
+    methods = args.methods.split(",")
+    for keep in args.keeps:
+        case = Case(model, VISUAL, keep, Clock(device))
+        unpatched, records = measure(case, methods, args.rounds, lambda x: track(x, f"{keep}", console=console))  # noqa: B023
+        spent = {name: memory(case, name, keep) for name in methods}
+        whole = memory(case, None, keep)
+        lines.append(unpatched | whole)
+        lines += [record | spent[record["method"]] for record in records]
+        write(args.json, lines)
+    return lines
+
+
+def rows(lines: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the cells of our table: for each method and budget what was measured, and what could be."""
+    made = []
+    for keep in dict.fromkeys(line["keep"] for line in lines):
+        of_keep = [line for line in lines if line["keep"] == keep]
+        whole = next(line for line in of_keep if line["method"] == "unpatched")
+        for line in of_keep:
+            if line is whole:
+                continue
+            oracle = whole["ms"]["p50"] / line["oracle_ms"]["p50"]
+            made.append([
+                f"`{line['method']}`", f"{keep}", f"x{line['speedup']['p50']:.2f}", f"x{oracle:.2f}",
+                f"{line['efficiency']['p50']:.2f}", f"x{by_flops(line['method'], keep):.2f}",
+                f"{line['kv'] / whole['kv']:.0%}", f"{line['peak'] / max(1, whole['peak']):.0%}",
+            ])  # fmt: skip
+    return made
+
+
+COLUMNS = ("method", "tokens", "prefill", "oracle", "of the oracle", "by FLOPs, 7B", "KV cache", "peak memory")
+
+
+def page(path: Path) -> str:
+    """Return both tables as Markdown."""
+    about, lines = read(path)
+    text = [
+        f"Ours: {about['device']}, {about['threads']} threads, torch {about['torch']}, transformers "
+        f"{about['transformers']}, {about['date']}, load {about['load']}; a decoder of "
+        f"{about['parameters'] / 1e6:.0f} M random parameters, medians of {about['rounds']} rounds.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---|" + "---:|" * (len(COLUMNS) - 1),
+        *("| " + " | ".join(row) + " |" for row in rows(lines)),
+        "",
+        "Published, by others on their machines (not measured here):",
+        "",
+        "| method | printed in | model | what | setting | device | speed-up |",
+        "|---|---|---|---|---|---|---:|",
+    ]
+    for one in published():
+        source = f"{one['source']}, {one['where']}"
+        text.append(
+            f"| {one['title']} | {source} | {one['model']} | {one['measured']} | {one['setting']} "
+            f"| {one['device'] or 'not noted'} | x{one['ratio']:.2f} |"
+        )
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--keeps", type=int, nargs="+", default=KEEPS)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", help="tiny, 100m or vicuna-7b (the default on a GPU)")
+    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
+    parser.add_argument("--page", action="store_true", help="write the tables of --json into docs/peers.md")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/peers.jsonl")
+    args = parser.parse_args()
+    args.json = args.json or results_path(torch.device(args.device), "peers", args.tiny)
+    if args.page:
+        head, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n\n{page(args.json)}\n\n{END}{rest.partition(END)[2]}")
+        return
+    torch.set_num_threads(args.threads)
+    console = Console()
+    _, *lines = ours(args, console)
+    table = Table(title=f"prefill of {VISUAL} visual tokens, faster by")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for row in rows(lines):
+        table.add_row(*row)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated parts of docs/kernels.md, from benchmarks/results; dev/readme.py writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import performance
+
+RESULTS = Path(__file__).parent.parent / "benchmarks/results"
+
+
+def _read(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    path = RESULTS / name
+    if not path.exists():
+        return None
+    first, *records = (json.loads(line) for line in path.read_text().splitlines())
+    return first, records
+
+
+def compiled() -> str:
+    """The table of compiled kernels: of each on each GPU, what the programs for all models need at most."""
+    found = _read("kernels.jsonl")
+    if found is None:
+        return "(not compiled yet)"
+    first, records = found
+    gpus, dtypes = first["gpus"], ", ".join(first["dtypes"])
+    lines = ["| kernel | programs | " + " | ".join(gpus) + " |", "|---" * (2 + len(gpus)) + "|"]
+    for kernel in sorted({one["kernel"] for one in records}):
+        cells = []
+        for gpu in gpus:
+            own = [one for one in records if (one["kernel"], one["gpu"]) == (kernel, gpu)]
+            most = {what: max(one[what] for one in own) for what in ("registers", "spills", "shared", "size")}
+            spilled = f", {most['spills']} B spilled" if most["spills"] else ""
+            least = min(one["occupancy"] for one in own)
+            shared, size = (f"{most[what] / 1024:.0f} KiB" for what in ("shared", "size"))
+            cells.append(f"{most['registers']}, {shared}, {least:.0%}, {size}{spilled}")
+        number = sum(one["kernel"] == kernel for one in records)
+        lines.append(f"| `{kernel.strip('_')}` | {number} | {' | '.join(cells)} |")
+    spills = sum(one["spills"] > 0 for one in records)
+    said = "None of them spills a register." if not spills else f"{spills} of them spill registers."
+    note = (
+        f"{len(records)} programs ({dtypes}; Triton {first['triton']}): those that the shapes of "
+        f"{len(first['models'])} models ask for. Of each kernel, over them: the most registers of a thread, the most "
+        f"shared memory of a block, the least occupancy, the largest program. {said}"
+    )
+    path = "benchmarks/results/kernels.jsonl"
+    return "\n\n".join([note, "\n".join(lines), f"By `make kernels`; raw data: [{path}](../{path})."])
+
+
+def costs() -> str:
+    """The table of what selection must cost by the model of time, per model and method."""
+    found = _read("selection_cost.jsonl")
+    if found is None:
+        return "(not predicted yet)"
+    _, records = found
+    gpus = list(records[0]["predicted_us"])
+    methods = list(dict.fromkeys(one["method"] for one in records))
+    lines = ["| model, visual tokens | prefill, ms | " + " | ".join(f"`{name}`" for name in methods) + " |"]
+    lines.append("|---" * (2 + len(methods)) + "|")
+    for model in dict.fromkeys(one["model"] for one in records):
+        own = {one["method"]: one for one in records if one["model"] == model}
+        prefill = " / ".join(f"{next(iter(own.values()))['prefill_us'][gpu] / 1e3:.1f}" for gpu in gpus)
+        cells = [" / ".join(_time(own[name]["predicted_us"][gpu]) for gpu in gpus) for name in methods]
+        visual = next(iter(own.values()))["visual"]
+        lines.append(f"| {model}, {visual} | {prefill} | {' | '.join(cells)} |")
+    launches = []
+    for name in methods:
+        counts = sorted({one["launches"] for one in records if one["method"] == name})
+        spread = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        launches.append(f"`{name}` {spread}")
+    note = (
+        f"**Predicted, not measured.** Microseconds on {' / '.join(gpus)}; beside them the arithmetic of the unpruned "
+        "prefill at the data sheet's peak, in milliseconds. One request, bfloat16, one visual token of nine stays. "
+        f"Launches: {', '.join(launches)}."
+    )
+    path = "benchmarks/results/selection_cost.jsonl"
+    return "\n\n".join([note, "\n".join(lines), f"By `make kernels`; raw data: [{path}](../{path})."])
+
+
+def _time(us: float) -> str:
+    return f"{us:.0f}" if us < 1e4 else f"{us / 1e3:.0f}k"
+
+
+def checked() -> str:
+    """The lines that a GPU was asked about: predicted, measured, ratio."""
+    found = performance.found("selection_cost")
+    if not found:
+        return "(No GPU was at hand: nothing of this is measured.)"
+    parts = []
+    for device, (header, records) in found.items():
+        lines = ["| model | method | launches | predicted, µs | measured, µs | ratio |", "|---" * 6 + "|"]
+        lines += [
+            f"| {one['model']} | `{one['method']}` | {one['launches']} | {one['predicted_us'][one['against']]:.0f} "
+            f"| {one['measured_us']:.0f} | {one['ratio']:.2f} |"
+            for one in records
+        ]
+        where = f"{performance.where(header)}, against the {records[0]['against']}."
+        parts += [where, "\n".join(lines), performance.source("selection_cost", device)]
+    return "\n\n".join(parts)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune profile`: the stages of a call, and the closed forms beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import tokenprune
+from tokenprune.base import Site
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import Model, load
+from tokenprune.bench.profile_tables import limit_table, stage_table
+from tokenprune.bench.profiling import FIRST_TOKEN, STAGES, Profile, Side, profile_call
+from tokenprune.bench.report.flame import flames, profile_page
+from tokenprune.cli import app
+from tokenprune.config import Config
+from tokenprune.cost_model import CostModel, Load, decode_limit, site_limits
+from tokenprune.errors import OptionError, UnsupportedModelError
+from zoo import FAMILIES
+
+_SPEC = importlib.util.spec_from_file_location(
+    "benchmarks_limits", Path(__file__).parents[2] / "benchmarks" / "limits.py"
+)
+limits = sys.modules[_SPEC.name] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(limits)
+
+STACK = {"method": ["downsample", "divprune", "fastv"], "keep": [0.5, 0.5, 0.5]}
+
+
+@pytest.fixture(scope="module")
+def subject() -> Model:
+    return load("demo_vlm")
+
+
+@pytest.fixture(scope="module")
+def made(subject: Model) -> Profile:
+    example = load_heldout(limit=1)[0]
+    return profile_call(subject, [example.image], example.question, STACK, repeats=2, new_tokens=2)
+
+
+def test_a_profile_tells_every_stage_of_both_sides(made: Profile, subject: Model) -> None:
+    for side in (made.before, made.after):
+        assert len(side.runs) == 2 and set(side.runs[0]) == set(STAGES)
+        for run, whole in zip(side.runs, side.first_token(), strict=True):
+            assert all(run[stage] > 0 for stage in ("processor", "tower", "prefill", "decode"))
+            assert whole == pytest.approx(sum(run[stage] for stage in FIRST_TOKEN))
+    assert all(run["selection"] == 0 for run in made.before.runs)
+    assert all(run["selection"] > 0 for run in made.after.runs)
+    assert made.before.visual == (256, 256, 256.0)
+    entered, left, average = made.after.visual
+    assert entered < 256 and left < average <= entered / 2 + 1 and made.after.kv_bytes < made.before.kv_bytes / 2
+    example = load_heldout(limit=1)[0]
+    length = subject.inputs([example.image], [example.question])["input_ids"].numel()
+    assert made.load == Load((256,), 256, length - 256)
+    assert made.predicted() > 2 and json.loads(json.dumps(made.as_dict()))["speedup"] == made.ratio()
+
+
+def test_a_profile_leaves_the_model_as_it_was(made: Profile, subject: Model) -> None:
+    base = subject.adapter.base
+    assert "get_image_features" not in vars(base) and not subject.adapter.decoder._forward_hooks
+    assert not subject.adapter.decoder._forward_pre_hooks
+    with pytest.raises(tokenprune.TokenPruneError):
+        tokenprune.stats(subject.model)
+
+
+def test_stages_add_up_to_what_a_call_takes(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that ticks once a look: what a stage takes is known, whatever the machine does."""
+    import tokenprune.bench.profiling as profiling
+    import tokenprune.bench.timing as timing
+
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(profiling.time, "perf_counter", lambda: next(ticks) / 1000)
+    example = load_heldout(limit=1)[0]
+    one = profile_call(subject, [example.image], example.question, repeats=1, new_tokens=3)
+    assert timing.time.perf_counter is profiling.time.perf_counter and one.after is None
+    (run,) = one.before.runs
+    # Looks between the first and the last: begin of generate, tower (2), the prompt, decoder (2), first token.
+    assert {stage: round(run[stage], 6) for stage in STAGES} == {
+        "processor": 1.0, "tower": 1.0, "selection": 0.0, "prefill": 1.0, "rest": 4.0, "decode": 3.0,
+    }  # fmt: skip
+
+
+def _made_up(after: bool = True) -> Profile:
+    config = limits.SHAPES[3].made()
+    runs = [dict.fromkeys(STAGES, 10.0) | {"tower": tower} for tower in (60.0, 60.0, 90.0)]
+    less = [{name: ms / 2 for name, ms in run.items()} for run in runs]
+    environment = dict(model="<m>", device="cpu", dtype="float32", tokenprune="1", transformers="2", torch="3")
+    return Profile(
+        {"method": "divprune", "keep": 0.25} if after else None,
+        Side(runs, "a", (1024, 1024, 1024.0), 4096),
+        Side(less, "b", (1024, 256, 256.0), 1024) if after else None,
+        CostModel.from_config(config), Load.of_config(config, tokens=1024), environment, 0.5,
+    )  # fmt: skip
+
+
+def test_the_table_says_what_limits() -> None:
+    table = stage_table(_made_up())
+    cells = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    assert cells["vision tower and projector"] == ["60.0 ms", "60%", "30.0 ms", "x2.00"]
+    assert cells["to the first token"] == ["100.0 ms", "", "50.0 ms", "x2.00"]
+    assert cells["KV cache"][-1] == "x4.00" and cells["visual tokens, first to last layer"][2] == "1024 → 256"
+    assert any("What limits it now: vision tower and projector, 60%" in note for note in table.notes)
+    assert any("tower (28%)" in note and "x2.06 faster" in note for note in table.notes)
+    alone = stage_table(_made_up(after=False))
+    assert alone.columns == ("stage", "unpatched", "share") and all(len(row) == 3 for row in alone.rows)
+
+
+def test_bars_span_their_stages_on_one_scale() -> None:
+    before, after = flames(_made_up())
+    whole = {bar.title.split(":")[0]: bar for bar in before.bars}
+    assert before.total == 110 and after.total == 55 and whole["call"].width == pytest.approx(1000)
+    parts = ("vision tower and projector", "decoder", "output head, embeddings, generate()")
+    assert sum(whole[part].width for part in parts) == pytest.approx(whole["to the first token"].width)
+    assert whole["decoder"].x == pytest.approx(whole["vision tower and projector"].x + whole[parts[0]].width)
+    assert [bar.width for bar in after.bars] == pytest.approx([bar.width / 2 for bar in before.bars])
+    page = profile_page(_made_up(), 0.25)
+    assert "&lt;m&gt;" in page and "<m>" not in page and page.count("<svg viewBox") == 2
+    assert "http://" not in page and "https://" not in page and "style=" not in page
+
+
+def test_limits_are_those_of_the_closed_forms() -> None:
+    """By hand, from the FLOPs of the parts."""
+    config = limits.SHAPES[0].made()
+    model, prompt = CostModel.from_config(config), Load.of_config(config, text=10)
+    whole = model.cost(prompt)
+    found = {one.site: one for one in site_limits(model, prompt, 0.25)}
+    decoder = model.decoder
+    assert whole.decoder == decoder.prefill_flops([586] * 32) and whole.tower == model.tower.flops([576])
+    assert found[Site.PRE_LLM].at_keep == pytest.approx(
+        whole.flops / (whole.tower + decoder.prefill_flops([154] * 32))
+    )
+    assert found[Site.IN_LLM].limit == pytest.approx(
+        whole.flops / (whole.tower + decoder.prefill_flops([586] * 2 + [10] * 30))
+    )
+    assert found[Site.PRE_ENCODER].limit == pytest.approx(whole.flops / decoder.prefill_flops([10] * 32))
+    for one in found.values():
+        assert 1 < one.at_keep < one.limit
+    half, least = decode_limit(model, prompt, 0.5)
+    cache, weights = 2 * 32 * 4096, 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert half == pytest.approx((weights + 586 * cache) / (weights + 298 * cache)) and least > half
+    assert model.cost(prompt).cache == 586 * cache
+
+
+def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
+    """Of methods whose counts are known ahead, against the statistics of the run."""
+    example = load_heldout(limit=1)[0]
+    inputs = subject.inputs([example.image], [example.question])
+    model = CostModel.from_config(subject.model.config)
+    prompt = Load.of_inputs(subject.model.config, inputs, 256)
+    for setting in (
+        {"method": "divprune", "keep": 0.25}, {"method": "fastv", "keep": 100},
+        {"method": ["divprune", "fastv"], "keep": [0.5, 0.25]}, {"method": "fastv", "keep": {"flops_share": 0.6}},
+    ):  # fmt: skip
+        with tokenprune.patched(subject.model, config=setting, guard="off"):
+            subject.model(**inputs)
+            stats = tokenprune.stats(subject.model)
+        cost = model.predict(prompt, *Config(setting).steps())
+        assert cost.decoder == pytest.approx(stats.prefill_flops, rel=1e-9), setting
+        assert cost.tokens == pytest.approx(stats.visual_tokens_average)
+        assert 4 * cost.cache == stats.kv_bytes
+
+
+def test_methods_before_the_decoder_spare_the_tower() -> None:
+    config = limits.SHAPES[3].made()
+    model, prompt = CostModel.from_config(config), Load.of_config(config, tokens=1024)
+    whole = model.cost(prompt)
+    costs = {
+        name: model.predict(prompt, *Config({"method": name, "keep": 0.5}).steps())
+        for name in ("downsample", "tome", "divprune")
+    }
+    assert costs["downsample"].tower < 0.55 * whole.tower < costs["tome"].tower < costs["divprune"].tower == whole.tower
+    assert len({cost.decoder for cost in costs.values()}) == 1
+    same = model.predict(prompt, *Config({"method": ["pevlm", "view_select"], "keep": 1.0}).steps())
+    assert same == whole
+
+
+def test_a_load_says_what_it_needs() -> None:
+    llava, qwen = (limits.SHAPES[index].made() for index in (1, 3))
+    assert Load.of_config(llava, tiles=5) == Load((576,) * 5, 2880, 64)
+    assert Load.of_config(qwen, tokens=100, text=0) == Load((400,), 100, 0)
+    for config, wrong in ((llava, {"tokens": 9}), (qwen, {"tiles": 2}), (qwen, {"tokens": 0}), (llava, {"text": -1})):
+        with pytest.raises(OptionError):
+            Load.of_config(config, **wrong)
+
+
+def test_the_page_has_the_table_that_the_script_makes() -> None:
+    """And it says what the first look at these models said: towers of 5 to 80 per cent."""
+    page = limits.PAGE.read_text()
+    assert limits.table() in page
+    share = {row["model"].split(",")[0]: round(100 * row["tower"]) for row in limits.rows()}
+    assert share == {
+        "LLaVA-1.5-7B": 5, "LLaVA-NeXT-7B": 5, "InternVL3-8B": 17, "Qwen2.5-VL-7B": 28, "Qwen3-VL-8B": 27,
+        "Qwen2.5-VL-3B": 47, "Gemma3-4B": 72, "SmolVLM-500M": 80,
+    }  # fmt: skip
+
+
+def test_a_tower_that_is_not_known_leaves_the_decoder() -> None:
+    prompt = Load((), 100, 10)
+    decoder = CostModel.from_config(limits.SHAPES[0].made()).decoder
+    table = limit_table(CostModel(decoder), prompt, 0.25)
+    assert [row[0].text for row in table.rows] == ["PRE_LLM", "IN_LLM", "DECODE"] and "not known" in table.notes[0]
+    assert CostModel(decoder).predict(prompt, *Config({"method": "tome", "keep": 0.5}).steps()).tower == 0
+
+
+def test_the_command(tmp_path: Path) -> None:
+    def run(*arguments: str, code: int = 0) -> str:
+        result = CliRunner().invoke(app, ["profile", *arguments], env={"COLUMNS": "200"})
+        assert result.exit_code == code, result.output
+        return result.output
+
+    told = run("--config-only", "--model", "demo_qwen", "--tokens", "784", "--method", "divprune", "--keep", "0.5")
+    assert re.search(r"PRE_LLM.*x1\.19", told) and "divprune: x1.19 by FLOPs" in told and "73%" in told
+    image = tmp_path / "image.png"
+    Image.new("RGB", (60, 40), "red").save(image)
+    html, raw = tmp_path / "p.html", tmp_path / "p.json"
+    small = ("--image", str(image), "--repeats", "1", "--max-new-tokens", "2", "--threads", "1")
+    told = run(*small, "--method", "divprune", "--html", str(html), "--json", str(raw))
+    assert "to the first token" in told and "What each site can save at most" in told
+    assert json.loads(raw.read_text())["setting"] == {"method": "divprune", "keep": 0.25}
+    assert html.read_text().count('<figure class="flame">') == 2
+    for arguments, said in {
+        ("--tokens", "9"): "go with --config-only",
+        ("--config-only", "--html", str(html)): "measured times",
+        ("--method", "nothing"): "nothing",
+        ("--method", "dart,pool", "--keep", "0.1,0.2,0.3"): "3 numbers for 2 methods",
+        ("--keep", "1.5"): "a share lies in",
+        ("--html", str(tmp_path / "no" / "p.html")): "there is no folder",
+        ("--config-only", "--model", str(tmp_path)): "cannot read the config",
+        ("--image", str(tmp_path / "none.png")): "none.png",
+    }.items():
+        assert said in run(*arguments, code=2), arguments
+
+
+def test_towers_without_a_closed_form_are_said_of_a_config_too() -> None:
+    config = FAMILIES["llava"].build().config
+    config = type(config).from_dict(config.to_dict())
+    config.model_type = "mistral3"
+    with pytest.raises(UnsupportedModelError, match="closed form"):
+        CostModel.from_config(config)
+    assert dataclasses.replace(CostModel.from_config(limits.SHAPES[0].made()), tower=None).tower is None

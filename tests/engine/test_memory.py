@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pruned prefill allocates: nothing of the size of all pairs of visual tokens, no logits nobody asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+import tokenprune
+from tokenprune import Site
+from tokenprune.kernels import farthest, farthest_blocks
+from zoo import FAMILIES, FIRST_TEXT_ID, HIDDEN, VOCAB
+
+GRID = (1, 40, 40)  # patches of an image of Qwen-VL, four of which are a token
+VISUAL, KEEP = 400, 48
+TEXT = (20, 33)
+
+
+def methods() -> list[str]:
+    """Those that choose among the tokens of an image in the decoder, and read nothing of the tower."""
+    about = {name: tokenprune.method_info(name) for name in tokenprune.available_methods()}
+    return [
+        name
+        for name, info in about.items()
+        if info.site in (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
+        and not any(need.startswith(("encoder", "frame")) for need in info.needs)
+    ]
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the largest storage that an operation returned, in elements, and the most rows of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.what, self.logits = 0, "", 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                size = tensor.untyped_storage().nbytes() // tensor.element_size()
+                if size > self.largest:
+                    self.largest, self.what = size, f"{func} {tuple(tensor.shape)}"
+                if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and tensor.shape[-1] == VOCAB:
+                    self.logits = max(self.logits, tensor.numel() // VOCAB)
+        return out
+
+
+def prefill(family: str, name: str | None, batch: int, **options: Any) -> Allocations:
+    model, g = FAMILIES[family].build("sdpa"), torch.Generator().manual_seed(0)
+    width = VISUAL + TEXT[batch - 1]
+    ids, mask = torch.zeros(2, batch, width, dtype=torch.long)
+    for row, text in enumerate(TEXT[:batch]):
+        start = width - VISUAL - text
+        ids[row, start:] = torch.randint(FIRST_TEXT_ID, VOCAB, (VISUAL + text,), generator=g)
+        ids[row, start + 4 : start + 4 + VISUAL] = model.config.image_token_id
+        mask[row, start:] = 1
+    if family == "qwen2_5_vl":
+        options |= dict(
+            image_grid_thw=torch.tensor([GRID] * batch), mm_token_type_ids=(ids == model.config.image_token_id).int()
+        )
+    images = BaseModelOutputWithPooling(pooler_output=[torch.randn(VISUAL, HIDDEN, generator=g) for _ in range(batch)])
+    if name is not None:
+        tokenprune.patch(model, name, keep=KEEP, guard="off")
+    with torch.no_grad(), Allocations() as made:
+        model(input_ids=ids, attention_mask=mask, mm_encoder_outputs={"image": images}, use_cache=True, **options)
+    return made
+
+
+@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_nothing_has_the_size_of_all_pairs(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As with many tokens, of which no table is made.
+    monkeypatch.setattr(farthest, "TABLE", 0)
+    monkeypatch.setattr(farthest_blocks, "ROWS", 64)
+    monkeypatch.setattr(farthest_blocks, "COLUMNS", 16)
+    # A batch with padding makes the unpatched model write a mask of all pairs; so do its layers before a cut inside.
+    for batch in (1, 2) if tokenprune.method_info(name).site is Site.PRE_LLM else (1,):
+        made = prefill(family, name, batch, logits_to_keep=1)
+        assert made.largest < VISUAL**2, made.what
+        assert made.logits == batch
+
+
+def test_what_the_watch_sees() -> None:
+    """It finds the mask of the unpatched model, and logits of all places, where a call does not ask for the last."""
+    made = prefill("llava", None, 2, logits_to_keep=1)
+    assert made.largest >= 2 * VISUAL**2
+    assert prefill("llava", "uniform", 1).logits == VISUAL + TEXT[0]

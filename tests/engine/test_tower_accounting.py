@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The closed form of vision towers against torch's own count of what ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.tower_accounting import FAMILIES as KNOWN
+from tokenprune.tower_accounting import TowerShape, views_of
+from zoo import FAMILIES
+
+SIZES: dict[str, list[Any]] = {  # whole windows of 4 x 4 patches, one and several views
+    "llava": [24], "llava_next": [(16, 32)], "llava_onevision": [(16, 32)], "internvl": [3, 1], "gemma3": [32],
+    "idefics3": [(1, 2), (0, 0)], "smolvlm": [(2, 1)],
+} | {name: [(8, 12), (8, 8)] for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}  # fmt: skip
+
+
+def test_all_families_on_which_every_method_is_tested_are_known() -> None:
+    assert set(KNOWN) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tower_flops_are_those_that_ran(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.build("eager")
+    shape, base = TowerShape.from_config(model.config), adapter_for(model).base
+    for size in SIZES[name]:
+        inputs = family.make_inputs(rows=1, sizes=[size])
+        names = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images")
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            base.get_image_features(**{key: inputs[key] for key in names if key in inputs})
+        views = views_of(model.config, inputs)
+        assert shape.flops(views) == pytest.approx(counter.get_total_flops(), rel=1e-9), (size, views)
+        if name not in ("llava_next", "llava_onevision"):  # which add newlines
+            assert shape.visual_tokens(views) == sum(map(sum, inputs.counts))
+
+
+def test_merging_saves_what_is_gone() -> None:
+    shape = TowerShape.from_config(FAMILIES["llava"].build().config)
+    views = [36]
+    whole = shape.flops(views)
+    assert shape.flops(views, [1.0] * (shape.layers + 1)) == whole
+    # A merge in the first block spares its MLP, and all of the later ones; the patches are embedded before it.
+    half = shape.flops(views, [1.0] + [0.5] * shape.layers)
+    first = shape.flops(views, [1.0] + [0.0] * shape.layers)
+    embedding = 2 * 36 * shape.patch_numbers * shape.hidden
+    attention = 8 * 37 * shape.hidden**2 + 4 * 37**2 * shape.hidden
+    assert first == embedding + attention < half < whole
+
+
+def test_a_family_without_a_closed_form_is_named() -> None:
+    config = FAMILIES["llava"].build().config
+    config = type(config).from_dict(config.to_dict())
+    config.model_type = "mistral3"
+    with pytest.raises(UnsupportedModelError, match="mistral3"):
+        TowerShape.from_config(config)

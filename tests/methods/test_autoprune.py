@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""autoprune against naive loops written from its description."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from several_cuts import Arrived, check_in_model, rows, view
+from tokenprune import Budget, OptionError
+from tokenprune.methods.in_llm.autoprune import mutual_information, retention
+
+
+def naive_information(attention: list[list[float]]) -> float:
+    """attention: of each word to each visual token, one head."""
+    words = len(attention)
+    total = 0.0
+    for row in attention:
+        for y, one in enumerate(row):
+            joint = one / words
+            alone = sum(other[y] / words for other in attention)
+            total += joint * math.log2(max(1e-6, joint / (alone / words + 1e-6)))
+    return total
+
+
+def test_mutual_information() -> None:
+    g = torch.Generator().manual_seed(0)
+    attention = torch.rand(2, 3, 5, 7, generator=g) / 7
+    words = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    attention = attention.masked_fill(~words[:, None, :, None], 0)
+    got = mutual_information(attention, words)
+    for s, number in ((0, 5), (1, 3)):
+        for h in range(3):
+            want = naive_information(attention[s, h, :number].tolist())
+            assert float(got[s, h]) == pytest.approx(want, abs=1e-5)
+    alike = torch.full((1, 1, 4, 4), 0.25)
+    assert abs(float(mutual_information(alike, torch.ones(1, 4, dtype=torch.bool)))) < 1e-3
+    apart = torch.eye(4)[None, None]  # each word has a token of its own
+    assert float(mutual_information(apart, torch.ones(1, 4, dtype=torch.bool))) == pytest.approx(2, abs=1e-3)
+
+
+def test_the_curve_falls_and_is_flat_without_a_slope() -> None:
+    for slope in (0.05, 0.2, 0.4):
+        curve = [retention(layer, slope) for layer in range(32)]
+        assert all(one > later for one, later in pairwise(curve)) and curve[0] < 0.75
+    assert {retention(layer, 0.0) for layer in range(32)} == {0.375}
+    assert retention(1e9, 0.4) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("cuts", [1, 6, None])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+def test_every_slope_spends_the_same(cuts: int | None, share: float) -> None:
+    method = tokenprune.method("autoprune", cuts=cuts)
+    stages = method.stages(Budget(keep=share), 32)
+    layers = [stage.cut_layer for stage, _ in stages]
+    assert layers[0] == (2 if share > 0.09 else 1) and len(layers) == {1: 1, 6: 6, None: 30}[cuts]
+    even, steep = 300, []
+    for slope in (0.0, 0.1, 0.2, 0.4):
+        counts = stages[0][0]._counts(576, even, slope)
+        assert counts == sorted(counts, reverse=True) and min(counts) >= 1 and max(counts) <= 576
+        spans = [end - start for start, end in zip(layers, [*layers[1:], 32], strict=True)]
+        spent = sum(span * number for span, number in zip(spans, counts, strict=True))
+        assert 0 <= even * sum(spans) - spent <= 32
+        steep.append(counts[0])
+    assert steep == sorted(steep)  # the steeper, the more at first
+
+
+def test_what_a_model_pays_is_spread_by_its_question(build: Any) -> None:
+    """Counts and choice, of a batch of which each row has its own."""
+    spent: list[tuple[int, int]] = []
+
+    def naive(seen: Arrived) -> list[int]:
+        heads = len(seen.before)
+        if seen.number == 0:
+            bits = 32 * sum(naive_information(head[seen.text][:, seen.places].tolist()) for head in seen.before) / heads
+            slope = max(0.0, 0.4 - 0.02 * bits)
+            even = max(k for k in range(1, 37) if 36 + 3 * k <= 0.5 * 4 * 36 + 1e-9)
+            curve = [sum(retention(layer * 8 - 1, slope) for layer in (one,)) for one in (1, 2, 3)]
+            best, scale = [0, 0, 0], 0.0
+            while sum(one := [max(1, min(36, round(36 * scale * c))) for c in curve]) <= 3 * even and scale < 1e6:
+                best, scale = one, scale + 0.002 + scale * 1e-4
+            assert abs(seen.keep - best[0]) <= 1
+            spent.append((seen.keep, round(100 * slope)))
+        score = {i: sum(float(seen.before[h, j, i]) for h in range(heads) for j in seen.text) for i in seen.places}
+        return sorted(seen.places, key=lambda i: (-score[i], i))[: seen.keep]
+
+    check_in_model("autoprune", naive, build, keep=0.5, gamma=0.02)
+    assert len({slope for _, slope in spent}) > 1
+
+
+def test_two_images_have_counts_of_their_own() -> None:
+    method = tokenprune.method("autoprune", gamma=5.0)
+    alike, apart = torch.full((1, 3, 5, 30), 1 / 30), torch.zeros(1, 3, 5, 30)
+    apart[0, :, range(5), range(5)] = 1.0
+    tokens = view([30, 30], [15, 15], method.needs, text_attention=torch.cat([alike, apart]))
+    carry: dict[str, Any] = {}
+    got = []
+    for stage, _ in method.stages(Budget(keep=0.5), 32):
+        tokens = view([30, 30], [15, 15], method.needs, text_attention=torch.cat([alike, apart]), carry=carry)
+        got.append([len(row) for row in rows(stage.select(tokens).keep)])
+        carry = dict(tokens.carry)
+    flat = [row[1] for row in got]
+    assert max(flat) - min(flat) <= 1 and got[0][0] > got[-1][0]
+
+
+def test_options_are_checked() -> None:
+    for options in (dict(cuts=0), dict(cuts=1.5), dict(slope=-1), dict(gamma="x"), dict(layers=(3, 2))):
+        with pytest.raises(OptionError, match="autoprune"):
+            tokenprune.method("autoprune", **options)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""d2pruner against naive loops written from its description, and how its prior is fitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from several_cuts import SHARES, Arrived, best, check_in_model, rows, view, wanted
+from tests.api.test_cli import call
+from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
+from tokenprune.fingerprint import fingerprint
+from tokenprune.methods.in_llm.d2pruner import AttentionPrior, stretched
+from zoo import FAMILIES
+
+
+def naive_choice(
+    importance: list[float], hidden: Tensor, keep: int, cells: list[tuple[int, int, int]], pivots: float = 0.7,
+    alpha: float = 1.0, threshold: float = 0.8, radius: float = 1.0,
+) -> list[int]:  # fmt: skip
+    """cells: frame, row and column of each token."""
+    unit = torch.nn.functional.normalize(hidden.double(), dim=1)
+    order = sorted(range(len(importance)), key=lambda i: (-importance[i], i))
+    sure = order[: max(1, int(pivots * keep))]
+    chosen: list[int] = []
+    for i in order[len(sure) :]:
+        if len(sure) + len(chosen) == keep:
+            break
+
+        def alike(j: int, i: int = i) -> float:
+            (f, r, c), (g, s, d) = cells[i], cells[j]
+            near = float(torch.tensor(-((r - s) ** 2 + (c - d) ** 2) / (2 * radius**2)).exp()) if f == g else 0.0
+            return alpha * float(unit[i] @ unit[j]) + (1 - alpha) * near
+
+        if all(alike(j) <= threshold for j in chosen):
+            chosen.append(i)
+    rest = [i for i in order if i not in sure and i not in chosen]
+    return sorted((sure + chosen + rest)[:keep])
+
+
+CELLS = {
+    None: lambda n: [(i, 0, 0) for i in range(n)],
+    (2, 4, 5): lambda n: [(i // 20, i // 5 % 4, i % 5) for i in range(n)],
+}
+
+
+@pytest.mark.parametrize("grid", [None, (2, 4, 5)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"alpha": 0.5, "threshold": 0.4}, {"pivots": 0.1, "threshold": 0.1}, {"pivots": 1.0},
+                {"threshold": -2.0, "pivots": 0.2}, {"alpha": 0.0, "radius": 2.0, "threshold": 0.5}], ids=str,
+)  # fmt: skip
+def test_made_up_tokens(grid: Any, options: dict[str, Any]) -> None:
+    method = tokenprune.method("d2pruner", **options)
+    for seed, levels in enumerate((None, 2)):
+        for share in SHARES:
+            counts = [40, 11]
+            keep = wanted(counts, share)
+            tokens = view(counts, keep, method.needs, seed=seed, levels=levels, grids=[grid, None])
+            score = tokens.last_row_attention.mean(1).tolist()
+            want = [
+                naive_choice(score[row][:n], tokens.hidden[row, :n], k, CELLS[grid if row == 0 else None](n), **options)
+                for row, (n, k) in enumerate(zip(counts, keep, strict=True))
+            ]
+            assert rows(method.select(tokens).keep) == want
+
+
+def saved(path: Path, table: Tensor, decoder: Any, layer: int = 2) -> str:
+    AttentionPrior(table, layer, fingerprint(decoder)).save(path)
+    return str(path)
+
+
+def test_attention_counts_against_the_prior(build: Any, tmp_path: Path) -> None:
+    decoder = build(FAMILIES["llava"], "eager").get_submodule(FAMILIES["llava"].decoder)
+    table = torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) + 0.1
+    path = saved(tmp_path / "prior.safetensors", table, decoder)
+
+    def naive(seen: Arrived) -> list[int]:
+        attention = seen.before[:, seen.last, seen.places].mean(0)
+        importance = (attention / table.flatten()).tolist()
+        cells = [(0, i // 6, i % 6) for i in range(36)]
+        return [seen.places[i] for i in naive_choice(importance, seen.hidden[seen.places], seen.keep, cells)]
+
+    check_in_model("d2pruner", naive, build, keep=0.3, prior=path)
+
+
+def test_a_prior_that_says_nothing_changes_nothing(build: Any, tmp_path: Path) -> None:
+    """And one without pivots beside it ranks like fastv; places that it does not know break nothing."""
+    decoder = build(FAMILIES["llava"]).get_submodule(FAMILIES["llava"].decoder)
+    even = saved(tmp_path / "even.safetensors", torch.full((3, 5), 0.25), decoder)
+    holes = saved(tmp_path / "holes.safetensors", torch.eye(3, 4), decoder)
+    tokens = view([30, 12], [9, 3], ("last_row_attention",), grids=[(1, 5, 6), None])
+    got = [rows(tokenprune.method("d2pruner", prior=prior).select(tokens).keep) for prior in (None, even)]
+    assert got[0] == got[1]
+    of_pivots = rows(tokenprune.method("d2pruner", pivots=1.0).select(tokens).keep)
+    assert of_pivots == [best(tokens.last_row_attention[row].mean(0).tolist()[:n], k) for row, (n, k) in
+                         enumerate(((30, 9), (12, 3)))]  # fmt: skip
+    assert [len(row) for row in rows(tokenprune.method("d2pruner", prior=holes).select(tokens).keep)] == [9, 3]
+    assert "no prior" in tokens._source.notes[0]
+
+
+def test_a_table_on_its_own_grid_is_itself() -> None:
+    table = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(stretched(table, 24, (1, 4, 6)), table.flatten())
+    assert torch.equal(stretched(table, 48, (2, 4, 6)), table.flatten().repeat(2))
+    assert torch.equal(stretched(table, 24, None), table.flatten())
+    assert stretched(table, 7, None).shape == (7,)
+
+
+@torch.no_grad()
+def test_fitting(build: Any, tmp_path: Path) -> None:
+    """The mean over images of the mean over heads of an eager map's last row, and nothing is changed by looking."""
+    family = FAMILIES["llava"]
+    model, path = build(family), tmp_path / "fitted.safetensors"
+    samples = [family.make_inputs(), family.make_inputs(images=(2,), seed=1)]
+    prior = tokenprune.fit_d2pruner(model, samples, path, layer=3)
+    assert not tokenprune.is_patched(model)
+    maps, eager = [], build(family, "eager")
+    for sample in samples:
+        attention = eager(**sample, output_attentions=True).attentions[2].mean(1)
+        for row, visual in enumerate(family.visual_mask(eager, sample)):
+            last = int(sample["attention_mask"][row].nonzero().max())
+            maps += [attention[row, last, one].view(6, 6) for one in visual.nonzero().flatten().split(36) if len(one)]
+    torch.testing.assert_close(prior.table, torch.stack(maps).mean(0), atol=1e-6, rtol=0)
+    with tokenprune.patched(model, "d2pruner", keep=0.5, layer=3, prior=path):
+        model(**samples[0])
+    with pytest.raises(OptionError, match="fitted for layer=3"):
+        tokenprune.method("d2pruner", prior=path)
+    other = build(FAMILIES["llava_next"])
+    with pytest.raises(OptionError, match="another model"):
+        tokenprune.patch(other, "d2pruner", layer=3, prior=path)
+    assert not tokenprune.is_patched(other)
+    with pytest.raises(TokenPruneError, match="nothing to fit"):
+        tokenprune.fit_d2pruner(model, [family.make_inputs(images=(0, 0))])
+    with pytest.raises(OptionError, match="out of range"):
+        tokenprune.fit_d2pruner(model, samples, layer=4)
+    with tokenprune.patched(model, "fastv"), pytest.raises(AlreadyPatchedError):
+        tokenprune.fit_d2pruner(model, samples)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"nothing")
+    for path in (broken, tmp_path / "missing.safetensors", tmp_path):
+        with pytest.raises(OptionError, match="fit-d2pruner"):
+            tokenprune.method("d2pruner", prior=str(path))
+    for options in (dict(pivots=0.0), dict(alpha=2), dict(radius=0), dict(layer=0), dict(prior=3)):
+        with pytest.raises(OptionError, match="d2pruner"):
+            tokenprune.method("d2pruner", **options)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    """On the shipped model: `show` then takes nothing but the name, and the file is one that the method reads."""
+    for command, kind in (("fit-d2pruner", "places"), ("fit-fitprune", "recipes")):
+        out = tmp_path / f"{command}.safetensors"
+        said = call(command, "--limit", "2", "--out", str(out))
+        assert kind in said and out.exists()
+    tokenprune.method("d2pruner", prior=tmp_path / "fit-d2pruner.safetensors")
+    tokenprune.method("fitprune", recipe=tmp_path / "fit-fitprune.safetensors")

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flowcut against a loop written from its description, and what it reads against hooks of an eager tower; numbers are
+those of the description's invariants."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from tests.tower.test_encoder_attention import attentions_of
+from tokenprune.integrations.shared.tower_scores import block_index
+from tokenprune.tokens import VisualTokens
+from tower_tokens import LAYOUTS, best, budgets, kept_of, parts, tiles_of, tower_tokens
+from zoo import FAMILIES
+
+LAYERS = tokenprune.method("flowcut").encoder_layers
+
+
+def tokens_of(layout: Any, keep: list[int], seed: int = 0, power: int = 1, dtype=torch.float32) -> VisualTokens:
+    """power: the larger, the sharper the attention."""
+    g = torch.Generator().manual_seed(seed)
+    longest = max(sum(h * w for h, w in tiles) + newlines for tiles, newlines in layout)
+    flow = {layer: torch.rand(len(layout), 3, longest, generator=g) ** power for layer in LAYERS}
+    return tower_tokens(layout, keep, encoder_flow={layer: one.to(dtype) for layer, one in flow.items()})
+
+
+def naive_tile(flow: dict[float, list[list[float]]], tile: list[int], number: int) -> tuple[list[int], list[int]]:
+    """Steps 1 to 3 of the description: what is left, and how many were behind each block."""
+    left, score, counts = list(tile), dict.fromkeys(tile, 0.0), []
+    for block, layer in enumerate(LAYERS):
+        attention, alike, size = flow[layer]
+        mass, likeness = sum(attention[i] for i in left), sum(alike[i] for i in left)
+        for i in left:
+            now = (attention[i] / mass + alike[i] / likeness) * size[i]
+            score[i] = now if block == 0 else 0.5 * score[i] + 0.5 * now
+        remaining = 21 - block
+        if remaining == 0:
+            left = best(left, score, number)
+        elif remaining % 2 == 0:
+            entropy = -sum(p * math.log(p) for p in (attention[i] / mass for i in left) if p)
+            sharp = 1 - (entropy / math.log(max(len(left), 2))) ** 2
+            gone = round((len(left) - number) / math.sqrt(remaining) * sharp)
+            left = best(left, score, max(len(left) - gone, number))
+        counts.append(len(left))
+    return left, counts
+
+
+def naive(tokens: VisualTokens, image: int) -> list[int]:
+    flow = {layer: tokens.encoder_flow(layer)[image].double().tolist() for layer in LAYERS}
+    tiles, others = tiles_of(tokens, image)
+    numbers = parts([len(tile) for tile in tiles], tokens.keep[image])
+    kept = [i for tile, number in zip(tiles, numbers, strict=True) for i in naive_tile(flow, tile, number)[0]]
+    return sorted(kept + others[: tokens.keep[image] - len(kept)])
+
+
+def chosen(tokens: VisualTokens) -> list[list[int]]:
+    return kept_of(tokenprune.method("flowcut").select(tokens).keep)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["one", "tiles", "thin"])
+@pytest.mark.parametrize("power", [1, 12])
+def test_equals_the_loop(layout: Any, power: int) -> None:
+    """1, 4, 5, 6: exactly the budget, of each tile by itself, whatever else is in the batch."""
+    for number, keep in enumerate(budgets(layout)):
+        tokens = tokens_of(layout, keep, number, power)
+        assert chosen(tokens) == [naive(tokens, image) for image in range(len(keep))]
+
+
+@pytest.mark.parametrize("keep", [32, 192])
+def test_papers_sizes_in_bfloat16(keep: int) -> None:
+    """2: where attention is sharp most go early, and counts never grow."""
+    tokens = tokens_of([([(24, 24)], 0)], [keep], power=12, dtype=torch.bfloat16)
+    assert chosen(tokens) == [naive(tokens, 0)]
+    flow = {layer: tokens.encoder_flow(layer)[0].double().tolist() for layer in LAYERS}
+    counts = naive_tile(flow, list(range(576)), keep)[1]
+    assert counts == sorted(counts, reverse=True) and counts[0] == 576 > counts[1] and counts[-1] == keep
+    assert all(a == b for a, b in zip(counts[1::2], counts[2::2], strict=False))
+
+
+def test_looks_are_the_blocks_of_clip() -> None:
+    """Blocks 0 to 21 of CLIP-L, whose block 22 is read; of a shallow tower each block several times."""
+    method = tokenprune.method("flowcut")
+    clip = SimpleNamespace(vision_feature_layer=-2, vision_config=SimpleNamespace())
+    assert [block_index(method, layer, 24, clip) for layer in LAYERS] == list(range(22))
+    last = SimpleNamespace(vision_feature_layer=-1, vision_config=SimpleNamespace())
+    assert sorted({block_index(method, layer, 4, last) for layer in LAYERS}) == [0, 1, 2, 3]
+
+
+def test_attention_of_zeros_and_of_no_difference() -> None:
+    """3, 7: nothing is divided by zero; where all are alike the first ones stay."""
+    for value in (0.0, 0.25, torch.nan):
+        flow = dict.fromkeys(LAYERS, torch.full((1, 3, 36), value))
+        assert chosen(tower_tokens([([(6, 6)], 0)], [5], encoder_flow=flow)) == [[0, 1, 2, 3, 4]]
+    sharp = torch.full((1, 3, 36), 1e-30)
+    sharp[0, :, 7] = 1
+    assert 7 in chosen(tower_tokens([([(6, 6)], 0)], [5], encoder_flow=dict.fromkeys(LAYERS, sharp)))[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_what_flows_in_a_tower(name: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4: of the class token's row and values where there is one; of what each patch receives where there is none."""
+    family, calls, seen = FAMILIES[name], [], []
+    inputs, attention = family.make_inputs(only=0), attentions_of(build(family, "eager"))[0]
+    module = sys.modules[type(attention).__module__]
+    original = module.eager_attention_forward
+
+    def record(which: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        output, weights = original(which, query, key, value, *args, **kwargs)
+        if which is attention:
+            calls.append((value, weights))
+        return output, weights
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "eager_attention_forward", record)
+        build(family, "eager")(**inputs)
+
+    class Look(tokenprune.Pruner):
+        name, needs, encoder_layers = "look", frozenset({"encoder_flow"}), (0,)
+
+        def select(self, tokens: Any) -> Any:
+            seen.append(tokens.encoder_flow(0)[0])
+            return tokenprune.Selection.top(tokens.mask.float(), tokens)
+
+    with tokenprune.patched(build(family), Look(), keep=0.5):
+        build(family)(**inputs)
+    value, weights = (one[:1] for one in calls[0])  # of the first image
+    size = value.mean(1).abs().sum(-1)
+    if name == "llava":
+        alike = torch.softmax(value[:, :, :1] @ value.transpose(2, 3), -1)[:, :, 0, 1:].mean(1)
+        want = torch.stack([weights[:, :, 0, 1:].mean(1), alike, size[:, 1:]], 1)[0]
+    else:
+        received = weights.mean(2).mean(1)
+        want = torch.stack([received, torch.zeros_like(received), size], 1)[0].unflatten(1, (-1, 4)).mean(2)
+    torch.testing.assert_close(seen[0][:, : want.shape[1]], want)

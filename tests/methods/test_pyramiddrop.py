@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pyramiddrop against naive loops written from its description."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import tokenprune
+from several_cuts import Arrived, best, check_in_model, check_ties
+from tokenprune import Budget, BudgetError, OptionError, VisualTokens
+from tokenprune.accounting import DecoderShape
+from tokenprune.schedule import place
+
+
+def test_each_cut_is_ranked_by_the_layer_behind_it(build: Any) -> None:
+    def naive(seen: Arrived) -> list[int]:
+        heads = len(seen.behind)
+        score = {i: sum(float(seen.behind[h, seen.last, i]) for h in range(heads)) / heads for i in seen.places}
+        return sorted(seen.places, key=lambda i: (-score[i], i))[: seen.keep]
+
+    for name in ("llava", "qwen2_5_vl"):
+        cuts = check_in_model("pyramiddrop", naive, build, keep=0.5, name=name)
+        assert [cut.layer for cut in cuts] == [1, 2, 3]
+        for one, later in pairwise(cuts):  # nested
+            assert all(set(b) < set(a) for a, b in zip(one.kept, later.kept, strict=True))
+
+
+def test_ties_go_to_the_first() -> None:
+    def naive(tokens: VisualTokens, cut: int) -> list[list[int]]:
+        score = tokens.next_row_attention.mean(1).tolist()
+        return [best(row[:n], k) for row, n, k in zip(score, tokens.counts, tokens.keep, strict=True)]
+
+    check_ties(tokenprune.method("pyramiddrop"), naive)
+
+
+def counts_of(method: Any, layers: int, count: int, keep: Any) -> list[tuple[int, int]]:
+    shape = DecoderShape(layers, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
+    return [
+        (stage.cut_layer, *part.resolve([count], layer=stage.cut_layer, shape=shape, text_tokens=9, original=[count]))
+        for stage, part in method.stages(Budget.of(keep), layers)
+    ]
+
+
+def test_the_schedule_is_the_papers() -> None:
+    """int(576 * ratio) behind layers 8, 16 and 24; and by `keep` for other averages."""
+    method = tokenprune.method("pyramiddrop")
+    assert counts_of(method, 32, 576, method.default_keep) == [(8, 288), (16, 144), (24, 72)]
+    assert [layer for layer, _ in counts_of(method, 28, 576, 0.5)] == [7, 14, 21]
+    for keep in (1 / 3, 2 / 9, 1 / 9, 0.06):
+        cuts = counts_of(method, 32, 576, keep)
+        spent = sum(after * (end - layer) for (layer, after), end in
+                    zip(cuts, [layer for layer, _ in cuts[1:]] + [32], strict=True))  # fmt: skip
+        assert (cuts[0][0] * 576 + spent) / 32 == pytest.approx(576 * keep, abs=1)
+    other = tokenprune.method("pyramiddrop", layers=[2, 9], ratios=[0.5, 0.1])
+    assert [layer for layer, _ in counts_of(other, 32, 576, 0.2)] == [2, 9]
+
+
+def test_what_cannot_be() -> None:
+    for options in (
+        dict(layers=(8, 8, 9)), dict(layers=(1, 2)), dict(layers=(0, 1, 2)), dict(layers=3), dict(ratios=()),
+        dict(ratios=(0.1, 0.5)), dict(ratios=(1.5,)), dict(ratios=("a",)),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match="pyramiddrop"):
+            tokenprune.method("pyramiddrop", **options)
+    with pytest.raises(BudgetError, match="cut earlier"):
+        tokenprune.method("pyramiddrop", layers=(8, 16, 24)).stages(Budget(keep=0.1), 32)
+    with pytest.raises(OptionError, match="too shallow"):
+        tokenprune.method("pyramiddrop").stages(Budget(keep=0.5), 3)
+
+
+def test_cuts_have_layers_of_their_own() -> None:
+    for layers in range(4, 40):
+        for keep in (0.9, 0.4, 0.1, 0.02):
+            for depths in ((0.1, 0.2, 0.5), (0.9, 0.95, 0.99), (0.01, 0.02, 0.03)):
+                placed = place(depths, layers, Budget(keep=keep))
+                assert placed == sorted(set(placed)) and placed[0] >= 1 and placed[-1] < layers
+    assert place((0.25, 0.5), 32, Budget(keep=0.25)) == [4, 8]
+    assert place((0.25, 0.5), 32, Budget(average_tokens=3)) == [8, 16]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vtw: from one layer on there is text alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from oracle import close, generate_logits, reduced
+from tokenprune import Budget, BudgetError
+from tokenprune.accounting import DecoderShape
+from zoo import FAMILIES
+
+SHAPE = DecoderShape(32, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16)
+
+
+def left(budget: Any, counts: list[int], layers: int = 32) -> list[list[int]]:
+    """Tokens of each image in each layer."""
+    stages = {stage.cut_layer: part for stage, part in tokenprune.method("vtw").stages(Budget.of(budget), layers)}
+    now, found = list(counts), []
+    for layer in range(layers):
+        if layer in stages:
+            shape = DecoderShape(layers, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16)
+            there = [n for n in now if n]
+            kept = stages[layer].resolve(there, layer=layer, shape=shape, text_tokens=40, original=counts)
+            kept = iter(kept)
+            now = [next(kept) if n else 0 for n in now]
+        found.append(list(now))
+    return [list(one) for one in zip(*found, strict=True)]
+
+
+def test_the_papers_layer() -> None:
+    assert left(0.47, [576]) == [[576] * 15 + [0] * 17]
+    assert left(Budget(average_tokens=270), [576, 100]) == [[576] * 15 + [0] * 17, [100] * 32]
+    assert left(Budget(kv_share=0.5), [9]) == [[9] * 16 + [0] * 16]
+    assert left(64, [576]) == [[576] * 3 + [0] * 29]
+
+
+def test_flops_are_met_by_whole_layers() -> None:
+    (tokens,) = left(Budget(flops_share=0.6), [200])
+    full = SHAPE.prefill_flops([240] * 32)
+    spent = [SHAPE.prefill_flops([240] * k + [40] * (32 - k)) / full for k in range(33)]
+    most = max(k for k in range(33) if spent[k] <= 0.6)
+    assert tokens == [200] * most + [0] * (32 - most)
+
+
+def test_a_budget_below_one_layer_is_refused() -> None:
+    with pytest.raises(BudgetError, match="one layer alone"):
+        tokenprune.method("vtw").stages(Budget(keep=0.03), 32)
+    with pytest.raises(BudgetError, match="one layer alone"):
+        left(Budget(average_tokens=3), [576])
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@torch.no_grad()
+def test_images_of_other_sizes_leave_at_other_layers(name: str, build: Any) -> None:
+    """By a number of tokens: against the mask oracle, in prefill and while decoding."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    counts = [n for row in inputs.counts for n in row]
+    with tokenprune.patched(model, "vtw", keep=Budget(average_tokens=max(counts) / 2), record=True):
+        got, tokens, out = generate_logits(model, inputs, 3)
+        stats = tokenprune.stats(model)
+    assert stats.visual_tokens_per_layer[:1] == [sum(counts)]
+    expected = [sum(n for n in counts if layer < int(4 * max(counts) / 2 / n)) for layer in range(4)]
+    assert stats.visual_tokens_per_layer == expected
+    with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+    text = max(len(row) for row in stats.cuts[-1].kept)
+    assert out.past_key_values.layers[-1].keys.shape[-2] == text + 2
+
+
+@torch.no_grad()
+def test_a_row_without_an_image_stays_what_it_is(build: Any) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(1, 0))
+    want = model(**inputs).logits
+    with tokenprune.patched(model, "vtw", keep=0.75):
+        got = model(**inputs).logits
+        assert tokenprune.stats(model).visual_tokens_per_layer == [36, 36, 36, 0]
+    real = inputs["attention_mask"][1].bool()
+    close(got[1][real], want[1][real])
+    assert (got[0] - want[0]).abs().max() > 1e-3

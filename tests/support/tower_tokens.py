@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made-up visual tokens with all that a vision tower tells of them: tiles, newlines, padding, ties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.testing import visual_tokens
+from tokenprune.tokens import Patches, VisualTokens
+
+# Of each image its tiles, (height, width), and how many newlines stand behind them.
+Layout = Sequence[tuple[Sequence[tuple[int, int]], int]]
+
+# One tile; several of different sizes with newlines, which are padded; a single row, a single column, a single token.
+LAYOUTS: list[Layout] = [
+    [([(8, 8)], 0)],
+    [([(6, 5), (4, 7), (3, 3)], 3), ([(5, 5)], 0)],
+    [([(1, 19)], 0), ([(13, 1)], 2), ([(1, 1)], 0)],
+]
+
+
+def tower_tokens(
+    layout: Layout, keep: Sequence[int], *, layers: Sequence[Any] = (-1,), seed: int = 0, heads: int = 4,
+    width: int = 16, ties: bool = False, dtype: torch.dtype = torch.float32, **given: Any,
+) -> VisualTokens:  # fmt: skip
+    """Visual tokens of one image a row. ties: few scores, and few vectors, which many share. given: observables in
+    place of random ones."""
+    g = torch.Generator().manual_seed(seed)
+    cells = [
+        [(t, r, c, h, w, 1) for t, (h, w) in enumerate(tiles) for r in range(h) for c in range(w)]
+        + [(-1, 0, 0, 1, 1, 1)] * newlines
+        for tiles, newlines in layout
+    ]
+    counts = [len(one) for one in cells]
+    longest, rows = max(counts), len(counts)
+    filled = [one + [(-1, 0, 0, 1, 1, 1)] * (longest - len(one)) for one in cells]
+    places = torch.tensor(filled).permute(2, 0, 1)
+    patches = Patches(*places, tiles=max(len(tiles) for tiles, _ in layout))
+    real = patches.tile >= 0
+
+    def scores() -> Tensor:
+        found = torch.rand(rows, heads, longest, generator=g)
+        found = (found * 3).floor() / 4 if ties else found
+        return found.masked_fill(~real[:, None], 0).to(dtype)
+
+    def vectors() -> Tensor:
+        found = torch.randn(rows, longest, width, generator=g)
+        return (found[:, torch.randint(min(7, longest), (longest,), generator=g)] if ties else found).to(dtype)
+
+    seen = {
+        "encoder_attention": {layer: scores() for layer in layers},
+        "encoder_received_attention": {layer: scores() for layer in layers},
+        "encoder_keys": {layer: vectors() for layer in layers},
+        "encoder_features": vectors(),
+        "patches": patches,
+    } | given  # fmt: skip
+    hidden = seen.pop("hidden", None)
+    return visual_tokens(vectors() if hidden is None else hidden, counts, keep=list(keep), **seen)
+
+
+def tiles_of(tokens: VisualTokens, image: int) -> tuple[list[list[int]], list[int]]:
+    """The tokens of each tile of an image, in order, and those that are no patch."""
+    tile = tokens.patches.tile[image, : tokens.counts[image]].tolist()
+    return [[i for i, at in enumerate(tile) if at == t] for t in sorted(set(tile) - {-1})], [
+        i for i, at in enumerate(tile) if at < 0
+    ]
+
+
+def parts(sizes: list[int], total: int) -> list[int]:
+    """Split a budget among tiles in proportion, what does not divide to the largest fractions, of equal ones the
+    first; none gets more than it has."""
+    total = min(total, sum(sizes))
+    whole = [total * size // sum(sizes) for size in sizes]
+    order = sorted(range(len(sizes)), key=lambda t: (-(total * sizes[t] % sum(sizes)), t))
+    return [n + (order.index(t) < total - sum(whole)) for t, n in enumerate(whole)]
+
+
+def best(places: list[int], score: Sequence[float], number: int) -> list[int]:
+    return sorted(sorted(places, key=lambda i: (-score[i], i))[:number])
+
+
+def kept_of(keep: Tensor) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in keep]
+
+
+def budgets(layout: Layout, shares: Sequence[float] = (0.01, 0.1, 0.34, 0.75, 1.0)) -> list[list[int]]:
+    counts = [sum(h * w for h, w in tiles) + newlines for tiles, newlines in layout]
+    return [[max(1, int(share * count)) for count in counts] for share in shares]

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact counts where tiles are cropped behind the tower and rows end with newlines: LLaVA-NeXT and LLaVA-OneVision."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from basics import pieces
+from merging_models import blocks_of, image_arguments, tower_of
+from oracle import close
+from tests.methods.test_tome import naive
+from tokenprune import Budget, BudgetError, Tower
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.tower.tile_merging import share_out
+from tokenprune.integrations.shared.apart import Apart
+from zoo import FAMILIES, Family
+
+BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "three": {"images": (1, 1, 1)}, "text beside": {"images": (0, 2)}}
+
+
+@pytest.fixture(params=["llava_next", "llava_onevision"])
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@torch.no_grad()
+def test_every_image_keeps_what_the_budget_says(family: Family, model, batch: str) -> None:
+    inputs = family.make_inputs(**BATCHES[batch])
+    for keep in (0.5, 0.61, 0.8, 30, 16, 1000):
+        with tokenprune.patched(model, "tome", keep=keep, record=True):
+            model(**inputs)
+            stats = tokenprune.stats(model)
+        wanted = [[min(n, keep) if isinstance(keep, int) else round(keep * n) for n in row] for row in inputs.counts]
+        assert stats.visual_tokens_out == sum(map(sum, wanted))
+        if stats.cuts:
+            rows = zip(stats.cuts[0].sources, pieces(family, inputs), strict=True)
+            assert [[len(kept.keys() & set(image)) for image in images] for kept, images in rows] == wanted
+
+
+@torch.no_grad()
+def test_exact_dymu_keeps_what_the_budget_says(family: Family, build) -> None:
+    model = build(family)
+    g = torch.Generator().manual_seed(5)
+    found = tokenprune.calibrate(
+        model, [torch.randn(3, 16, 16, generator=g) for _ in range(6)], keep=0.5, batch_size=6, progress=False
+    )
+    inputs = family.make_inputs(images=(1, 1, 1))
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=True):
+        model(**inputs)
+        assert tokenprune.stats(model).visual_tokens_out == sum(round(0.5 * row[0]) for row in inputs.counts)
+
+
+@torch.no_grad()
+def test_tiles_equal_the_naive_loop(family: Family, build) -> None:
+    """An image of 8 x 32 pixels: of its two tiles (4 x 4 patches each) the first and the last row are cropped. Half of
+    its 34 tokens is 17: two newlines, and 15 patches, shared out over 16, 8 and 8 that are shown."""
+    model = build(family)
+    inputs = family.make_inputs(rows=1, sizes=[(8, 32)])
+    assert inputs.counts == [[34]]
+    with tokenprune.patched(model, "tome", keep=0.5):
+        output = model.model.get_image_features(**image_arguments(inputs))
+    shown = [i for i in range(16) if i // 4 in (1, 2)]
+    cropped = [i for i in range(16) if i // 4 in (0, 3)]
+    goals = [[(list(range(16)), 7)], [(shown, 4), (cropped, 4)], [(shown, 4), (cropped, 4)]]
+    layer = model.config.vision_feature_layer
+    read = 3 + 1 + layer
+    for tile, parts in enumerate(goals):
+        want, groups = naive_tower(tower_of(model), inputs["pixel_values"][0, tile], parts, read)
+        close(output.hidden_states[layer][tile], want)
+        assert len(groups) == sum(wanted for _, wanted in parts)
+    assert len(record_of(output).groups[0].unique()) == 17
+
+
+@torch.no_grad()
+def naive_tower(
+    tower: Any, pixels: Tensor, parts: list[tuple[list[int], int]], read: int
+) -> tuple[Tensor, list[list[int]]]:
+    """One tile through the blocks in plain loops: the features of all tokens behind the last block that is read, and
+    the groups of patches. parts: the patches of each, and how many of them are to be left."""
+    x = tower.embeddings(pixels[None])
+    classes = int(hasattr(tower, "pre_layrnorm"))
+    x = (tower.pre_layrnorm(x) if classes else x)[0]
+    method = tokenprune.method("tome")
+    plans = [
+        method.schedule(Budget(keep=wanted), Tower(len(patches) + classes, classes, 3, read))
+        for patches, wanted in parts
+    ]
+    groups = [[i] for i in range(len(x))]
+    for index, block in enumerate(blocks_of(tower)[:read]):
+        at = block.self_attn
+        h = block.layer_norm1(x)
+        q, k, v = (
+            p(h).view(len(x), at.num_heads, at.head_dim).transpose(0, 1) for p in (at.q_proj, at.k_proj, at.v_proj)
+        )
+        weight = torch.tensor([float(len(group)) for group in groups])
+        logits = q @ k.transpose(1, 2) * at.head_dim**-0.5 + weight.log()
+        x = x + at.out_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        joined = [[i] for i in range(classes)]
+        for (patches, _), plan in zip(parts, plans, strict=True):
+            mine = [i for i, group in enumerate(groups) if group[0] - classes in patches]
+            members, _ = naive(k.mean(0)[[*range(classes), *mine]], plan[index], classes)
+            joined += [[mine[i - classes] for i in group] for group in members if group[0] >= classes]
+        joined.sort()  # what stays keeps its order
+        x = torch.stack([(x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in joined])
+        groups = [[i for member in members for i in groups[member]] for members in joined]
+        x = x + block.mlp(block.layer_norm2(x))
+    grid = torch.empty(classes + 16, x.shape[1])
+    for feature, group in zip(x, groups, strict=True):
+        grid[group] = feature
+    return grid, groups[classes:]
+
+
+def test_a_budget_below_one_patch_a_tile_is_refused(build) -> None:
+    family = FAMILIES["llava_next"]
+    model, inputs = build(family), family.make_inputs(rows=1, sizes=[(16, 32)])
+    with (
+        torch.no_grad(),
+        tokenprune.patched(model, "tome", keep=6),
+        pytest.raises(BudgetError, match=r"6 of an image of 52 tokens leaves 2 beside its 4 newlines.*3 tiles"),
+    ):
+        model(**inputs)
+
+
+@torch.no_grad()
+def test_r_says_what_merges_whatever_is_cropped(build) -> None:
+    """With r= it is no budget that is to be met: tiles merge as they are."""
+    family = FAMILIES["llava_next"]
+    model, inputs = build(family), family.make_inputs(rows=1, sizes=[(8, 32)])
+    with tokenprune.patched(model, "tome", r=3):
+        model(**inputs)
+        assert tokenprune.stats(model).encoder_tokens_per_layer == [3 * n for n in (17, 14, 11)]
+
+
+def test_shares_add_up_and_follow_the_counts() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        counts = [rng.choice([0, 1, 5, 16, 576, rng.randint(1, 576)]) for _ in range(rng.randint(1, 10))]
+        if not any(counts):
+            continue
+        total = rng.randint(sum(map(bool, counts)), sum(counts))
+        shares = share_out(total, counts)
+        assert sum(shares) == total
+        for share, count in zip(shares, counts, strict=True):
+            assert min(1, count) <= share <= count
+            if total >= 10 * sum(counts) / max(1, min(filter(None, counts))):  # no share is raised to 1
+                assert abs(share - total * count / sum(counts)) < 1 + 1e-9
+    assert share_out(15, [16, 8, 8]) == [7, 4, 4]
+
+
+def test_parts_merge_apart() -> None:
+    """Random rows in two parts: what each part loses, and to whom, is what it loses alone."""
+    g = torch.Generator().manual_seed(0)
+    part = torch.randint(0, 2, (3, 12), generator=g)
+    part[2] = 0  # one row is all of a part
+    keys = torch.randn(3, 13, 6, generator=g)
+    counts = [[int((row == number).sum()) for number in (0, 1)] for row in part]
+    wanted = [[count - min(2, count // 2) for count in row] for row in counts]
+    method = tokenprune.method("tome")
+
+    def plan_of(count: int, left: int) -> list:
+        return method.plan(Budget(keep=left), Tower(count + 1, 1, 1, 1))
+
+    (match,) = Apart(part, 1, wanted, plan_of).plan(1)
+    merge = match(keys, None)
+    assert merge.left == [1 + sum(row) for row in wanted]
+    for row in range(3):
+        joined: dict[int, list[int]] = {}
+        for token, place in enumerate(merge.assign[row].tolist()):
+            joined.setdefault(place, []).append(token)
+        want = [[0]]
+        for number in (0, 1):
+            mine = [0] + [1 + i for i in range(12) if part[row, i] == number]
+            members, _ = naive(keys[row, mine], counts[row][number] - wanted[row][number], 1)
+            want += [sorted(mine[i] for i in group) for group in members[1:]]
+        assert sorted(joined.values()) == sorted(want)

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units of patches that leave ahead of a packed tower, against the unpatched tower with their columns masked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import tokenprune
+from basics import snapshot
+from families import FAMILIES
+from oracle import close, generate_logits, reduced, survivors
+from tests.tower.test_encoder import with_features
+from tests.tower.test_packed_encoder import order_of_windows
+from tokenprune import BudgetError, OptionError, Site, TokenPruneError, UnsupportedSetupError
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.families.table import PACKED_PATCHES
+
+NAMES = sorted(name for name, family in FAMILIES.items() if family.kind in PACKED_PATCHES)
+# One of each way that a tower is made: whole images, windows, deepstack, a convolution before the merger.
+DIFFERENT = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+UNIT = 4
+MODALITIES = {"image": "pixel_values", "video": "pixel_values_videos"}
+BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "video": {"video": True}}
+
+
+def drawn(inputs: Any, seed: int = 0) -> Any:
+    """The same inputs, of images in which much repeats: areas of one colour, and units of noise here and there."""
+    g, inputs = torch.Generator().manual_seed(seed), copy.copy(inputs)
+    for modality, name in MODALITIES.items():
+        if inputs.get(name) is None:
+            continue
+        images, width = [], inputs[name].shape[1]
+        for t, h, w in inputs[f"{modality}_grid_thw"].tolist():
+            frame = torch.full((h // 2, w // 2, UNIT * width), 0.5)
+            frame[1:, 1:3] = -0.7
+            detail = torch.rand(h // 2, w // 2, generator=g) < 0.3
+            frame[detail] = torch.randn(int(detail.sum()), UNIT * width, generator=g)
+            frames = frame.repeat(t, 1, 1, 1)
+            moves = torch.rand(t, h // 2, w // 2, generator=g) < 0.2
+            frames[moves] = torch.randn(int(moves.sum()), UNIT * width, generator=g)
+            images.append(frames.reshape(-1, width))
+        inputs[name] = torch.cat(images)
+    return inputs
+
+
+def base_of(model: Any) -> Any:
+    return model.model if hasattr(model.model, "get_image_features") else model
+
+
+def tower_of(model: Any) -> Any:
+    return getattr(base_of(model), "visual", None) or base_of(model).vision_model
+
+
+def encode(model: Any, inputs: Any) -> dict[str, Any]:
+    """What the model makes of the images and videos of a batch."""
+    return {
+        modality: getattr(base_of(model), f"get_{modality}_features")(inputs[name], inputs[f"{modality}_grid_thw"])
+        for modality, name in MODALITIES.items()
+        if inputs.get(name) is not None
+    }
+
+
+def kept_by(method: Any, inputs: Any, most: Any = lambda units: 10**6) -> dict[str, list[Tensor]]:
+    """Which units the method keeps of each image, told by the pixels alone."""
+    found = {}
+    for modality, name in MODALITIES.items():
+        if inputs.get(name) is None:
+            continue
+        found[modality], start = [], 0
+        for t, h, w in inputs[f"{modality}_grid_thw"].tolist():
+            own = inputs[name][start : start + t * h * w]
+            keep = method.keep_units(own.reshape(t, h // 2, w // 2, -1), most(t * h * w // UNIT))
+            found[modality].append(keep.flatten())
+            start += t * h * w
+    return found
+
+
+@contextmanager
+def masked(tower: Any, grids: Tensor, keep: list[Tensor]) -> Iterator[None]:
+    """Within, nothing in `tower` sees the patches of units that are not kept; they see all that they saw, and so does
+    nobody else. The pieces of each block come in the order of its sequence."""
+    side = tower.window_size // 2 // tower.patch_size if hasattr(tower, "window_size") else 10**6
+    order = []
+    for (t, h, w), units in zip(grids.tolist(), keep, strict=True):
+        window = order_of_windows(h // 2, w // 2, side) if side < 10**6 else list(range(h * w // UNIT))
+        for frame in units.view(t, -1):
+            order.append(frame[window])
+    seen = torch.cat(order).repeat_interleave(UNIT)
+    done: dict[int, int] = {}
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        start, width = done.get(id(module), 0), key.shape[2]
+        done[id(module)] = (start + width) % len(seen)
+        allowed = seen[start : start + width] | torch.eye(width, dtype=torch.bool)
+        logits = (query @ key.transpose(2, 3) * kwargs["scaling"]).masked_fill(~allowed, -torch.inf)
+        return (logits.softmax(-1) @ value).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("kept_units_alone", attention)
+    configs = [block.attn.config for block in tower.blocks]
+    was = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = "kept_units_alone"
+    try:
+        yield
+    finally:
+        for config, before in zip(configs, was, strict=True):
+            config._attn_implementation = before
+    assert not any(done.values()) and len(done) == len(tower.blocks)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The features that a model counts on, one row for each unit: those of the last block, and of deepstack."""
+    pooled = output.pooler_output
+    deep = list(getattr(output, "deepstack_features", None) or [])
+    return [one if isinstance(one, Tensor) else torch.cat(list(one)) for one in (pooled, *deep)]
+
+
+@pytest.mark.parametrize(("name", "keep"), [*((name, None) for name in NAMES), *((name, 0.4) for name in DIFFERENT)])
+@torch.no_grad()
+def test_tower_on_kept_units_equals_the_masked_tower(name: str, keep: float | None, build) -> None:
+    family = FAMILIES[name]
+    model, method = build(family), tokenprune.method("pixelprune")
+    batches = [family.make_inputs(images=(2, 1))]
+    batches += [family.make_inputs(images=(0, 0), video=True)] if family.video else []
+    for inputs in map(drawn, batches):
+        most = (lambda units: 10**6) if keep is None else lambda units: max(1, round(keep * units))
+        wanted = kept_by(method, inputs, most)
+        with tokenprune.patched(model, method, keep=keep):
+            got = encode(model, inputs)
+        for modality, images in wanted.items():
+            kept = torch.cat(images)
+            assert 1 < int(kept.sum()) < len(kept)
+            assert all(map(torch.equal, record_of(got[modality]).kept, images))
+            assert record_of(got[modality]).block_tokens == [UNIT * int(kept.sum())] * len(tower_of(model).blocks)
+            with masked(tower_of(model), inputs[f"{modality}_grid_thw"], images):
+                want = encode(model, inputs)[modality]
+            for mine, theirs in zip(tensors_of(got[modality]), tensors_of(want), strict=True):
+                close(mine[kept], theirs[kept])
+                assert torch.equal(mine[~kept], mine[~kept][:1].expand_as(mine[~kept]))  # what zeros become
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_blocks_and_merger_run_on_kept_units_alone(name: str, attn: str, build) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family, attn), drawn(family.make_inputs(images=(2, 1)))
+    tower, rows, pieces = tower_of(model), [], []
+    handles = [m.register_forward_hook(lambda m, args, out: rows.append(len(args[0]))) for m in (tower.merger,)]
+    for block in tower.blocks:
+        handles += [
+            block.mlp.register_forward_hook(lambda m, args, out: rows.append(len(args[0]))),
+            block.attn.register_forward_pre_hook(
+                lambda m, args, kwargs: pieces.append(kwargs["cu_seqlens"].tolist()), with_kwargs=True
+            ),
+        ]
+    kept = kept_by(tokenprune.method("pixelprune"), inputs)["image"]
+    with tokenprune.patched(model, "pixelprune"):
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    for handle in handles:
+        handle.remove()
+    counts = [UNIT * int(image.sum()) for image in kept]
+    merged = sum(counts) // UNIT if name == "glm4v" else sum(counts)
+    assert rows == [sum(counts)] * len(tower.blocks) + [merged]
+    assert stats.encoder_tokens_per_layer == [sum(counts)] * len(tower.blocks)
+    assert stats.visual_tokens_out == sum(counts) // UNIT
+    whole = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    for index, piece in enumerate(pieces):
+        assert piece[-1] == sum(counts) and all(a < b for a, b in pairwise(piece))
+        assert piece == whole or (hasattr(tower, "window_size") and index not in tower.fullatt_block_indexes)
+
+
+@torch.no_grad()
+def test_a_window_that_is_empty_leaves(build) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs, found = build(family), drawn(family.make_inputs(only=0)), []
+    inputs["pixel_values"] = torch.full_like(inputs["pixel_values"], 0.5)
+    inputs["pixel_values"][-1] = 1.0  # the first unit stays, and the last
+    tower = tower_of(model)
+    handle = tower.blocks[0].register_forward_hook(
+        lambda m, args, kwargs, out: found.append(kwargs["cu_seqlens"].tolist()), with_kwargs=True
+    )
+    with tokenprune.patched(model, "pixelprune"):
+        model(**inputs)
+    handle.remove()
+    assert found == [[0, UNIT, 2 * UNIT]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "method"),
+    [*((batch, "pixelprune") for batch in BATCHES), ("ragged", ["pixelprune", "pool", "dart"]),
+     ("video", ["pixelprune", "fastv"])],
+)  # fmt: skip
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_decoder_equals_the_masked_one(name: str, batch: str, method: Any, build) -> None:
+    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
+    family = FAMILIES[name]
+    if batch == "video" and not family.mixes:
+        inputs = drawn(family.make_inputs(images=(0, 0), video=True))
+    else:
+        inputs = drawn(family.make_inputs(**BATCHES[batch]))
+    model = build(family)
+    with tokenprune.patched(model, method, keep=0.6, record=True):
+        logits, stats = model(**inputs).logits, tokenprune.stats(model)
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        cuts = tokenprune.stats(model).cuts
+        outputs = encode(model, inputs)
+    assert (cuts[0].site, cuts[0].layer, cuts[0].method, cuts[0].sources) == (Site.IN_ENCODER, 0, "pixelprune", None)
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(stats.cuts[-1], length)
+    with as_encoded(model, outputs):
+        with reduced(family, model, stats.cuts, length):
+            close(logits[alive], model(**inputs).logits[alive])
+        with reduced(family, model, cuts, length):
+            want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+@contextmanager
+def as_encoded(model: Any, outputs: dict[str, Any]) -> Iterator[None]:
+    """The unpatched model, with the features that a patched tower made of images and videos."""
+    base = base_of(model)
+    if "video" in outputs:
+        base.get_video_features = lambda pixel_values_videos, video_grid_thw=None, **kwargs: copy.copy(outputs["video"])
+    try:
+        if "image" in outputs:
+            with with_features(model, outputs["image"]):
+                yield
+        else:
+            yield
+    finally:
+        base.__dict__.pop("get_video_features", None)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_kept_tokens_have_the_places_of_the_full_prompt(name: str, build) -> None:
+    family = FAMILIES[name]
+    model, inputs, places = build(family), drawn(family.make_inputs(images=(2, 1))), []
+
+    def note(module: Any, args: tuple, kwargs: dict) -> None:
+        places.append(kwargs["position_ids"])
+
+    model(**inputs)  # rope_deltas are remembered
+    decoder = model.get_submodule(family.decoder)
+    with tokenprune.patched(model, "pixelprune", record=True):
+        handle = decoder.register_forward_pre_hook(note, with_kwargs=True)
+        model(**inputs)
+        kept = tokenprune.stats(model).cuts[-1].kept
+        handle.remove()
+    handle = decoder.register_forward_pre_hook(note, with_kwargs=True)
+    model(**inputs)
+    handle.remove()
+    for row, positions in enumerate(kept):
+        assert torch.equal(places[0][:, row, -len(positions) :], places[1][:, row, positions])
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_an_image_is_chosen_from_by_itself(name: str, build) -> None:
+    family, start = FAMILIES[name], 0
+    model, inputs = build(family), drawn(family.make_inputs(images=(2, 2), sizes=((8, 12), (8, 12), (6, 10))))
+    first = inputs["image_grid_thw"][0].prod()
+    inputs["pixel_values"][first : 2 * first] = inputs["pixel_values"][:first]
+    with tokenprune.patched(model, "pixelprune", keep=0.4):
+        batch = encode(model, inputs)["image"]
+        kept = record_of(batch).kept
+        assert torch.equal(kept[0], kept[1])
+        for image, grid in enumerate(inputs["image_grid_thw"]):
+            pixels = inputs["pixel_values"][start : start + grid.prod()]
+            alone = encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"]
+            assert torch.equal(kept[image], record_of(alone).kept[0])
+            close(tensors_of(batch)[0].split([len(one) for one in kept])[image], tensors_of(alone)[0], 1e-6)
+            start += grid.prod()
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_what_repeats_nowhere_is_left_alone(name: str, build) -> None:
+    """Noise keeps all units: the output is that of the unpatched model, to the bit, and so it is with keep=1.0."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    want = model(**inputs).logits
+    with tokenprune.patched(model, "pixelprune"):
+        assert torch.equal(model(**inputs).logits, want)
+        assert tokenprune.stats(model).visual_tokens_out == sum(map(sum, inputs.counts))
+        assert tokenprune.stats(model).cuts == []
+    inputs = drawn(inputs)
+    want = model(**inputs).logits
+    with tokenprune.patched(model, "pixelprune", keep=1.0):
+        assert torch.equal(model(**inputs).logits, want)
+    with tokenprune.patched(model, "pixelprune", keep=10**4):  # more than any image has: no bound
+        assert not torch.equal(model(**inputs).logits, want)
+
+
+@torch.no_grad()
+def test_colours_are_those_of_the_processor(build) -> None:
+    """A threshold is one of colours in 0..1, whatever a processor makes of them."""
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    mean, std = [0.3, 0.4, 0.5], [0.1, 0.2, 0.4]
+    _, h, w = inputs["image_grid_thw"][0].tolist()
+    ramp = torch.arange(h * w // UNIT).repeat_interleave(UNIT)[:, None, None] * 0.01
+    shape = (h * w, 3, inputs["pixel_values"].shape[1] // 3)
+    normalised = (ramp.expand(shape) - torch.tensor(mean)[:, None]) / torch.tensor(std)[:, None]
+    inputs["pixel_values"] = normalised.flatten(1)
+    processor = SimpleNamespace(image_processor=SimpleNamespace(image_mean=mean, image_std=std))
+    kept = []
+    for threshold in (0.009, 0.011):
+        method = tokenprune.method("pixelprune", threshold=threshold, anchored=False)
+        with tokenprune.patched(model, method, processor=processor):
+            kept.append(int(record_of(encode(model, inputs)["image"]).kept[0].sum()))
+    # Along a row one step, from row to row as many as a row has: the first unit stays, and that of each row.
+    assert kept == [h * w // UNIT, h // 2]
+    with pytest.raises(OptionError, match=r"threshold=0.02 is a distance of colours.*pass processor="):
+        tokenprune.patch(model, "pixelprune", threshold=0.02)
+
+
+@torch.no_grad()
+def test_unpatch_gives_the_same_model_back(build) -> None:
+    family = FAMILIES["qwen3_vl"]
+    model = copy.deepcopy(build(family))
+    inputs = drawn(family.make_inputs())
+    before, was = model(**inputs).logits, snapshot(model)
+    tokenprune.patch(model, "pixelprune")
+    want = model(**inputs).logits
+    assert not torch.equal(want, before)
+    assert torch.equal(copy.deepcopy(model)(**inputs).logits, want)
+    tokenprune.unpatch(model)
+    now = {k: v for k, v in snapshot(model).items() if not k.endswith(".rope_deltas")}
+    assert now == {k: v for k, v in was.items() if not k.endswith(".rope_deltas")}
+    assert torch.equal(model(**inputs).logits, before)
+
+
+@torch.no_grad()
+def test_hidden_states_have_the_full_length(build) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), drawn(family.make_inputs())
+    tower = tower_of(model)
+    with tokenprune.patched(model, "pixelprune"):
+        out = tower(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"], output_hidden_states=True)
+    assert len(out.last_hidden_state) == len(inputs["pixel_values"])
+    assert all(len(x) == len(inputs["pixel_values"]) for x in out.hidden_states or ())
+
+
+def test_gradients_flow_through_kept_units(build) -> None:
+    family = FAMILIES["qwen3_vl"]
+    model, inputs = copy.deepcopy(build(family)), drawn(family.make_inputs())
+    with tokenprune.patched(model, "pixelprune"):
+        model(**inputs).logits.sum().backward()
+        assert tower_of(model).patch_embed.proj.weight.grad.abs().sum() > 0
+        model.gradient_checkpointing_enable()
+        model.train()
+        with pytest.raises(UnsupportedSetupError, match="gradient checkpointing"):
+            model(**inputs)
+
+
+def test_refused(build) -> None:
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), drawn(family.make_inputs())
+    for method, says in (
+        (["pixelprune", "tome"], "act at the same place"), (["pixelprune", "vscan"], "pixelprune drops some of them"),
+        (["pixelprune", "evs"], "pixelprune removes some of them"),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=says):
+            tokenprune.patch(model, method, keep=0.5)
+    for budget in (tokenprune.Budget(keep=0.5, per="prompt"), tokenprune.Budget(flops_share=0.5)):
+        with pytest.raises(BudgetError, match="before the prompt is known"):
+            tokenprune.patch(model, "pixelprune", keep=budget)
+    with torch.no_grad():
+        encoded = encode(model, inputs)
+        rest = {name: value for name, value in inputs.items() if name != "pixel_values"}
+        with tokenprune.patched(model, "pixelprune"), pytest.raises(UnsupportedSetupError, match="pass pixels"):
+            model(**rest, mm_encoder_outputs=encoded)
+        with tokenprune.patched(model, "pixelprune", keep=tokenprune.Budget(average_tokens=5)):
+            model(**inputs)
+            assert tokenprune.stats(model).visual_tokens_out == 10
+
+
+def test_a_method_that_answers_wrongly_is_told(build) -> None:
+    class Wrong(tokenprune.UnitDropper):
+        name = "wrong"
+
+        def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+            return pixels.sum(-1)
+
+    family = FAMILIES["qwen2_vl"]
+    model = build(family)
+    inputs = family.make_inputs()
+    with tokenprune.patched(model, Wrong(), keep=0.5), pytest.raises(TokenPruneError, match=r"keep_units\(\) must"):
+        model(**inputs)

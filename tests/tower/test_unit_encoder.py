@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging in towers behind which a square of patches becomes one visual token, against plain loops over one tile."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from families import FAMILIES as ALL
+from merging_models import UNITS, layers_of, tower_of
+from oracle import close, generate_logits, reduced, survivors
+from tests.methods.test_dymu import naive_match
+from tests.methods.test_tome import naive
+from tests.tower.test_encoder import with_features
+from tokenprune import BudgetError, Site, UnsupportedSetupError
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.shared.units import Units
+from zoo import FAMILIES, Family
+
+SIDE = 2  # patches on a side of a unit, in all families of the zoo
+GRID = 8  # patches on a side of a tile
+BATCHES = {"ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "one row": {"only": 1}}
+
+
+@pytest.fixture(params=UNITS)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def tiles(count: int = 2, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def mixed(seed: int = 0) -> Tensor:
+    """Four tiles that lose different numbers of units."""
+    pixels = tiles(4, seed)
+    pixels[1] = pixels[1, :, :, :1]  # stripes
+    pixels[2, :, 16:] = 0.3
+    return pixels
+
+
+def encode(model: Any, pixels: Tensor, mask: Tensor | None = None) -> Any:
+    """The features of tiles `[T, 3, 32, 32]`, each of which counts as an image. mask: bool `[T, 32, 32]` of pixels."""
+    if "vision_model" not in dict(model.model.named_children()):
+        return model.model.get_image_features(pixels)
+    return model.model.get_image_features(pixels[None], None if mask is None else mask[None].long())
+
+
+def project(family: Family, model: Any, unit: Tensor) -> Tensor:
+    """What becomes of one unit, `[4, D]` in order of rows: pixel shuffle joins its patches, pooling averages them."""
+    if family.name == "gemma3":
+        projector = model.model.multi_modal_projector
+        return projector.mm_soft_emb_norm(unit.mean(0)) @ projector.mm_input_projection_weight
+    joined = unit.flatten()[None]
+    if family.name == "internvl":
+        return model.model.multi_modal_projector(joined)[0]
+    return model.model.connector.modality_projection(joined)[0]
+
+
+@torch.no_grad()
+def naive_tower(
+    family: Family,
+    model: Any,
+    pixels: Tensor,
+    plan: list[int | Callable[[Tensor], list[list[int]]]],
+    proportional: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, list[list[int]]]:
+    """One tile through the blocks in plain loops: the feature of each merged unit, and its members (units in order of
+    rows).
+
+    plan: for each block how many units merge, or what says which (units that become one, in their new order).
+    mask: bool `[patches]`; the others are padding."""
+    tower, classes = tower_of(model), int(family.name == "internvl")
+    mask = torch.ones(GRID**2, dtype=torch.bool) if mask is None else mask
+    if "vision_model" in dict(model.model.named_children()):
+        embedded = tower.embeddings(pixels[None], mask.view(1, GRID, GRID))[0]
+    else:
+        embedded = tower.embeddings(pixels[None])[0]
+    x, patches = embedded[:classes], embedded[classes:]
+    units, weights = [], []  # of each unit left [4, D], and how many patches each of its places is made of
+    for row in range(0, GRID, SIDE):
+        for column in range(0, GRID, SIDE):
+            members = [(row + i) * GRID + column + j for i in range(SIDE) for j in range(SIDE)]
+            units.append(patches[members])
+            weights.append(mask[members].float())
+    groups = [[unit] for unit in range(len(units))]
+    for block, r in zip(layers_of(tower), plan, strict=True):
+        internvl = hasattr(block, "lambda_1")
+        at = block.attention if internvl else block.self_attn
+        flat = torch.cat([x, *units])
+        h = (block.layernorm_before if internvl else block.layer_norm1)(flat)
+        k = at.k_norm(at.k_proj(h)) if internvl else at.k_proj(h)
+        k = k.view(len(h), at.num_heads, -1).mean(1)
+        weight = torch.cat([torch.ones(classes), *weights])
+        bias = (weight if proportional else (weight > 0).float()).log()[None, None, None]
+        attended = at(h[None], attention_mask=bias.expand(1, 1, len(h), -1))[0][0]
+        flat = flat + (block.lambda_1 * attended if internvl else attended)
+        x, units = flat[:classes], list(flat[classes:].view(-1, SIDE**2, flat.shape[1]))
+        metric = k[classes:].reshape(len(units), -1)
+        joined = r(metric) if callable(r) else naive(metric, r, 0)[0]
+        merged, sizes = [], []
+        for members in joined:
+            size = torch.stack([weights[member] for member in members])  # [members, 4]
+            total = torch.stack([weights[m][:, None] * units[m] for m in members]).sum(0) / size.sum(0)[:, None]
+            merged.append(torch.where(size.sum(0)[:, None] > 0, total, units[members[0]]))
+            sizes.append(size.sum(0))
+        units, weights = merged, sizes
+        groups = [[i for member in members for i in groups[member]] for members in joined]
+        flat = torch.cat([x, *units])
+        h = block.mlp((block.layernorm_after if internvl else block.layer_norm2)(flat))
+        flat = flat + (block.lambda_2 * h if internvl else h)
+        x, units = flat[:classes], list(flat[classes:].view(-1, SIDE**2, flat.shape[1]))
+    norm = tower.layernorm if family.name == "internvl" else tower.post_layernorm
+    return torch.stack([project(family, model, norm(unit)) for unit in units]), groups
+
+
+def check_tile(features: Tensor, groups: Tensor, want: tuple[Tensor, list[list[int]]]) -> None:
+    """features: of one tile `[units, D]`; groups: of its record."""
+    for feature, members in zip(*want, strict=True):
+        for member in members:
+            close(features[member], feature)
+            assert int(groups[member]) == min(members)
+
+
+@pytest.mark.parametrize("proportional", [True, False])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@torch.no_grad()
+def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+    model, pixels, plan = build(family, attn), tiles(), [5, 0, 3]
+    with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
+        got = encode(model, pixels)
+    for tile, image in enumerate(pixels):
+        want = naive_tower(family, model, image, plan, proportional)
+        assert sorted(i for group in want[1] for i in group) == list(range(16)) and len(want[1]) == 8
+        check_tile(got.pooler_output[tile], record_of(got).groups[tile], want)
+
+
+@pytest.mark.parametrize("proportional", [True, False])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@torch.no_grad()
+def test_padded_patches_weigh_nothing(build, attn: str, proportional: bool) -> None:
+    """Idefics3 and SmolVLM mask patches of a tile that hold padding alone."""
+    family = FAMILIES["smolvlm"]
+    model, pixels, plan = build(family, attn), tiles(), [5, 0, 3]
+    mask = torch.ones(2, 32, 32, dtype=torch.bool)
+    mask[0, 20:], mask[0, :, 28:] = False, False  # 5 x 7 patches are left: units are cut through
+    pixels = pixels * mask[:, None]
+    plain = encode(model, pixels, mask)
+    with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
+        got = encode(model, pixels, mask)
+    for tile in range(2):
+        patches = mask[tile, ::4, ::4].flatten()
+        want = naive_tower(family, model, pixels[tile], plan, proportional, patches)
+        check_tile(got.pooler_output[tile], record_of(got).groups[tile], want)
+        unmerged, _ = naive_tower(family, model, pixels[tile], [0] * 3, proportional, patches)
+        close(plain.pooler_output[tile], unmerged)  # the loop itself is right
+
+
+@torch.no_grad()
+def test_units_really_leave_and_counts_are_exact(family: Family, model) -> None:
+    inputs = family.make_inputs(images=(2, 1))
+    count, classes = sum(map(sum, inputs.counts)), int(family.name == "internvl")
+    for keep, left in ((0.5, 8), (0.3, 5), (7, 7), (1.0, 16), (16, 16), (1000, 16)):
+        seen: list[int] = []
+        handles = [
+            block.mlp.register_forward_hook(lambda m, args, out, seen=seen: seen.append(args[0].shape[1]))
+            for block in layers_of(tower_of(model))
+        ]
+        with tokenprune.patched(model, "tome", keep=keep):
+            model(**inputs)
+            stats = tokenprune.stats(model)
+        for handle in handles:
+            handle.remove()
+        assert (stats.visual_tokens_in, stats.visual_tokens_out) == (count, count // 16 * left)
+        assert seen[-1] == 4 * left + classes
+        if keep != 1.0:
+            assert stats.encoder_tokens_per_layer == [count // 16 * n for n in (64 + classes, *seen[:-1])]
+
+
+@torch.no_grad()
+def test_keep_1_is_the_model_itself(family: Family, model) -> None:
+    inputs = family.make_inputs(images=(2, 1))
+    want = model(**inputs).logits
+    for keep in (1.0, 16):
+        with tokenprune.patched(model, "tome", keep=keep):
+            assert torch.equal(model(**inputs).logits, want)
+
+
+@torch.no_grad()
+def test_a_batch_equals_its_single_tiles(family: Family, model) -> None:
+    pixels = tiles(3)
+    with tokenprune.patched(model, "tome", keep=0.4):
+        batch = encode(model, pixels)
+        for row in range(3):
+            alone = encode(model, pixels[row : row + 1])
+            assert torch.equal(record_of(batch).groups[row], record_of(alone).groups[0])
+            close(batch.pooler_output[row], alone.pooler_output[0], 1e-6)
+
+
+@pytest.mark.parametrize("method", ["tome", ["tome", "fastv"]])
+@pytest.mark.parametrize("batch", BATCHES)
+@torch.no_grad()
+def test_generate_and_composition(family: Family, model, batch: str, method: Any) -> None:
+    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
+    inputs = family.make_inputs(**BATCHES[batch])
+    with tokenprune.patched(model, method, keep=0.5, record=True):
+        logits, stats = model(**inputs).logits, tokenprune.stats(model)
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        forward_cuts, cuts = stats.cuts, tokenprune.stats(model).cuts
+        arguments = {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask") if name in inputs}
+        output = model.model.get_image_features(**arguments)
+    assert cuts[0].site == Site.IN_ENCODER
+    # One of each group of features that are equal to the bit, with the places of the others as its sources.
+    sizes = sorted(len(sources) for row in cuts[0].sources for sources in row.values())
+    features = output.pooler_output.flatten(0, 1)
+    alike = sorted(features.unique(dim=0, return_counts=True)[1].tolist())
+    assert sizes == alike and len(alike) == stats.visual_tokens_per_layer[0] == stats.visual_tokens_in // 2
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(forward_cuts[-1], length)
+    with with_features(model, output):
+        with reduced(family, model, forward_cuts, length):
+            close(logits[alive], model(**inputs).logits[alive])
+        with reduced(family, model, cuts, length):
+            want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+@pytest.mark.parametrize("name", "paligemma aya_vision cohere2_vision qianfan_ocr qwen3_vl_moe qwen3_5".split())
+@torch.no_grad()
+def test_towers_of_the_same_kind_in_other_families(name: str) -> None:
+    """What merged is equal to the bit behind projector and shuffle, so that units are what the family makes of them."""
+    family = ALL[name]
+    model, inputs = family.build(), family.make_inputs(images=(2, 1))
+    before = model(**inputs).logits
+    tokenprune.patch(model, "tome", keep=0.5, record=True)
+    logits, stats = model(**inputs).logits, tokenprune.stats(model)
+    packed = [inputs["image_grid_thw"]] if "image_grid_thw" in inputs else []
+    output = model.model.get_image_features(inputs["pixel_values"], *packed)
+    tokenprune.unpatch(model)
+    tiles = list(output.pooler_output)
+    alike = sorted(n for tile in tiles for n in tile.unique(dim=0, return_counts=True)[1].tolist())
+    (cut,) = stats.cuts
+    assert sorted(len(sources) for row in cut.sources for sources in row.values()) == alike
+    assert stats.visual_tokens_out == len(alike) == sum(round(0.5 * len(tile)) for tile in tiles)
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(cut, length)
+    if name != "qwen3_5":  # whose layers with a state cannot leave masked tokens out
+        with with_features(model, output), reduced(family, model, stats.cuts, length):
+            close(logits[alive], model(**inputs).logits[alive])
+    assert torch.equal(model(**inputs).logits, before)
+
+
+@torch.no_grad()
+def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, build) -> None:
+    model, pixels = build(family), mixed()
+    # Of other tiles: a threshold is the similarity of a pair of its own.
+    found = tokenprune.calibrate(model, list(mixed(seed=1)), keep=0.5, batch_size=4, progress=False)
+    rules = [partial(naive_match, tau=value, protected=0) for value in found.values[0.5].tolist()]
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found):
+        got = encode(model, pixels)
+    left = []
+    for tile, image in enumerate(pixels):
+        want = naive_tower(family, model, image, rules, True)
+        check_tile(got.pooler_output[tile], record_of(got).groups[tile], want)
+        left.append(len(want[1]))
+    assert len(set(left)) > 1 and 20 < sum(left) < 48  # each tile a number of its own, about half of them on average
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=True):
+        assert [len(groups.unique()) for groups in record_of(encode(model, pixels)).groups] == [8] * 4
+
+
+@torch.no_grad()
+def test_virtual_unmerging_of_units(build) -> None:
+    """vtu: the decoder attends to all positions, and computes on the merged tokens alone."""
+    family = FAMILIES["internvl"]
+    model, inputs = build(family), family.make_inputs()
+    found = tokenprune.calibrate(model, list(tiles(4)), keep=0.5, batch_size=4, progress=False)
+    with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, vtu="expanded"):
+        assert model(**inputs).logits.isfinite().all()
+        assert tokenprune.stats(model).visual_tokens_out < sum(map(sum, inputs.counts))
+
+
+@torch.no_grad()
+def test_pixels_of_another_size(build) -> None:
+    """InternVL takes tiles of other sizes, with interpolated places; their units are found all the same."""
+    model = build(FAMILIES["internvl"])
+    with tokenprune.patched(model, "tome", keep=0.5):
+        got = encode(model, torch.nn.functional.interpolate(tiles(), 48))
+        assert [len(groups.unique()) for groups in record_of(got).groups] == [18, 18]
+        with pytest.raises(UnsupportedSetupError, match=r"25 patches.*no square grid of units of 2 x 2"):
+            encode(model, torch.nn.functional.interpolate(tiles(), 20))
+
+
+def test_units_of_a_grid() -> None:
+    units = Units(3, 2)
+    assert (units.size, units.count(2 + 36), units.left([2 + 18, 2 + 9])) == (9, 4, [2, 1])
+    order = units.order(2 + 36, torch.device("cpu")).view(4, 9)
+    assert order[1].tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17]
+    for tokens in (2 + 35, 2 + 25, 2, 0):
+        with pytest.raises(UnsupportedSetupError, match="no square grid"):
+            units.count(tokens)
+
+
+def test_gradients_flow_through_merged_units(family: Family, build) -> None:
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
+    with tokenprune.patched(model, "tome", keep=0.5):
+        model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
+    for name, parameter in tower_of(model).named_parameters():
+        if ".mlp." in name or "lambda" in name:
+            assert parameter.grad.abs().sum() > 0, name
+
+
+@torch.no_grad()
+def test_refused(build) -> None:
+    family = FAMILIES["smolvlm"]
+    model = copy.deepcopy(build(family))
+    with pytest.raises(BudgetError, match="cannot leave 1 of 16 patches"):
+        tokenprune.patch(model, "tome", keep=1)
+    model.model.vision_model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UnsupportedSetupError, match="proportional=False"):
+        tokenprune.patch(model, "tome", keep=0.5)

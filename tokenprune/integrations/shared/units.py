@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches that become one visual token, and so merge as one: pixel shuffle and pooling behind a tower.
+
+A unit is a square of neighbouring patches. Two units merge patch by patch: each with the one at the same place of the
+other. What a projector makes of a whole unit it then makes of a merged one, and to methods a unit is a token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.shared.packed_features import first_of_group
+from tokenprune.merging import Merge
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a square grid of patches.
+
+    side: patches on a side of a unit. ahead: tokens before the patches (class tokens), which are in no unit.
+    """
+
+    side: int
+    ahead: int
+
+    @property
+    def size(self) -> int:
+        """Patches in a unit."""
+        return self.side**2
+
+    def count(self, tokens: int) -> int:
+        """Return how many units an image has of which `tokens` enter the tower.
+
+        Raises UnsupportedSetupError if its patches are no square grid of whole units.
+        """
+        patches = tokens - self.ahead
+        height = math.isqrt(max(0, patches))
+        if not patches or height * height != patches or height % self.side:
+            raise UnsupportedSetupError(
+                f"{patches} patches of the vision tower are no square grid of units of {self.side} x {self.side}, "
+                "which become one visual token each: use a method that acts behind the tower"
+            )
+        return patches // self.size
+
+    def left(self, tokens: list[int] | None) -> list[int] | None:
+        """Return how many units these numbers of tokens are."""
+        return None if tokens is None else [(number - self.ahead) // self.size for number in tokens]
+
+    def order(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the places of the patches unit by unit, counted from the first patch: long `[patches]`. Units, and the
+        patches in each, are in order of rows."""
+        height = math.isqrt(self.count(tokens) * self.size)
+        places = torch.arange(tokens - self.ahead, device=device).view(height // self.side, self.side, -1, self.side)
+        return places.transpose(1, 2).flatten()
+
+    def fold(self, x: Tensor, order: Tensor | None) -> Tensor:
+        """`[B, n, D]` -> `[B, units, size * D]`: what is known of a unit's patches, end to end.
+
+        order: see `order`; None where the patches stand unit by unit already.
+        """
+        patches = x[:, self.ahead :]
+        patches = patches if order is None else patches[:, order]
+        return patches.reshape(len(x), -1, self.size * x.shape[-1])
+
+    def spread(self, merge: Merge, order: Tensor | None) -> Merge:
+        """Return the merge of tokens that a merge of units is. order: how the tokens stand before it; behind it they
+        stand unit by unit."""
+        places = torch.arange(self.size, device=merge.keep.device)
+
+        def patches(units: Tensor) -> Tensor:
+            return (units.unsqueeze(-1) * self.size + places).flatten(1)
+
+        keep, source = patches(merge.keep), patches(merge.source)
+        if order is not None:
+            keep, source = order[keep], order[source]
+        ahead = torch.arange(self.ahead, device=keep.device).expand(len(keep), -1)
+        return Merge(
+            torch.cat([ahead, keep + self.ahead], dim=1),
+            source + self.ahead,
+            patches(merge.target) + self.ahead,
+            merge.count * self.size + self.ahead,
+            None if merge.left is None else [number * self.size + self.ahead for number in merge.left],
+            None if merge.gone is None else merge.gone * self.size,
+        )
+
+    def owners(self, owner: Tensor) -> Tensor:
+        """long `[B, tokens]`, for each token that entered the one that it is part of -> long `[B, units]`.
+
+        What is returned is for each unit the first that is part of the same.
+        """
+        tokens = owner.shape[1]
+        first = self.order(tokens, owner.device)[:: self.size]
+        return first_of_group(owner[:, self.ahead :][:, first], tokens)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels ask of the GPU that they are compiled for, and of the interpreter in its place."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+from torch import Tensor
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def multipliable(x: Tensor) -> Tensor:
+    """`x`, in a dtype that `tl.dot` can take: the interpreter (Triton 3.9) multiplies the bits of bfloat16 instead."""
+    return x.float() if interpreted() and x.dtype == torch.bfloat16 else x
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may have."""
+    if interpreted():
+        return 2**17
+    driver = triton.runtime.driver.active
+    return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+
+
+def precision(x: Tensor) -> str:
+    """How `tl.dot` multiplies float32: exactly where there are instructions for it (AMD), else by three products of
+    TF32, which leaves an error of about 2^-22. Products of halves are exact in either."""
+    if x.dtype != torch.float32 or interpreted() or triton.runtime.driver.active.get_current_target().backend == "hip":
+        return "ieee"
+    return "tf32x3"

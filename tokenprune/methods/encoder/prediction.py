@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predict each unit of a grid of pixels from the units beside it, as lossless codecs of images do (LOCO-I).
+
+X is the unit at hand, A the one on its left, B the one above, C the one above A. Two are similar if their distance is
+at most the threshold. X is predicted from B if C is similar to A and not to B (an edge runs down between C and B), else
+from A; in the first row from A, in the first column from B. In a video X is also predicted from the unit at its place
+one temporal patch before. A unit that a prediction is similar to is gone; the first one stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+METRICS = ("max", "mae", "rmse")
+# Colours come from a normalisation and back, which rounds; 0 stays exact.
+_ROUNDING = 1 + 1e-4
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What became of T x H x W units.
+
+    keep:   bool `[T, H, W]`, those that no prediction is similar to.
+    error:  float32 `[T, H, W]`, distance to the better prediction; inf for the first unit, which has none.
+    source: long `[T, H, W]`, for each unit the place (in the flattened grid) of the one whose pixels stand for it; None
+            where neighbours were taken as they are, so that nothing is reconstructed.
+    """
+
+    keep: Tensor
+    error: Tensor
+    source: Tensor | None = None
+
+
+def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
+    """Return float `[...]`, how far the units a and b, `[..., P]`, are apart: the largest ("max"), mean ("mae") or root
+    mean square ("rmse") difference of their values."""
+    difference = a - b
+    if metric == "rmse":
+        return difference.square_().mean(-1).sqrt_()
+    difference = difference.abs_()
+    return difference.amax(-1) if metric == "max" else difference.mean(-1)
+
+
+@dataclass(frozen=True)
+class Distances:
+    """How far each unit is from those beside it, float32 `[T, H, W]` each: from the one on its left, above, and one
+    temporal patch before; inf where there is none."""
+
+    left: Tensor
+    above: Tensor
+    before: Tensor
+
+    @staticmethod
+    def of(pixels: Tensor, metric: str) -> Distances:
+        """pixels: `[T, H, W, P]`. Frame by frame, so that no second copy of a video is made."""
+        left, above, before = (pixels.new_full(pixels.shape[:3], torch.inf) for _ in range(3))
+        for t, frame in enumerate(pixels):
+            left[t, :, 1:] = distance(frame[:, 1:], frame[:, :-1], metric)
+            above[t, 1:] = distance(frame[1:], frame[:-1], metric)
+            if t:
+                before[t] = distance(frame, pixels[t - 1], metric)
+        return Distances(left, above, before)
+
+
+def from_neighbours(found: Distances, threshold: float) -> Prediction:
+    """Predict every unit from its neighbours as they are: no loop over units. At threshold 0 this is the same as
+    `anchored`, since what is equal to a neighbour reconstructs to it."""
+    limit = threshold * _ROUNDING
+    left, above = found.left <= limit, found.above <= limit
+    # Of X: C is similar to A if the unit on the left is similar to the one above it; C to B likewise.
+    take_above = torch.zeros_like(left)
+    take_above[:, 1:, 0] = True
+    take_above[:, 1:, 1:] = above[:, 1:, :-1] & ~left[:, :-1, 1:]
+    spatial = torch.where(take_above, found.above, found.left)
+    error = torch.minimum(spatial, found.before)
+    return Prediction(~(error <= limit), error)
+
+
+def anchored(pixels: Tensor, threshold: float, metric: str) -> Prediction:
+    """Predict every unit from what a decoder would have: a kept unit is itself, one that is gone has the pixels of its
+    prediction. So no unit is further than the threshold from what stands for it, however long the chain.
+
+    pixels: `[T, H, W, P]`. A diagonal at a time: what a unit is predicted from lies on the diagonals before it.
+    """
+    frames, height, width, _ = pixels.shape
+    x, limit = pixels.flatten(0, 2), threshold * _ROUNDING
+    source = torch.arange(len(x), device=x.device)
+    error = x.new_full((len(x),), torch.inf)
+    for at in (one.to(x.device) for one in _diagonals(frames, height, width)):
+        row, column = at // width % height, at % width
+        a, b, c, p = (source[(at - step).clamp(min=0)] for step in (1, width, width + 1, height * width))
+        edge = (distance(x[c], x[a], metric) <= limit) & (distance(x[c], x[b], metric) > limit)
+        prediction = torch.where((row > 0) & (edge | (column == 0)), b, a)
+        own = x[at]
+        spatial = distance(own, x[prediction], metric).masked_fill((row == 0) & (column == 0), torch.inf)
+        temporal = distance(own, x[p], metric).masked_fill(at < height * width, torch.inf)
+        source[at] = torch.where(temporal <= limit, p, torch.where(spatial <= limit, prediction, at))
+        error[at] = torch.minimum(spatial, temporal)
+    shape = frames, height, width
+    keep = source == torch.arange(len(x), device=x.device)
+    return Prediction(keep.view(shape), error.view(shape), source.view(shape))
+
+
+@lru_cache(maxsize=16)
+def _diagonals(frames: int, height: int, width: int) -> tuple[Tensor, ...]:
+    """Places of the flattened grid by t + row + column, ascending; long, on the host."""
+    t, row, column = torch.meshgrid(*map(torch.arange, (frames, height, width)), indexing="ij")
+    number = (t + row + column).flatten()
+    order = number.argsort(stable=True)
+    return order.split(number.bincount().tolist())

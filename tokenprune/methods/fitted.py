@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What methods were fitted to a model, as a file: tensors, and which model it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tokenprune.errors import OptionError
+from tokenprune.files import File, reason
+from tokenprune.fingerprint import fingerprint
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """Base of them. table: float32, what was fitted. layer: of the decoder, where it was read; 0 where that says
+    nothing. model: `fingerprint` of the decoder.
+
+    kind: what the file says it is. command: of the command line, which makes it. dims: of the table.
+    """
+
+    kind: ClassVar[str]
+    command: ClassVar[str]
+    dims: ClassVar[int] = 2
+
+    table: Tensor
+    layer: int
+    model: str
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file."""
+        told = {"kind": self.kind, "layer": str(self.layer), "model": self.model}
+        try:
+            save_file({"table": self.table.float().contiguous()}, str(path), told)
+        except (OSError, SafetensorError) as error:
+            raise OptionError(f"cannot write {path}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote; raises OptionError for any other file."""
+        try:
+            tensors, told = File.of(path).tensors()
+            if told.get("kind") != cls.kind:
+                raise OptionError(f"{path} was not made by `tokenprune {cls.command}`")
+            table = tensors["table"]
+            if table.ndim != cls.dims or not table.numel() or not bool(table.isfinite().all() & (table >= 0).all()):
+                raise OptionError(f"{path} is damaged: make it anew with `tokenprune {cls.command}`")
+            return cls(table.float(), int(told["layer"]), told["model"])
+        except (OSError, KeyError, ValueError) as error:
+            if isinstance(error, OptionError):
+                raise
+            raise OptionError(f"cannot read {path}, which `tokenprune {cls.command}` makes: {reason(error)}") from error
+
+    def check(self, name: str, path: str | Path, decoder: nn.Module) -> None:
+        """Raise OptionError if this was fitted to another decoder. name: of the method."""
+        if self.model != fingerprint(decoder):
+            raise OptionError(
+                f"{name}: {path} was fitted to another model (or to this one in another dtype): run `tokenprune "
+                f"{self.command}` with this model"
+            )

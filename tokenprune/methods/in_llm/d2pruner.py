@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.take import settle, top_mask
+from tokenprune.kernels.temporal import unit
+from tokenprune.methods.fitted import Fitted
+from tokenprune.options import check_options
+from tokenprune.registry import register
+from tokenprune.tokens import VisualTokens
+from tokenprune.transfer import to_device
+
+_LEAST = 1e-3  # of the prior's mean, which a cell of it counts at least
+
+
+class AttentionPrior(Fitted):
+    """What the prompt's last token attends to whatever an image shows: float32 `[rows, columns]`."""
+
+    kind = "tokenprune attention prior"
+    command = "fit-d2pruner"
+
+
+@register(
+    "d2pruner", site=Site.IN_LLM, needs=("last_row_attention",), paper="arXiv 2512.19443, AAAI 2026",
+    reconstruction=True,
+)  # fmt: skip
+@dataclass(frozen=True)
+class D2Pruner(Pruner):
+    """Keep the visual tokens that are attended to more than their place explains, and beside them such that are unlike
+    each other (D2Pruner).
+
+    Importance is the attention of the prompt's last token over a prior: the same attention, averaged over many images,
+    at that place of the image. The most important tokens stay; of the others the next most important one stays, those
+    like it are passed over, and so on.
+
+    layer: int >= 1, the decoder layer at whose input the cut is made; the attention is that of the layer before it.
+    prior: path of a file that `tokenprune fit-d2pruner` made for the model; None takes attention as it is.
+    pivots: share in (0, 1] of what is kept that goes by importance alone, at least one token.
+    alpha: in [0, 1], how much the likeness of two tokens counts against how near they stand; 1 for understanding,
+    0.5 for localisation.
+    threshold: above which likeness one of two tokens is passed over.
+    radius: > 0, how far nearness reaches, in cells of the grid.
+
+    Source: Zhang et al., "D2Pruner: Debiased Importance and Structural Diversity for MLLM Token Pruning", from its
+    abstract and a review with formulas, and two ports that quote its settings.
+
+    Differs from the paper: neither its text nor its code was to be had, so this is a reconstruction. Nearness is
+    exp(-d^2 / (2 radius^2)), a guess, and 0 between frames and where the grid is not known; likeness is the cosine of
+    what enters the layer. The prior is stretched to the grid of an image, or along its order where that is not known,
+    and counts at least a thousandth of its mean. Where the tokens unlike each other run out, importance fills up.
+    """
+
+    default_keep: ClassVar[float] = 0.25
+
+    layer: Annotated[int, Ge(1)] = 2
+    prior: str | Path | None = field(default=None, metadata={"file": True})
+    pivots: Annotated[float, Gt(0), Le(1)] = 0.7
+    alpha: Annotated[float, Ge(0), Le(1)] = 1.0
+    threshold: float = 0.8
+    radius: Annotated[float, Gt(0)] = 1.0
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        fitted = None if self.prior is None else AttentionPrior.load(self.prior)
+        object.__setattr__(self, "_fitted", fitted)
+        self._check(
+            fitted is None or fitted.layer == self.layer,
+            f"{self.prior} was fitted for layer={fitted and fitted.layer}: pass this option",
+        )
+
+    @property
+    def query_aware(self) -> bool:
+        return True
+
+    def check_model(self, decoder: nn.Module) -> None:
+        if self._fitted is not None:
+            self._fitted.check(self.name, self.prior, decoder)
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        importance = tokens.last_row_attention.float().mean(1) / self._expected(tokens)
+        importance = importance.nan_to_num(nan=-1.0)
+        sure = [max(1, int(self.pivots * keep)) for keep in tokens.keep]
+        kept = top_mask(importance, tokens.mask, to_device(sure, tokens.mask.device), max(sure))
+        more = max(keep - number for keep, number in zip(tokens.keep, sure, strict=True))
+        if more:
+            kept = kept | self._unlike(tokens, importance, tokens.mask & ~kept, tokens.budget - kept.sum(1), more)
+        return Selection(settle(kept, importance, tokens.mask, tokens.budget), counts=tokens.keep)
+
+    def _expected(self, tokens: VisualTokens) -> Tensor:
+        """float32 `[S, N]`, above 0: the prior at the place of each token."""
+        expected = torch.ones(tokens.mask.shape)
+        if self._fitted is None:
+            tokens.note(f"{self.name}: no prior was given, so attention counts as it is (`tokenprune fit-d2pruner`)")
+        else:
+            for row, (count, grid) in enumerate(zip(tokens.counts, tokens.grids, strict=True)):
+                expected[row, :count] = stretched(self._fitted.table, count, grid)
+            expected = expected.clamp(min=max(_LEAST * float(self._fitted.table.mean()), 1e-12))
+        return to_device(expected, tokens.mask.device)
+
+    def _unlike(self, tokens: VisualTokens, importance: Tensor, left: Tensor, number: Tensor, most: int) -> Tensor:
+        """bool `[S, N]`: up to `number` tokens of `left`, in order of importance, none of which is like one before."""
+        cells = self._cells(tokens)
+        found = []
+        for part in in_parts(len(left), left.shape[1] ** 2):
+            direction = unit(tokens.hidden[part])
+            alike = self.alpha * (direction @ direction.transpose(1, 2))
+            if self.alpha < 1:
+                alike = alike + (1 - self.alpha) * self._near(cells[part])
+            free, taken = left[part], torch.zeros_like(left[part])
+            score = importance[part]
+            for step in range(most):
+                best = score.masked_fill(~free, -torch.inf)
+                pick = (best == best.amax(1, keepdim=True)).to(torch.uint8).argmax(1, keepdim=True)  # the first
+                new = torch.zeros_like(free).scatter(1, pick, True) & free & (step < number[part])[:, None]
+                passed = (alike > self.threshold).gather(1, pick[..., None].expand(-1, -1, alike.shape[2])).squeeze(1)
+                taken, free = taken | new, free & ~(passed & new.any(1, keepdim=True)) & ~new
+            found.append(taken)
+        return torch.cat(found)
+
+    def _cells(self, tokens: VisualTokens) -> Tensor:
+        """float32 `[S, N, 3]`: frame, row and column of each token; where a grid is not known each is in a frame."""
+        cells = torch.zeros(*tokens.mask.shape, 3)
+        if self.alpha < 1:
+            for row, (count, grid) in enumerate(zip(tokens.counts, tokens.grids, strict=True)):
+                axes = [torch.arange(size) for size in (grid or (count, 1, 1))]
+                cells[row, :count] = torch.cartesian_prod(*axes).view(count, 3).float()
+        return to_device(cells, tokens.mask.device)
+
+    def _near(self, cells: Tensor) -> Tensor:
+        """float32 `[S, N, N]`, in 0..1."""
+        frame, place = cells[..., :1], cells[..., 1:]
+        square = (place.unsqueeze(1) - place.unsqueeze(2)).square().sum(-1)
+        near = torch.exp(-square / (2 * self.radius**2))
+        return near.masked_fill((frame.unsqueeze(1) != frame.unsqueeze(2)).squeeze(-1), 0)
+
+
+def stretched(table: Tensor, count: int, grid: tuple[int, int, int] | None) -> Tensor:
+    """float32 `[count]`: a table `[rows, columns]` at the places of a grid's tokens, the same in each frame; along the
+    order of the tokens where the grid is not known."""
+    if grid is None:
+        return interpolate(table.flatten()[None, None], size=count, mode="linear")[0, 0]
+    frames, height, width = grid
+    return interpolate(table[None, None], size=(height, width), mode="bilinear")[0, 0].flatten().repeat(frames)

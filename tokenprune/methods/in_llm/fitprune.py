@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from tokenprune.accounting import DecoderShape
+from tokenprune.base import Method, Site
+from tokenprune.budget import TARGETS, Budget
+from tokenprune.errors import BudgetError
+from tokenprune.methods.fitted import Fitted
+from tokenprune.methods.several_cuts import CutsInside, OneCut
+from tokenprune.options import check_options
+from tokenprune.registry import register
+from tokenprune.tokens import VisualTokens
+
+
+class Recipe(Fitted):
+    """Shares of an image's tokens that each decoder layer sees: float32 `[recipes, layers]`, from all to few."""
+
+    kind = "tokenprune fitprune recipe"
+    command = "fit-fitprune"
+
+
+@register("fitprune", site=Site.IN_LLM, needs=("head_maxima",), paper="arXiv 2409.10197, AAAI 2025")
+@dataclass(frozen=True)
+class FitPrune(CutsInside):
+    """Drop a few visual tokens at every decoder layer, as many as a recipe says that was fitted so that attention
+    stays what it was.
+
+    Those leave of which the image's own tokens and the text behind it make least: the product of the two means, of each
+    row the most attention of any head.
+
+    keep: tokens averaged over the decoder's layers.
+    recipe: path of a file that `tokenprune fit-fitprune` made for the model; None: every layer keeps the same share of
+    what reaches it.
+
+    Source: Ye et al., "Fit and Prune: Fast and Training-free Visual Token Pruning for Multi-modal Large Language
+    Models", sections 3.2 and 3.3, and the authors' code where the two differ: tokens are ranked by the product of the
+    two means, and the recipe says how many go.
+
+    Differs from the paper: the recipe is fitted for the whole range of `keep` at once, and read between two of its
+    rows, as shares of an image's tokens and not as their numbers. Tokens leave at the input of the next layer (there
+    before the MLP of the same one, which later states do not tell). Without a recipe the schedule is ours.
+    """
+
+    default_keep: ClassVar[float] = 0.4
+
+    recipe: str | Path | None = field(default=None, metadata={"file": True})
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        object.__setattr__(self, "_fitted", None if self.recipe is None else Recipe.load(self.recipe))
+
+    @property
+    def query_aware(self) -> bool:
+        return True
+
+    def check_model(self, decoder: nn.Module) -> None:
+        if self._fitted is not None:
+            self._fitted.check(self.name, self.recipe, decoder)
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        if budget.flops_share is not None:
+            raise BudgetError(f"{self.name}: {budget} is not solved for a recipe: give keep or average_tokens")
+        given = {name: getattr(budget, name) for name in (*TARGETS, "per")}
+        rows = () if self._fitted is None else tuple(map(tuple, self._fitted.table.tolist()))
+        if rows and len(rows[0]) != layers:
+            self._check(False, f"{self.recipe} is for {len(rows[0])} layers, and this decoder has {layers}")
+        if budget.keep is not None and not isinstance(budget.keep, numbers.Integral):
+            shares(rows, layers, budget.keep)  # raises for what cannot be
+        parts = [_ByRecipe(**given, rows=rows) for _ in range(1, layers)]
+        return [(OneCut(self, layer - 1, layer), part) for layer, part in enumerate(parts, 1)]
+
+    def score(self, tokens: VisualTokens) -> Tensor:
+        return tokens.head_maxima.float().prod(1)
+
+
+@dataclass(frozen=True, repr=False)
+class _ByRecipe(Budget):
+    """What a recipe leaves at a layer. rows: of the recipe; none: the same share at each layer."""
+
+    rows: tuple[tuple[float, ...], ...] = ()
+
+    def resolve(
+        self, counts: Sequence[int], *, layer: int, shape: DecoderShape, text_tokens: int,
+        original: Sequence[int] | None = None,
+    ) -> list[int]:  # fmt: skip
+        left = []
+        for now, count in zip(counts, counts if original is None else original, strict=True):
+            if self.average_tokens is not None or isinstance(self.keep, numbers.Integral):
+                share = min(1.0, float(self.average_tokens or self.keep) / count)
+            else:
+                share = self.kv_share or self.keep
+            left.append(min(now, max(1, round(count * shares(self.rows, shape.layers, share)[layer]))))
+        return left
+
+
+def shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[float]:
+    """Return what share of an image's tokens each layer sees, so that the average is `share`.
+
+    rows: of a recipe; none: each layer keeps the same share of what reaches it. Raises BudgetError for what the first
+    layer alone spends.
+    """
+    if share * layers <= 1 and share < 1:
+        raise BudgetError(
+            f"keep={share:g} cannot be reached: the first of {layers} layers alone spends it; ask for more"
+        )
+    if rows:
+        few = [1.0] + [0.0] * (layers - 1)
+        known = sorted([[1.0] * layers, *map(list, rows), few], key=sum, reverse=True)
+        above = max(row for row in range(len(known)) if sum(known[row]) >= share * layers - 1e-9)
+        below = min(above + 1, len(known) - 1)
+        span = sum(known[above]) - sum(known[below])
+        part = (sum(known[above]) - share * layers) / span if span else 0.0
+        return [(1 - part) * one + part * other for one, other in zip(known[above], known[below], strict=True)]
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        ratio = (low + high) / 2
+        low, high = (low, ratio) if sum(ratio**layer for layer in range(layers)) > share * layers else (ratio, high)
+    return [low**layer for layer in range(layers)]

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from tokenprune.base import Method, Pruner, Selection, Site
+from tokenprune.budget import Budget
+from tokenprune.kernels.take import top_mask
+from tokenprune.options import check_options
+from tokenprune.registry import register
+from tokenprune.tokens import VisualTokens
+from tokenprune.transfer import to_device
+
+_SEEDS = 0.01  # of an image's tokens
+
+
+@register("ivc_prune", site=Site.IN_LLM, needs=("value_heads", "rotation"), paper="arXiv 2602.03060, ICLR 2026")
+@dataclass(frozen=True)
+class IvcPrune(Pruner):
+    """Keep the visual tokens whose positions serve the model as coordinates, and of the others those whose values are
+    most like the question's (IVC-Prune).
+
+    Coordinates are the tokens whose rotary angles have the largest mean cosine, and those with the largest mean sine.
+    Seeds are the tokens that the values of the text behind the image are most like; with that text they rate the rest.
+
+    layer: int >= 1, the decoder layer at whose input the cut is made, by values of the layer before it; None: half of
+    the layers, 16 of 32.
+    coordinates: share in [0, 0.5] of an image's tokens that are kept for their cosine, and as many for their sine; at
+    most a quarter of what is kept each.
+
+    Source: "IVC-Prune: Revealing the Implicit Visual Coordinates in LVLMs for Vision Token Pruning", the summary and
+    the authors' code: softmax of the products of value vectors over the root of their width, each head by itself,
+    without a causal mask, mean over heads.
+
+    Differs from the paper: `keep` is exact, first coordinates, then seeds, then the best of the rest (for LLaVA its
+    code keeps a union). The softmax is over the image and the text behind it, and not over the whole prompt, and all of
+    that text rates (there from its third token on). Where positions have several axes (M-RoPE), all of them count:
+    the code reads the first, which is the same for a whole image. Layers before the cut keep their keys and values;
+    there these are thrown away too. Several images have a budget each.
+    """
+
+    layer: Annotated[int, Ge(1)] | None = None
+    coordinates: Annotated[float, Ge(0), Le(0.5)] = 0.05
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def cut_layer(self) -> int:
+        return self.layer or 0
+
+    @property
+    def query_aware(self) -> bool:
+        return True
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        return [(dataclasses.replace(self, layer=self.layer or max(1, layers // 2)), budget)]
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        mask, keep, device = tokens.mask, tokens.keep, tokens.mask.device
+        cos, sin = (one.float().mean(-1) for one in tokens.rotation)
+        each = [
+            min(round(self.coordinates * count), number // 4) for count, number in zip(tokens.counts, keep, strict=True)
+        ]
+        number = to_device(each, device)
+        anchors = top_mask(cos, mask, number, max(each)) | top_mask(sin, mask, number, max(each))
+
+        text = tokens.text.mask
+        rated = self._likeness(tokens, tokens.text.value_heads, text)
+        seeds = [max(1, round(_SEEDS * count)) for count in tokens.counts]
+        seed = top_mask(rated.sum(1), mask, to_device(seeds, device), max(seeds))
+        from_seeds = self._likeness(tokens, tokens.value_heads, seed).sum(1)
+        score = (rated.sum(1) + from_seeds) / (text.sum(1) + seed.sum(1))[:, None]
+
+        first = torch.where(anchors, 2, torch.where(seed, 1, 0))
+        # In order of rank, then of score: a mean of shares of a softmax is at most 1.
+        return Selection.top(first * 2 + score.nan_to_num(nan=-1.0).clamp(-1, 1), tokens)
+
+    def _likeness(self, tokens: VisualTokens, of: Tensor, rows: Tensor) -> Tensor:
+        """float32 `[S, R, N]`: how alike the values of `rows` (bool `[S, R]`, others 0) are to each visual token's: a
+        softmax over the image and the text behind it, mean over heads. of: `[S, R, H, D]`."""
+        values = torch.cat([tokens.value_heads, tokens.text.value_heads], dim=1).float()
+        there = torch.cat([tokens.mask, tokens.text.mask], dim=1)
+        values = values.masked_fill(~there[:, :, None, None], 0)
+        found = []
+        for one, row in zip(of.float().split(256, dim=1), rows.split(256, dim=1), strict=True):
+            product = torch.einsum("srhd,sthd->shrt", one, values) / values.shape[-1] ** 0.5
+            share = product.masked_fill(~there[:, None, None, :], -torch.inf).softmax(-1).mean(1)
+            found.append(share[..., : tokens.mask.shape[1]].masked_fill(~row[:, :, None], 0))
+        return torch.cat(found, dim=1)

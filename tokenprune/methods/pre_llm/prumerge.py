@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.compact import gather_tokens, partition
+from tokenprune.kernels.take import rank_in_group
+from tokenprune.kernels.temporal import unit
+from tokenprune.methods.tiles import Tiles, attended, ranked
+from tokenprune.options import check_options
+from tokenprune.registry import register
+from tokenprune.tokens import VisualTokens
+
+
+@register("prumerge", site=Site.PRE_LLM, paper="arXiv 2403.15388, ICCV 2025", merges=True)
+@dataclass(frozen=True)
+class PruMerge(Pruner):
+    """Keep the patches that the vision tower attends to most, and let one more token stand for all others (PruMerge).
+
+    Of each tile (or frame), those stay that the class token attends to most in the last block that the model reads; in
+    towers without one, those that receive most attention. The best of the others stays too, and becomes the mean of all
+    others, weighted by attention.
+
+    merge: "rest" is that; "clusters" has every other patch join, weighted by attention, that kept one among whose
+    nearest it is, the most similar one if several are, by the keys of the same block; "none" drops the others.
+    neighbours: int >= 1, how many patches of its tile are nearest to a kept one, for "clusters".
+    exact: False keeps as many as have more attention than the upper fence of a box plot of all (the third quartile, and
+    one and a half times the distance from the first to it), and the token for the rest: the image decides how many
+    stay, whatever `keep` says, unless that is all of them.
+
+    Source: Shang et al., "LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models"; the authors'
+    code for the token that stands for the rest, and the nearest 32.
+
+    Differs from the paper: an exact number by default, which counts the token for the rest; attention is that of the
+    block that the model reads, head by head, as the paper says (the authors' code takes queries and keys of the tower's
+    last block as one wide head); "rest" leaves out what the code adds to kept tokens, a sum over the 32 nearest
+    weighted by attention, a few hundredths of their length, and its token for the rest is a mean where the code has a
+    sum; "clusters" are means, and no patch is in two of them, as the paper says; merged behind the projector; tokens
+    stay in order, and keep their positions of the full prompt; each image has its own number, its tiles share it in
+    proportion to their patches, and newline tokens go first.
+    """
+
+    merge: Literal["rest", "clusters", "none"] = "rest"
+    neighbours: Annotated[int, Ge(1)] = 32
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"encoder_attention"} | ({"encoder_keys"} if self.merge == "clusters" else set()))
+
+    @property
+    def by_content_count(self) -> bool:
+        return not self.exact
+
+    @property
+    def encoder_layers(self) -> tuple[int, ...]:
+        return (-1,)
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        tiles, attention = Tiles.among(tokens), ranked(attended(tokens))
+        if self.exact or tokens.keep == tokens.counts:
+            number, counts = tiles.number, tokens.keep
+            extra = tiles.only((number > 0) & (number < tiles.sizes)).long() * (self.merge == "rest")
+            picked = self._picked(tiles, attention, number - extra)
+        else:
+            picked, counts = self._adaptive(tiles, attention, tiles.only(_outliers(tiles, attention))), None
+            found = tiles.total(picked)
+            # Without any a tile has at least its best one.
+            extra = tiles.only((found < tiles.sizes) & ((self.merge == "rest") | (found == 0))).long()
+        rest = tiles.top(attention, extra, tiles.patch & ~picked)
+        keep = picked | rest
+        weight = attention.clamp(min=0)
+        itself = torch.arange(keep.shape[1], device=keep.device)
+        if self.merge == "none":
+            return Selection(keep, counts=counts)
+        if self.merge == "clusters":
+            into = self._clusters(tokens, tiles, keep)
+        else:
+            at = torch.zeros_like(tiles.number).scatter_add(1, tiles.of, itself * rest)
+            into = torch.where(tiles.patch & (tiles.each(extra) > 0), tiles.each(at), -1)
+        return Selection(keep, torch.where(keep, itself, into), weight, counts)
+
+    def _picked(self, tiles: Tiles, attention: Tensor, number: Tensor) -> Tensor:
+        """bool `[S, N]`: which stay for themselves, `number`, long `[S, T + 2]`, of each tile."""
+        return tiles.top(attention, number)
+
+    def _adaptive(self, tiles: Tiles, attention: Tensor, outliers: Tensor) -> Tensor:
+        """bool `[S, N]`: which stay for themselves where `outliers` of each tile have much attention."""
+        return tiles.top(attention, outliers)
+
+    def _clusters(self, tokens: VisualTokens, tiles: Tiles, keep: Tensor) -> Tensor:
+        """long `[S, N]`: the kept token that each joins, -1 where it is among the nearest of none."""
+        keys = unit(tokens.encoder_keys(-1))
+        place = partition(keep)[:, : max(tokens.keep) if self.exact else None]
+        best = torch.full(keep.shape, -torch.inf, device=keep.device)
+        into = torch.full_like(place[:, :1], -1).repeat(1, keep.shape[1])
+        for part in in_parts(place.shape[1], keep.numel()):
+            at = place[:, part]
+            alike = gather_tokens(keys, at, 1) @ keys.transpose(1, 2)
+            others = (tiles.of.gather(1, at).unsqueeze(2) == tiles.of.unsqueeze(1)) & tiles.patch.unsqueeze(1)
+            others &= at.unsqueeze(2) != torch.arange(keep.shape[1], device=keep.device)
+            alike = alike.masked_fill(~(others & keep.gather(1, at).unsqueeze(2)), -torch.inf)
+            near = alike.topk(min(self.neighbours, keep.shape[1]), dim=2)
+            alike = torch.full_like(alike, -torch.inf).scatter(2, near.indices, near.values)
+            likest, which = alike.max(dim=1)
+            into = torch.where(likest > best, at.gather(1, which), into)
+            best = torch.maximum(best, likest)
+        return into
+
+
+def _outliers(tiles: Tiles, attention: Tensor) -> Tensor:
+    """long `[S, T + 2]`: how many tokens of each tile have more attention than the upper fence of a box plot."""
+    rank = rank_in_group(tiles.of, -attention)
+    last = (tiles.sizes - 1).clamp(min=0).double()
+
+    def quantile(share: float) -> Tensor:
+        at = last * share
+        values = [
+            torch.zeros_like(last).scatter_add(
+                1, tiles.of, torch.where(rank == tiles.each(place.long()), attention.double(), 0.0)
+            )
+            for place in (at.floor(), at.ceil())
+        ]  # fmt: skip
+        return values[0] + (values[1] - values[0]) * (at - at.floor())
+
+    first, third = quantile(0.25), quantile(0.75)
+    fence = third + 1.5 * (third - first)
+    return tiles.total(attention.double() > fence.gather(1, tiles.of))

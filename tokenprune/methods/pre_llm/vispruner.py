@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.take import rank_in_group
+from tokenprune.kernels.temporal import unit
+from tokenprune.methods.tiles import Tiles, attended, ranked
+from tokenprune.options import check_options
+from tokenprune.registry import register
+from tokenprune.tokens import VisualTokens
+from tokenprune.transfer import to_device
+
+_A_ROUND = 8  # tokens that go in a round
+
+
+@register("vispruner", site=Site.PRE_LLM, paper="arXiv 2412.01818, ICCV 2025")
+@dataclass(frozen=True)
+class VisPruner(Pruner):
+    """Keep half by the vision tower's attention, and of the rest, round by round, what is no duplicate.
+
+    Of each tile (or frame), the important patches are those that the class token attends to most in the last block that
+    the model reads; in towers without one, those that receive most attention. The others form a line by falling
+    attention. In a round, each at an odd place of the line is compared with all at even places, and the 8 that are most
+    similar to one go; the rest of them, by falling similarity, and then those at even places are the next line.
+
+    important: share in [0, 1] of the kept tokens that is important, rounded down for each tile.
+    features: what is compared: "tower", what the vision tower makes of a patch, or "projected", what enters the
+    language model, as the authors advise for towers that merge patches; a vLLM server has only the latter.
+
+    Source: Zhang et al., "Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in VLMs";
+    the authors' code for the rounds, and for the order of the line in them.
+
+    Differs from the paper: a round never drops more than there are at odd places, and their number is rounded up (the
+    authors' code fails on odd lines and on the smallest budgets, and agrees elsewhere); ties go to the earlier in the
+    line; tiles share the budget in proportion to their patches, and newline tokens go first; tokens keep their
+    positions of the full prompt.
+    """
+
+    important: Annotated[float, Ge(0), Le(1)] = 0.5
+    features: Literal["tower", "projected"] = "tower"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"encoder_attention"} | ({"encoder_features"} if self.features == "tower" else set()))
+
+    @property
+    def encoder_layers(self) -> tuple[int, ...]:
+        return (-1,)
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        tiles, attention = Tiles.among(tokens), attended(tokens)
+        diverse = tiles.only(tiles.number - (tiles.number.double() * self.important).long())
+        important = tiles.top(attention, tiles.number - diverse)
+        rest = tiles.patch & ~important
+        x = tokens.encoder_features if self.features == "tower" else tokens.hidden
+        return Selection(important | _distinct(x, rest, attention, tiles, diverse), counts=tokens.keep)
+
+
+def _distinct(x: Tensor, rest: Tensor, attention: Tensor, tiles: Tiles, number: Tensor) -> Tensor:
+    """bool `[S, N]`: of the `rest` of each tile those `number` (long `[S, T + 2]`) that the rounds leave."""
+    # How many rounds there are, and how large they are, follows from these: the one question to the device.
+    numbers = torch.stack([tiles.total(rest), number])[..., : tiles.count].tolist()
+    lines = [
+        (segment, tile, count, goal)
+        for segment, (counts, goals) in enumerate(zip(*numbers, strict=True))
+        for tile, (count, goal) in enumerate(zip(counts, goals, strict=True))
+        if goal
+    ]
+    if not lines:
+        return torch.zeros_like(rest)
+    segment, tile, count, goal = (to_device(list(one), x.device) for one in zip(*lines, strict=True))
+    longest = max(line[2] for line in lines)
+    at = segment[:, None] * rest.shape[1] + _lines(rest, attention, tiles, longest)[segment, tile]
+    parts, x = in_parts(len(lines), longest**2), x.flatten(0, 1)
+    left = torch.cat([_rounds(x[at[part]], count[part], goal[part], lines[part]) for part in parts])
+    kept = torch.zeros(rest.numel(), dtype=torch.long, device=x.device)
+    return kept.scatter_add(0, at.flatten(), left.long().flatten()).view_as(rest) > 0
+
+
+def _lines(rest: Tensor, attention: Tensor, tiles: Tiles, longest: int) -> Tensor:
+    """long `[S, T, longest]`: the tokens that are left of each tile by falling attention; then 0."""
+    place = rank_in_group(torch.where(rest, tiles.of, tiles.count + 1), ranked(attention))
+    spots = tiles.count * longest
+    spot = torch.where(rest & (place < longest), tiles.of * longest + place, spots)
+    index = torch.arange(rest.shape[1], device=rest.device).expand_as(spot)
+    lines = torch.zeros(len(rest), spots + 1, dtype=torch.long, device=rest.device).scatter(1, spot, index)
+    return lines[:, :-1].view(len(rest), tiles.count, longest)
+
+
+def _rounds(x: Tensor, count: Tensor, goal: Tensor, lines: list[tuple[int, int, int, int]]) -> Tensor:
+    """bool `[B, P]`: which of each line are left at the end.
+
+    x: `[B, P, D]`, lines of tokens; count, goal: long `[B]`, how many there are of each, and how many are to be left.
+    lines: the same on the host.
+    """
+    direction = unit(x)
+    alike, rows = direction @ direction.transpose(1, 2), torch.arange(len(x), device=x.device)[:, None]
+    line = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+    here = [(number, end) for *_, number, end in lines]
+    while any(number > end for number, end in here):
+        longest = max(number for number, _ in here)
+        line, place = line[:, :longest], torch.arange(longest, device=x.device)
+        odd, even = line[:, 0::2], line[:, 1::2]  # the first place is number one
+        table = alike[rows.unsqueeze(2), odd.unsqueeze(2), even.unsqueeze(1)]
+        likest = table.masked_fill((place[1::2] >= count[:, None]).unsqueeze(1), -2).amax(2)
+        likest = likest.masked_fill(place[0::2] >= count[:, None], -torch.inf)
+        odd = odd.gather(1, likest.argsort(dim=1, descending=True, stable=True))
+        odds = (count + 1) // 2
+        gone = torch.minimum((count - goal).clamp(0, _A_ROUND), odds)
+        place = place + gone[:, None]
+        place = torch.where(place < odds[:, None], place, odd.shape[1] + place - odds[:, None])
+        line = torch.cat([odd, even], dim=1).gather(1, place.clamp(max=longest - 1))
+        count = count - gone
+        here = [(number - min(max(number - end, 0), _A_ROUND, -(-number // 2)), end) for number, end in here]
+    kept = torch.arange(line.shape[1], device=x.device) < count[:, None]
+    return torch.zeros(x.shape[:2], dtype=torch.long, device=x.device).scatter_add(1, line, kept.long()) > 0

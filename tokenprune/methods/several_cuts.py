@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the methods share that cut several times inside the decoder: their base, and the attention of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Ge
+from torch import Tensor, nn
+
+from tokenprune.base import Method, Pruner, Selection
+from tokenprune.budget import Budget
+from tokenprune.options import check_options
+from tokenprune.schedule import place, profile
+from tokenprune.tokens import VisualTokens
+
+# What `text_votes` reads.
+TEXT = frozenset({"text_attention", "last_row_attention"})
+
+
+@dataclass(frozen=True)
+class CutsInside(Pruner):
+    """Base of the methods that make cuts inside the decoder which it places itself in `stages`, each a `OneCut`."""
+
+    def choose(self, tokens: VisualTokens, cut: int) -> Selection:
+        """Return which visual tokens stay at a cut, counted from 0; all choose alike where this is not overridden."""
+        return self.select(tokens)
+
+    def budget_at(self, cut: int, count: int, keep: int) -> int:
+        """Return how many of `count` tokens a cut keeps where its budget asks for `keep`; see `Method.budget`."""
+        return self.budget(count, keep)
+
+
+@dataclass(frozen=True)
+class SeveralCuts(CutsInside):
+    """Base of those that share one budget among their cuts; a subclass implements `score`, `select` or `choose`.
+
+    depths: for each cut the share of the decoder's layers before it, where no `layers` are given (see `place`).
+    sizes:  what each cut keeps, in proportion to the others; a property where options say it.
+    layers: an option, the decoder layer at whose input each cut is made.
+    """
+
+    depths: ClassVar[Sequence[float]]
+    sizes: ClassVar[Sequence[float]]
+
+    layers: Sequence[Annotated[int, Ge(1)]] | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+            number = len(self.depths)
+            rises = all(one < later for one, later in pairwise(self.layers))
+            self._check(
+                len(self.layers) == number and rises,
+                f"layers={self.layers!r} must name {number} decoder layers, each behind the one before",
+            )
+
+    @property
+    def cut_layer(self) -> int:
+        return self.layers[0] if self.layers else 0
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        placed = self.layers or place(self.depths, layers, budget)
+        cuts = profile(layers, list(zip(placed, self.sizes, strict=True)), budget)
+        return [(OneCut(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
+
+
+@dataclass(frozen=True)
+class OneCut(Pruner):
+    """One of the cuts of a method. of: the method. number: of the cut, from 0. layer: at whose input it is made."""
+
+    of: CutsInside
+    number: int
+    layer: int
+
+    def __post_init__(self) -> None:
+        for name in ("name", "site", "paper", "merges", "needs", "by_content_count", "least", "encoder_layers"):
+            object.__setattr__(self, name, getattr(self.of, name))
+
+    encoder_layers = ()
+
+    @property
+    def query_aware(self) -> bool:
+        return self.of.query_aware
+
+    @property
+    def prefix_cache_safe(self) -> bool:
+        return self.of.prefix_cache_safe
+
+    def check_model(self, decoder: nn.Module) -> None:
+        self.of.check_model(decoder)
+
+    def budget(self, count: int, keep: int) -> int:
+        return self.of.budget_at(self.number, count, keep)
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        return self.of.choose(tokens, self.number)
+
+
+def text_votes(tokens: VisualTokens, weights: Tensor) -> Tensor:
+    """float32 `[S, H, N]`: attention that the text behind each image pays to each visual token in the layer before the
+    cut, summed over its tokens with `weights`, `[S, M]` or `[S, H, M]`; that of the prompt's last token where no text
+    is behind an image. The method has to need `TEXT`."""
+    alone = ~tokens.text.mask.any(1)
+    return torch.where(alone[:, None, None], tokens.last_row_attention, tokens.attention_from(weights))

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenprune.observable import PerToken, Sizes, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import TokenSource
+
+
+@register_observable("key_heads")
+class KeyHeads(PerToken):
+    """`[S, N, Hkv, Dh]`: keys of the layer before the cut, after rotary embedding, head by head; those of `keys`
+    otherwise."""
+
+    where = Where.LAYER_BEFORE
+    axes = "SNHD"
+
+    def values(self, source: TokenSource) -> Tensor:
+        return source.before.keys(source.width).unflatten(-1, (-1, source.before.key.shape[-1]))
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.randn(sizes.segments, sizes.tokens, sizes.heads, sizes.width // sizes.heads, generator=generator)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.randn(sizes.segments, sizes.text, sizes.heads, sizes.width // sizes.heads, generator=generator)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenprune.observable import Observable, Sizes, Where
+from tokenprune.observable_registry import register_observable
+from tokenprune.tokens import Segments, TokenSource
+
+
+@register_observable("transitions")
+class Transitions(Observable):
+    """float32 `[S, N, 2, 2]`: what the attention module and the MLP of the layer before the cut make of what they get:
+    how many times as long it becomes, and its cosine to what it was."""
+
+    where = Where.MODULES_BEFORE
+    axes = "SNMT"
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return source.at(source.transitions, segments.position, segments)
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        made = torch.rand(sizes.segments, sizes.tokens, 2, 2, generator=generator)
+        return made * torch.tensor([3.0, 2.0]) - torch.tensor([0.0, 1.0])

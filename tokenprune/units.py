@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method is that drops units of patches ahead of the vision tower, by their pixels alone (IN_ENCODER)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from tokenprune.base import Method, Site
+from tokenprune.budget import Budget
+
+
+@dataclass(frozen=True)
+class UnitDropper(Method):
+    """Base of the methods that drop units ahead of the vision tower's first block (IN_ENCODER).
+
+    A unit is the patches that become one visual token. A subclass implements `keep_units`: it sees the pixels of one
+    image or video and never a model. Places, attention's pieces, and what the decoder gets, are the engine's.
+    """
+
+    site: ClassVar[Site] = Site.IN_ENCODER
+    by_content_count: ClassVar[bool] = True
+
+    @property
+    def reads_colours(self) -> str | None:
+        """Why `keep_units` needs colours in 0..1, which takes the processor; None where normalised ones do as well."""
+        return None
+
+    def is_identity(self, budget: Budget) -> bool:
+        """Return whether nothing is dropped, so that the tower is left alone; raise OptionError for a budget that
+        contradicts the options."""
+        return budget.is_identity()
+
+    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+        """Return which units of one image or video stay, bool `[T, H, W]`: at least one, and at most `most`.
+
+        pixels: float32 `[T, H, W, P]`, for each of T temporal patches (1 of an image) the grid of H x W units, with the
+        P values of all pixels of a unit: colours in 0..1, or normalised ones (see `reads_colours`).
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement keep_units()")
