@@ -13,6 +13,7 @@ from torch import Tensor
 import tokenprune
 from greedy import alone, check_against, cosine_table, image_tokens, next_pick, picked, unit
 from tokenprune import OptionError
+from tokenprune.methods.centering import centred
 from tokenprune.methods.scores import stretched
 
 
@@ -65,6 +66,17 @@ def naive_cen_divprune(
     while len(picks) < keep:
         picks.append(next_pick(distinct * distance[picks].amin(0), picks, kept, slack))
     return picks
+
+
+@pytest.mark.parametrize("center", [True, "standardised"])
+def test_a_token_that_equals_the_mean_points_nowhere(center: Any) -> None:
+    """What is left of it is rounding, and no direction; so is what is not finite."""
+    x = torch.randn(1, 37, 8, generator=torch.Generator().manual_seed(0)) + 100
+    x[:, -1] = x[:, :-1].mean(1)
+    assert not centred(image_tokens([37], [4], hidden=x), center)[0][0, -1].any()
+    x[:, 5] = math.nan
+    left, distinct = centred(image_tokens([37], [4], hidden=x), center)
+    assert not left[0, 5].any() and left[0, :5].any(1).all() and left.isfinite().all() and distinct.isfinite().all()
 
 
 def test_stretched() -> None:

@@ -65,6 +65,16 @@ def test_equals_the_naive_loop(options: dict) -> None:
     check_against(lambda **given: naive(**given, **options), "eadp", large=not options, slack=1e-3, **options)
 
 
+def test_opposites_cover_nothing_and_what_stands_across_a_half() -> None:
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        hidden, text = torch.randn(1, 40, 4, generator=g), {"hidden": torch.randn(1, 3, 4, generator=g)}
+        for keep in (1, 2, 4):
+            tokens = image_tokens([40], [keep], hidden=hidden, text=text)
+            (got,) = picked(tokenprune.method("eadp"), tokens)
+            assert got == sorted(naive(**alone(tokens, 0), keep=keep, kept=got, slack=1e-4))
+
+
 def test_on_a_grid() -> None:
     tokens = image_tokens([63, 40], [9, 6], grids=[(1, 7, 9), None])
     got = picked(tokenprune.method("eadp"), tokens)

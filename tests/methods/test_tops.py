@@ -69,7 +69,10 @@ def test_idselection_equals_the_naive_loop(gamma: float) -> None:
     check_against(lambda **seen: naive_idselection(**seen, gamma=gamma), "idselection", large, slack=1e-4, **given)
 
 
-@pytest.mark.parametrize("options", [{}, {"limit": 0.9}, {"average_rank": 5.0, "limit": 0.6}, {"limit": 0}], ids=str)
+AGILE = [{}, {"limit": 0.9}, {"average_rank": 5.0, "limit": 0.6}, {"average_rank": 2.0, "limit": 0.1}, {"limit": 0}]
+
+
+@pytest.mark.parametrize("options", AGILE, ids=str)
 def test_agilepruner_equals_the_naive_loop(options: dict) -> None:
     check_against(lambda **given: naive_agilepruner(**given, **options), "agilepruner", **options)
 
@@ -106,7 +109,7 @@ def test_limits_that_leave_attention_alone() -> None:
     tokens = image_tokens([60], [20])
     top = [sorted(tokens.encoder_attention(-1)[0].mean(0).topk(20).indices.tolist())]
     assert picked(tokenprune.method("tops", diversity=0, coverage=0), tokens) == top
-    assert picked(tokenprune.method("agilepruner", limit=0), tokens) == top
+    assert picked(tokenprune.method("agilepruner", average_rank=2.0, limit=0), tokens) == top
     assert picked(tokenprune.method("idselection", gamma=1e6), tokens) == top
     (few,), (many,) = (picked(tokenprune.method("agilepruner", average_rank=r), tokens) for r in (5.0, 2000.0))
     assert len(set(few) & set(top[0])) < len(set(many) & set(top[0]))

@@ -58,7 +58,7 @@ class Tops(Pruner):
                 pick = first_largest(score.masked_fill(barred, -torch.inf))
                 barred[rows, pick] |= step < number
                 near = torch.maximum(near, alike[rows, pick])
-                gain = coverage_gain(alike, near.masked_fill(barred, torch.inf))
+                gain = coverage_gain(alike, near)  # a pick is covered by itself, as well as can be
                 score = over_mean(salient, ~barred) + self.coverage * over_mean(gain, ~barred)
                 score = score + self.diversity * over_mean((1 - near).clamp(min=0), ~barred)
             return barred & mask
