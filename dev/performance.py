@@ -103,7 +103,8 @@ def _farthest(header: dict[str, Any], records: list[dict[str, Any]], device: str
         f"{where(header)}; width {header['width']}, one token of 9 stays, medians of {header['rounds']} rounds in turn, "
         "CPU time.",
         "",
-        "| features | tokens | one product of all and the picks, ms | choosing, ms | in products | one by one, in products |",
+        "| features | tokens | one product of all and the picks, ms | choosing, ms | in products "
+        "| one by one, in products |",
         "|---" * 6 + "|",
     ]
     for one in records:
