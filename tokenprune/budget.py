@@ -129,23 +129,24 @@ class Budget:
         if self.flops_share is not None:
             kept = _kept_for_flops(self, cuts, tuple(counts), shape, text_tokens)
         else:
-            kept = zip(*(_kept_on_average(self, cuts, count, shape) for count in counts), strict=True)
+            # As a number of tokens 1 is another budget than as a share, though the two are equal, and so one key.
+            number = self.average_tokens is not None or isinstance(self.keep, numbers.Integral)
+            kept = zip(*(_kept_on_average(self, number, cuts, count, shape) for count in counts), strict=True)
         return [list(of_cut) for of_cut in kept]
 
 
 @lru_cache(maxsize=4096)
 def _kept_on_average(
-    budget: Budget, cuts: tuple[tuple[int, float], ...], count: int, shape: DecoderShape
+    budget: Budget, number: bool, cuts: tuple[tuple[int, float], ...], count: int, shape: DecoderShape
 ) -> tuple[int, ...]:
-    """How many of a segment's `count` tokens each cut keeps; see `Budget.solve`."""
+    """How many of a segment's `count` tokens each cut keeps; see `Budget.solve`. number: whether the budget is a number
+    of tokens."""
     sizes = [1] * shape.layers if budget.kv_share is None else shape.kv_widths
     ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
     weights = [sum(sizes[layer:end]) for (layer, _), end in zip(cuts, ends, strict=True)]
     before, whole = sum(sizes[: cuts[0][0]]), sum(sizes)
-    if budget.average_tokens is not None or isinstance(budget.keep, numbers.Integral):
-        share = min(1.0, float(budget.average_tokens or budget.keep) / count)
-    else:
-        share = budget.kv_share or budget.keep
+    share = float(budget.average_tokens or budget.keep) / count if number else budget.kv_share or budget.keep
+    share = min(1.0, share)
     if before and before >= share * whole * (1 - 1e-12) and share < 1:
         raise BudgetError(
             f"{budget} cannot be reached by a cut at layer {cuts[0][0]} of {shape.layers}: the layers before it alone "

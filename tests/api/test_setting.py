@@ -46,7 +46,7 @@ def awake() -> Iterator[None]:
 def test_the_options_that_name_a_file() -> None:
     methods = {name: registry.method_class(name) for name in registry.available_methods()}
     found = {(name, option) for name, cls in methods.items() for option in file_options(cls)}
-    assert found == {("dymu", "thresholds"), ("dyrate", "predictor")}
+    assert found == {("dymu", "thresholds"), ("dyrate", "predictor"), ("d2pruner", "prior"), ("fitprune", "recipe")}
 
     @dataclass(frozen=True)
     class Typed(Method):

@@ -157,7 +157,7 @@ def test_the_commands(tmp_path: Path) -> None:
     """On the shipped model: `show` then takes nothing but the name, and the file is one that the method reads."""
     for command, kind in (("fit-d2pruner", "places"), ("fit-fitprune", "recipes")):
         out = tmp_path / f"{command}.safetensors"
-        said = call(command, "--limit", "2", "--out", str(out))
+        said = call(command, "--limit", "2", "--out", str(out)).output
         assert kind in said and out.exists()
     tokenprune.method("d2pruner", prior=tmp_path / "fit-d2pruner.safetensors")
     tokenprune.method("fitprune", recipe=tmp_path / "fit-fitprune.safetensors")

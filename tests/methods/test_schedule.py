@@ -52,6 +52,17 @@ def test_published_schedules_come_out(budget: dict) -> None:
     assert tokens == [576] * 8 + [288] * 8 + [144] * 8 + [72] * 8
 
 
+def test_one_token_is_not_all_of_them() -> None:
+    """1 and 1.0 are equal, and so are budgets of them: what is remembered of one is not taken for the other."""
+    cuts, shape = [(1, 1.0), (2, 0.5)], decoder(8)
+    about = dict(shape=shape, text_tokens=3)
+    assert Budget(keep=1.0).solve(cuts, [77], **about) == [[77], [77]]
+    with pytest.raises(BudgetError, match="layer 1"):
+        Budget(keep=1).solve(cuts, [77], **about)
+    assert Budget(keep=1).solve([(0, 1.0)], [78], **about) == [[1]]
+    assert Budget(keep=1.0).solve([(0, 1.0)], [78], **about) == [[78]]
+
+
 @st.composite
 def schedules(draw: Any) -> tuple[int, list[tuple[int, float]]]:
     layers = draw(st.integers(2, 40))

@@ -122,6 +122,21 @@ def test_counts_and_merges(recycle: float, exact: bool) -> None:
                 assert again == min(removed, int(recycle * removed) + 1)  # each in one cluster
 
 
+def test_clusters_count_as_many_neighbours_as_there_are_of_them() -> None:
+    method = tokenprune.method("sparsevlm", recycle=1.0)
+    for seed, (count, keep) in enumerate(((90, 30), (64, 20), (120, 25))):
+        tokens = view([count], [keep], method.needs, seed=seed)
+        number = naive_clusters(count, keep, 1.0)
+        assert number > 4
+        text = int(tokens.text.mask.sum())
+        raters = naive_raters(tokens.embeddings[0], tokens.text.embeddings[0, :text])
+        score = tokens.text_attention[0][:, raters].mean((0, 1)).tolist()
+        picks = best(score, keep - number)
+        again = [i for i in range(count) if i not in picks]
+        centres = [again[i] for i in naive_centres(tokens.hidden[0, again], number, number)]
+        assert rows(method.select(tokens).keep) == [sorted(picks + centres)]
+
+
 def test_an_image_with_no_text_behind_it_is_rated_by_the_last_token() -> None:
     tokens = view([20], [6], tokenprune.method("sparsevlm").needs)
     none = {"mask": torch.zeros(1, 5, dtype=torch.bool), "hidden": tokens.text.hidden,

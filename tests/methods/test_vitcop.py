@@ -72,6 +72,9 @@ def test_groups_are_as_many_as_wanted() -> None:
                     own = [group for group in groups if set(group) <= set(one)]
                     alone = sorted(i for group in own[:-1] for i in group)
                     assert alone == sorted(one[i] for i in best([-length[i] for i in one], len(alone)))
+                    # By its size, and put right by one at most.
+                    free, rest = wanted - len(clusters), count - len(clusters)
+                    assert abs(len(alone) - round(free * (len(one) - 1) / max(1, rest))) <= 1
 
 
 def test_the_schedule_is_the_authors() -> None:

@@ -74,6 +74,7 @@ SLOW = {
     "kernels/test_kernels_similarity.py",
     "methods/test_calibration.py::test_command_line",
     "methods/test_calibration.py::test_equals_the_naive_loop",
+    "methods/test_d2pruner.py::test_the_commands",
     "methods/test_dymu_decoder.py::test_thresholds_ship_for_the_demo_model",
     "methods/test_dyrate.py::test_memory_after_64_tokens",
     "methods/test_dyrate_rates.py::test_fitting",
