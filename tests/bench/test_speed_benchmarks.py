@@ -119,8 +119,7 @@ def test_peers(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_name["divprune"]["peak"] < by_name["unpatched"]["peak"]
     text = module.page(path)
     assert "| `fastv` | 64 | x" in text and text.count("| FastV |") == 3 and "x4.06" in text
-    whole = module.results_path(CPU, "peers")
-    assert (module.page(whole) if whole.exists() else "(not measured yet)") in module.PAGE.read_text()
+    assert module.page(module.results_path(CPU, "peers")) in module.PAGE.read_text()
     for one in module.published():
         assert one["ratio"] > 1 and one["source"] and one["where"] and one["model"]
     eadp = next(one for one in module.published() if one["source"].startswith("EADP") and one["method"] == "divprune")
@@ -153,7 +152,7 @@ def test_stacks_are_put_beside_the_best_method(script, tmp_path: Path) -> None:
     names = {group: str(one[0].candidate) for group, one in found.items()}
     assert names["downsample"] == "downsample 0.5" and names["single"] in ("divprune 0.5", "fastv 0.5")
     assert "+" in names["stack"] and world.costs[found["stack"][0].candidate] < 0.5
-    assert all(drop <= 0.01 < below for _, drop, below in found.values())
+    assert all(drop <= 0.01 and drop < below for _, drop, below in found.values())
     assert all(len(world.answered(one.candidate)) == 900 for one, _, _ in found.values())
     # Where all lose too much, the one that loses least.
     assert stacks.best_of("single", tuner, 0.0, 6)[1] >= 0
