@@ -86,11 +86,12 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=8192, help="tokens up to which the slow way is run, too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=["cpu"], help="a GPU has kernels of its own")
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu/farthest.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    device, console = torch.device("cpu"), Console()
+    device, console = torch.device(args.device), Console()
     counts = [256, 640] if args.tiny else args.counts
     lines = [header(device, width=args.width, rounds=args.rounds)]
     table = Table(title=f"Farthest tokens, width {args.width}, {args.threads} thread(s), CPU time")

@@ -42,6 +42,8 @@ def tokens(kind: str, seed: int) -> Tensor:
         return x[torch.randint(COUNT // 3, (COUNT,), generator=g)]
     if kind == "corners":
         return x[:, :4].sign().repeat(1, 4)
+    if kind == "levels":
+        return x[:, :8].sign().repeat(1, 2)  # many distances, all of them shared by many
     if kind == "line":
         return 1 + 1e-3 * torch.arange(COUNT)[:, None] * x[0]
     if kind == "some zeros":
@@ -49,7 +51,7 @@ def tokens(kind: str, seed: int) -> Tensor:
     return {"random": x, "equal": x[:1].expand(COUNT, -1), "zeros": 0 * x}[kind]
 
 
-KINDS = ("random", "groups", "copies", "corners", "line", "some zeros", "equal", "zeros")
+KINDS = ("random", "groups", "copies", "corners", "levels", "line", "some zeros", "equal", "zeros")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
