@@ -36,7 +36,7 @@ from tokenprune.accounting import DecoderShape
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.selection import merge_tokens
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.merging import best_partners, bipartite_match, ragged_merge
+from tokenprune.merging import best_partners, bipartite_match, most, ragged_merge
 from tokenprune.tokens import Segments
 
 METHODS = ("uniform", "random", "fastv", "dyrate", "dart", "divprune", "vscan", "pool", "tome", "dymu", "the cut")
@@ -86,7 +86,7 @@ def _merging(name: str, tower: Tower, device: torch.device, dtype: torch.dtype) 
     x = torch.randn(tower.images, tower.tokens, tower.width, device=device, dtype=dtype)
     keys = torch.randn(tower.images, tower.tokens, tower.head_width, device=device, dtype=dtype)
     weight = torch.ones(x.shape[:2], device=device)
-    gone = round(tower.tokens * (1 - 1 / SHARE) / (tower.layers - 1))
+    gone = min(round(tower.tokens * (1 - 1 / SHARE) / (tower.layers - 1)), most(tower.tokens, protected=1))
 
     def merge() -> Any:
         for _ in range(tower.layers - 1):
@@ -115,7 +115,8 @@ def predict(models: tuple[Model, ...], methods: list[str]) -> Iterator[dict[str,
         for name in methods:
             run = prepared(name, model, torch.device("meta"))
             with ExitStack() as stack:
-                stack.enter_context(torch.inference_mode())
+                # Not inference_mode, in which operations are not taken apart before they are counted.
+                stack.enter_context(torch.no_grad())
                 stack.enter_context(driver.compiling(H100))
                 counter = stack.enter_context(Counter())
                 run()
