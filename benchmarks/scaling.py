@@ -51,7 +51,13 @@ def selecting_methods() -> list[str]:
     """Those that choose among visual tokens of an image that are there."""
     sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
     names = [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
-    return [name for name in names if not compares_frames(tokenprune.method(name))]
+    return [name for name in names if not compares_frames(tokenprune.method(name)) and _chooses_itself(name)]
+
+
+def _chooses_itself(name: str) -> bool:
+    """Whether a method makes its cut itself, and not by stages of others."""
+    cls = tokenprune.method_info(name).cls
+    return cls.select is not Method.select or cls.score is not Method.score
 
 
 @dataclass(kw_only=True)

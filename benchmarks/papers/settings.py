@@ -17,7 +17,7 @@ from papers.sets import TASK_FOLDER
 import tokenprune
 from tokenprune import Budget, Site
 from tokenprune.accounting import DecoderShape
-from tokenprune.errors import OptionError
+from tokenprune.errors import BudgetError, OptionError
 from tokenprune.video import compares_frames
 
 PRETRAINED = "llava-hf/llava-1.5-7b-hf"
@@ -94,11 +94,19 @@ def settings() -> tuple[Setting, ...]:
                 found.append(_smaller_image(info.name, budget))
             elif info.site is Site.IN_ENCODER:
                 found.append(_merged(info.name, budget))
-            else:
-                found.append(_dropped(info.name, budget))
+            elif (reached := _reached(info.name, budget)) is not None:
+                found.append(reached)
     # DART's paper counts what its cut keeps, and keeps 4 more than it counts.
     found += [_setting("dart", budget, "cut", budget, {"exact": False}) for budget in BUDGETS]
     return tuple(found)
+
+
+def _reached(name: str, budget: int) -> Setting | None:
+    """Return `_dropped`, or None where the layers before a method's first cut spend more than the budget."""
+    try:
+        return _dropped(name, budget)
+    except BudgetError:
+        return None
 
 
 def _dropped(name: str, budget: int) -> Setting:

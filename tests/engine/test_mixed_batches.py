@@ -150,7 +150,8 @@ def test_rows_are_what_they_are_alone(name: str, method: str, batch: str, paddin
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_merges_in_the_tower(name: str, padding: str, build) -> None:
-    check(FAMILIES[name], build(FAMILIES[name]), "two, none and one", padding, method="tome", keep=0.25)
+    keep = 0.5 if name == "llava_next" else 0.25  # its tiny images have no fewer: a token of each tile, and newlines
+    check(FAMILIES[name], build(FAMILIES[name]), "two, none and one", padding, method="tome", keep=keep)
 
 
 def test_padding_alone_is_no_cut(build) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import METHODS, MODEL_METHODS
-from tokenprune import Selection, Site, VisualTokens
+from tokenprune import Method, Selection, Site, VisualTokens
 from tokenprune.observable import Sizes, Where
 from tokenprune.observable_registry import find_observable
 from tokenprune.testing import visual_tokens
@@ -109,7 +109,16 @@ def naive_dart(
 GIVEN = {*ATTENTION, "encoder_attention", "patches", "keys"}  # what `made_up` gives; of others see check_method
 
 
-@pytest.mark.parametrize("name", [one for one in MODEL_METHODS if tokenprune.method_info(one).needs <= GIVEN])
+def chooses_itself(name: str) -> bool:
+    """Whether a method makes its cut itself, and not by stages of others."""
+    cls = tokenprune.method_info(name).cls
+    return cls.select is not Method.select or cls.score is not Method.score
+
+
+ALONE = [one for one in MODEL_METHODS if tokenprune.method_info(one).needs <= GIVEN and chooses_itself(one)]
+
+
+@pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize(("counts", "keep"), [([9], [4]), ([12, 5, 1], [12, 2, 1]), ([30, 31], [1, 29])])
 def test_exact_counts(name: str, counts: list[int], keep: list[int]) -> None:
     attention = torch.rand(len(counts), 2, max(counts) + 6)

@@ -133,7 +133,7 @@ def test_deep_copy_and_training() -> None:
 def test_refused() -> None:
     model = build("class token")
     was = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match="no language model, which fastv"):
+    with pytest.raises(UnsupportedModelError, match="no language model, nor grids of any size, which fastv"):
         tokenprune.patch(model, ["tome", "fastv"])
     with pytest.raises(BudgetError, match="at most half"):
         tokenprune.patch(model, "tome", keep=1)

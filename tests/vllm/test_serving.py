@@ -27,6 +27,7 @@ from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
 from tokenprune.methods.pixels.downsample import Downsample
 from tokenprune.methods.pixels.dynres import DynRes
 from tokenprune.methods.pre_llm.divprune import DivPrune
+from tokenprune.methods.pre_llm.uniform import Uniform
 from tokenprune.methods.pre_llm.pool import Pool
 from tokenprune.methods.pre_llm.random import Random
 from tokenprune.methods.pre_llm.uniform import Uniform
@@ -225,7 +226,7 @@ def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> 
 
     @registry.register(name, site=site, needs=needs)
     @dataclass(frozen=True)
-    class BySight(DivPrune):
+    class BySight(Uniform):
         """Keep what looks well."""
 
         layer: int = 2
