@@ -135,7 +135,8 @@ class OfflineDriver:
         read = _of_cubin if self.gpu.backend == "cuda" else _of_amdgcn
         registers, spills = read(self._files)
         self.programs[self._next] = Binary(registers, spills, shared, len(program))
-        return None, self._next, registers, spills // 4, 1024
+        # The first, a handle of what was loaded, must be something: Triton would load again with every launch.
+        return self._next, self._next, registers, spills // 4, 1024
 
     def unload_module(self, module: Any) -> None:
         """Nothing was loaded."""

@@ -132,8 +132,9 @@ def _cuts(method: tokenprune.Method, keep: int) -> list[tuple[int, int]]:
     count, cuts = PATCHES, []
     for stage, budget in method.stages(Budget(keep=keep), SHAPE.layers):
         about = dict(layer=stage.cut_layer, shape=SHAPE, text_tokens=0, original=[PATCHES])
-        kept = budget.resolve([count], **about)[0]
-        count = min(count, stage.budget(count, kept))
+        if count:
+            kept = budget.resolve([count], **about)[0]
+            count = min(count, stage.budget(count, kept))
         cuts.append((stage.cut_layer, count))
     return cuts
 

@@ -88,12 +88,14 @@ def inverse_norm(x: Tensor) -> Tensor:
     return 1 / torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).clamp(min=1e-12)
 
 
-def block_sizes(x: Tensor) -> tuple[int, int, int]:
-    """Rows, columns and features of a tile."""
-    if x.dtype == torch.float32:
-        return 64, 64, 32
-    # Three stages of the larger tiles take 96 KiB of shared memory.
-    return (128, 128, 64) if shared_memory() >= 2**17 else (64, 64, 64)
+def block_sizes(*tensors: Tensor) -> tuple[int, int, int]:
+    """Rows, columns and features of a tile of products of tokens `[S, N, D]`."""
+    if tensors[0].dtype == torch.float32:
+        return 64, 32, 32
+    # Three stages of the larger tiles take 96 KiB of shared memory; vectors that begin at odd places (a width of 72)
+    # are read element by element, which takes more registers than the larger tiles leave.
+    even = all(size % 16 == 0 for x in tensors for size in (x.shape[2], *x.stride()[:2]))
+    return (128, 128, 64) if even and shared_memory() >= 2**17 else (64, 64, 64)
 
 
 def best_match(
@@ -111,7 +113,7 @@ def best_match(
     own go through."""
     a, b = multipliable(a), multipliable(b)
     (segments, count, width), others_count = a.shape, b.shape[1]
-    block_a, block_b, block_d = blocks or block_sizes(a)
+    block_a, block_b, block_d = blocks or block_sizes(a, b)
     groups = group_a is not None
     if parts is None:
         parts = max(1, _PROGRAMS // max(1, segments * triton.cdiv(count, block_a)))
