@@ -32,7 +32,7 @@ from rich.progress import track
 from rich.table import Table
 
 import tokenprune
-from tokenprune import Method, Site, VisualTokens
+from tokenprune import Method, Pruner, Site, VisualTokens
 from tokenprune.accounting import DecoderShape
 from tokenprune.merging import bipartite_match, threshold_match
 from tokenprune.tokens import Patches, Segments, TokenSource
@@ -57,7 +57,7 @@ def selecting_methods() -> list[str]:
 def _chooses_itself(name: str) -> bool:
     """Whether a method makes its cut itself, and not by stages of others."""
     cls = tokenprune.method_info(name).cls
-    return cls.select is not Method.select or cls.score is not Method.score
+    return cls.select is not Pruner.select or cls.score is not Pruner.score
 
 
 @dataclass(kw_only=True)
@@ -76,6 +76,9 @@ class MadeUp(TokenSource):
     @property
     def behind(self) -> Any:
         return self.seen
+
+    def note(self, text: str) -> None:
+        """Nobody reads what a method says here."""
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:])

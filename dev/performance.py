@@ -100,8 +100,8 @@ def farthest() -> str:
 
 def _farthest(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
     lines = [
-        f"{where(header)}; width {header['width']}, one token of 9 stays, medians of {header['rounds']} rounds in turn, "
-        "CPU time.",
+        f"{where(header)}; width {header['width']}, one token of 9 stays, medians of {header['rounds']} rounds "
+        "in turn, CPU time.",
         "",
         "| features | tokens | one product of all and the picks, ms | choosing, ms | in products "
         "| one by one, in products |",
@@ -110,7 +110,8 @@ def _farthest(header: dict[str, Any], records: list[dict[str, Any]], device: str
     for one in records:
         slow = one.get("one_by_one_products")
         lines.append(
-            f"| {one['kind']} | {one['tokens']} | {one['product_cpu_ms']['p50']:.0f} | {one['blocks_cpu_ms']['p50']:.0f} "
+            f"| {one['kind']} | {one['tokens']} | {one['product_cpu_ms']['p50']:.0f} "
+            f"| {one['blocks_cpu_ms']['p50']:.0f} "
             f"| {one['blocks_products']['p50']:.1f} | {'' if slow is None else format(slow['p50'], '.1f')} |"
         )
     return "\n".join([*lines, "", source("farthest", device)])

@@ -27,6 +27,9 @@ LEFT_OUT = {
     "pevlm": "removes no tokens, and acts on video alone",
     "view_select": "chooses between the images of a prompt; here every prompt has one",
     "pixelprune": "acts on towers that pack patches of any grid, and LLaVA-1.5 has a fixed one",
+    "visipruner": "keeps what its own layers decide, up to `keep`: what 192 takes is not known before the run",
+    "vtw": "withdraws all tokens at a layer: a budget is met by whole layers, from below",
+    "ivc_prune": "counts what stays at its cut; the layers before it keep all, and only its authors' code evicts them",
     "dynres": "gives each image a number by its content: what 192 on average takes is not known before the run",
 }
 LEFT_OUT |= {

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import tokenprune
-from tokenprune import BudgetError, Site
+from tokenprune import Site
 from tokenprune.kernels import farthest, farthest_blocks
 from zoo import FAMILIES, FIRST_TEXT_ID, HIDDEN, VOCAB
 
@@ -23,6 +23,8 @@ TEXT = (20, 33)
 
 # Their papers compare all tokens with all; said on their pages. Not for thousands of tokens.
 ALL_PAIRS = {"cdpruner", "eadp", "otprune", "prunesid", "mmtok", "scope", "tops", "idselection", "agilepruner"}
+# Or of many rows of attention at once.
+ALL_PAIRS |= {"d2pruner", "fitprune", "ivc_prune"}
 
 
 def methods() -> list[str]:
@@ -71,10 +73,9 @@ def prefill(family: str, name: str | None, batch: int, **options: Any) -> Alloca
         )
     images = BaseModelOutputWithPooling(pooler_output=[torch.randn(VISUAL, HIDDEN, generator=g) for _ in range(batch)])
     if name is not None:
-        try:
-            tokenprune.patch(model, name, keep=KEEP, guard="off")
-        except BudgetError:  # four layers are few for methods of several cuts
-            tokenprune.patch(model, name, keep=0.8, guard="off")
+        # Four layers are few for methods of several cuts.
+        keep = KEEP if tokenprune.method_info(name).site is Site.PRE_LLM else 0.8
+        tokenprune.patch(model, name, keep=keep, guard="off")
     with torch.no_grad(), Allocations() as made:
         model(input_ids=ids, attention_mask=mask, mm_encoder_outputs={"image": images}, use_cache=True, **options)
     return made

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import METHODS, MODEL_METHODS
-from tokenprune import Method, Selection, Site, VisualTokens
+from tokenprune import Pruner, Selection, Site, VisualTokens
 from tokenprune.observable import Sizes, Where
 from tokenprune.observable_registry import find_observable
 from tokenprune.testing import visual_tokens
@@ -112,7 +112,7 @@ GIVEN = {*ATTENTION, "encoder_attention", "patches", "keys"}  # what `made_up` g
 def chooses_itself(name: str) -> bool:
     """Whether a method makes its cut itself, and not by stages of others."""
     cls = tokenprune.method_info(name).cls
-    return cls.select is not Method.select or cls.score is not Method.score
+    return cls.select is not Pruner.select or cls.score is not Pruner.score
 
 
 ALONE = [one for one in MODEL_METHODS if tokenprune.method_info(one).needs <= GIVEN and chooses_itself(one)]

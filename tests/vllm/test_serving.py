@@ -27,7 +27,6 @@ from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
 from tokenprune.methods.pixels.downsample import Downsample
 from tokenprune.methods.pixels.dynres import DynRes
 from tokenprune.methods.pre_llm.divprune import DivPrune
-from tokenprune.methods.pre_llm.uniform import Uniform
 from tokenprune.methods.pre_llm.pool import Pool
 from tokenprune.methods.pre_llm.random import Random
 from tokenprune.methods.pre_llm.uniform import Uniform
