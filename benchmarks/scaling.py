@@ -35,6 +35,8 @@ import tokenprune
 from tokenprune import Method, Pruner, Site, VisualTokens
 from tokenprune.accounting import DecoderShape
 from tokenprune.merging import bipartite_match, threshold_match
+from tokenprune.observable import Where
+from tokenprune.observable_registry import observables_of
 from tokenprune.tokens import Patches, Segments, TokenSource
 from tokenprune.video import compares_frames
 
@@ -51,13 +53,16 @@ def selecting_methods() -> list[str]:
     """Those that choose among visual tokens of an image that are there."""
     sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
     names = [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
-    return [name for name in names if not compares_frames(tokenprune.method(name)) and _chooses_itself(name)]
+    return [name for name in names if not compares_frames(tokenprune.method(name)) and _fits(name)]
 
 
-def _chooses_itself(name: str) -> bool:
-    """Whether a method makes its cut itself, and not by stages of others."""
-    cls = tokenprune.method_info(name).cls
-    return cls.select is not Pruner.select or cls.score is not Pruner.score
+def _fits(name: str) -> bool:
+    """Whether a method makes its cut itself, not by stages of others, and reads what is made up here."""
+    about = tokenprune.method_info(name)
+    itself = about.cls.select is not Pruner.select or about.cls.score is not Pruner.score
+    places = (Where.ENTRY, Where.UNROTATED, Where.INPUT_BEFORE, Where.MODULES_BEFORE)
+    unknown = {"values", "value_heads", "last_row_output", "encoder_flow"}
+    return itself and not about.needs & unknown and not observables_of(about.needs, *places)
 
 
 @dataclass(kw_only=True)
