@@ -69,12 +69,13 @@ def test_the_worst_program_of_each_kernel_compiles_within_its_budget(
 
 
 def test_the_table_is_whole(script: Any) -> None:
-    """Every kernel is in it for each GPU of its head; nothing in it spills, or takes more than there is."""
+    """Every kernel is in it for each GPU; nothing in it spills, or takes more than there is."""
     module, targets = script("compile_kernels"), script("gpu_targets")
     head, records = read(ROOT / "benchmarks/results/kernels.jsonl")
     kernels = {one["kernel"] for one in records}
     assert kernels == script("launch_costs").COSTS.keys()
-    assert {"sm_80", "sm_90"} <= set(head["gpus"]) <= {"sm_80", "sm_90", "sm_100", "gfx942"} == targets.GPUS.keys()
+    assert {"sm_80", "sm_90", "sm_100", "gfx942"} == set(head["gpus"]) == targets.GPUS.keys()
+    assert {"float32", "float16", "bfloat16"} == set(head["dtypes"])
     assert {(one["kernel"], one["gpu"]) for one in records} == {(k, gpu) for k in kernels for gpu in head["gpus"]}
     assert [fault for one in records for fault in module.faults(one)] == []
 
@@ -94,8 +95,13 @@ def test_faults_are_found(script: Any) -> None:
     for said, change in cases.items():
         found = module.faults(good | change, good)
         assert any(said in fault and "_k on sm_80" in fault for fault in found), said
+<<<<<<< HEAD
         allowed = not change.keys().isdisjoint({"registers", "size"}) or said[:6] == "shared"
         assert bool(module.faults(good | change)) != allowed
+=======
+    grown = [{"registers": 111}, {"size": 1251}, {"shared": 1025}]
+    assert not any(module.faults(good | change) for change in grown), "without a budget there is nothing to grow past"
+>>>>>>> kern16
 
 
 @pytest.mark.parametrize(
