@@ -95,13 +95,8 @@ def test_faults_are_found(script: Any) -> None:
     for said, change in cases.items():
         found = module.faults(good | change, good)
         assert any(said in fault and "_k on sm_80" in fault for fault in found), said
-<<<<<<< HEAD
-        allowed = not change.keys().isdisjoint({"registers", "size"}) or said[:6] == "shared"
-        assert bool(module.faults(good | change)) != allowed
-=======
     grown = [{"registers": 111}, {"size": 1251}, {"shared": 1025}]
     assert not any(module.faults(good | change) for change in grown), "without a budget there is nothing to grow past"
->>>>>>> kern16
 
 
 @pytest.mark.parametrize(
