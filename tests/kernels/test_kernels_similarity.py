@@ -195,6 +195,14 @@ def test_take_in_turn(kernel_device: torch.device, dtype: torch.dtype, s: int, p
         assert torch.equal(got.cpu(), want)
 
 
+def test_of_equal_scores_in_several_tiles_the_first_are_taken(kernel_device: torch.device) -> None:
+    score, mask = torch.zeros(1, 2, 40), torch.arange(40)[None] % 5 != 0
+    args = score, mask, torch.tensor([[20, 9]])
+    want = mask & (mask.cumsum(1) <= 29)
+    assert torch.equal(take_in_turn.reference(*args, 20), want)
+    assert torch.equal(take_in_turn.triton(*(t.to(kernel_device) for t in args), 20, block=16).cpu(), want)
+
+
 def test_zeros_of_either_sign_tie(kernel_device: torch.device) -> None:
     score, mask = torch.tensor([[[-1.0, -0.0, 0.0, -0.0, 0.0]]]), torch.ones(1, 5, dtype=torch.bool)
     for take in (take_in_turn.reference, take_in_turn.triton):
