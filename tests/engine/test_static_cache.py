@@ -128,6 +128,22 @@ def test_second_turns(name: str, method: Any, build) -> None:
 
 
 @torch.no_grad()
+def test_images_of_a_later_turn_that_come_by_position(build) -> None:
+    """The base model is called as its own class allows; a step is told from a turn by what it is handed."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(padding=None)
+    ids, pixels = inputs["input_ids"], inputs["pixel_values"]
+    with tokenprune.patched(model, "divprune", keep=0.4):
+        cache = static(model, 200)
+        model.model(ids, pixels, past_key_values=cache)
+        first = tokenprune.stats(model)
+        model.model(ids, pixels, past_key_values=cache)
+        second = tokenprune.stats(model)
+    assert second is not first and second.visual_tokens_out == first.visual_tokens_out < first.visual_tokens_in
+    assert int(cache.layers[0].cumulative_length) == 2 * first.width_per_layer[0]
+
+
+@torch.no_grad()
 def test_interleaved_generations_and_beams(build) -> None:
     family = FAMILIES["llava"]
     model = build(family)

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, StaticLayer
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.shared.attachable import give_back_class, swap_class
-
-STATIC_LAYERS = {StaticLayer, StaticSlidingWindowLayer}
 
 
 class KeySpan(NamedTuple):

@@ -117,10 +117,15 @@ class Engine(Attachable):
         stack = self._stack()
         return stack[-1] if stack else None
 
+    def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return all that the base model was called with, by name."""
+        return dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
+
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if begin_turn(kwargs):
+        arguments = self._by_name(args, kwargs)
+        if begin_turn(arguments):
             return
-        call = Call(dict(zip(self._parameters, args, strict=False)) | kwargs)
+        call = Call(arguments)
         self._stack().append(call)
         self._under_way.append(call)
         call.arguments = self.adapter.arguments(call.arguments)
@@ -138,7 +143,7 @@ class Engine(Attachable):
         call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
 
     def _leave_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if is_step(kwargs):
+        if is_step(self._by_name(args, kwargs)):
             return
         call = self._stack().pop()
         self._under_way.remove(call)
