@@ -114,6 +114,8 @@ class Engine(Attachable):
         return states().setdefault(self, [])
 
     def _call(self) -> Call | None:
+        if not self._under_way:
+            return None
         stack = self._stack()
         return stack[-1] if stack else None
 
@@ -330,7 +332,8 @@ class Engine(Attachable):
             keep_transition(call, number, hidden_states(args, kwargs), output)
 
     def _observe(self, layer: int, observation: Observation) -> None:
-        if not self._under_way or (call := self._call()) is None or not call.active:
+        call = self._call()
+        if call is None or not call.active:
             return
         if call.state.get(Probe) is not None:
             raise StopForward(observation)
