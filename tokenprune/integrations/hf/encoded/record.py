@@ -26,9 +26,9 @@ KEY = "tokenprune_record"
 class EncoderRecord:
     """Everything that a patch leaves on the output of one `get_image_features` or `get_video_features`.
 
-    Each field has one writer, and is None where that does not stand in the patch or could not tell. `owners`,
-    `kept` and `attention` are set as the vision tower ends, the others behind it (`after_encode`); counts and grids on
-    the host.
+    Each field has one writer (`block_tokens` two, of which a patch has one), and is None where that does not stand in
+    the patch or could not tell. `owners`, `kept` and `attention` are set as the vision tower ends, the others behind it
+    (`after_encode`); counts and grids on the host.
 
     grids: (frames, height, width) in tokens of each image or video. The engine writes it; segments.py reads it.
     frames: how many frames of each video reach the decoder. The engine, or an adapter that merges images itself, writes

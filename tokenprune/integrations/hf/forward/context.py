@@ -110,8 +110,7 @@ class Call:
     for each modality, where its placeholders are; host: the same on the host, and more. Both are known where images are
     encoded or handed over. notes: what the statistics are to say. state: what each feature keeps.
     cache, past: the decoder's cache and its logical length; room: the slots of a static one, None = it grows.
-    segments: the visual tokens that are left; report: what was
-    removed; both only where the call brings images.
+    segments: the visual tokens that are left; report: what was removed; both only where the call brings images.
     The rest is set where tokens are missing (`active`). plan: the cuts to make. layout: the tokens at the current
     layer; extras: what the adapter carries along with them. groups: what the layers are handed, one for each group of
     layers that hold the same tokens. maskless: layers that need no attention mask.
