@@ -127,7 +127,8 @@ class Bench:
                 passes |= mine
             yield record
         if self.folder is not None:
-            self.folder.finish([(one._asdict(), mine, self._scores(mine)) for one, mine in passes.items()])
+            there = {one: mine for one, mine in passes.items() if mine}
+            self.folder.finish([(one._asdict(), mine, self._scores(mine)) for one, mine in there.items()])
 
     def header(self) -> dict[str, Any]:
         index = {kind: f"{number}" for number, kind in enumerate(self.kinds)}
