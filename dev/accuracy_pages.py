@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated tables of accuracy, from the raw files that `tokenprune bench --json` wrote; dev/readme.py writes them."""
+"""The generated tables of accuracy, from raw files that `tokenprune bench --json` wrote; dev/readme.py writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
-FAIR, LED = RESULTS / "bench_qwen.jsonl", RESULTS / "bench.jsonl"
+BENCH = RESULTS / "bench.jsonl"
 VIDEOS, VIEWS = RESULTS / "bench_videos.jsonl", RESULTS / "bench_views.jsonl"
 RANKS = RESULTS / "rank_agreement.jsonl"
 UNMEASURED = "(not measured yet)"
@@ -20,19 +20,28 @@ def link(path: Path, up: str = "") -> str:
     return f"[{name}]({up}{name})"
 
 
-def fair() -> str:
-    """Accuracy on the model that favours no method, by method and keep."""
-    return _summary(FAIR, "bench_qwen.png")
+def summary() -> str:
+    """The benchmark of the first model in short: accuracy of each method at each keep, and how many tokens that is."""
+    results = _results(BENCH)
+    keeps = sorted({row.keep for row in results.rows if row.site is not None}, reverse=True)
+    by_place = {(row.method, row.keep): row for row in results.rows}
+    lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
+    for name in dict.fromkeys(row.method for row in results.rows if row.site is not None):
+        rows = [by_place.get((name, keep)) for keep in keeps]
+        lines.append(f"| `{name}` | " + " | ".join(map(_cell, rows)) + " |")
+    base = results.baseline
+    note = (
+        f"Percent right of {base.questions} questions (unpatched {100 * base.overall.value:.1f}) @ visual tokens "
+        f"averaged over the decoder's layers (unpatched {base.tokens_average:.0f}). ≤rnd, ≤down: not significantly "
+        f"better than `random`, than `downsample`, at the same keep. ▼n: n of the {len(base.kinds)} kinds of questions "
+        "fell by more than 20 points. Times, FLOPs, KV bytes, intervals and every kind: the tables below."
+    )
+    return "\n\n".join(["![accuracy against visual tokens](images/bench.png)", "\n".join(lines), note])
 
 
-def led() -> str:
-    """The same on the model whose attention was led."""
-    return _summary(LED, "bench.png")
-
-
-def in_full() -> str:
-    """All tables of both models."""
-    return "\n\n".join(_tables(path) for path in (FAIR, LED))
+def bench() -> str:
+    """The tables of the first model in full."""
+    return _tables(BENCH)
 
 
 def videos() -> str:
@@ -64,12 +73,11 @@ def ranks() -> str:
     return "\n\n".join([*parts, note])
 
 
-def plots() -> dict[Path, bytes]:
-    """The images of accuracy against tokens."""
+def plot() -> bytes:
+    """Return the image of accuracy against tokens, a PNG."""
     from tokenprune.bench.report.png import plot_png
 
-    images = {"bench_qwen.png": FAIR, "bench.png": LED}
-    return {ROOT / "docs/images" / name: plot_png(_results(path)) for name, path in images.items() if path.exists()}
+    return plot_png(_results(BENCH))
 
 
 def _tables(path: Path) -> str:
@@ -79,26 +87,6 @@ def _tables(path: Path) -> str:
         return UNMEASURED
     parts = [to_markdown(table).strip() for table in tables(_results(path))]
     return "\n\n".join([*parts, f"Raw data: {link(path, '../')}, written by `tokenprune bench --json`."])
-
-
-def _summary(path: Path, plot: str) -> str:
-    if not path.exists():
-        return UNMEASURED
-    results = _results(path)
-    keeps = sorted({row.keep for row in results.rows if row.site is not None}, reverse=True)
-    by_place = {(row.method, row.keep): row for row in results.rows}
-    lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
-    for name in dict.fromkeys(row.method for row in results.rows if row.site is not None):
-        rows = [by_place.get((name, keep)) for keep in keeps]
-        lines.append(f"| `{name}` | " + " | ".join(map(_cell, rows)) + " |")
-    base = results.baseline
-    note = (
-        f"Percent right of {base.questions} questions (unpatched {100 * base.overall.value:.1f}) @ visual tokens "
-        f"averaged over the decoder's layers (unpatched {base.tokens_average:.0f}). ≤rnd, ≤down: not significantly "
-        f"better than `random`, than `downsample`, at the same keep. ▼n: n of the {len(base.kinds)} kinds of questions "
-        "fell by more than 20 points. Times, FLOPs, KV bytes, intervals and every kind: the tables below."
-    )
-    return "\n\n".join([f"![accuracy against visual tokens](images/{plot})", "\n".join(lines), note])
 
 
 def _cell(row: Any) -> str:
