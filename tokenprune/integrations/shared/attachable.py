@@ -120,6 +120,14 @@ class _Wrapped:
             delattr(self.module, self.name)
 
 
+def unwrap(module: nn.Module, name: str, make: Callable[[Any], Any]) -> None:
+    """Take away what `make` put before the method `name` of `module`, as often as it did; for copies of a module, which
+    have what was wrapped, but nobody that would detach it."""
+    wrapped = module.__dict__.get(_WRAPPED, {}).get(name)
+    while wrapped is not None and any(one.make == make for one in wrapped.wrappers):
+        wrapped.remove(make)
+
+
 def swap_class(instance: Any, cls: type) -> Callable[[], None]:
     """Make `instance` one of `cls`, a subclass of its own, and return what gives back the class that it has now."""
     undo = partial(give_back_class, instance, type(instance), cls)
