@@ -71,9 +71,9 @@ if TYPE_CHECKING:
     from tokenprune.calibration.run import calibrate
     from tokenprune.config import Config, read_config, write_config
     from tokenprune.decode import DecodeMethod
-    from tokenprune.encoder import EncoderMethod, Tower
     from tokenprune.draft_cost import DraftCost
     from tokenprune.drafts import assistant
+    from tokenprune.encoder import EncoderMethod, Tower
     from tokenprune.errors import *  # noqa: F403
     from tokenprune.guard.settings import Guard
     from tokenprune.methods.encoder.thresholds import Thresholds

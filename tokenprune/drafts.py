@@ -31,13 +31,14 @@ def assistant(
     method, keep, options: what the draft sees, as `tokenprune.patch` takes them.
     draft:  a smaller model with the target's vocabulary and image processor; it is patched in place. None: a model that
             shares every weight with the target. That is exact and takes no memory for weights, but it is hardly ever
-            faster: see `tokenprune.draft_cost`.
+            faster: see `tokenprune.DraftCost`.
     guard:  as in `patch`; off, since the target checks every token.
 
     How many tokens are drafted at a time stands in `assistant.generation_config` (`num_assistant_tokens`), as for any
-    assistant of transformers. `tokenprune.stats(assistant)` tells what the draft saw, and `tokenprune.unpatch(assistant)`
-    ends it. Meanwhile the target's `get_image_features` notes what it was given; nothing else of it changes. Make the
-    assistant when the target is where it will stay: moved, compiled or quantized weights are not followed.
+    assistant of transformers. `tokenprune.stats(assistant)` tells what the draft saw, `tokenprune.unpatch(assistant)`
+    ends it. Until then the target notes what its images were encoded from, and reads a prompt before any draft, which
+    costs one forward of one token; its hooks, config and generation config are not touched. Make the assistant when the
+    target is as it will stay: weights that are moved or quantized later are not followed.
 
     Raises what `patch` raises; OptionError for a method on pixels and for a draft that reads other prompts than the
     target; UnsupportedModelError for models whose `generate` takes no assistant (layers with states, queries between
@@ -49,7 +50,8 @@ def assistant(
     """
     from tokenprune.integrations.hf.drafting.checks import check_pair, check_sites, check_target
     from tokenprune.integrations.hf.drafting.copying import share_weights
-    from tokenprune.integrations.hf.drafting.images import DraftImages, TargetNotes, needs_tower
+    from tokenprune.integrations.hf.drafting.images import DraftImages, Target, needs_tower
+    from tokenprune.integrations.shared.attachable import unwrap
 
     # What torch.compile returns holds the model.
     model = getattr(model, "_orig_mod", model)
@@ -62,12 +64,13 @@ def assistant(
         draft = share_weights(model)
         if is_patched(draft):
             unpatch(draft)
+        unwrap(draft)
     patch(draft, method, keep=keep, guard=guard, **options)
     try:
         made = attachment_of(draft)
         shares = not own_weights and not any(map(needs_tower, made.engine.parts))
         made.add(DraftImages(draft, shares))
-        made.add(TargetNotes(model, draft))
+        made.add(Target(model, draft))
     except BaseException:
         unpatch(draft)
         raise

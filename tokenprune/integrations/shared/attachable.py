@@ -120,12 +120,13 @@ class _Wrapped:
             delattr(self.module, self.name)
 
 
-def unwrap(module: nn.Module, name: str, make: Callable[[Any], Any]) -> None:
-    """Take away what `make` put before the method `name` of `module`, as often as it did; for copies of a module, which
-    have what was wrapped, but nobody that would detach it."""
-    wrapped = module.__dict__.get(_WRAPPED, {}).get(name)
-    while wrapped is not None and any(one.make == make for one in wrapped.wrappers):
-        wrapped.remove(make)
+def unwrap(model: nn.Module) -> None:
+    """Take away all that is wrapped of the modules of `model`, a copy: it has what its original has, but no part that
+    would detach it."""
+    for module in model.modules():
+        for wrapped in list(module.__dict__.get(_WRAPPED, {}).values()):
+            for one in list(wrapped.wrappers):
+                wrapped.remove(one.make)
 
 
 def swap_class(instance: Any, cls: type) -> Callable[[], None]:

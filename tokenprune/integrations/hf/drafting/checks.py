@@ -10,7 +10,7 @@ from torch import nn
 from transformers.generation import GenerationMixin
 
 from tokenprune.base import Site
-from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
+from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.integrations.hf.families import adapter_for
 
 # What decides how many placeholders a processor writes for an image, in the config of a model or of its tower.
@@ -41,15 +41,15 @@ def check_target(model: nn.Module) -> None:
     kind = top.config.model_type
     if type(top).generate is not GenerationMixin.generate:
         raise UnsupportedModelError(
-            f"{kind!r} has a generate() of its own, which embeds the prompt before any draft is asked: patch the model "
-            "with tokenprune.patch instead"
+            f"{kind!r} has a generate() of its own, and it is not known what that hands to a draft: use "
+            "tokenprune.patch instead"
         )
     if top.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{kind!r} writes its answer in another decoder than it reads images with")
     if any(getattr(module, "_is_stateful", False) for module in top.modules()):
         raise UnsupportedModelError(
-            f"{kind!r} has layers that carry a state, which cannot take back what was drafted, and transformers refuses "
-            "assistants for it: patch the model with tokenprune.patch instead"
+            f"{kind!r} has layers that carry a state, which cannot take back what was drafted: transformers refuses "
+            "assistants for it, so use tokenprune.patch instead"
         )
 
 
@@ -100,6 +100,6 @@ def check_sites(sites: Mapping[str, Site]) -> None:
     for name, site in sites.items():
         if site is Site.PRE_ENCODER:
             raise OptionError(
-                f"{name} acts on pixels, and a draft reads the prompt of its target: the target would see less too. Use "
-                "a method that acts in the model, such as divprune or fastv"
+                f"{name} acts on pixels, and a draft reads the prompt of its target: the target would see less too. "
+                "Use a method that acts in the model, such as divprune or fastv"
             )

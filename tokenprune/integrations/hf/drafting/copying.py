@@ -9,7 +9,6 @@ from itertools import chain
 from torch import nn
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.drafting.images import forget_notes
 
 # What `generate` keeps on a model that it has compiled: calls of that model.
 _COMPILED = ("_compiled_call", "_last_compile_config")
@@ -31,5 +30,4 @@ def share_weights(model: nn.Module) -> nn.Module:
     for module in draft.modules():
         for name in _COMPILED:
             module.__dict__.pop(name, None)
-    forget_notes(draft)
     return draft

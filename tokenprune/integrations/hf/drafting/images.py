@@ -19,6 +19,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.decoder.drafts import Drafts
 from tokenprune.integrations.hf.drafting.checks import writer
 from tokenprune.integrations.hf.encoded.record import KEY
 from tokenprune.integrations.hf.families import adapter_for
@@ -26,9 +27,10 @@ from tokenprune.integrations.hf.tower.attention_scores import EncoderAttention
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
-from tokenprune.integrations.shared.attachable import Attachable, unwrap
+from tokenprune.integrations.shared.attachable import Attachable
 
 _GIVEN = "tokenprune_given"
+_PIXELS = ("pixel_values", "image_patches")  # Fuyu's are patches
 _ENCODERS = ("get_image_features", "get_video_features")
 
 
@@ -57,15 +59,25 @@ class _NotingEncoder:
         return output
 
 
-class TargetNotes(Attachable):
-    """Lets `model` note on its encoded images what they were encoded from, for as long as `draft` needs it."""
+class Target(Attachable):
+    """Prepares `model` to be helped by `draft`, for as long as there is the draft: what its images were encoded from
+    stays known, and nothing drafted stands behind a prompt that is read, which in families with masks or experts for
+    parts of a prompt would change what the model makes of it.
+
+    Raises UnsupportedSetupError where this version of transformers makes drafts elsewhere.
+    """
 
     def __init__(self, model: nn.Module, draft: nn.Module) -> None:
         super().__init__()
-        self.base = adapter_for(model).base
+        self.base, self.drafts = adapter_for(model).base, Drafts(model)
         self._draft = weakref.ref(draft)
 
     def _attach(self) -> None:
+        self.attach_part(self.drafts)
+        if self.drafts.unknown:
+            raise UnsupportedSetupError(
+                "this version of transformers makes drafts in a way that is not known: use one that the README names"
+            )
         for name in _ENCODERS:
             if getattr(self.base, name, None) is not None:
                 self.wrap(self.base, name, _NotingEncoder)
@@ -79,13 +91,6 @@ def needs_tower(part: Any) -> bool:
     """Return whether a part of a patch acts in the vision tower, or reads it: features that another tower made are
     then not enough."""
     return isinstance(part, (TowerPatch, UnitDrop, EncoderAttention))
-
-
-def forget_notes(copied: nn.Module) -> None:
-    """Take away what a copy of a target has of `TargetNotes`."""
-    for module in copied.modules():
-        for name in _ENCODERS:
-            unwrap(module, name, _NotingEncoder)
 
 
 class DraftImages(Attachable):
@@ -109,7 +114,7 @@ class DraftImages(Attachable):
         kwargs = kwargs | {"is_first_iteration": True}
         if ahead := kwargs.get("mm_encoder_outputs"):
             kwargs["mm_encoder_outputs"] = {name: self._encoded(name, output) for name, output in ahead.items()}
-        elif not any("pixel" in name for name, value in kwargs.items() if value is not None):
+        elif not any(name.startswith(_PIXELS) for name, value in kwargs.items() if value is not None):
             masks = self.adapter.visual_mask(self.adapter.arguments(kwargs | {"input_ids": input_ids}))
             if any(bool(mask.any()) for mask in masks.values()):
                 raise UnsupportedSetupError(
