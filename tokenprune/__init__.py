@@ -17,6 +17,8 @@ _HOMES = {
     "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "method"),
     "tokenprune.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.two_pass": ("escalate", "Escalation"),
+    "tokenprune.drafts": ("assistant",),
+    "tokenprune.draft_cost": ("DraftCost",),
     "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
     "tokenprune.budget": ("Budget",),
     "tokenprune.guard.settings": ("Guard",),
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
     from tokenprune.calibration.run import calibrate
     from tokenprune.config import Config, read_config, write_config
     from tokenprune.decode import DecodeMethod
+    from tokenprune.draft_cost import DraftCost
+    from tokenprune.drafts import assistant
     from tokenprune.encoder import EncoderMethod, Tower
     from tokenprune.errors import *  # noqa: F403
     from tokenprune.guard.settings import Guard

@@ -153,6 +153,11 @@ class Attachment(Attachable):
             self.attach_part(part)
         self.wrap(self.model, "extra_repr", self._with_lines)
 
+    def add(self, part: Attachable) -> None:
+        """Attach one more part, which goes with the patch and comes back with it."""
+        self.attach_part(part)
+        self.parts.append(part)
+
     def _with_lines(self, extra_repr: Callable[[], str]) -> Callable[[], str]:
         return partial(_joined, extra_repr, self.lines())
 
@@ -174,7 +179,8 @@ def _joined(extra_repr: Callable[[], str], lines: list[str]) -> str:
     return "\n".join([*filter(None, [extra_repr()]), *lines])
 
 
-def _attached(model: Any) -> Attachment:
+def attachment_of(model: Any) -> Attachment:
+    """Return what `patch` left on the model; raises NotPatchedError."""
     attachment = getattr(model, _ATTRIBUTE, None)
     if attachment is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: call tokenprune.patch(model, ...) first")
@@ -184,7 +190,7 @@ def _attached(model: Any) -> Attachment:
 def unpatch(model: ModelT) -> ModelT:
     """Give the model back as it was: hooks, attention functions and processor; raises NotPatchedError if there is no
     patch."""
-    _attached(model).detach()
+    attachment_of(model).detach()
     delattr(model, _ATTRIBUTE)
     return model
 
@@ -214,7 +220,7 @@ def is_patched(model: Any) -> bool:
 
 def stats(model: Any) -> Stats:
     """Return the `Stats` of the model's last forward or generate; raises NotPatchedError."""
-    return _attached(model).engine.stats
+    return attachment_of(model).engine.stats
 
 
 def method(name: str, **options: Any) -> Method:

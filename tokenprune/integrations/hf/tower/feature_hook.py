@@ -36,3 +36,8 @@ class FeatureRecorder:
         if not nested:
             self.note(told, output)
         return output
+
+    def adopt(self, output: Any, arguments: dict[str, Any]) -> Any:
+        """Return `output`, which another model of the same weights made of `arguments`, noted like one of its own."""
+        self.note(self.ahead(arguments), output)
+        return output
