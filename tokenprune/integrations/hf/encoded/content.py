@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import PreTrainedModel
 
 _SIMPLE = (bool, int, float, str, bytes, torch.dtype, torch.device)
 # What every module has, whatever it does.
@@ -88,9 +89,12 @@ def _version(tensor: Tensor) -> int:
 
 def learns(modules: Sequence[nn.Module]) -> bool:
     """Return whether what `modules` compute now differs from call to call, or gradients go through it to them."""
-    if any(module.training for module in modules):
-        return True
-    return torch.is_grad_enabled() and any(one.requires_grad for one in _tensors(modules))
+    return any(module.training for module in modules) or asks_for_gradients(_tensors(modules))
+
+
+def asks_for_gradients(values: Iterable[Any]) -> bool:
+    """Return whether gradients of one of `values`, those that are tensors, are to be computed."""
+    return torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in values)
 
 
 def settings(modules: Iterable[nn.Module], *configs: Any) -> list[Any]:
@@ -101,6 +105,8 @@ def settings(modules: Iterable[nn.Module], *configs: Any) -> list[Any]:
     known = {id(config): config for config in configs}
     for number, module in enumerate(modules):
         values = {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
+        if isinstance(module, PreTrainedModel):  # notes how it was loaded, and what it did in its first call
+            values = {name: value for name, value in values.items() if not name.startswith("_")}
         hooks = [key for held in (module._forward_pre_hooks, module._forward_hooks) for key in _of_others(held)]
         found.append((number, _plain_of(values), hooks, id(values["forward"]) if "forward" in values else None))
         config = values.get("config")

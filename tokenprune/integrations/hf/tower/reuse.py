@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.content import UnknownContentError, Weights, digest, learns, settings
+from tokenprune.integrations.hf.encoded.content import (
+    UnknownContentError,
+    Weights,
+    asks_for_gradients,
+    digest,
+    learns,
+    settings,
+)
 from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 from tokenprune.integrations.hf.encoded.kept_output import OfImage, Whole
 from tokenprune.integrations.hf.families import Adapter
@@ -26,6 +33,8 @@ Encode = Callable[[dict[str, Any]], Any]
 # One image: the arguments that are its own, cut down to what the encoder looks at; and, of those of the call, its rows.
 Image = tuple[dict[str, Tensor], dict[str, slice]]
 
+# Arguments that ask for what is not kept.
+_MORE = ("output_hidden_states", "output_attentions")
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 
 
@@ -58,15 +67,17 @@ class FeatureReuse:
         told: these, with what tells the shapes of images on the host. encode: encodes `arguments`, of which it is
         handed those that are others.
         """
-        modules = self._modules()
-        if learns(modules) or _asks_for_more(told):
+        modules, embeddings = self._modules(), self.adapter.base.get_input_embeddings()
+        if learns(modules) or asks_for_gradients(told.values()) or any(told.get(name) for name in _MORE):
             self.cache.pass_by()
             return encode({})
+        modules.append(embeddings)  # some encoders look words up for their images
         weights = Weights(modules)
         self.cache.renew(weights)
         images = self._images(modality, told) if self.apart else None
         try:
-            about = (modality, settings(modules, self.adapter.config), _stream(modules))
+            learnt = asks_for_gradients(embeddings.parameters())
+            about = (modality, learnt, settings(modules, self.adapter.config), _stream(modules))
             if images is None:
                 keys = [digest(about, told)]
             else:
@@ -83,7 +94,7 @@ class FeatureReuse:
     def _whole(self, weights: Weights, key: bytes, known: dict[bytes, Any], encode: Encode) -> Any:
         if key not in known:
             output = encode({})
-            if not hasattr(output, "pooler_output"):  # a tuple, which carries no record
+            if not _can_be_kept(output):
                 self.cache.pass_by()
                 return output
             known[key] = Whole.of(output)
@@ -104,7 +115,7 @@ class FeatureReuse:
         if places:
             everything = len(places) == len(keys)
             output = encode({} if everything else _rows_of(arguments, [rows[place] for place in places]))
-            made = OfImage.of(output, len(places)) if hasattr(output, "pooler_output") else None
+            made = OfImage.of(output, len(places)) if _can_be_kept(output) else None
             if made is None:
                 self.cache.pass_by()
                 return output if everything else encode({})
@@ -114,10 +125,10 @@ class FeatureReuse:
         return OfImage.joined([known[key] for key in keys])
 
     def _modules(self) -> list[nn.Module]:
-        """All that images pass through: what is no part of the decoder, and its embeddings, which some encoders use."""
+        """All that images may pass through: what is no part of the decoder."""
         base, decoder = self.adapter.base, self.adapter.decoder
         inside = set() if base is decoder else set(decoder.modules())
-        return [*(one for one in base.modules() if one not in inside), base.get_input_embeddings()]
+        return [one for one in base.modules() if one not in inside]
 
     def _images(self, modality: str, arguments: dict[str, Any]) -> list[Image] | None:
         """Return the images of a call; None where its arguments do not tell them apart."""
@@ -151,12 +162,11 @@ def _rows_of(arguments: dict[str, Any], images: Sequence[dict[str, slice]]) -> d
     return {name: torch.cat([arguments[name][rows[name]] for rows in images]) for name in images[0]}
 
 
-def _asks_for_more(arguments: dict[str, Any]) -> bool:
-    """Whether a call asks for what is not kept, or for gradients of its pixels."""
-    if arguments.get("output_hidden_states") or arguments.get("output_attentions"):
-        return True
-    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+def _can_be_kept(output: Any) -> bool:
+    """Whether it is no tuple, which carries no record, and gradients do not go through it."""
+    features = getattr(output, "pooler_output", None)
+    features = features if isinstance(features, (list, tuple)) else [features]
+    return hasattr(output, "pooler_output") and not asks_for_gradients(features)
 
 
 def _stream(modules: Sequence[nn.Module]) -> int:
