@@ -97,8 +97,8 @@ def asks_for_gradients(values: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in values)
 
 
-def settings(modules: Iterable[nn.Module], *configs: Any) -> list[Any]:
-    """Return the plain values that `modules` and their configs hold (attention implementation, layers read, LoRA
+def settings(modules: Iterable[nn.Module], *configs: Any) -> str:
+    """Write out the plain values that `modules` and their configs hold (attention implementation, layers read, LoRA
     adapters in use), which of them have hooks or a forward of others, and what torch is set to."""
     found: list[Any] = [torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision()]
     found += [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
@@ -112,7 +112,7 @@ def settings(modules: Iterable[nn.Module], *configs: Any) -> list[Any]:
         config = values.get("config")
         if config is not None and hasattr(config, "__dict__"):
             known[id(config)] = config
-    return found + [_plain_of(vars(config)) for config in known.values()]
+    return repr([*found, *(_plain_of(vars(config)) for config in known.values())])
 
 
 def _plain_of(values: dict[str, Any]) -> dict[str, Any]:
