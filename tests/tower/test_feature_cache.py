@@ -19,6 +19,8 @@ from asked_again import another_question, tower_calls
 from basics import check_takes
 from oracle import close, generate_logits
 from tokenprune import NotPatchedError, TokenPruneError
+from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
+from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families.table import IMAGES_APART
 from zoo import FAMILIES, Family
 
@@ -120,6 +122,29 @@ def test_only_what_is_new_in_a_prompt_is_encoded(name: str, method: str, build: 
         assert len(calls) == 2
         assert torch.equal(model(**first).logits, alone)
         assert counts(model) == (entries + 2 * entries + entries, 2 * entries)
+
+
+def seen(record: Any) -> list[float] | None:
+    """What the guard saw of the images."""
+    return None if record.looks is None else [record.looks.count, *record.looks.read()]
+
+
+@pytest.mark.parametrize("name", ["llava_next", "internvl", "qwen2_5_vl"])
+@torch.no_grad()
+def test_what_was_read_in_the_tower_is_joined_as_it_was(name: str, build: Callable) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    given = {one: inputs[one] for one in ("pixel_values", "image_sizes", "image_grid_thw") if one in inputs}
+    with tokenprune.patched(model, "vscan", keep=0.5):
+        want = record_of(model.model.get_image_features(**given))
+    with tokenprune.patched(model, "vscan", keep=0.5, feature_cache=ROOM):
+        for _ in range(2):
+            got = record_of(model.model.get_image_features(**given))
+            assert torch.equal(got.encoded.placed.cells, want.encoded.placed.cells)
+            assert got.encoded.placed.tiles == want.encoded.placed.tiles and got.grids == want.grids
+            assert got.encoded.values.keys() == want.encoded.values.keys()
+            assert all(torch.equal(value, want.encoded.values[key]) for key, value in got.encoded.values.items())
+            assert seen(got) == seen(want)
 
 
 @torch.no_grad()
@@ -360,6 +385,25 @@ def test_what_methods_read_in_the_tower_is_counted(build: Callable) -> None:
             model(**inputs)
             sizes[method] = tokenprune.feature_cache(model).counts().bytes
     assert sizes["vscan"] > sizes["divprune"] == 36 * 64 * 4  # no states of the tower's blocks
+
+
+@dataclasses.dataclass
+class Made:
+    bytes: int
+    intact: bool = True
+
+
+def test_what_other_weights_made_meanwhile_is_not_kept() -> None:
+    cache = FeatureCache(10)
+    cache.renew("old weights")
+    assert cache.find([b"image", b"image"]) == {}
+    cache.renew("new weights")
+    cache.keep("old weights", b"image", Made(1))  # the tower was still at it
+    assert cache.find([b"image"]) == {} and cache.counts().not_kept == 1
+    cache.keep("new weights", b"image", Made(4))
+    cache.keep("new weights", b"image", Made(3))  # by two threads
+    assert cache.counts().bytes == 3 and list(cache.find([b"image"])) == [b"image"]
+    assert (cache.counts().hits, cache.counts().misses) == (2, 2)
 
 
 # -- threads, beams, copies, unpatch -----------------------------------------------------------------------------------
