@@ -37,7 +37,8 @@ from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
 from tokenprune.integrations.hf.forward.stats import Report
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, check_placeholders, find_segments
-from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
+from tokenprune.integrations.hf.tower.feature_hook import Encoder, FeatureRecorder
+from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states, with_hidden_states, with_output
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.statistics import Stats
@@ -49,11 +50,20 @@ class Engine(Attachable):
     """Holds the hooks of one patched model, and its `stats`. The state of a forward lives in a `Call`, that of a cache
     on the cache.
 
-    steps: the cuts; parts: what else is done, in the order in which it hears of a call.
+    steps: the cuts; parts: what else is done, in the order in which it hears of a call. reuse: looks images up that
+    were encoded before; None: all are encoded.
     """
 
-    def __init__(self, adapter: Adapter, steps: Sequence[Step], parts: Sequence[Part], record: bool) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        steps: Sequence[Step],
+        parts: Sequence[Part],
+        record: bool,
+        reuse: FeatureReuse | None = None,
+    ) -> None:
         super().__init__()
+        self.reuse = reuse
         self.adapter, self.decoder, self.parts = adapter, adapter.decoder, [*parts, *adapter.parts()]
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
@@ -66,7 +76,10 @@ class Engine(Attachable):
 
     @property
     def stats(self) -> Stats:
-        return self._stats.finalize()
+        stats = self._stats.finalize()
+        if self.reuse is not None:
+            stats.feature_cache = self.reuse.cache.counts()
+        return stats
 
     # -- attaching
 
@@ -83,6 +96,8 @@ class Engine(Attachable):
                 self.hook(module.register_forward_hook(note, with_kwargs=True))
         for modality in _MODALITIES:
             self._record_features(modality)
+        if self.reuse is not None:
+            self.on_detach(self.reuse.cache.clear)
         self.hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
         self.hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
         # The base may be the decoder itself: it is entered first, and left last.
@@ -105,8 +120,7 @@ class Engine(Attachable):
         base, name = self.adapter.base, f"get_{modality}_features"
         if getattr(base, name, None) is None or modality not in self.adapter.placeholders:
             return
-        ahead = partial(self._before_features, modality)
-        self.wrap(base, name, partial(FeatureRecorder, ahead=ahead, note=self._note_features))
+        self.wrap(base, name, partial(FeatureRecorder, encode=partial(self._features, modality)))
 
     # -- the stack of calls of this thread
 
@@ -151,27 +165,36 @@ class Engine(Attachable):
         self._under_way.remove(call)
         end_turn(call.arguments.get("past_key_values"))
 
-    def _before_features(self, modality: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return what is about to be encoded, before the tower is launched: whoever asks the device finds it idle."""
+    def _features(self, modality: str, arguments: dict[str, Any], original: Encoder) -> Any:
+        """Return what `original` makes of `arguments`, now or once before, with a record of it: `generate` hands it to
+        a later forward."""
         if (call := self._call()) is not None:
             modality = self.adapter.modality(modality, arguments, call.arguments)
-        arguments = self.adapter.on_host(modality, arguments)
-        if modality == "video" and 0 in (self.adapter.video_frames(arguments) or ()):
+        told = self.adapter.on_host(modality, arguments)
+        if modality == "video" and 0 in (self.adapter.video_frames(told) or ()):
             raise UnsupportedSetupError("a video of this call has no frames: leave it out, or pass its frames")
-        for part in self.parts:
-            part.before_encode(modality, arguments)
-        return modality, arguments
-
-    def _note_features(self, encoded: tuple[str, dict[str, Any]], output: Any) -> None:
-        """Images were encoded. Their grids travel with the output, which generate() hands to a later forward."""
-        modality, arguments = encoded
+        encode = partial(self._encode, modality, told, original)
+        output = encode({}) if self.reuse is None else self.reuse(modality, arguments, told, encode)
         if hasattr(output, "pooler_output"):
-            grids = self.adapter.grids(modality, arguments)
-            start_record(output, grids, self.adapter.video_frames(arguments) if modality == "video" else None)
+            grids = self.adapter.grids(modality, told)
+            start_record(output, grids, self.adapter.video_frames(told) if modality == "video" else None)
         for part in self.parts:
-            part.after_encode(modality, arguments, output)
+            part.encoded(modality, output)
         if (call := self._call()) is not None:
             self._match_features(call, modality, output)
+        return output
+
+    def _encode(self, modality: str, told: dict[str, Any], original: Encoder, changed: dict[str, Any]) -> Any:
+        """Return what `original` makes of its arguments, some of them `changed`. told: the arguments, with what tells
+        the shapes of images on the host."""
+        told = self.adapter.on_host(modality, told | changed)
+        # Before the tower is launched: whoever asks the device now finds it idle.
+        for part in self.parts:
+            part.before_encode(modality, told)
+        output = original(changed)
+        for part in self.parts:
+            part.after_encode(modality, told, output)
+        return output
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output

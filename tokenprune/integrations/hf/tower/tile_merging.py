@@ -114,7 +114,7 @@ def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> Pa
     features of a tile."""
     base, sizes = adapter.base, torch.as_tensor(arguments["image_sizes"]).cpu()
     numbers, start = [], 0
-    for tiles in _tiles(adapter, arguments, sizes):
+    for tiles in tiles_of(adapter, arguments, sizes):
         numbers.append(numbered(tiles, tokens, torch.device("cpu"), start))
         start += tiles * tokens
     given = {"image_features": numbers, "image_sizes": sizes, "image_newline": None}
@@ -130,8 +130,8 @@ def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> Pa
     return Packed(list(pack(base, **given)[0]), tokens)
 
 
-def _tiles(adapter: Adapter, arguments: dict[str, Any], sizes: Tensor) -> list[int]:
-    """How many tiles each image is cut into."""
+def tiles_of(adapter: Adapter, arguments: dict[str, Any], sizes: Tensor) -> list[int]:
+    """Return how many tiles each image is cut into, of sizes long `[images, 2]` on the host."""
     config = adapter.config
     in_row = arguments.get("batch_num_images")
     # LLaVA-OneVision cuts an image into tiles only where it is the only one of its prompt.
