@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized caches: with a quantizer that loses nothing the answers are those of a dynamic cache; with a real one, those
-of the unpatched model with that very cache, from which the same tokens are hidden."""
+"""Quantized caches: with a quantizer that loses nothing the answers are those of a dynamic cache; with a real one,
+those of the unpatched model with that very cache, from which the same tokens are hidden."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _quanto(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Callabl
     _python_unpack(monkeypatch)
     text = model.config.get_text_config()
     cache = QuantizedCache("quanto", text, nbits=4, q_group_size=HEAD_DIM, residual_length=3)
-    return cache, lambda numbers: numbers // 2 + numbers // HEAD_DIM * (4 + 4)  # a scale and a zero point for each group
+    return cache, lambda numbers: numbers // 2 + numbers // HEAD_DIM * (4 + 4)  # a scale and a zero point
 
 
 def _hqq(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Callable[[int], int]]:
@@ -149,10 +149,11 @@ def _hqq(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Callable[[
 def _fp8(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Callable[[int], int]]:
     if not hasattr(cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this version of transformers has no fp8 cache")
-    quantize = cache_utils.Fp8QuantizedLayer._quantize
+    kind = cache_utils.Fp8QuantizedLayer
+    quantize = kind._quantize
     # It is scaled by the largest number of the first call, which may be that of a token that is gone.
     fixed = torch.tensor(0.05)
-    monkeypatch.setattr(cache_utils.Fp8QuantizedLayer, "_quantize", lambda self, x, scale=None: quantize(self, x, fixed))
+    monkeypatch.setattr(kind, "_quantize", lambda self, x, scale=None: quantize(self, x, fixed))
     return QuantizedCache("fp8", model.config.get_text_config()), lambda numbers: numbers + 4
 
 
