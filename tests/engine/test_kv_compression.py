@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.cache_utils import QuantizedLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tokenprune
+from lossless_cache import lossless
 from only_kept import only_kept
 from oracle import close, generate_logits
+from quantized_weights import bitsandbytes
 from tokenprune import UnsupportedSetupError
 from zoo import FAMILIES, Family
 
@@ -49,11 +52,18 @@ def by_norm(model: nn.Module, share: float = 0.5) -> Iterator[None]:
 
     def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         layer, width = kwargs["past_key_values"].layers[module.layer_idx], kwargs["hidden_states"].shape[1]
-        if layer.keys.shape[-2] != width:
+        if layer.get_seq_length() != width:
             return  # a step
-        kept = layer.keys.norm(dim=-1).topk(int(width * share), largest=False).indices[..., None]
-        kept = kept.expand(-1, -1, -1, layer.keys.shape[-1])
-        layer.keys, layer.values = layer.keys.gather(2, kept), layer.values.gather(2, kept)
+        quantized = isinstance(layer, QuantizedLayer)
+        keys = layer._dequantize(layer._quantized_keys) if quantized else layer.keys
+        values = layer._dequantize(layer._quantized_values) if quantized else layer.values
+        kept = keys.norm(dim=-1).topk(int(width * share), largest=False).indices[..., None]
+        keys, values = (x.gather(2, kept.expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
+        if not quantized:
+            layer.keys, layer.values = keys, values
+            return
+        layer._quantized_keys, layer._quantized_values = layer._quantize(keys, axis=0), layer._quantize(values, axis=0)
+        layer.cumulative_length = keys.shape[-2]
 
     layers = model.model.language_model.layers
     hooks = [layer.self_attn.register_forward_hook(leave, with_kwargs=True) for layer in layers]
@@ -138,6 +148,29 @@ def test_rows_of_one_length(build) -> None:
         want, tokens, _ = generate_logits(model, inputs, STEPS)
         got, _, _ = generate_logits(model, twice, STEPS, tokens=torch.cat([tokens, tokens]))
     close(got, torch.cat([want, want]))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_quantized_weights_and_a_quantized_cache(method: Any) -> None:
+    """All at once: fewer tokens, of which fewer keys are kept, in fewer bits."""
+    family = FAMILIES["llava"]
+    model, inputs = family.build(), inputs_of(family)
+    bitsandbytes(model)
+    with by_norm(model):
+        with tokenprune.patched(model, method, keep=0.4, record=True):
+            want, tokens, _ = generate_logits(model, inputs, STEPS)
+            plain = tokenprune.stats(model)
+            got, _, out = generate_logits(model, inputs, STEPS, past_key_values=lossless(model))
+            stats = tokenprune.stats(model)
+        with only_kept(family, model, stats.cuts, inputs["input_ids"].shape[1]):
+            alone, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
+    assert torch.equal(got, want)
+    scales = 2 * 4 * len(stats.width_per_layer)
+    assert stats.kv_bytes == plain.kv_bytes + scales
+    assert [layer.cumulative_length for layer in out.past_key_values.layers] == [
+        width // 2 + STEPS - 1 for width in stats.width_per_layer
+    ]
+    close(got, alone, 0.1)  # bitsandbytes scales activations together, those of tokens that are gone too
 
 
 def test_what_is_refused(build) -> None:

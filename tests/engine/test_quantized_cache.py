@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache, cache_utils
-from transformers.cache_utils import DynamicLayer, QuantizedLayer
+from transformers.cache_utils import DynamicLayer
 
 import tokenprune
+from lossless_cache import lossless
 from oracle import close, generate_logits, reduced
 from tokenprune import UnsupportedSetupError
 from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
@@ -23,23 +24,6 @@ from zoo import FAMILIES, HEAD_DIM
 
 METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
 STEPS = 6
-
-
-class Lossless(QuantizedLayer):
-    """Stores keys and values as they are, where a quantizer would store others."""
-
-    def __init__(self) -> None:
-        super().__init__(residual_length=3)  # quantized anew in every third step
-
-    def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, dict[str, Tensor]]:
-        return tensor.clone(), {"scale": torch.ones(1)}
-
-    def _dequantize(self, stored: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
-        return stored[0]
-
-
-def lossless(model: Any) -> Cache:
-    return Cache(layers=[Lossless() for _ in range(model.config.get_text_config().num_hidden_layers)])
 
 
 def dynamic(model: Any) -> DynamicCache:
