@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tokenprune
 from basics import snapshot
 from oracle import close, generate_logits, reduced
+from quantized_weights import bitsandbytes, torchao
 from tokenprune import UnsupportedSetupError
 from zoo import FAMILIES, Family
 
@@ -326,26 +327,8 @@ def test_lora(method: str, order: str, name: str) -> None:
     assert torch.equal(got[1], want[1]) and not torch.allclose(end(merged, inputs), plain)
 
 
-def _torchao(model: nn.Module) -> None:
-    quantization = pytest.importorskip(
-        "torchao.quantization",
-        reason="torchao is not installed (pip install torchao): transformers imports it at once, noisily",
-    )
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-
-
-def _bitsandbytes(model: nn.Module) -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-    for path, module in list(model.named_modules()):
-        if type(module) is nn.Linear and "language_model" in path:
-            made = bnb.nn.Linear8bitLt(module.in_features, module.out_features, module.bias is not None,
-                                       has_fp16_weights=False)  # fmt: skip
-            made.load_state_dict(module.state_dict())
-            model.set_submodule(path, made.to("cpu"))
-
-
 @pytest.mark.few_families
-@pytest.mark.parametrize("quantize", [_torchao, _bitsandbytes], ids=["torchao", "bitsandbytes"])
+@pytest.mark.parametrize("quantize", [torchao, bitsandbytes], ids=["torchao", "bitsandbytes"])
 @pytest.mark.parametrize("method", ["divprune", "dart"])
 def test_quantized_weights(method: str, quantize: Callable, name: str) -> None:
     family = FAMILIES[name]
@@ -362,7 +345,7 @@ def test_quantized_weights(method: str, quantize: Callable, name: str) -> None:
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
     # bitsandbytes scales the activations of a batch together, and the oracle's batch holds more of them.
-    close(got, want, 1e-4 if quantize is _torchao else 0.1)
+    close(got, want, 1e-4 if quantize is torchao else 0.1)
 
 
 # -- errors and memory -------------------------------------------------------------------------------------------------

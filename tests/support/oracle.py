@@ -98,7 +98,9 @@ def without(
     held = 0
     if past and mask is None:
         # A layer that shares the keys of another has no cache of its own, or one without keys (transformers 5.23).
-        stored = getattr(cache.layers[layer], "keys", None) if layer < len(cache.layers) else None
+        # One that quantizes keys has the last of them in full.
+        own = cache.layers[layer] if layer < len(cache.layers) else None
+        stored = None if hasattr(own, "_quantized_keys") else getattr(own, "keys", None)
         held = past if stored is None else stored.shape[-2]
     keys = queries + held if mask is None else mask.shape[-1]
     alive = alive.repeat_interleave(batch // alive.shape[0], dim=0)

@@ -123,9 +123,15 @@ class Observer(Tap):
 
 
 def observed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """The attention function of an observed module: hand queries and keys on, then do what the original does."""
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *dropout: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The attention function of an observed module: hand queries and keys on, then do what the original does.
+
+    dropout: its rate comes by position where another library (kvpress) wraps all attention functions.
+    """
+    if dropout:
+        kwargs["dropout"] = dropout[0]
     taps: _Taps = module._tokenprune_taps
     scaling = kwargs.get("scaling")
     if scaling is None:

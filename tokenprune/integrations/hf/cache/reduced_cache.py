@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 )
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.cache.layer_storage import is_quantized, slots_handed_out
 from tokenprune.integrations.shared.attachable import give_back_class, swap_class
 
 if TYPE_CHECKING:
@@ -100,12 +101,22 @@ class _ReducedMixin:
         self.tokenprune_reduction.map_rows(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse_quantized("repeat rows of")
         super().batch_repeat_interleave(repeats)
         self.tokenprune_reduction.map_rows(lambda slots: slots.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self._refuse_quantized("select rows of")
         super().batch_select_indices(indices)
         self.tokenprune_reduction.map_rows(lambda slots: slots[indices.to(slots.device)])
+
+    def _refuse_quantized(self, wish: str) -> None:
+        """transformers would do so with the last tokens alone, those that are not quantized yet."""
+        if any(is_quantized(layer) for layer in self.layers):
+            raise UnsupportedSetupError(
+                f"cannot {wish} a quantized cache, of which transformers changes the last tokens only; use a dynamic "
+                "cache (for drafts, several continuations and chosen rows)"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         reduction = self.tokenprune_reduction
@@ -114,6 +125,7 @@ class _ReducedMixin:
         if remove == 0:
             # Layers that record their past give up what is not needed any more.
             return super().crop(0)
+        self._refuse_quantized("crop")
         length = reduction.length - remove
         for _, slots in reduction.slots:
             rest, tail = slots[:, : max(0, slots.shape[1] - remove)], slots[:, -remove:]
@@ -158,27 +170,13 @@ def restore(cache: Cache) -> None:
 def check(cache: Cache) -> None:
     """Raise UnsupportedSetupError if tokens cannot be left out of this kind of cache."""
     for layer in getattr(cache, "layers", []):
-        if type(layer) not in _KNOWN_LAYERS:
+        if type(layer) not in _KNOWN_LAYERS and not is_quantized(layer):
             kind = type(layer).__name__
-            known = "a dynamic or static cache" if isinstance(layer, CacheLayerMixin) else "a cache of keys and values"
+            known = "dynamic, static or quantized ones" if isinstance(layer, CacheLayerMixin) else "keys and values"
             raise UnsupportedSetupError(
-                f"cannot prune with cache layers of kind {kind}: only {known} can hold fewer tokens per layer; "
-                'leave out cache_implementation="quantized", or unpatch the model first'
+                f"cannot prune with cache layers of kind {kind}: only caches of {known} can hold fewer tokens per "
+                "layer; use a DynamicCache, or unpatch the model first"
             )
-    if getattr(cache, "offloading", False):
-        raise UnsupportedSetupError("cannot prune with an offloaded cache; leave out cache_implementation='offloaded'")
-
-
-def slots_handed_out(layer: CacheLayerMixin) -> int:
-    """Return how many physical slots a layer of a cache hands out beside the tokens of a call.
-
-    A sliding layer that records its past holds more of them until it is cropped: those that it would otherwise have
-    thrown away, so that drafts can be taken back.
-    """
-    keys = getattr(layer, "keys", None)
-    held = 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
-    records = getattr(layer, "record_past", False) and getattr(layer, "is_sliding", False)
-    return min(held, layer.sliding_window - 1) if records else held
 
 
 def cached_tokens(cache: Cache | None, layer: int) -> int | None:

@@ -113,6 +113,8 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
     for step in steps:
         if step.method.site is Site.DECODE:
             decoding.check_setup(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
+            if isinstance(cache, Cache):
+                decoding.check_cache(step.method, cache)
     if reruns_layers(adapter.decoder) and any(step.layer for step in steps):
         raise UnsupportedSetupError(
             "gradient checkpointing runs decoder layers a second time, without the state of the cut between them; "

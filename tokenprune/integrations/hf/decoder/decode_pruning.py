@@ -22,7 +22,7 @@ from tokenprune.decode import DecodeMethod, TokenType
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Seen
 from tokenprune.integrations.hf.cache.decode_state import DecodeState, gather_keys, right_align, sum_by_type
-from tokenprune.integrations.hf.cache.reduced_cache import slots_handed_out
+from tokenprune.integrations.hf.cache.layer_storage import is_offloaded, is_quantized, slots_handed_out
 from tokenprune.integrations.hf.decoder import pruning as cutting
 from tokenprune.integrations.hf.decoder.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
@@ -62,6 +62,19 @@ def check_setup(method: DecodeMethod, config: Any, batch: int) -> None:
         raise UnsupportedSetupError(
             f"{method.name}: mode='evict' with several rows, sliding-window layers and flash attention at once: flash "
             "kernels cannot leave out single slots of a window; use mode='mask', one row at a time, or sdpa"
+        )
+
+
+def check_cache(method: DecodeMethod, cache: Cache) -> None:
+    """Raise UnsupportedSetupError where a method would take keys out of a cache that does not hold them as they are."""
+    if method.mode != "evict":
+        return
+    quantized = any(is_quantized(layer) for layer in cache.layers)
+    if quantized or is_offloaded(cache):
+        kind = "a quantized" if quantized else "an offloaded"
+        raise UnsupportedSetupError(
+            f"{method.name}: mode='evict' takes keys out of the cache while decoding, which cannot be done with {kind} "
+            "one; use mode='mask', which hides them, or a dynamic cache"
         )
 
 
@@ -111,7 +124,7 @@ def decide(call: Call) -> None:
 def finish(call: Call) -> Stats:
     """Return the statistics after a call that went on from an earlier prefill."""
     stats = call.decode.stats
-    note_bytes(stats, call, call.cache, call.layout.length)
+    note_bytes(stats, call, call.cache, call.layout.length, len(call.decode.visual))
     return stats
 
 

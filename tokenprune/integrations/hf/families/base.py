@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_masks_for_generate
 
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf.cache.layer_storage import keys_of
 from tokenprune.integrations.hf.families.table import (
     MERGEABLE,
     REFUSED,
@@ -268,7 +269,7 @@ class Adapter(PatchSource):
 
     def cached_keys(self, layer: int, cache: Any) -> Tensor:
         """Return the keys that a layer's cache holds, `[B, Hkv, K, Dh]`, as its attention function gets them."""
-        return cache.layers[layer].keys
+        return keys_of(cache, layer)
 
     @property
     def last_cut(self) -> tuple[int, str] | None:

@@ -15,6 +15,7 @@ from transformers.masking_utils import (
 )
 
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
 from tokenprune.integrations.hf.families.base import Adapter, register_adapter
 from tokenprune.integrations.hf.families.plain import DeepstackAdapter, ThinkerAdapter
 from tokenprune.integrations.hf.forward.part import Part
@@ -256,8 +257,7 @@ class LatentAdapter(Adapter):
         return None if sizes is None else [(1, h // height, w // width) for _, h, w in sizes.tolist()]
 
     def cached_keys(self, layer: int, cache: Any) -> Tensor:
-        latents = cache.layers[layer]
-        return self.attention_of(layer).expand_kv(latents.keys, latents.values)[0]
+        return self.attention_of(layer).expand_kv(keys_of(cache, layer), values_of(cache, layer))[0]
 
 
 @register_adapter

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, cached_tokens, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import (
     KeySpan,
@@ -242,9 +243,27 @@ class Call:
         if self.room is not None:
             return span_of(self.cache.layers[layer], self.held(layer), self.layout.width)
         shared = adapter.key_count(layer, kwargs)
+        if shared is not None:
+            return KeySpan(-shared, None, shared)
         # No cache, or a layer that has not run yet: it will see this call's tokens only.
-        keys = (cached_tokens(self.cache, layer) or 0) + self.layout.width if shared is None else shared
+        cached = cached_tokens(self.cache, layer) or 0
+        if cached:
+            self._check_cached(layer, cached)
+        keys = cached + self.layout.width
         return KeySpan(-keys, None, keys)
+
+    def _check_cached(self, layer: int, cached: int) -> None:
+        """Raise UnsupportedSetupError where it matters which keys another library took out of a layer's cache."""
+        if self.reduction is None or getattr(self.cache.layers[layer], "is_sliding", False):
+            return
+        missing = self.reduction.of_layer(layer).shape[1] - cached
+        if missing > 0 and (self.reduction.ragged or self.decode is not None):
+            why = "methods that drop while decoding" if self.decode is not None else "rows of different lengths"
+            raise UnsupportedSetupError(
+                f"{missing} keys of decoder layer {layer} were taken out of the cache by something else than this "
+                f"patch, which does not know which ones: {why} cannot be combined with compression of the cache; "
+                "generate one row at a time, with methods that drop before or inside the decoder"
+            )
 
     def known_span(self, layer: int, adapter: Adapter, kwargs: dict[str, Any]) -> KeySpan | None:
         """Return `key_span` without what tokens to come will fill."""

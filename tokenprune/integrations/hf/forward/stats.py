@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Selection
-from tokenprune.integrations.hf.cache.reduced_cache import reduction_of, slots_handed_out
+from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
+from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.statistics import Cut, Removal, Stats
 from tokenprune.tokens import Segments
@@ -76,7 +77,7 @@ class Report:
 
     def finish(self, call: Call, cache: Any) -> Stats:
         """Return the `Stats`; `cache` holds what the decoder cached, None if it cached nothing."""
-        note_bytes(self.stats, call, cache, self.length)
+        note_bytes(self.stats, call, cache, self.length, len(self.tokens))
         self.stats.defer(self._closed_forms)
         if call.active and (ends := call.host.visual_ends):
             self.stats.defer(partial(_note_lost_ends, call.layout, ends))
@@ -137,44 +138,41 @@ def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -
         )
 
 
-def note_bytes(stats: Stats, call: Call, cache: Any, length: int) -> None:
-    """Note what `cache` holds after a call of `length` tokens a row; now, because it goes on growing.
+def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> None:
+    """Note what `cache` holds after a call of `rows` rows of `length` tokens; now, because it goes on growing.
 
     Which slots are tokens the call's own report tells, where the cache was empty before; else only the device knows,
     and the question is left for whoever asks for the statistics.
     """
     stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, call.past + length)
-    held = [
-        (index, layer.keys.shape[0], slots_handed_out(layer), _slot_bytes(layer))
-        for index, layer in _filled_layers(cache)
-    ]
+    held = [(index, slots_handed_out(layer), stored_bytes(layer)) for index, layer in _filled_layers(cache)]
     if call.report is not None and not call.past:
         stats.kv_bytes_tokens = sum(
-            size // rows * call.report.cached_tokens(call, index, slots) for index, rows, slots, size in held
+            size * call.report.cached_tokens(call, index, slots) // (rows * slots) for index, slots, size in held
         )
         return
     mask = call.arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != call.past + length:
         mask = None  # nobody tells of padding
     seen = []
-    for index, rows, slots, size in held:
+    for index, slots, size in held:
         positions = torch.arange(call.past + length).expand(rows, -1)
         if call.active:
             positions = call.group_of(index).columns
             # A static layer has slots for tokens to come.
             positions = positions.masked_fill(positions >= call.past + length, -1)
-        seen.append((size // rows, positions[:, -slots:]))
+        seen.append((size, positions[:, -slots:]))
     stats.defer(partial(_note_token_bytes, seen, mask), "kv_bytes_tokens")
 
 
 def _note_token_bytes(seen: list[tuple[int, Tensor]], mask: Tensor | None, stats: Stats) -> None:
-    """seen: for each layer the bytes of a slot, and the logical positions in its slots (long `[B, n]`, -1 = empty)."""
+    """seen: for each layer its bytes, and the logical positions in its slots (long `[B, n]`, -1 = empty)."""
     stats.kv_bytes_tokens = 0
     for size, positions in seen:
         real = positions >= 0
         if mask is not None:
             real &= mask.to(positions.device).bool().gather(1, positions.clamp(min=0))
-        stats.kv_bytes_tokens += size * int(real.sum())
+        stats.kv_bytes_tokens += size * int(real.sum()) // real.numel()
 
 
 def count_bytes(cache: Any, full: int) -> tuple[int, int]:
@@ -182,9 +180,9 @@ def count_bytes(cache: Any, full: int) -> tuple[int, int]:
     hold of `full` tokens."""
     total, total_full = 0, 0
     for index, layer in _filled_layers(cache):
-        # What a layer keeps until its next crop only is not counted.
-        total += _slot_bytes(layer) * slots_handed_out(layer)
-        total_full += _slot_bytes(layer) * _slots_of(cache, index, layer, full)
+        size = stored_bytes(layer)
+        total += size
+        total_full += size * _slots_of(cache, index, layer, full) // slots_handed_out(layer)
     return total, total_full
 
 
@@ -199,14 +197,8 @@ def _slots_of(cache: Any, index: int, layer: Any, full: int) -> int:
 
 def _filled_layers(cache: Any) -> list[tuple[int, Any]]:
     """The layers of a cache that hold keys, with their numbers."""
-    layers = ((index, layer, getattr(layer, "keys", None)) for index, layer in enumerate(getattr(cache, "layers", [])))
-    return [(index, layer) for index, layer, keys in layers if keys is not None and keys.numel()]
-
-
-def _slot_bytes(layer: Any) -> int:
-    """Bytes of one slot of all rows."""
-    numbers = layer.keys.numel() * layer.keys.element_size() + layer.values.numel() * layer.values.element_size()
-    return numbers // layer.keys.shape[-2]
+    layers = enumerate(getattr(cache, "layers", []))
+    return [(index, layer) for index, layer in layers if slots_handed_out(layer)]
 
 
 def _cut_record(

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compression of the cache by another library (kvpress), behind our cut: what it does to a prompt of the tokens that
+are left, alone in an unpatched model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.cache_utils import QuantizedLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import tokenprune
+from lossless_cache import lossless
+from only_kept import only_kept
+from oracle import close, generate_logits
+from quantized_weights import bitsandbytes
+from tokenprune import UnsupportedSetupError
+from zoo import FAMILIES, Family
+
+METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
+STEPS = 4
+
+
+@contextmanager
+def cache_positions(layers: Any) -> Iterator[None]:
+    """Tell the attention of each layer at which slots of its own cache a call begins: kvpress up to 0.5 knows a prompt
+    by that, and transformers from 5.3 on does not say it (the hook of docs/kv-compression.md)."""
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        cached = kwargs["past_key_values"].layers[module.layer_idx : module.layer_idx + 1]
+        held = cached[0].get_seq_length() if cached else 0
+        positions = torch.arange(held, held + kwargs["hidden_states"].shape[1])
+        return args, kwargs | {"cache_position": positions}
+
+    hooks = [layer.self_attn.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def by_norm(model: nn.Module, share: float = 0.5) -> Iterator[None]:
+    """Leave of each layer's and head's keys those of the smallest norm, once, behind the prompt; as kvpress does."""
+
+    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        layer, width = kwargs["past_key_values"].layers[module.layer_idx], kwargs["hidden_states"].shape[1]
+        if layer.get_seq_length() != width:
+            return  # a step
+        quantized = isinstance(layer, QuantizedLayer)
+        keys = layer._dequantize(layer._quantized_keys) if quantized else layer.keys
+        values = layer._dequantize(layer._quantized_values) if quantized else layer.values
+        kept = keys.norm(dim=-1).topk(int(width * share), largest=False).indices[..., None]
+        keys, values = (x.gather(2, kept.expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
+        if not quantized:
+            layer.keys, layer.values = keys, values
+            return
+        layer._quantized_keys, layer._quantized_values = layer._quantize(keys, axis=0), layer._quantize(values, axis=0)
+        layer.cumulative_length = keys.shape[-2]
+
+    layers = model.model.language_model.layers
+    hooks = [layer.self_attn.register_forward_hook(leave, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def of_kvpress(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    # What it writes over transformers' attention functions when it is imported goes with the test.
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+    again = "kvpress" in sys.modules
+    kvpress = pytest.importorskip(
+        "kvpress",
+        reason="kvpress is not installed: 0.5 asks for transformers before 5.3 (pip install --no-deps kvpress)",
+    )
+    if again:
+        kvpress.patch_attention_functions()
+    if name == "snapkv":
+        return kvpress.SnapKVPress(0.5, window_size=4)
+    return kvpress.KnormPress(0.5) if name == "knorm" else kvpress.AdaKVPress(kvpress.KnormPress(0.5))
+
+
+@pytest.fixture
+def clean(build) -> Iterator[Any]:
+    """Builds models, and takes from them what kvpress leaves there."""
+    built = []
+    yield lambda family: built.append(build(family)) or built[-1]
+    for model in built:
+        for module in model.modules():
+            vars(module).pop("masked_key_indices", None)
+        for layer in model.model.language_model.layers:
+            layer.self_attn._modules.pop("rotary_emb", None)
+
+
+@contextmanager
+def compression(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if name == "by norm":
+        with by_norm(model):
+            yield
+        return
+    press = of_kvpress(name, monkeypatch)
+    with cache_positions(model.model.language_model.layers), press(model):
+        yield
+
+
+def inputs_of(family: Family) -> Any:
+    return family.make_inputs(only=0)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("press", ["by norm", "knorm", "snapkv", "adakv"])
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_equals_compression_of_what_is_left(name: str, method: Any, press: str, clean, monkeypatch) -> None:
+    family = FAMILIES[name]
+    model, inputs = clean(family), inputs_of(family)
+    with compression(press, model, monkeypatch):
+        with tokenprune.patched(model, method, keep=0.4, record=True):
+            got, tokens, out = generate_logits(model, inputs, STEPS)
+            stats = tokenprune.stats(model)
+        with only_kept(family, model, stats.cuts, inputs["input_ids"].shape[1]):
+            want, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
+    close(got, want)
+    if press != "adakv":  # which hides keys, and takes none out
+        held = [layer.keys.shape[-2] for layer in out.past_key_values.layers]
+        assert held == [width // 2 + STEPS - 1 for width in stats.width_per_layer]
+        of_slot = stats.kv_bytes_full // (4 * inputs["input_ids"].shape[1])
+        assert stats.kv_bytes == of_slot * sum(width // 2 for width in stats.width_per_layer)
+    with tokenprune.patched(model, method, keep=0.4):
+        alone, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
+    assert torch.equal(alone[:, 0], got[:, 0]) and not torch.allclose(alone, got)
+
+
+def test_rows_of_one_length(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), inputs_of(family)
+    twice = {name: torch.cat([x, x]) for name, x in inputs.items()}
+    with tokenprune.patched(model, "fastv", keep=0.4), by_norm(model):
+        want, tokens, _ = generate_logits(model, inputs, STEPS)
+        got, _, _ = generate_logits(model, twice, STEPS, tokens=torch.cat([tokens, tokens]))
+    close(got, torch.cat([want, want]))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_quantized_weights_and_a_quantized_cache(method: Any) -> None:
+    """All at once: fewer tokens, of which fewer keys are kept, in fewer bits."""
+    family = FAMILIES["llava"]
+    model, inputs = family.build(), inputs_of(family)
+    bitsandbytes(model)
+    with by_norm(model):
+        with tokenprune.patched(model, method, keep=0.4, record=True):
+            want, tokens, _ = generate_logits(model, inputs, STEPS)
+            plain = tokenprune.stats(model)
+            got, _, out = generate_logits(model, inputs, STEPS, past_key_values=lossless(model))
+            stats = tokenprune.stats(model)
+        with only_kept(family, model, stats.cuts, inputs["input_ids"].shape[1]):
+            alone, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens)
+    assert torch.equal(got, want)
+    scales = 2 * 4 * len(stats.width_per_layer)
+    assert stats.kv_bytes == plain.kv_bytes + scales
+    assert [layer.cumulative_length for layer in out.past_key_values.layers] == [
+        width // 2 + STEPS - 1 for width in stats.width_per_layer
+    ]
+    close(got, alone, 0.1)  # bitsandbytes scales activations together, those of tokens that are gone too
+
+
+def test_what_is_refused(build) -> None:
+    """Where it matters which keys are gone: by a step that finds them gone, and before it writes into the cache."""
+    family = FAMILIES["llava"]
+    model, ragged = build(family), family.make_inputs()
+    for method, inputs, why in (("divprune", ragged, "different lengths"), ("dyrate", inputs_of(family), "decoding")):
+        with tokenprune.patched(model, method, keep=0.4):
+            want, _, _ = generate_logits(model, inputs, STEPS)
+            with by_norm(model), pytest.raises(UnsupportedSetupError, match=f"{why}.* one row at a time"):
+                generate_logits(model, inputs, STEPS)
+            got, _, _ = generate_logits(model, inputs, STEPS)
+        assert torch.equal(got, want)
+
+
+def test_another_library_wraps_all_attention_functions(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a model is patched, as kvpress does when it is imported: the rate of dropout comes by position then."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), inputs_of(family)
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+    called = []
+
+    def wrapped(function: Any) -> Any:
+        def call(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, **kw: Any) -> Any:
+            called.append(function)
+            return function(module, query, key, value, mask, dropout, **kw)
+
+        return call
+
+    with tokenprune.patched(model, "fastv", keep=0.4):
+        want, _, _ = generate_logits(model, inputs, STEPS)
+        for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
+            ALL_ATTENTION_FUNCTIONS[name] = wrapped(function)
+        got, _, _ = generate_logits(model, inputs, STEPS)
+    assert called and torch.equal(got, want)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized caches: with a quantizer that loses nothing the answers are those of a dynamic cache; with a real one,
+those of the unpatched model with that very cache, from which the same tokens are hidden."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, QuantizedCache, cache_utils
+from transformers.cache_utils import DynamicLayer
+
+import tokenprune
+from lossless_cache import lossless
+from oracle import close, generate_logits, reduced
+from tokenprune import UnsupportedSetupError
+from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
+from zoo import FAMILIES, HEAD_DIM
+
+METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
+STEPS = 6
+
+
+def dynamic(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config())
+
+
+def generate(model: Any, inputs: Any, **options: Any) -> Any:
+    wanted = dict(max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    return model.generate(**inputs, **wanted | options)
+
+
+def same(got: Any, want: Any) -> None:
+    assert torch.equal(got.sequences, want.sequences)
+    for one, other in zip(got.logits, want.logits, strict=True):
+        assert torch.equal(one, other)
+
+
+@torch.no_grad()
+@pytest.mark.pairwise
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_equals_the_dynamic_cache(name: str, method: Any, padding: str | None, build) -> None:
+    """Rows are ragged: the images of a batch have other sizes."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(padding=padding)
+    with tokenprune.patched(model, method, keep=0.4):
+        want, before = generate(model, inputs, past_key_values=dynamic(model)), tokenprune.stats(model)
+        got, after = generate(model, inputs, past_key_values=lossless(model)), tokenprune.stats(model)
+    same(got, want)
+    scales = 2 * 4 * len(got.past_key_values.layers)
+    assert after.kv_bytes == before.kv_bytes + scales
+    assert after.width_per_layer == before.width_per_layer and after.kv_bytes < after.kv_bytes_full
+    for figure in ("kv_bytes_full", "kv_bytes_tokens"):
+        assert 1 <= getattr(after, figure) / getattr(before, figure) < 1.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", [*METHODS, "pyramiddrop"], ids=str)
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_second_turns(name: str, method: Any, build) -> None:
+    """One of text alone, and one with new images; pyramiddrop looks at all keys of a layer before that runs."""
+    family = FAMILIES[name]
+    model = build(family)
+    first, more = family.make_inputs(padding=None), family.make_inputs(padding=None)
+    text = torch.full((len(first["input_ids"]), 3), 11)
+
+    def talk(cache: Cache) -> list[Tensor]:
+        said = [model(**first, past_key_values=cache).logits[:, -1]]
+        said.append(model(input_ids=text, past_key_values=cache).logits)
+        new = {k: v for k, v in more.items() if k != "attention_mask"}
+        said.append(model(**new, past_key_values=cache).logits[:, -1])
+        said.append(model(input_ids=text[:, :1], past_key_values=cache).logits)
+        return said
+
+    with tokenprune.patched(model, method, keep=0.4):
+        want, before = talk(dynamic(model)), tokenprune.stats(model)
+        got, after = talk(lossless(model)), tokenprune.stats(model)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+    assert after.visual_tokens_out == before.visual_tokens_out
+    assert 0 <= after.kv_bytes - before.kv_bytes <= 8 * len(before.width_per_layer)
+
+
+@torch.no_grad()
+def test_beams(build) -> None:
+    """The rows of what is quantized change in the next step only; whoever reads it before sees them as they are."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(padding=None)
+    with tokenprune.patched(model, "fastv", keep=0.4):
+        want = generate(model, inputs, num_beams=3, past_key_values=dynamic(model))
+        got = generate(model, inputs, num_beams=3, past_key_values=lossless(model))
+        assert torch.equal(got.sequences, want.sequences)
+        rows = torch.tensor([2, 0, 1] * 2)
+        for cache in (got.past_key_values, want.past_key_values):
+            cache.reorder_cache(rows)
+        for layer in range(len(want.past_key_values.layers)):
+            assert torch.equal(keys_of(got.past_key_values, layer), want.past_key_values.layers[layer].keys)
+            assert torch.equal(values_of(got.past_key_values, layer), want.past_key_values.layers[layer].values)
+
+
+def _python_unpack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """quanto would compile its C++ in the first call."""
+    from optimum.quanto.library.extensions import cpp
+
+    def unpack(packed: Tensor, bits: int) -> Tensor:
+        return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
+
+    monkeypatch.setattr(cpp.ext, "_lib", SimpleNamespace(unpack=unpack))
+
+
+def _quanto(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Callable[[int], int]]:
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed (pip install optimum-quanto)")
+    _python_unpack(monkeypatch)
+    text = model.config.get_text_config()
+    cache = QuantizedCache("quanto", text, nbits=4, q_group_size=HEAD_DIM, residual_length=3)
+    return cache, lambda numbers: numbers // 2 + numbers // HEAD_DIM * (4 + 4)  # a scale and a zero point
+
+
+def _hqq(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Callable[[int], int]]:
+    pytest.importorskip("hqq", reason="hqq is not installed (pip install hqq): transformers imports it at once, slowly")
+    options = dict(nbits=8, axis_key=1, axis_value=1, q_group_size=HEAD_DIM, residual_length=3)
+    cache = QuantizedCache("hqq", model.config.get_text_config(), **options)
+    return cache, lambda numbers: numbers + numbers // HEAD_DIM * (4 + 4)
+
+
+def _fp8(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Callable[[int], int]]:
+    if not hasattr(cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this version of transformers has no fp8 cache")
+    kind = cache_utils.Fp8QuantizedLayer
+    quantize = kind._quantize
+    # It is scaled by the largest number of the first call, which may be that of a token that is gone.
+    fixed = torch.tensor(0.05)
+    monkeypatch.setattr(kind, "_quantize", lambda self, x, scale=None: quantize(self, x, fixed))
+    return QuantizedCache("fp8", model.config.get_text_config()), lambda numbers: numbers + 4
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("made", [_quanto, _hqq, _fp8], ids=["quanto", "hqq", "fp8"])
+@pytest.mark.parametrize("method", ["divprune", "fastv"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_real_quantizers(name: str, method: str, made: Callable, build, monkeypatch) -> None:
+    """Each group of numbers is of one token and head here, so that it does not matter which others there are."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs()
+    cache, size = made(model, monkeypatch)
+    with tokenprune.patched(model, method, keep=0.4, record=True):
+        exact, _, _ = generate_logits(model, inputs, STEPS)
+        got, tokens, _ = generate_logits(model, inputs, STEPS, past_key_values=cache)
+        stats = tokenprune.stats(model)
+    config, rows = model.config.get_text_config(), len(inputs["input_ids"])
+    numbers = [rows * config.num_key_value_heads * width * HEAD_DIM for width in stats.width_per_layer]
+    assert stats.kv_bytes == sum(2 * size(one) for one in numbers) < 8 * sum(numbers)
+    with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
+        want, _, _ = generate_logits(model, inputs, STEPS, tokens=tokens, past_key_values=made(model, monkeypatch)[0])
+    close(got, want, 1e-4)
+    assert not torch.equal(got, exact)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["mask", "evict"])
+def test_methods_that_drop_while_decoding(mode: str, build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(padding=None)
+    method = tokenprune.method("dyrate", mode=mode)
+    with tokenprune.patched(model, method, keep=0.4):
+        want, cache = generate(model, inputs), lossless(model)
+        if mode == "mask":
+            before = tokenprune.stats(model)
+            same(generate(model, inputs, past_key_values=cache), want)
+            assert tokenprune.stats(model).decode_kept == before.decode_kept
+            return
+        with pytest.raises(UnsupportedSetupError, match="mode='mask'"):
+            generate(model, inputs, past_key_values=cache)
+        assert type(cache) is Cache and not cache.get_seq_length()
+        same(generate(model, inputs), want)
+
+
+@torch.no_grad()
+def test_what_transformers_does_to_the_last_tokens_only(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(padding=None)
+    text = torch.full((len(inputs["input_ids"]), 1), 11)
+    with tokenprune.patched(model, "fastv", keep=0.4):
+        cache = lossless(model)
+        model(**inputs, past_key_values=cache)
+        model(input_ids=text, past_key_values=cache)
+        want = model(input_ids=text, past_key_values=copy.deepcopy(cache)).logits
+        for change in (
+            lambda: cache.crop(-1),
+            lambda: cache.batch_repeat_interleave(2),
+            lambda: cache.batch_select_indices(torch.tensor([0])),
+        ):
+            with pytest.raises(UnsupportedSetupError, match="quantized cache"):
+                change()
+        assert torch.equal(model(input_ids=text, past_key_values=cache).logits, want)
+        cache.reset()
+        assert type(cache) is Cache
+        again = lossless(model)
+        assert torch.equal(
+            model(**inputs, past_key_values=cache).logits, model(**inputs, past_key_values=again).logits
+        )
+
+
+class Unknown(DynamicLayer):
+    """A layer of which nobody knows how it keeps its tokens."""
+
+
+@torch.no_grad()
+def test_other_layers_are_refused_by_name(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(padding=None)
+    cache = Cache(layers=[Unknown() for _ in model.model.language_model.layers])
+    with tokenprune.patched(model, "divprune", keep=0.4):
+        with pytest.raises(UnsupportedSetupError, match="layers of kind Unknown"):
+            model(**inputs, past_key_values=cache)
+        assert not cache.get_seq_length()
