@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.attention.observer import Observer, Seen
 from tokenprune.integrations.hf.cache.static_cache import begin_turn, end_turn, is_step, step_mask
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
 from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_modules, reads_next_layer
-from tokenprune.integrations.hf.decoder.entry import cut_entry
+from tokenprune.integrations.hf.decoder.entry import cut_entry, mask_functions_of
 from tokenprune.integrations.hf.decoder.kept_inputs import keep_entry, keep_input, keep_transition
 from tokenprune.integrations.hf.decoder.probe import Probe, StopForward, probe_layer
 from tokenprune.integrations.hf.decoder.pruning import cut
@@ -253,6 +253,7 @@ class Engine(Attachable):
             check_call(self.steps.values(), self.adapter, kwargs, bool(call.maskless))
             if call.cache is None and self._uses_cache(kwargs):
                 kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
+            call.functions = mask_functions_of(call, kwargs, self.adapter)
         if call.segments is not None:
             call.extras = self.adapter.take_extras(kwargs, call.layout)
         if call.cuts_at(0) or call.state.get(Merged) is not None:
