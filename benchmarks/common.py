@@ -57,7 +57,7 @@ DECODERS: dict[str, dict[str, int]] = {
     ),
     # Narrow, for prompts of so many tokens that what grows with their square would show.
     "narrow": dict(
-        vocab_size=4096, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=2
+        vocab_size=5000, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=2
     ),
     "vicuna-7b": _VICUNA,
     "qwen2.5-7b": _QWEN,

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most memory that a prefill takes beyond the model and its prompt, and what it is: masks, logits, the rest.
+"""The most memory that a prefill takes beyond the model and its prompt, and what it is: all pairs, logits, the rest.
 
     python benchmarks/memory.py --threads 1
 
 A narrow decoder with random weights, one image that was encoded beforehand, sdpa attention. "padded": the same prompt
-with 64 places of padding on its left, as in a batch; transformers then writes a mask of all pairs of tokens. Counted
-are the tensors made in the prefill that are alive at once, so other work on the machine changes nothing.
+with 64 places of padding on its left, as in a batch; transformers then writes a mask of all pairs of tokens, which
+torch turns into numbers in each layer. "pairs": masks, and what else has one entry for two tokens each. Counted are the
+tensors made in the prefill that are alive at once, so other work on the machine changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import tokenprune
 
 METHODS = "divprune,pool,fastv,pyramiddrop"
 PADDING, LARGE = 64, 256
-MOST_PADDED = 16384  # beyond, the unpatched model's masks alone take 5 GB and more
+MOST = 16384  # with padding, of which masks take 5 GB beyond; and with all logits, whose number is the tokens'
 
 
 def kind_of(vocabulary: int) -> Any:
@@ -34,8 +35,7 @@ def kind_of(vocabulary: int) -> Any:
     def kind(tensor: torch.Tensor) -> str:
         if tensor.ndim == 3 and tensor.shape[-1] == vocabulary:
             return "logits"
-        of_pairs = tensor.ndim == 4 and tensor.shape[1] == 1 and min(tensor.shape[-2:]) > LARGE
-        return "masks" if of_pairs else "rest"
+        return "pairs" if tensor.ndim > 1 and min(tensor.shape[-2:]) > LARGE else "rest"
 
     return kind
 
@@ -50,7 +50,7 @@ def measure(model: Any, method: str, visual: int, keep: float, padded: bool, las
         ids, mask = (torch.nn.functional.pad(one, (PADDING, 0)) for one in (ids, mask))
     images = {"image": encoded([torch.randn(visual, text.hidden_size, device=device)])}
     patched = nullcontext() if method == "unpatched" else tokenprune.patched(model, method, keep=keep, guard="off")
-    with patched, torch.inference_mode(), Live(kind_of(text.vocab_size)) as live:
+    with patched, torch.no_grad(), Live(kind_of(text.vocab_size)) as live:
         out = model(
             input_ids=ids, attention_mask=mask, mm_encoder_outputs=images, use_cache=True, logits_to_keep=int(last)
         )
@@ -73,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device, console = torch.device(args.device), Console()
-    counts = [512, 1024] if args.tiny else args.counts
+    counts = [600] if args.tiny else args.counts
     model = llava("narrow", device, torch.float32)
     lines = [header(device, keep=args.keep, parameters=sum(one.numel() for one in model.parameters()))]
     ways = [(False, True), (False, False), (True, True)]
@@ -82,15 +82,15 @@ def main() -> None:
         for visual in counts
         for padded, last in ways
         for method in ["unpatched", *args.methods.split(",")]
-        if not padded or visual <= MOST_PADDED
+        if (last and not padded) or visual <= MOST
     ]
     table = Table(title=f"Peak of a prefill, MiB, keep {args.keep:g}")
-    for column in ("visual tokens", "prompt", "logits", "method", "peak", "masks", "logits", "rest", "cache"):
+    for column in ("visual tokens", "prompt", "logits", "method", "peak", "pairs", "logits", "rest", "cache"):
         table.add_column(column)
     for visual, method, padded, last in track(todo, description="memory", console=console):
         one = measure(model, method, visual, args.keep, padded, last)
         lines.append(one)
-        sizes = [one["peak"], *(one["kinds"].get(kind, 0) for kind in ("masks", "logits", "rest")), one["kv"]]
+        sizes = [one["peak"], *(one["kinds"].get(kind, 0) for kind in ("pairs", "logits", "rest")), one["kv"]]
         table.add_row(str(visual), one["prompt"], one["logits"], method, *(f"{size / 2**20:.1f}" for size in sizes))
         write(args.json or results_path(device, "memory", args.tiny), lines)
     console.print(table)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -167,7 +169,7 @@ def test_interleaved_generations_and_beams(build) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_decode_steps_compile(name: str, build) -> None:
-    """Without a break; and no step, and no later call of the same length, is compiled anew."""
+    """Without a break; and no step, and no later call of the same length, is compiled anew, be it of another thread."""
     dynamo = torch._dynamo
     family = FAMILIES[name]
     model, inputs = family.build(), family.make_inputs(padding=None)
@@ -177,7 +179,11 @@ def test_decode_steps_compile(name: str, build) -> None:
     def graphs(calls: int) -> tuple[int, list[Any]]:
         dynamo.reset()
         dynamo.utils.counters.clear()
-        said = [generate(model, inputs, cache_implementation="static", compile_config=settings) for _ in range(calls)]
+        call = partial(generate, model, inputs, cache_implementation="static", compile_config=settings)
+        said = []
+        for _ in range(calls):
+            with ThreadPoolExecutor(1) as new:
+                said.append(new.submit(call).result())
         assert not dynamo.utils.counters["graph_break"]
         return dynamo.utils.counters["stats"]["unique_graphs"], said
 
