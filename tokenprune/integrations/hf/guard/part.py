@@ -99,8 +99,14 @@ class GuardPart(Part):
         self.tokenizer, self.reader = tokenizer, Reader(settings.patterns)
         self.reads_text = tokenizer is not None
         # What makes no cut at the decoder; and of the others, which cuts are theirs.
-        self.elsewhere = [one for one in watched if one.method.site in (Site.PRE_ENCODER, Site.IN_ENCODER)]
         layers = len(adapter.decoder.layers)
+        self.elsewhere = [
+            one
+            for one in watched
+            if any(
+                stage.site in (Site.PRE_ENCODER, Site.IN_ENCODER) for stage, _ in one.method.stages(one.budget, layers)
+            )
+        ]
         self.cuts = {
             method.cut_layer: one
             for one in watched
