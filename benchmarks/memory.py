@@ -33,7 +33,7 @@ def kind_of(vocabulary: int) -> Any:
     """What names the kind of a tensor."""
 
     def kind(tensor: torch.Tensor) -> str:
-        if tensor.ndim == 3 and tensor.shape[-1] == vocabulary:
+        if tensor.ndim > 1 and tensor.shape[-1] == vocabulary:
             return "logits"
         return "pairs" if tensor.ndim > 1 and min(tensor.shape[-2:]) > LARGE else "rest"
 

@@ -20,7 +20,9 @@ from tests.methods.test_flowcut import best
 from tests.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.shared.observation import Observation
 from tokenprune.merging import Merge
+from tokenprune.observable_registry import find_observable
 from zoo import FAMILIES
 
 PALIGEMMA = MORE["paligemma"]
@@ -166,3 +168,16 @@ def test_a_merge_that_drops() -> None:
     assert merge.sum(torch.ones(2, 5)).tolist() == [[1, 1, 1], [1, 0, 0]]
     x = torch.arange(10.0).view(2, 5, 1)
     assert merge.mean(x, torch.ones(2, 5))[0, :, 0].tolist() == [0, 2, 3] and merge.mean(x, torch.ones(2, 5))[1, 0] == 6
+
+
+@pytest.mark.parametrize("protected", [0, 1])
+def test_what_flows_does_not_depend_on_padding(protected: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 7, 4, generator=g)
+    mask = torch.zeros(1, 1, 1, 7).masked_fill(torch.arange(7) > 4, -torch.inf).expand(-1, -1, 7, -1)
+    flow = find_observable("encoder_flow")
+    padded = flow.of_patches(Observation(query, key, mask, 0.5, causal=False, value=value), protected)
+    short = (one[:, :, :5] for one in (query, key))
+    alone = flow.of_patches(Observation(*short, None, 0.5, causal=False, value=value[:, :, :5]), protected)
+    torch.testing.assert_close(padded[..., : 5 - protected], alone)
+    assert not padded[:, :2, 5 - protected :].any()
