@@ -67,6 +67,7 @@ bench-cpu: setup ## measure efficiency and scaling on two cores; then rewrite th
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --threads 2 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py --device cpu --threads 2 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/farthest.py --threads 2 $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/memory.py --device cpu --threads 2 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/mixed_batches.py --threads 2
 	$(BENCH_PYTHON) benchmarks/plots.py
 	$(BENCH_PYTHON) dev/readme.py

@@ -117,6 +117,36 @@ def _farthest(header: dict[str, Any], records: list[dict[str, Any]], device: str
     return "\n".join([*lines, "", source("farthest", device)])
 
 
+def memory() -> str:
+    return _parts("memory", _memory)
+
+
+def _memory(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
+    counts = list(dict.fromkeys(one["visual"] for one in records))
+    lines = [
+        f"{where(header)}; a decoder of {header['parameters'] / 1e6:.1f} M random parameters, keep {header['keep']:g}; "
+        "MiB, in brackets those of all pairs of tokens, of logits, and of the cache that stays.",
+        "",
+        "| prompt | logits | method | " + " | ".join(f"{count} visual tokens" for count in counts) + " |",
+        "|---" * (3 + len(counts)) + "|",
+    ]
+    ways = dict.fromkeys((one["prompt"], one["logits"], one["method"]) for one in records)
+    for way in ways:
+        found = {one["visual"]: one for one in records if (one["prompt"], one["logits"], one["method"]) == way}
+        cells = [_held(found[count]) if count in found else "" for count in counts]
+        lines.append(f"| {way[0]} | {way[1]} | {_code(way[2])} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", source("memory", device)])
+
+
+def _code(method: str) -> str:
+    return method if method == "unpatched" else f"`{method}`"
+
+
+def _held(one: dict[str, Any]) -> str:
+    parts = (one["kinds"].get("pairs", 0), one["kinds"].get("logits", 0), one["kv"])
+    return f"{one['peak'] / 2**20:.0f} ({', '.join(f'{part / 2**20:.0f}' for part in parts)})"
+
+
 def scaling() -> str:
     return _parts("scaling", _scaling)
 

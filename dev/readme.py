@@ -210,6 +210,7 @@ PAGES = {
         "mixed": performance.mixed,
         "scaling": performance.scaling,
         "farthest": performance.farthest,
+        "memory": performance.memory,
         "ttft": performance.ttft,
     },
     "docs/kernels.md": {

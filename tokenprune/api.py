@@ -252,7 +252,7 @@ def stats(model: Any) -> Stats:
 
 def feature_cache(model: Any) -> FeatureCache:
     """Return the encoded images that a model keeps that was patched with `feature_cache=`; raises NotPatchedError."""
-    attachment = _attached(model)
+    attachment = attachment_of(model)
     if attachment.feature_cache is None:
         raise NotPatchedError(
             f"this {type(model).__name__} is patched without a feature cache: pass feature_cache=, a number of bytes"

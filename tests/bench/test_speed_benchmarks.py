@@ -141,6 +141,25 @@ def test_peers(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert eadp["ratio"] == pytest.approx(207 / 93)
 
 
+def test_memory(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of each: the cache, all logits, and the masks of padded prompts, in numbers of 4 bytes."""
+    module, path = script("memory"), tmp_path / "cpu/memory.jsonl"
+    run(module, path, monkeypatch, "--methods", "uniform,fastv", "--threads", "1")
+    _, records = script("common").read(path)
+    found = {(one["prompt"], one["logits"], one["method"]): one for one in records}
+    assert len(found) == len(records) == 9 and all(one["peak"] == sum(one["kinds"].values()) for one in records)
+    for (prompt, logits, method), one in found.items():
+        layers = {"unpatched": [664] * 4, "uniform": [364] * 4, "fastv": [664] * 2 + [364] * 2}[method]
+        padding = [64 if length == 664 and prompt == "padded" else 0 for length in layers]
+        assert one["kv"] == sum(map(sum, zip(layers, padding, strict=True))) * 2 * 64 * 4
+        assert one["kinds"].get("logits", 0) >= (664 * 5000 * 4 if logits == "all" else 0)
+        pairs = (prompt, method) in (("padded", "unpatched"), ("padded", "fastv"))
+        assert ("pairs" in one["kinds"]) == pairs and (not pairs or one["kinds"]["pairs"] >= 728**2 * 5)
+    assert found["padded", "last", "fastv"]["kinds"]["pairs"] == found["padded", "last", "unpatched"]["kinds"]["pairs"]
+    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
+    assert "| padded | last | `fastv` |" in script("performance").memory()
+
+
 def test_live_bytes_are_those_of_tensors(script) -> None:
     peers = script("peers")
     kept = torch.zeros(1000)

@@ -85,7 +85,8 @@ def hf_parts(
     readers = [method for method in cutting if observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)]
     if readers:
         if merging := [part.method for part in parts if isinstance(part, (TowerPatch, UnitDrop))]:
-            what = "merges them on the way" if merging[0].merges else "drops some of them ahead of it"
+            ahead = "ahead of it" if isinstance(merging[0], UnitDropper) else "on the way"
+            what = "merges them on the way" if merging[0].merges else f"drops some of them {ahead}"
             raise OptionError(
                 f"{readers[0].name} reads the attention of the vision tower's patches, and {merging[0].name} {what}: "
                 "use one of the two"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from tokenprune.accounting import DecoderShape
@@ -25,18 +25,18 @@ from tokenprune.integrations.hf.attention.observer import Observer, Seen
 from tokenprune.integrations.hf.cache.static_cache import begin_turn, end_turn, is_step, step_mask
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
 from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_modules, reads_next_layer
-from tokenprune.integrations.hf.decoder.entry import cut_entry
+from tokenprune.integrations.hf.decoder.entry import cut_entry, mask_functions_of
 from tokenprune.integrations.hf.decoder.kept_inputs import keep_entry, keep_input, keep_transition
+from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.probe import Probe, StopForward, probe_layer
 from tokenprune.integrations.hf.decoder.pruning import cut
 from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
-from tokenprune.integrations.hf.forward.stats import Report
+from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.hf.sequence.segments import RunsPerImage, check_placeholders, find_segments
+from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.tower.feature_hook import Encoder, FeatureRecorder
 from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states, with_hidden_states, with_output
@@ -67,10 +67,11 @@ class Engine(Attachable):
         self.adapter, self.decoder, self.parts = adapter, adapter.decoder, [*parts, *adapter.parts()]
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
-        self.per = steps[0].budget.per if steps else "image"
+        self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self.record, self._stats = record, Stats()
         self._reads_text = adapter.reads_prompt or any(part.reads_text for part in self.parts)
         # Calls of all threads: in a step with a reduced static cache there are none, which torch.compile can rely on.
+        # What a thread knows of its calls changes with every other patched model: a compiled step must not look there.
         self._under_way: list[Call] = []
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
 
@@ -219,50 +220,15 @@ class Engine(Attachable):
         if call.past == 0:
             self._stats = Stats(notes=call.notes)
         if call.outputs and embeds.shape[1] > 1:
-            self._find_segments(call, embeds)
+            self.planner.find_segments(call, embeds)
         for part in self.parts:
             part.before_decoder(call, kwargs)
-        cutting = call.segments is not None and self._plan(call)
+        cutting = call.segments is not None and self.planner.plan(call)
         if cutting or call.reduction is not None:
             self._activate(call, kwargs, cutting)
         if call.report is not None:
             call.report.add_time(time.perf_counter() - start)
         return args, kwargs
-
-    def _find_segments(self, call: Call, embeds: Tensor) -> None:
-        outputs = call.outputs if self.adapter.features_per_image else {}
-        step = self.adapter.step_within_image
-        runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
-        grid_of = self.adapter.image_grid
-        behind = self.adapter.behind_video
-        call.segments = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind)
-        if call.segments is not None:
-            call.report = Report(self.shape, call.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
-            call.report.stats.notes = call.notes
-
-    def _runs_per_image(self, call: Call) -> RunsPerImage | None:
-        if call.host.ids is None:
-            call.notes.append(
-                "the prompt came as embeddings, which do not tell which tiles make up an image: each tile counts as one"
-            )
-            return None
-        ids = call.host.ids.tolist()
-        return lambda row, runs: self.adapter.runs_per_image(ids[row], runs)
-
-    def _plan(self, call: Call) -> bool:
-        """Plan the cuts of a call, and return whether tokens leave."""
-        merged = call.state.get(Merged)
-        counts = call.segments.counts if merged is None else merged.selection.counts
-        tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
-        call.plan = plan_cuts(self.steps.values(), self.shape, call.segments, counts, tokens, at_least)
-        for part in self.parts:
-            part.planned(call)
-        return bool(call.plan.cuts) or merged is not None
-
-    def _at_least(self, call: Call, step: Step, arrived: list[int], wanted: list[int]) -> list[int]:
-        for part in self.parts:
-            wanted = part.at_least(call, step, arrived, wanted)
-        return wanted
 
     def _activate(self, call: Call, kwargs: dict[str, Any], cutting: bool) -> None:
         """Prepare a call in which tokens are missing: in its cache, or (`cutting`) by cuts of its own. Those at the
@@ -276,6 +242,7 @@ class Engine(Attachable):
             check_call(self.steps.values(), self.adapter, kwargs, bool(call.maskless))
             if call.cache is None and self._uses_cache(kwargs):
                 kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
+            call.functions = mask_functions_of(call, kwargs, self.adapter)
         if call.segments is not None:
             call.extras = self.adapter.take_extras(kwargs, call.layout)
         if call.cuts_at(0) or call.state.get(Merged) is not None:

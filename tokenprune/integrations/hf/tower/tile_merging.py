@@ -38,6 +38,8 @@ class TilePatch(EncoderPatch):
     Raises what `EncoderPatch` does, and BudgetError where a budget leaves no patch of a tile beside the newlines.
     """
 
+    shows = False  # newlines stand between its tokens, and tiles overlap
+
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         self.exact = method.inexact is None  # else how many tokens are left is the method's own affair
         super().__init__(adapter, method, budget)
