@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.coverage import first_largest, most_covering
+from tokenprune.kernels.coverage import cover, first_largest
+from tokenprune.kernels.pairs import PickedRows, Products, Relation
 from tokenprune.kernels.temporal import density_peaks, unit
 
 _NEIGHBOURS = 7  # of a token that tell how dense it is there
@@ -79,16 +80,21 @@ def farthest_weighted(
     """
 
     def of(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor) -> Tensor:
-        alike = unit(x) @ unit(x).transpose(1, 2)
-        others = alike.masked_fill(~mask.unsqueeze(1), -torch.inf)
-        others.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
-        distance = 1 - others.amax(2).clamp(min=-1)  # a token that has no other is as far as can be
+        products = Products(unit(x))
+
+        def nearest_other(alike: Tensor, segment: int, start: int) -> Tensor:
+            others = alike.masked_fill(~mask[segment], -torch.inf)
+            others.diagonal(start).fill_(-torch.inf)
+            return others.amax(1)
+
+        # A token that has no other is as far as can be.
+        distance, row_of = 1 - products.of_rows(nearest_other).clamp(min=-1), PickedRows(products)
         barred, rows = ~mask, torch.arange(len(x), device=x.device)
         for step in range(most):
-            score = distance * weight if step or weigh_first else distance
-            pick = first_largest(score.masked_fill(barred, -torch.inf))
+            score = (distance * weight if step or weigh_first else distance).masked_fill(barred, -torch.inf)
+            pick = first_largest(score)
             barred[rows, pick] = barred[rows, pick] | (step < number)
-            new = 1 - alike[rows, pick]
+            new = 1 - row_of(pick, score)
             distance = new if step == 0 else torch.minimum(distance, new)
         return barred & mask
 
@@ -105,8 +111,7 @@ def covering(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, most: int)
     """
 
     def of(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor) -> Tensor:
-        table = (unit(x) @ unit(x).transpose(1, 2)).clamp_(min=0).mul_(weight.unsqueeze(1))
-        return most_covering(table, mask, number, most)
+        return cover([Relation(Products(unit(x)), torch.mul, weight)], mask, number, most)
 
     weight = weight.float().nan_to_num(nan=0.0).masked_fill(~mask, 0)
     return by_rows(of, 2 * x.shape[1] ** 2, x, mask, weight, number)
