@@ -70,8 +70,7 @@ class Coverage:
     are tables, all is summed up anew with each pick, which waits for nothing; else rows that a pick covers better are
     looked for.
 
-    gain: float `[S, N]`, the sum over rows of how much better they would be covered, in float64 where it is kept up to
-    date. cover: for each part float32 `[S, R]`, how well its rows are covered.
+    cover: for each part float32 `[S, R]`, how well its rows are covered.
     """
 
     def __init__(self, parts: Sequence[Relation], start: float = 0.0) -> None:
@@ -81,7 +80,7 @@ class Coverage:
                 part.table  # noqa: B018 (rows are read from it then)
         self._anew = device.type != "cpu" and all(part.fits for part in parts)
         self.cover = [torch.full((segments, part.shape[1]), start, device=device) for part in parts]
-        self.gain = torch.zeros(segments, count, dtype=torch.float64, device=device)
+        self._gain = torch.zeros(segments, count, dtype=torch.float64, device=device)
         if self._anew:
             self._sum_up()
             return
@@ -90,8 +89,14 @@ class Coverage:
                 for index in _some(part, torch.arange(part.shape[1], device=device)):
                     before = covered[segment, index]
                     best = torch.maximum(part.rows(segment, index), before.unsqueeze(1))
-                    self.gain[segment] += best.sum(0, dtype=torch.float64) - before.sum(dtype=torch.float64)
-        self._least = self.gain * _NOTHING
+                    self._gain[segment] += best.sum(0, dtype=torch.float64) - before.sum(dtype=torch.float64)
+        self._least = self._gain * _NOTHING
+
+    @property
+    def gain(self) -> Tensor:
+        """float32 `[S, N]`: the sum over rows of how much better they would be covered. Where it is kept up to date
+        that is done in float64, whose rounding, which is not that of equal candidates alike, is left out here."""
+        return self._gain.float()
 
     def take(self, pick: Tensor) -> None:
         """Take a candidate of each segment, long `[S]`."""
@@ -104,11 +109,11 @@ class Coverage:
         for segment, place in enumerate(pick.tolist()):
             for part, cover in zip(self._parts, self.cover, strict=True):
                 self._cover_better(part, segment, place, cover[segment])
-        self.gain.masked_fill_(self.gain <= self._least, 0)
+        self._gain.masked_fill_(self._gain <= self._least, 0)
 
     def _sum_up(self) -> None:
         gains = [coverage_gain(part.table, cover) for part, cover in zip(self._parts, self.cover, strict=True)]
-        self.gain = torch.stack(gains).sum(0)
+        self._gain = torch.stack(gains).sum(0)
 
     def _cover_better(self, part: Relation, segment: int, place: int, cover: Tensor) -> None:
         better = (part.column(segment, place) > cover).nonzero().flatten()
@@ -117,7 +122,7 @@ class Coverage:
             after = torch.maximum(before, rows[:, place])
             # What a candidate adds no more lies between how well a row was covered and how well it is now.
             lost = rows.clamp(before.unsqueeze(1), after.unsqueeze(1)).sum(0, dtype=torch.float64)
-            self.gain[segment] -= lost - before.sum(dtype=torch.float64)
+            self._gain[segment] -= lost - before.sum(dtype=torch.float64)
             cover[index] = after
 
 

@@ -59,7 +59,7 @@ class Tops(Pruner):
                 pick = first_largest(score.masked_fill(barred, -torch.inf))
                 barred[rows, pick] |= step < number
                 coverage.take(pick)  # which is covered by itself, as well as can be
-                near, gain = coverage.cover[0], coverage.gain.float()
+                near, gain = coverage.cover[0], coverage.gain
                 score = over_mean(salient, ~barred) + self.coverage * over_mean(gain, ~barred)
                 score = score + self.diversity * over_mean((1 - near).clamp(min=0), ~barred)
             return barred & mask
