@@ -80,6 +80,11 @@ class TokenSource:
         """Return long `[B, 1]`, the slot of each row's last token that is not padding."""
         raise _refused("which token is the prompt's last one")
 
+    @cached_property
+    def last_row(self) -> Tensor:
+        """float32 `[B, H, K]`, attention of each row's last token that is not padding, in the layer before the cut."""
+        return self.before.rows(self.last_slot())[:, :, 0]
+
     def real(self) -> Tensor:
         """Return bool `[B, W]`, False for slots of padding."""
         raise _refused("which tokens are padding")

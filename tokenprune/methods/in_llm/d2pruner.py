@@ -122,7 +122,7 @@ class D2Pruner(Pruner):
                 best = score.masked_fill(~free, -torch.inf)
                 pick = (best == best.amax(1, keepdim=True)).to(torch.uint8).argmax(1, keepdim=True)  # the first
                 new = torch.zeros_like(free).scatter(1, pick, True) & free & (step < number[part])[:, None]
-                passed = (alike > self.threshold).gather(1, pick[..., None].expand(-1, -1, alike.shape[2])).squeeze(1)
+                passed = alike.gather(1, pick[..., None].expand(-1, -1, alike.shape[2])).squeeze(1) > self.threshold
                 taken, free = taken | new, free & ~(passed & new.any(1, keepdim=True)) & ~new
             found.append(taken)
         return torch.cat(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -97,7 +98,7 @@ class _ByRecipe(Budget):
                 share = min(1.0, float(self.average_tokens or self.keep) / count)
             else:
                 share = self.kv_share or self.keep
-            left.append(min(now, max(1, round(count * shares(self.rows, shape.layers, share)[layer]))))
+            left.append(min(now, max(1, round(count * _known_shares(self.rows, shape.layers, share)[layer]))))
         return left
 
 
@@ -124,3 +125,6 @@ def shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[f
         ratio = (low + high) / 2
         low, high = (low, ratio) if sum(ratio**layer for layer in range(layers)) > share * layers else (ratio, high)
     return [low**layer for layer in range(layers)]
+
+
+_known_shares = lru_cache(maxsize=64)(shares)  # asked at every layer of every call
