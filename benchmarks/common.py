@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -64,11 +65,13 @@ DECODERS: dict[str, dict[str, int]] = {
 }
 
 
-def llava(decoder: str, device: torch.device, dtype: torch.dtype) -> LlavaForConditionalGeneration:
-    """A LLaVA with random weights whose tower is small; made on the device itself, so that 7 B take seconds."""
+def llava(decoder: str, device: torch.device, dtype: torch.dtype, blocks: int = 2) -> LlavaForConditionalGeneration:
+    """A LLaVA with random weights whose tower, of so many blocks, is small; made on the device itself, so that 7 B take
+    seconds."""
     vision = CLIPVisionConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=336, patch_size=14
-    )
+        hidden_size=64, intermediate_size=128, num_hidden_layers=blocks, num_attention_heads=2, image_size=336,
+        patch_size=14,
+    )  # fmt: skip
     text = LlamaConfig(max_position_embeddings=2**16, **DECODERS[decoder])
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE_ID, vision_feature_layer=-1)
     return _made(LlavaForConditionalGeneration, config, device, dtype)
@@ -230,6 +233,15 @@ def header(device: torch.device, **more: Any) -> dict[str, Any]:
         # Other work on the machine shows in the load: a reader can tell which times to trust.
         "load": round(os.getloadavg()[0], 2), **more,
     }  # fmt: skip
+
+
+def code_version() -> str:
+    """Twelve hexadecimal digits that tell the library's code from other versions of it."""
+    digest = hashlib.sha256()
+    package = Path(tokenprune.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def write(path: Path, lines: Sequence[dict[str, Any]]) -> None:

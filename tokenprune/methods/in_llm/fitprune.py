@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -95,7 +96,7 @@ class _ByRecipe(Budget):
             share = self.share
             if share is None:
                 share = min(1.0, float(self.average_tokens or self.keep) / count)
-            left.append(min(now, max(1, round(count * shares(self.rows, shape.layers, share)[layer]))))
+            left.append(min(now, max(1, round(count * _known_shares(self.rows, shape.layers, share)[layer]))))
         return left
 
 
@@ -122,3 +123,6 @@ def shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[f
         ratio = (low + high) / 2
         low, high = (low, ratio) if sum(ratio**layer for layer in range(layers)) > share * layers else (ratio, high)
     return [low**layer for layer in range(layers)]
+
+
+_known_shares = lru_cache(maxsize=64)(shares)  # asked at every layer of every call
