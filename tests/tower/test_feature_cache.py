@@ -162,11 +162,12 @@ def test_padding_tiles_do_not_make_another_image(build: Callable) -> None:
         assert counts(model) == (1, 1)
 
 
+@pytest.mark.parametrize("images", [(2, 1), (2, 0)])
 @torch.no_grad()
-def test_several_images_in_a_row_of_onevision_are_another_matter(build: Callable) -> None:
+def test_several_images_in_a_row_of_onevision_are_another_matter(images: tuple[int, int], build: Callable) -> None:
     """They are not cut into tiles, so that the same image becomes other features."""
     family = FAMILIES["llava_onevision"]
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    model, inputs = build(family), family.make_inputs(images=images)
     with tokenprune.patched(model, "divprune", keep=0.5):
         want = model(**inputs).logits
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):

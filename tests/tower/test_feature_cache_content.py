@@ -181,6 +181,7 @@ def test_what_was_made_without_gradients_for_good_stays_among_its_like(build: Ca
     model, inputs = copy.deepcopy(build(family)), family.make_inputs(only=0)
     model.model.vision_tower.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(False)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
     with torch.inference_mode():
         model(**inputs), model(**inputs)
@@ -206,6 +207,9 @@ def test_what_is_larger_than_the_limit_is_not_kept_and_what_is_oldest_goes(build
         model(**images[0])
         size = tokenprune.feature_cache(model).counts().bytes
         assert size == 36 * 64 * 4
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
+        model(**family.make_inputs())  # two, each without the memory of the other
+        assert tokenprune.feature_cache(model).counts().bytes == 2 * size
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=size - 1):
         want = model(**images[0]).logits
         assert torch.equal(model(**images[0]).logits, want)

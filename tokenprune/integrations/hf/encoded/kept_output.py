@@ -52,6 +52,8 @@ class Whole(Kept):
     @classmethod
     def of(cls, output: Any) -> Whole:
         values = {name: value for name, value in output.items() if name not in (*_OF_BLOCKS, KEY)}
+        if values.get("pooler_output") is not None:
+            values.pop("last_hidden_state", None)  # else it is the features
         return cls(type(output), values, record_of(output))
 
     def output(self) -> Any:
