@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import tokenprune
 from zoo import FIRST_TEXT_ID, VOCAB, Inputs
+
+ROOM = 2**24  # bytes for all images of a test
 
 
 def another_question(inputs: dict[str, Any], number: int) -> Inputs:
@@ -36,3 +39,9 @@ def tower_calls(model: Any) -> Iterator[list[int]]:
         yield calls
     finally:
         handle.remove()
+
+
+def counts(model: Any) -> tuple[int, int]:
+    """Return (hits, misses) of a model's feature cache."""
+    found = tokenprune.feature_cache(model).counts()
+    return found.hits, found.misses

@@ -61,11 +61,12 @@ class Weights:
     replaced, moved, cast, or written to under the eyes of autograd (`load_state_dict`, `copy_`, an optimizer's step).
 
     Held on to by weak references, so that no later weight gets an earlier one's address. What is written to
-    `parameter.data` is not seen.
+    `parameter.data` is not seen, nor to weights that accelerate offloads: between calls it has empty ones in their
+    place, other ones after each.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        tensors = _tensors(modules)
+        tensors = [one for one in _tensors(modules) if not one.is_meta]
         self._refs = [StorageWeakRef(one.untyped_storage()) for one in tensors]
         self._seen = [
             (ref.cdata, _version(one), one.storage_offset(), one.dtype, one.device, one.shape)

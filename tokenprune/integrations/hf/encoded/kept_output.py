@@ -34,7 +34,7 @@ class Kept:
     @cached_property
     def bytes(self) -> int:
         """Memory that is held for it."""
-        storages = (one.untyped_storage() for one in _tensors((self.values, self.record)))
+        storages = (one.untyped_storage() for one in tensors_of((self.values, self.record)))
         return sum({one._cdata: one.nbytes() for one in storages}.values())
 
     @property
@@ -43,7 +43,7 @@ class Kept:
         return self._versions == self._seen()
 
     def _seen(self) -> list[int]:
-        return [one._version for one in _tensors(self.values) if not one.is_inference()]
+        return [one._version for one in tensors_of(self.values) if not one.is_inference()]
 
 
 class Whole(Kept):
@@ -52,6 +52,8 @@ class Whole(Kept):
     @classmethod
     def of(cls, output: Any) -> Whole:
         values = {name: value for name, value in output.items() if name not in (*_OF_BLOCKS, KEY)}
+        if values.get("pooler_output") is not None:
+            values.pop("last_hidden_state", None)  # else it is the features
         return cls(type(output), values, record_of(output))
 
     def output(self) -> Any:
@@ -143,13 +145,14 @@ def _shifted(cells: Tensor, by: int) -> Tensor:
     return torch.cat([torch.where(tile < 0, tile, tile + by), cells[:, 1:]], dim=1)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Return all tensors in lists, tuples, dicts and dataclasses within each other."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_of(list(value.values()))
     elif isinstance(value, (list, tuple)):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_of(one)
     elif is_dataclass(value):
-        yield from _tensors([getattr(value, one.name) for one in fields(value)])
+        yield from tensors_of([getattr(value, one.name) for one in fields(value)])

@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.encoded.content import (
     settings,
 )
 from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
-from tokenprune.integrations.hf.encoded.kept_output import OfImage, Whole
+from tokenprune.integrations.hf.encoded.kept_output import OfImage, Whole, tensors_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.families.table import IMAGES_APART
 from tokenprune.integrations.hf.tower.tile_merging import tiles_of
@@ -164,9 +164,7 @@ def _rows_of(arguments: dict[str, Any], images: Sequence[dict[str, slice]]) -> d
 
 def _can_be_kept(output: Any) -> bool:
     """Whether it is no tuple, which carries no record, and gradients do not go through it."""
-    features = getattr(output, "pooler_output", None)
-    features = features if isinstance(features, (list, tuple)) else [features]
-    return hasattr(output, "pooler_output") and not asks_for_gradients(features)
+    return hasattr(output, "pooler_output") and not asks_for_gradients(tensors_of(output))
 
 
 def _stream(modules: Sequence[nn.Module]) -> int:
