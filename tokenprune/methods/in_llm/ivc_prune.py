@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
+from tokenprune.kernels.compact import partition
 from tokenprune.kernels.take import top_mask
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -75,7 +76,9 @@ class IvcPrune(Pruner):
         rated = self._likeness(tokens, tokens.text.value_heads, text)
         seeds = [max(1, round(_SEEDS * count)) for count in tokens.counts]
         seed = top_mask(rated.sum(1), mask, to_device(seeds, device), max(seeds))
-        from_seeds = self._likeness(tokens, tokens.value_heads, seed).sum(1)
+        place = partition(seed)[:, : max(seeds)]
+        of_seeds = tokens.value_heads[torch.arange(len(place), device=device)[:, None], place]
+        from_seeds = self._likeness(tokens, of_seeds, seed.gather(1, place)).sum(1)
         score = (rated.sum(1) + from_seeds) / (text.sum(1) + seed.sum(1))[:, None]
 
         first = torch.where(anchors, 2, torch.where(seed, 1, 0))
