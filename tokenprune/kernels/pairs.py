@@ -83,7 +83,8 @@ class Products:
         step = max(LEAST, _AT_ONCE // max(1, self.shape[2]))
         index, found = torch.arange(self.shape[1], device=self.a.device), []
         for segment in range(self.shape[0]):
-            blocks = self.table[segment].split(step) if self.fits else (self.rows(segment, i) for i in index.split(step))
+            made = (self.rows(segment, some) for some in index.split(step))
+            blocks = self.table[segment].split(step) if self.fits else made
             found.append(torch.cat([reduce(rows, segment, at * step) for at, rows in enumerate(blocks)]))
         return torch.stack(found)
 
