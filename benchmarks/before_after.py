@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["random", "groups"], choices=["random", "groups"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--patience", type=float, default=60.0, help="seconds that a run of before may take")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu/before_after.jsonl; lines are added")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu/before_after.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 2**20)  # see scaling.py

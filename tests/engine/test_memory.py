@@ -14,8 +14,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import tokenprune
 from families import FAMILIES
+from greedy import image_tokens
 from tokenprune import Site
-from tokenprune.kernels import farthest, farthest_blocks
+from tokenprune.kernels import coverage, farthest, farthest_blocks, pairs
 from zoo import FIRST_TEXT_ID, HIDDEN, VOCAB
 
 GRID = (1, 40, 40)  # patches of an image of Qwen-VL, four of which are a token
@@ -23,10 +24,10 @@ VISUAL, KEEP = 400, 48
 TEXT = (20, 33)
 
 
-# Their papers compare all tokens with all; said on their pages. Not for thousands of tokens.
-ALL_PAIRS = {"cdpruner", "eadp", "otprune", "prunesid", "mmtok", "scope", "tops", "idselection", "agilepruner"}
-# Or of many rows of attention at once.
-ALL_PAIRS |= {"d2pruner", "fitprune", "ivc_prune"}
+# It reads many rows of attention at once.
+ALL_PAIRS = {"fitprune"}
+# Of the tower too.
+OF_THE_TOWER = ("scope", "tops", "idselection", "agilepruner")
 
 
 def methods() -> list[str]:
@@ -87,13 +88,19 @@ def prefill(family: str, name: str | None, batch: int, keep: Any = None, **optio
     return made
 
 
-@pytest.mark.parametrize("name", methods())
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_nothing_has_the_size_of_all_pairs(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As with many tokens, of which no table is made.
+@pytest.fixture
+def as_with_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so few tokens a table of all pairs would be made."""
     monkeypatch.setattr(farthest, "TABLE", 0)
     monkeypatch.setattr(farthest_blocks, "ROWS", 64)
     monkeypatch.setattr(farthest_blocks, "COLUMNS", 16)
+    for module in (pairs, coverage):
+        monkeypatch.setattr(module, "_AT_ONCE", VISUAL**2 // 8)
+
+
+@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_nothing_has_the_size_of_all_pairs(family: str, name: str, as_with_many: None) -> None:
     # A batch with padding makes the unpatched model write a mask of all pairs; so do its layers before a cut inside.
     for batch in (1, 2) if tokenprune.method_info(name).site is Site.PRE_LLM else (1,):
         made = prefill(family, name, batch, logits_to_keep=1)
@@ -110,6 +117,26 @@ def test_masks_of_all_pairs_are_those_of_the_unpatched_model(family: str, batch:
     made = prefill(family, name, batch, keep=keep, logits_to_keep=1)
     assert made.pairs <= prefill(family, None, batch, logits_to_keep=1).pairs
     assert bool(made.pairs) == (name != "uniform")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in (*OF_THE_TOWER, "mmtok")),
+        ("prunesid", {"form": "llava"}),
+        ("divprune", {"center": True}),
+    ],
+    ids=str,
+)
+def test_what_is_chosen_from_the_tower_too(name: str, options: dict[str, Any], as_with_many: None) -> None:
+    """Without a model; the same as with a table."""
+    tokens, method = image_tokens([VISUAL], [KEEP]), tokenprune.method(name, **options)
+    with torch.no_grad(), Allocations() as made:
+        got = method.select(tokens).keep
+    assert made.largest < VISUAL**2, made.what
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(farthest, "TABLE", VISUAL)
+        assert torch.equal(method.select(tokens).keep, got)
 
 
 def test_what_the_watch_sees() -> None:

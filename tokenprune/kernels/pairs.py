@@ -80,13 +80,12 @@ class Products:
     def of_rows(self, reduce: Callable[[Tensor, int, int], Tensor]) -> Tensor:
         """`[S, R]`: `reduce(rows, segment, start)` of all rows, `[n]` for float32 `[n, N]`, those from `start` on. They
         are a few at a time, where there is no table; else it is made and kept."""
-        step = self.shape[1] if self.fits else max(LEAST, _AT_ONCE // max(1, self.shape[2]))
-        if self.fits:
-            self.table  # noqa: B018
+        step = max(LEAST, _AT_ONCE // max(1, self.shape[2]))
         index, found = torch.arange(self.shape[1], device=self.a.device), []
         for segment in range(self.shape[0]):
-            parts = [reduce(self.rows(segment, some), segment, at * step) for at, some in enumerate(index.split(step))]
-            found.append(torch.cat(parts))
+            made = (self.rows(segment, some) for some in index.split(step))
+            blocks = self.table[segment].split(step) if self.fits else made
+            found.append(torch.cat([reduce(rows, segment, at * step) for at, rows in enumerate(blocks)]))
         return torch.stack(found)
 
     def _done(self, x: Tensor) -> Tensor:
@@ -107,7 +106,9 @@ class Relation:
     @cached_property
     def table(self) -> Tensor:
         """`[S, R, N]`. Once it is made, rows are read from it."""
-        return self._value(self.products.table, *(x.unsqueeze(2) for x in self._each))
+        table = self.products.table
+        del self.products.table  # one is enough
+        return self._value(table, *(x.unsqueeze(2) for x in self._each))
 
     def rows(self, segment: int, index: Tensor) -> Tensor:
         """`[n, N]`: the rows of a segment with these indices, long `[n]`."""
