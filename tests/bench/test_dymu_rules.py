@@ -70,7 +70,7 @@ def test_each_rule_changes_what_it_says(rules: Any) -> None:
     width = blocks[0].layer_norm1.weight.shape[0]
     images = [torch.randn(15, width, generator=g, dtype=torch.double) for _ in range(4)]
     images[0] = images[0][:1] + 1e-3 * images[0]  # all alike: merges first
-    plan = [4] * len(blocks)
+    plan = [2] * len(blocks)  # the first image takes all, the others merge nothing
     taus = {
         name: rules.calibrated(blocks, images, 0, plan, rules.Rules(**{name: True}))
         for name in ("reorder", "epsilon", "over_half")
@@ -82,7 +82,8 @@ def test_each_rule_changes_what_it_says(rules: Any) -> None:
     # 15 tokens: 8 in A, of which 7 may merge.
     one = rules.Merged(images[0], 0)
     assert (one.most(rules.OURS), one.most(rules.BATCH)) == (7, 8)
-    assert rules.left(blocks, images, 0, [-1.0] * len(blocks), rules.OURS)[0] == 1 + (15 - 7) // 2 // 2
+    taus = [-1.0] * 3  # 15 -> 8 -> 4 -> 2, or 15 -> 7 -> 3 -> 1
+    assert [rules.left(blocks[:3], images[:1], 0, taus, one) for one in (rules.OURS, rules.BATCH)] == [[2], [1]]
     # Order: what is left of A by place, or with the authors' rule for one image the likest first.
     best, partner = torch.tensor([0.1, 0.9, 0.3, 0.8, 0.2, 0.7, 0.6, 0.5]), torch.zeros(8, dtype=torch.long)
     orders = []
