@@ -28,7 +28,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "methods" / "dymu.md"
 BEGIN, END = "<!-- rules:begin (benchmarks/dymu_rules.py --page) -->", "<!-- rules:end -->"
 KEEPS = (0.5, 0.25)
 IMAGES = 64
-# What the authors merge by linear schedules, of CLIP-L's 576 patches in 24 blocks (LLaVA reads 23) and SigLIP-B's in 12.
+# What the authors merge by linear schedules: of CLIP-L's 576 patches in 24 blocks (LLaVA reads 23), SigLIP-B's in 12.
 TOTALS = (504, 384)
 
 
@@ -191,7 +191,8 @@ def thresholds_table(keeps: Sequence[float] = KEEPS, count: int = IMAGES) -> str
 def schedules_table() -> str:
     """Return the table of how the linear schedules differ, as Markdown."""
     lines = [
-        "| tower | merged in all | schedule | largest difference in a block | lost in a block that nobody reads, theirs |",
+        "| tower | merged in all | schedule | largest difference in a block "
+        "| lost in a block that nobody reads, theirs |",
         "|---|---:|---|---:|---:|",
     ]
     towers = (("CLIP-L, 23 of 24 blocks read", 577, 1, 24, 23), ("SigLIP-B, 12 blocks", 576, 0, 12, 12))
