@@ -27,7 +27,6 @@ import datetime
 import os
 import statistics
 import time
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,20 @@ from typing import Any
 import numpy as np
 import torch
 from common import (
-    AFTER, BEFORE, Clock, code_version, default_device, encoded, header, ladder, llava, prompt, read, results_path, write,
-)  # fmt: skip
+    AFTER,
+    BEFORE,
+    Clock,
+    code_version,
+    default_device,
+    encoded,
+    header,
+    ladder,
+    llava,
+    prompt,
+    read,
+    results_path,
+    write,
+)
 from method_floors import Sizes, floor_of
 from rich.console import Console
 from rich.table import Table
@@ -150,7 +161,7 @@ class Case:
 
 
 def lengths(layers: list[int]) -> list[int]:
-    """At which of the lengths that the layers see the oracle is timed: all, or five from the shortest to the longest."""
+    """At which of the lengths that layers see the oracle is timed: all, or five from the shortest to the longest."""
     counts = sorted(set(layers))
     if len(counts) <= LENGTHS:
         return counts
@@ -167,48 +178,45 @@ def measure(case: Case, name: str, rounds: int) -> dict[str, Any]:
     """Return the record of one method."""
     began, loads = time.perf_counter(), [os.getloadavg()[0]]
     setting, plain = case.setting(name), case.images("random")
-    patched, whole = [], []
     ideal: list[Times] = []
+    patched: list[Times] = []
     floors: list[Times] = []
+    whole: list[Times] = []
     overhead: list[float] = []
     steps: list[tuple[float, float]] = []
-    layers: list[int] = []
-    floor: Callable[[], Any] | None = None
-    for round_ in range(-1, rounds):
+
+    def encode() -> Any:
         with tokenprune.patched(case.model, name, guard="off", **setting):
-            # Outside of what is timed: the tower runs before a prefill.
-            images = case.images(name)
-            if round_ < 0:
-                case.prefill(images)
-                layers = tokenprune.stats(case.model).visual_tokens_per_layer
-                floor = floor_of(name, case.sizes(name, layers))
-        now: dict[int, Times] = {}
+            return case.images(name)
 
-        def of_oracle(now: dict[int, Times] = now) -> None:
-            for count in lengths(layers):
-                now[count] = case.oracle(count)
+    with tokenprune.patched(case.model, name, guard="off", **setting):
+        case.prefill(case.images(name))
+        layers = tokenprune.stats(case.model).visual_tokens_per_layer
+    floor = floor_of(name, case.sizes(name, layers))
 
-        def of_method(images: Any = images, round_: int = round_) -> None:
-            with tokenprune.patched(case.model, name, guard="off", **setting):
-                taken = case.prefill(images)
-                if round_ >= 0:
-                    patched.append(taken)
-                    overhead.append(tokenprune.stats(case.model).overhead_ms)
-                    if round_ % WHOLE == 0:
-                        steps.append((case.step(), 0.0))
-
-        def of_floor() -> None:
-            floors.append((0.0, 0.0) if floor is None else case.clock(floor))
-
-        for run in (of_oracle, of_method, of_floor)[:: 1 if round_ % 2 else -1]:
-            run()
-        if round_ < 0:
-            floors.clear()
-            continue
+    def of_oracle(images: Any, wholly: bool) -> None:
+        now = {count: case.oracle(count) for count in lengths(layers)}
         ideal.append((weighted(now, layers, 0), weighted(now, layers, 1)))
-        if round_ % WHOLE == 0:
+
+    def of_method(images: Any, wholly: bool) -> None:
+        with tokenprune.patched(case.model, name, guard="off", **setting):
+            patched.append(case.prefill(images))
+            overhead.append(tokenprune.stats(case.model).overhead_ms)
+            step = case.step() if wholly else 0.0
+        if wholly:
             whole.append(case.prefill(plain))
-            steps[-1] = steps[-1][0], case.step()
+            steps.append((step, case.step()))
+
+    def of_floor(images: Any, wholly: bool) -> None:
+        floors.append((0.0, 0.0) if floor is None else case.clock(floor))
+
+    for round_ in range(-1, rounds):
+        images = encode()  # outside of what is timed: the tower runs before a prefill
+        turns = (of_oracle, of_method, of_floor) if round_ % 2 else (of_floor, of_method, of_oracle)
+        for turn in turns:
+            turn(images, round_ >= 0 and round_ % WHOLE == 0)
+    for taken in (ideal, patched, floors, overhead):
+        del taken[0]  # which warmed up
     loads.append(os.getloadavg()[0])
     full = statistics.median(wall for wall, _ in whole)
     pairs = list(zip(ideal, patched, floors, strict=True))

@@ -53,8 +53,8 @@ def _efficiency(header: dict[str, Any], records: list[dict[str, Any]], device: s
             f"**{visual} -> {keep} visual tokens**, unpatched {whole['ms']['p50']:.0f} ms, a step of decoding "
             f"{whole['step_ms']['p50']:.1f} ms:",
             "",
-            "| method | tokens a layer | prefill, ms | speed-up | efficiency (p20 to p80) | by CPU time | limit | of it "
-            "| overhead, ms | of unpatched | decode step, of unpatched | load |",
+            "| method | tokens a layer | prefill, ms | speed-up | efficiency (p20 to p80) | by CPU time | limit "
+            "| of it | overhead, ms | of unpatched | decode step, of unpatched | load |",
             "|---" * 12 + "|",
             *map(_efficiency_row, own),
         ]

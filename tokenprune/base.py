@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -82,6 +83,7 @@ class Method(ReprIsCall):
                   where they depend on the options.
     default_keep: the `keep` of a user who gives none.
     query_free:   options, by name, under which the choice no longer depends on the question; empty if there are none.
+    reads_less:   options, by name, under which it reads less of a model than it may; empty if there are none.
     by_content_count: whether what it sees decides how many tokens stay, up to all: it is then asked even where its
                   budget is all tokens, as a stage that only looks and remembers. `keep=1.0` asks no stage.
     least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
@@ -96,6 +98,7 @@ class Method(ReprIsCall):
     needs: ClassVar[frozenset[str]] = frozenset()
     default_keep: ClassVar[float] = 0.25
     query_free: ClassVar[Mapping[str, Any]] = {}
+    reads_less: ClassVar[Mapping[str, Any]] = {}
     by_content_count: ClassVar[bool] = False
     least: ClassVar[int] = 1
     reconstruction: ClassVar[bool] = False
@@ -122,6 +125,13 @@ class Method(ReprIsCall):
     def prefix_cache_safe(self) -> bool:
         """Whether the kept set depends only on what comes before the end of the image."""
         return not self.query_aware
+
+    def without(self, unknown: Collection[str], spell: Callable[[Any], str] = repr) -> str:
+        """Return the options under which the method does without the observables `unknown`, as in `features="tower"`;
+        empty if there are none. spell: how a value is written."""
+        if not self.reads_less or dataclasses.replace(self, **self.reads_less).needs & set(unknown):
+            return ""
+        return ", ".join(f"{name}={spell(value)}" for name, value in self.reads_less.items())
 
     @property
     def cut_layer(self) -> int:

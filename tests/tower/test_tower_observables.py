@@ -203,3 +203,21 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(build) -> None:
             with pytest.raises(UnsupportedSetupError, match="reader looks into the vision tower"):
                 tokenprune.patch(model, "reader", keep=0.5)
         assert snapshot(model) == before and model(**inputs) is not None
+
+
+def test_options_that_read_less_are_named(build) -> None:
+    """Where a tower cannot be read, an error names the option under which the method needs nothing of it, if one is."""
+    model = EVERY_FAMILY["blip-2"].build()
+    for name, given, told in (
+        ("mmtok", {}, "mmtok with features='projected'"),
+        ("prunesid", {"form": "llava"}, "prunesid with form='qwen'"),
+        ("divprune", {"center": "tower"}, "divprune with center='standardised'"),
+        ("vispruner", {}, None),  # needs the tower's attention all the same
+        ("scope", {"features": "tower"}, None),
+        ("fastervlm", {}, None),
+    ):
+        with pytest.raises(UnsupportedSetupError, match="use a method that acts behind the tower") as error:
+            tokenprune.patch(model, name, keep=0.5, **given)
+        assert (told in str(error.value)) if told else " with " not in str(error.value)
+    tokenprune.patch(model, "mmtok", keep=0.5, features="projected")
+    tokenprune.unpatch(model)

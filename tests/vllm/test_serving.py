@@ -146,6 +146,13 @@ def test_methods_by_the_towers_attention_are_served_as_they_are() -> None:
     assert names <= set(servable())
     given = {"method": "vispruner", "features": "projected", "keep": 0.3}
     assert Setting.of(SERVER, given).method == registry.build("vispruner", {"features": "projected"})
+    for name, options, told in (
+        ("vispruner", {}, 'vispruner does without with features="projected"'),
+        ("scope", {"features": "tower"}, 'scope does without with features="projected"'),
+        ("divprune", {"center": "tower"}, 'divprune does without with center="standardised"'),
+    ):
+        with pytest.raises(OptionError, match=f"it needs encoder_features.*{told}"):
+            Setting.of(SERVER, {"method": name, "keep": 0.3} | options)
 
 
 def test_a_setting_without_a_method_is_refused() -> None:

@@ -72,6 +72,12 @@ def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
     return found or {("patches",): read_block(config, depth)}
 
 
+def without_tower(method: Pruner, spell: Callable[[Any], str] = repr) -> str:
+    """Return the options under which a method reads nothing of the vision tower; empty if there are none. spell: how
+    a value is written."""
+    return method.without([one.name for one in observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)], spell)
+
+
 def tower_features(output: Any, config: Any) -> Tensor:
     """Return what the projector gets of a tower's output, class tokens included, `[rows, tokens, Dv]` or, where images
     lie end to end, `[tokens, Dv]`. config: of the whole model."""

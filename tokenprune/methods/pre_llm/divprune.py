@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import farthest_weighted
@@ -35,6 +37,8 @@ class DivPrune(Pruner):
     taken anew over all picks. Of `center`: the mean is that of the whole image, not of a tile; where all tokens are
     equally distinct, none weighs less than another; "standardised" on projected tokens is ours.
     """
+
+    reads_less: ClassVar[Mapping[str, Any]] = {"center": "standardised"}
 
     center: Centering = False
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ class PruneSID(Pruner):
     to keep, and no lower bound of what is kept; the class token is not kept; tokens stay in order and keep their
     positions. The variant that sets the budget by content is left out, because a constant of it is not published.
     """
+
+    reads_less: ClassVar[Mapping[str, Any]] = {"form": "qwen"}
 
     form: Literal["qwen", "llava"] = "qwen"
 

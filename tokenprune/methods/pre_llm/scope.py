@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 from torch import Tensor
@@ -38,6 +39,8 @@ class Scope(Pruner):
     its own (the code gives each tile its part of K, rounded down); tokens keep their positions of the full prompt;
     newlines count as tokens without saliency and are taken last.
     """
+
+    reads_less: ClassVar[Mapping[str, Any]] = {"features": "projected"}
 
     alpha: Annotated[float, Ge(0)] = 1.0
     features: Literal["projected", "tower"] = "projected"

@@ -138,7 +138,7 @@ def different(x: Tensor, mask: Tensor, taken: Tensor, number: Tensor, most: int,
             new = top_mask(-nearest, left & ~chosen, room, at_once)
             chosen = chosen | new
             at = partition(new)[:, None, :at_once]  # the new ones, then others
-            fresh = alike.gather(2, at.expand(-1, alike.shape[1], -1)).masked_fill(~new[:, None].gather(2, at), -torch.inf)
-            nearest = torch.maximum(nearest, fresh.amax(2))
+            fresh = alike.gather(2, at.expand(-1, alike.shape[1], -1))
+            nearest = torch.maximum(nearest, fresh.masked_fill(~new[:, None].gather(2, at), -torch.inf).amax(2))
         found.append(chosen)
     return torch.cat(found)

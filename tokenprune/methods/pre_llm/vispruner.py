@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -43,6 +44,8 @@ class VisPruner(Pruner):
     line; tiles share the budget in proportion to their patches, and newline tokens go first; tokens keep their
     positions of the full prompt.
     """
+
+    reads_less: ClassVar[Mapping[str, Any]] = {"features": "projected"}
 
     important: Annotated[float, Ge(0), Le(1)] = 0.5
     features: Literal["tower", "projected"] = "tower"

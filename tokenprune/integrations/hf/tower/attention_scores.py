@@ -40,6 +40,7 @@ from tokenprune.integrations.shared.tower_scores import (
     empty,
     take_patches,
     tower_features,
+    without_tower,
 )
 from tokenprune.observable_registry import find_observable
 from tokenprune.tokens import Patches, Segments
@@ -76,10 +77,9 @@ class EncoderAttention(Part):
         if adapter.patch_layout is None:
             raise UnsupportedSetupError(
                 f"{self.name} looks into the vision tower, but of {family!r} it is not known how its "
-                "patches become visual tokens; use a method that acts behind the tower, or say so in the adapter's "
-                "patch_layout"
+                f"patches become visual tokens; {_instead(methods)}, or say so in the adapter's patch_layout"
             )
-        self.tower, blocks = _find_blocks(adapter, self.name)
+        self.tower, blocks = _find_blocks(adapter, self.name, methods)
         self.protected = _CLASS_TOKENS[type(blocks[0]).__name__]
         self.attentions = [attention_of(block) for block in blocks]
         self.blocks: Blocks = {}
@@ -196,13 +196,18 @@ class EncodedTokens:
         return self.index[segments.row_index, segments.position]
 
 
-def _find_blocks(adapter: Adapter, name: str) -> tuple[nn.Module, list[nn.Module]]:
+def _instead(methods: Sequence[Pruner]) -> str:
+    """Return what to do where the tower cannot be read."""
+    less = [f", or {method.name} with {options}" for method in methods if (options := without_tower(method))]
+    return "use a method that acts behind the tower" + "".join(less)
+
+
+def _find_blocks(adapter: Adapter, name: str, methods: Sequence[Pruner]) -> tuple[nn.Module, list[nn.Module]]:
     found = find_blocks(adapter, _CLASS_TOKENS)
     if found is not None:
         return found[0], found[2]
     kind = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
     raise UnsupportedSetupError(
         f"{name} looks into the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
-        f"and SmolVLM), InternVL, Pixtral and Qwen-VL of transformers, not {kind}; use a method that acts behind the "
-        "tower"
+        f"and SmolVLM), InternVL, Pixtral and Qwen-VL of transformers, not {kind}; {_instead(methods)}"
     )

@@ -88,7 +88,9 @@ def _unservable(method: Method) -> str | None:
             f"where it has an option for that{_options(method)}"
         )
     if missing := not_served(method.needs, Backend.VLLM):
-        return f"it needs {', '.join(missing)}, and vLLM's fused layers give no such thing"
+        less = method.without(missing, json.dumps)
+        instead = f"; {method.name} does without with {less}" if less else ""
+        return f"it needs {', '.join(missing)}, and vLLM's fused layers give no such thing{instead}"
     if method.query_aware:
         return "it reads the question, but an image's features are shared by all prompts that hold it"
     try:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tokenprune.base import Method, Pruner
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.patch_grid import PatchSource
-from tokenprune.integrations.shared.tower_scores import block_index, read_block
+from tokenprune.integrations.shared.tower_scores import block_index, read_block, without_tower
 from tokenprune.observable import Where
 from tokenprune.observable_registry import observables_of
 from tokenprune.video import compares_frames
@@ -40,7 +41,7 @@ def check_method(method: Pruner, model_config: Any) -> None:
     if not is_known(config):
         raise UnsupportedSetupError(
             f"{method.name} looks into the vision tower, but of {config.model_type!r} with the tower "
-            f"{kind_of(config)!r} it is not known how patches become visual tokens; {INSTEAD}"
+            f"{kind_of(config)!r} it is not known how patches become visual tokens; {INSTEAD}{_less(method)}"
         )
     check_whole(method, model_config)
     depth = depth_of(config.vision_config)
@@ -58,8 +59,13 @@ def check_whole(method: Method, model_config: Any) -> None:
     if model_config.multimodal_config.mm_encoder_tp_mode == "data":
         raise UnsupportedSetupError(
             f'{method.name} looks into the vision tower, whose images --mm-encoder-tp-mode "data" spreads over '
-            f"devices; leave it at its default, or {INSTEAD}"
+            f"devices; leave it at its default, or {INSTEAD}{_less(method)}"
         )
+
+
+def _less(method: Method) -> str:
+    options = without_tower(method, json.dumps)
+    return f", or {method.name} with {options}" if options else ""
 
 
 def is_known(config: Any) -> bool:
