@@ -77,10 +77,9 @@ MEASURED = [
 
 
 def weight_bytes(config: Any, kind: str) -> float:
-    """Bytes of a decoder's weights; embeddings and head stay as they are."""
+    """Bytes of a decoder's weights; embeddings and head, a matrix each, stay as they are."""
     shape = DecoderShape.from_config(config)
-    tables = 1 if config.tie_word_embeddings else 2
-    return shape.weights * WEIGHTS[kind] + tables * config.vocab_size * config.hidden_size * WEIGHTS["bf16"]
+    return shape.weights * WEIGHTS[kind] + 2 * config.vocab_size * config.hidden_size * WEIGHTS["bf16"]
 
 
 def cache_bytes(shape: DecoderShape, visual: int, setting: Setting) -> float:
