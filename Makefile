@@ -63,17 +63,18 @@ BENCH_ENV := HF_HUB_OFFLINE=1 GOMP_SPINCOUNT=0
 BENCH_ARGS ?=
 BENCH_PYTHON ?= .venv/bin/python
 
-bench-cpu: setup ## measure efficiency and scaling on two cores; then rewrite the pages (about 10 minutes, on a quiet machine)
+bench-cpu: setup ## measure efficiency and scaling on two cores; then rewrite the pages (about an hour and a half, on a quiet machine)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --threads 2 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py --device cpu --threads 2 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/farthest.py --threads 2 $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/memory.py --device cpu --threads 2 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/mixed_batches.py --threads 2
 	$(BENCH_PYTHON) benchmarks/plots.py
 	$(BENCH_PYTHON) dev/readme.py
 
 # BENCH_ARGS=--tiny proves the code on a CPU.
 bench-gpu: ## measure all that needs a GPU, into benchmarks/results/<device>
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --cases 576:190 576:64 2880:634 2880:320 --rounds 7 $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --rounds 5 $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/kernel_speed.py $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/selection_cost.py --measure $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py $(BENCH_ARGS)

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import re
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,8 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
@@ -51,16 +56,22 @@ DECODERS: dict[str, dict[str, int]] = {
     "100m": dict(
         vocab_size=16384, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12
     ),
+    # Narrow, for prompts of so many tokens that what grows with their square would show.
+    "narrow": dict(
+        vocab_size=5000, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=2
+    ),
     "vicuna-7b": _VICUNA,
     "qwen2.5-7b": _QWEN,
 }
 
 
-def llava(decoder: str, device: torch.device, dtype: torch.dtype) -> LlavaForConditionalGeneration:
-    """A LLaVA with random weights whose tower is small; made on the device itself, so that 7 B take seconds."""
+def llava(decoder: str, device: torch.device, dtype: torch.dtype, blocks: int = 2) -> LlavaForConditionalGeneration:
+    """A LLaVA with random weights whose tower, of so many blocks, is small; made on the device itself, so that 7 B take
+    seconds."""
     vision = CLIPVisionConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=336, patch_size=14
-    )
+        hidden_size=64, intermediate_size=128, num_hidden_layers=blocks, num_attention_heads=2, image_size=336,
+        patch_size=14,
+    )  # fmt: skip
     text = LlamaConfig(max_position_embeddings=2**16, **DECODERS[decoder])
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE_ID, vision_feature_layer=-1)
     return _made(LlavaForConditionalGeneration, config, device, dtype)
@@ -155,6 +166,50 @@ def _memory(line: str) -> int:
     return next(int(x.split()[1]) for x in Path("/proc/self/status").open() if x.startswith(line)) * 1024
 
 
+class Live(TorchDispatchMode):
+    """Notes the most bytes that tensors made inside a `with` block hold at once, and how many of them are of each kind.
+    What an operation takes for itself while it runs is not seen.
+
+    kind_of: names the kind of a tensor that takes memory of its own.
+    """
+
+    def __init__(self, kind_of: Callable[[torch.Tensor], str] = lambda tensor: "all") -> None:
+        super().__init__()
+        self.bytes, self.kinds = 0, {}
+        self._kind_of, self._now = kind_of, Counter()
+        self._users: dict[int, int] = {}
+        self._kinds: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {id(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor) and id(one) not in before:
+                self._add(one)
+        return made
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self._users:
+            self._users[place] += 1
+        elif tensor._is_view():  # of what was there before
+            return
+        else:
+            self._users[place], kind = 1, self._kind_of(tensor)
+            self._kinds[place] = kind
+            self._now[kind] += size
+            if (now := self._now.total()) > self.bytes:
+                self.bytes, self.kinds = now, {one: held for one, held in self._now.items() if held}
+        weakref.finalize(tensor, self._drop, place, size)
+
+    def _drop(self, place: int, size: int) -> None:
+        self._users[place] -= 1
+        if not self._users[place]:
+            del self._users[place]
+            self._now[self._kinds.pop(place)] -= size
+
+
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -178,6 +233,15 @@ def header(device: torch.device, **more: Any) -> dict[str, Any]:
         # Other work on the machine shows in the load: a reader can tell which times to trust.
         "load": round(os.getloadavg()[0], 2), **more,
     }  # fmt: skip
+
+
+def code_version() -> str:
+    """Twelve hexadecimal digits that tell the library's code from other versions of it."""
+    digest = hashlib.sha256()
+    package = Path(tokenprune.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def write(path: Path, lines: Sequence[dict[str, Any]]) -> None:

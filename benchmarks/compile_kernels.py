@@ -4,6 +4,7 @@
     python benchmarks/compile_kernels.py              # all, into benchmarks/results/kernels.jsonl (`make kernels`)
     python benchmarks/compile_kernels.py --worst 2    # of each kernel the 2 nearest to their limits, compared with it
     python benchmarks/compile_kernels.py --list       # compile nothing: which ones there are
+    python benchmarks/compile_kernels.py --new        # those without a record, beside the records that there are
 
 A record is one program: kernel, dtype, GPU, what it is specialised for, what it needs, and the first launch that asks
 for it. Programs that several models share are compiled once.
@@ -84,6 +85,12 @@ def calls(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     yield "best_match", partial(match, metric[:, ::2], metric[:, 1::2])
     budget = meta(1, dtype=long)
     yield "farthest", partial(ops["farthest"].triton, hidden, mask, budget, 1)
+    # Coverage and determinants compare all tokens with all in float32, whatever they come in.
+    alike, vectors, factor = meta(1, visual, visual), meta(1, visual, decoder.width), meta(1, visual)
+    yield "coverage_gain", partial(ops["coverage_gain"].triton, alike, factor)
+    for weights in (None, factor):
+        yield "most_covering", partial(ops["most_covering"].triton, alike, mask, budget, 1, weights)
+    yield "greedy_dpp", partial(ops["greedy_dpp"].triton, vectors, vectors, mask, budget, 1)
     for pickers in (1, 8):
         score = meta(1, pickers, visual)
         yield "take_in_turn", partial(ops["take_in_turn"].triton, score, mask, meta(1, pickers, dtype=long), stay)
@@ -177,6 +184,7 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=GPUS)
     parser.add_argument("--dtypes", nargs="+", default=[str(one).removeprefix("torch.") for one in DTYPES])
     parser.add_argument("--list", action="store_true", help="compile nothing; the records tell what there is")
+    parser.add_argument("--new", action="store_true", help="compile what has no record; keep the records of others")
     parser.add_argument("--worst", type=int, help="of each kernel alone so many, on different GPUs")
     parser.add_argument(
         "--json", type=Path, help=f"default: {PATH.relative_to(PATH.parents[2])}, unless --list or --worst"
@@ -184,14 +192,17 @@ def main() -> None:
     args = parser.parse_args()
     dtypes = [one for one in DTYPES if str(one).removeprefix("torch.") in args.dtypes]
     chosen = worst(read(), args.worst) if args.worst else set()
+    known = {identity(one): one for one in read()} if PATH.exists() else {}
 
     def wanted(program: Program) -> bool:
-        return not args.list and (not args.worst or identity(describe(program, "")) in chosen)
+        who = identity(describe(program, ""))
+        return not args.list and (not args.worst or who in chosen) and not (args.new and who in known)
 
     folder = None if "TRITON_CACHE_DIR" in os.environ else fresh_cache()
     records = programs(wanted, args.gpus, dtypes)
+    if args.new:
+        records = [one if "registers" in one else known[identity(one)] for one in records]
     print_table(records)
-    known = {identity(one): one for one in read()} if PATH.exists() else {}
     if path := args.json or (None if args.list or args.worst else PATH):
         names = [str(one).removeprefix("torch.") for one in dtypes]
         models = [model.name for model in MODELS]

@@ -1,45 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 """How close each method that removes tokens comes to its oracle in prefill, and what it costs a step of decoding.
 
-    GOMP_SPINCOUNT=0 python benchmarks/efficiency.py --threads 2
+    GOMP_SPINCOUNT=0 python benchmarks/efficiency.py --threads 2 --resume
 
 Patched: the model's forward on 64 text tokens and an image of 576 (of 2880) visual tokens, of which 64 (320) stay; the
-image is encoded beforehand (`mm_encoder_outputs`, as `generate` does). Methods that read the vision tower get the
-2880 tokens as five images of 576. Oracle: the unpatched language model on a prompt that has only the tokens that are
-left; for cuts inside the decoder, its times at the lengths that the layers see, weighted by the layers. efficiency =
-oracle time / patched time. All variants run in turn in one process; ratios are taken round by round, and the figures
-are p20, p50 and p80 of these. CPU time stands beside wall time: where other work shares the machine, wall time tells of
-that. Steps of decoding: the median of a few after each prefill, against those of the unpatched model.
+image is encoded beforehand (`mm_encoder_outputs`, as `generate` does). Methods that read the vision tower, or merge in
+it, get the 2880 tokens as five images of 576; those that cannot leave so few have the `keep` of their own. Oracle: the
+unpatched language model on a prompt that has only the tokens that are left; for cuts inside the decoder, its times at
+the lengths that the layers see, weighted by the layers (of more than five lengths, between five of them).
+
+efficiency = oracle time / patched time. floor: the method's own arithmetic, bare (method_floors.py); limit = oracle
+time / (oracle + floor), what efficiency can be at most. The three are taken in turn, forwards and backwards, in one
+process; ratios are taken pair by pair, and the figures are p20, p50 and p80 of these. CPU time stands beside wall time:
+where other work shares the machine, wall time tells of that, and so does the load beside each row. In every fifth round
+the unpatched model runs too. Steps of decoding: the median of a few behind a prefill, against those of the unpatched
+model.
+
+A row is written as soon as it is measured. `--resume` leaves out those that the file has of the same code, model,
+threads and rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import os
 import statistics
+import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from common import AFTER, BEFORE, Clock, default_device, encoded, header, ladder, llava, prompt, results_path, write
+from common import (
+    AFTER, BEFORE, Clock, code_version, default_device, encoded, header, ladder, llava, prompt, read, results_path, write,
+)  # fmt: skip
+from method_floors import Sizes, floor_of
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import tokenprune
-from tokenprune import Site
+from tokenprune import BudgetError, Site
+from tokenprune.encoder import EncoderMethod
 from tokenprune.video import compares_frames
 
 TILE = 576  # tokens of an image of the tower
-STEPS = 4  # of decoding, after each prefill
+BLOCKS = 6  # of the tower, which lets those that merge in it leave a ninth
+STEPS = 4  # of decoding, behind each prefill of a round with the unpatched model
+WHOLE = 5  # rounds from one with the unpatched model to the next
+LENGTHS = 5  # at which the oracle of a method is timed at most
 Times = tuple[float, float]
 
 
 def dropping_methods() -> list[str]:
-    """Those that take tokens of an image out of the decoder, at its entry or inside."""
-    sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
-    names = [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
-    return [name for name in names if not compares_frames(tokenprune.method(name))]
+    """Those that take tokens of an image out of the decoder, at its entry or inside, by dropping or merging."""
+    return [name for name in tokenprune.available_methods() if _drops(name)]
+
+
+def _drops(name: str) -> bool:
+    info = tokenprune.method_info(name)
+    if info.site == Site.IN_ENCODER:
+        return issubclass(info.cls, EncoderMethod)  # units of packed patches are dropped in other towers than this one
+    return info.site in (Site.PRE_LLM, Site.IN_LLM, Site.DECODE) and not compares_frames(tokenprune.method(name))
 
 
 class Case:
@@ -52,16 +76,42 @@ class Case:
             self.embeds = model.get_input_embeddings()(self.ids)
         self.cache: Any = None
 
-    def images(self, name: str) -> tuple[Any, int]:
-        """The encoder's output for a method, to be called while the model is patched with it; and `keep` for each
-        image."""
-        needs_tower = "encoder_attention" in tokenprune.method_info(name).needs
-        pieces = self.visual // TILE if needs_tower else 1
+    def pieces(self, name: str) -> int:
+        """How many images a method gets."""
+        method = tokenprune.method(name)
+        in_tower = isinstance(method, EncoderMethod) or any(need.startswith("encoder_") for need in method.needs)
+        return self.visual // TILE if in_tower else 1
+
+    def images(self, name: str) -> Any:
+        """The encoder's output for a method, to be called while the model is patched with it."""
+        pieces = self.pieces(name)
+        method = tokenprune.method(name)
         with torch.inference_mode():
-            if needs_tower:
-                pixels = torch.randn(pieces, 3, 336, 336, device=self.embeds.device, dtype=self.embeds.dtype)
-                return self.model.model.get_image_features(pixels, return_dict=True), self.keep // pieces
-            return encoded([torch.randn_like(self.embeds[0, : self.visual])]), self.keep
+            if isinstance(method, EncoderMethod) or any(need.startswith("encoder_") for need in method.needs):
+                return self.model.model.get_image_features(self.pixels(pieces), return_dict=True)
+            return encoded([torch.randn_like(self.embeds[0, : self.visual])])
+
+    def pixels(self, number: int) -> torch.Tensor:
+        return torch.randn(number, 3, 336, 336, device=self.embeds.device, dtype=self.embeds.dtype)
+
+    @cached_property
+    def thresholds(self) -> Any:
+        share = self.keep / self.visual
+        return tokenprune.calibrate(self.model, self.pixels(8), keep=share, batch_size=8, progress=False)
+
+    def setting(self, name: str) -> dict[str, Any]:
+        """The budget and options of a method: `keep` tokens, or its own budget where it cannot leave so few."""
+        if name == "dymu":
+            return {"keep": self.keep / self.visual, "thresholds": self.thresholds, "exact": True}
+        wanted: list[float | int] = [self.keep // self.pieces(name), tokenprune.method(name).default_keep]
+        for keep in wanted:
+            try:
+                with tokenprune.patched(self.model, name, guard="off", keep=keep):
+                    self.prefill(self.images(name))
+                return {"keep": keep}
+            except BudgetError:
+                continue
+        return {"keep": 0.5}
 
     def prefill(self, images: Any) -> Times:
         def run() -> None:
@@ -90,75 +140,128 @@ class Case:
 
         return self.clock(run)
 
+    def sizes(self, name: str, layers: list[int]) -> Sizes:
+        text, pieces = self.model.config.text_config, self.pieces(name)
+        each = tuple(count // pieces for count in layers)
+        return Sizes(
+            pieces, self.visual // pieces, max(1, min(each)), text.hidden_size, text.num_attention_heads, AFTER, each,
+            self.embeds.device, self.embeds.dtype,
+        )  # fmt: skip
 
-def measure(case: Case, methods: list[str], rounds: int, wait: Callable[[Any], Any]) -> tuple[dict, list[dict]]:
-    """Return the record of the unpatched model, and one for each method."""
-    layers: dict[str, list[int]] = {}
-    times: dict[Any, list[Times]] = {}
-    steps: dict[str, list[float]] = {}
-    overhead: dict[str, list[float]] = {name: [] for name in methods}
-    kept: dict[str, Any] = {}
-    plain, _ = case.images("random")
-    for name in methods:
-        _, keep = case.images(name)
-        kept[name] = keep
-    for round_ in wait(range(-1, rounds)):
-        taken: dict[Any, Times] = {"unpatched": case.prefill(plain)}
-        now = {"unpatched": case.step()}
-        for name in methods:
-            with tokenprune.patched(case.model, name, keep=kept[name], guard="off"):
-                images, _ = case.images(name)
-                taken[name] = case.prefill(images)
-                stats = tokenprune.stats(case.model)
-                overhead[name] += [stats.overhead_ms] if round_ >= 0 else []
-                layers[name] = stats.visual_tokens_per_layer
-                now[name] = case.step()
-        for visual in sorted({count for counts in layers.values() for count in counts}):
-            taken[visual] = case.oracle(visual)
-        if round_ >= 0:
-            for key, seconds in taken.items():
-                times.setdefault(key, []).append(seconds)
-            for key, seconds in now.items():
-                steps.setdefault(key, []).append(seconds)
 
-    setting = {"visual": case.visual, "keep": case.keep}
-    whole = times["unpatched"]
-    unpatched = setting | {
-        "method": "unpatched", "ms": ladder([1000 * wall for wall, _ in whole]),
-        "step_ms": ladder([1000 * second for second in steps["unpatched"]]),
-        "seconds": [wall for wall, _ in whole], "cpu_seconds": [cpu for _, cpu in whole],
+def lengths(layers: list[int]) -> list[int]:
+    """At which of the lengths that the layers see the oracle is timed: all, or five from the shortest to the longest."""
+    counts = sorted(set(layers))
+    if len(counts) <= LENGTHS:
+        return counts
+    return [counts[round(place * (len(counts) - 1) / (LENGTHS - 1))] for place in range(LENGTHS)]
+
+
+def weighted(times: dict[int, Times], layers: list[int], which: int) -> float:
+    """Seconds of a decoder whose layers see `layers` tokens."""
+    known = sorted(times)
+    return float(np.interp(layers, known, [times[count][which] for count in known]).mean())
+
+
+def measure(case: Case, name: str, rounds: int) -> dict[str, Any]:
+    """Return the record of one method."""
+    began, loads = time.perf_counter(), [os.getloadavg()[0]]
+    setting, plain = case.setting(name), case.images("random")
+    patched, whole = [], []
+    ideal: list[Times] = []
+    floors: list[Times] = []
+    overhead: list[float] = []
+    steps: list[tuple[float, float]] = []
+    layers: list[int] = []
+    floor: Callable[[], Any] | None = None
+    for round_ in range(-1, rounds):
+        with tokenprune.patched(case.model, name, guard="off", **setting):
+            # Outside of what is timed: the tower runs before a prefill.
+            images = case.images(name)
+            if round_ < 0:
+                case.prefill(images)
+                layers = tokenprune.stats(case.model).visual_tokens_per_layer
+                floor = floor_of(name, case.sizes(name, layers))
+        now: dict[int, Times] = {}
+
+        def of_oracle(now: dict[int, Times] = now) -> None:
+            for count in lengths(layers):
+                now[count] = case.oracle(count)
+
+        def of_method(images: Any = images, round_: int = round_) -> None:
+            with tokenprune.patched(case.model, name, guard="off", **setting):
+                taken = case.prefill(images)
+                if round_ >= 0:
+                    patched.append(taken)
+                    overhead.append(tokenprune.stats(case.model).overhead_ms)
+                    if round_ % WHOLE == 0:
+                        steps.append((case.step(), 0.0))
+
+        def of_floor() -> None:
+            floors.append((0.0, 0.0) if floor is None else case.clock(floor))
+
+        for run in (of_oracle, of_method, of_floor)[:: 1 if round_ % 2 else -1]:
+            run()
+        if round_ < 0:
+            floors.clear()
+            continue
+        ideal.append((weighted(now, layers, 0), weighted(now, layers, 1)))
+        if round_ % WHOLE == 0:
+            whole.append(case.prefill(plain))
+            steps[-1] = steps[-1][0], case.step()
+    loads.append(os.getloadavg()[0])
+    full = statistics.median(wall for wall, _ in whole)
+    pairs = list(zip(ideal, patched, floors, strict=True))
+    return {
+        "visual": case.visual, "keep": case.keep, "method": name, "site": tokenprune.method_info(name).site,
+        "asked": setting["keep"], "layers": layers,
+        "ms": ladder([1000 * mine[0] for _, mine, _ in pairs]),
+        "oracle_ms": ladder([1000 * best[0] for best, _, _ in pairs]),
+        "floor_ms": ladder([1000 * least[0] for _, _, least in pairs]),
+        "efficiency": ladder([best[0] / mine[0] for best, mine, _ in pairs]),
+        "cpu_efficiency": ladder([best[1] / mine[1] for best, mine, _ in pairs]),
+        "limit": ladder([best[0] / (best[0] + least[0]) for best, _, least in pairs]),
+        "of_limit": ladder([(best[0] + least[0]) / mine[0] for best, mine, least in pairs]),
+        "cpu_of_limit": ladder([(best[1] + least[1]) / mine[1] for best, mine, least in pairs]),
+        "speedup": ladder([full / mine[0] for _, mine, _ in pairs]),
+        "overhead_ms": ladder(overhead), "overhead_share": ladder([ms / 1000 / full for ms in overhead]),
+        "unpatched_ms": ladder([1000 * wall for wall, _ in whole]),
+        "step_ms": ladder([1000 * mine for mine, _ in steps]),
+        "unpatched_step_ms": ladder([1000 * other for _, other in steps]),
+        "step_ratio": ladder([mine / other for mine, other in steps]),
+        "seconds": [wall for wall, _ in patched], "cpu_seconds": [cpu for _, cpu in patched],
+        "oracle_seconds": [wall for wall, _ in ideal], "floor_seconds": [wall for wall, _ in floors],
+        "load": round(max(loads), 2), "date": datetime.date.today().isoformat(),
+        "took": round(time.perf_counter() - began, 1),
     }  # fmt: skip
-    records = []
-    for name in methods:
-        ideal = [
-            tuple(sum(times[count][at][which] for count in layers[name]) / len(layers[name]) for which in (0, 1))
-            for at in range(rounds)
-        ]
-        pairs = list(zip(ideal, times[name], whole, strict=True))
-        share = [ms / 1000 / full[0] for ms, full in zip(overhead[name], whole, strict=True)]
-        records.append(setting | {
-            "method": name, "site": tokenprune.method_info(name).site, "layers": layers[name],
-            "ms": ladder([1000 * mine[0] for _, mine, _ in pairs]),
-            "oracle_ms": ladder([1000 * best[0] for best, _, _ in pairs]),
-            "efficiency": ladder([best[0] / mine[0] for best, mine, _ in pairs]),
-            "cpu_efficiency": ladder([best[1] / mine[1] for best, mine, _ in pairs]),
-            "speedup": ladder([full[0] / mine[0] for _, mine, full in pairs]),
-            "overhead_ms": ladder(overhead[name]), "overhead_share": ladder(share),
-            "step_ms": ladder([1000 * second for second in steps[name]]),
-            "step_ratio": ladder([a / b for a, b in zip(steps[name], steps["unpatched"], strict=True)]),
-            "seconds": [wall for wall, _ in times[name]], "cpu_seconds": [cpu for _, cpu in times[name]],
-        })  # fmt: skip
-    return unpatched, records
+
+
+def unpatched(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record of the unpatched model, of all rounds of one case in which it ran."""
+    first = records[0]
+    return {"visual": first["visual"], "keep": first["keep"], "method": "unpatched"} | {
+        key: ladder([one[f"unpatched_{key}"]["p50"] for one in records]) for key in ("ms", "step_ms")
+    }
+
+
+def lines_of(first: dict[str, Any], records: dict[Any, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of a file: its header, and of each case the unpatched model and the methods by name."""
+    lines = [first]
+    for case in sorted({(one["visual"], one["keep"]) for one in records.values()}):
+        own = [records[key] for key in sorted(records) if key[:2] == case]
+        lines += [unpatched(own), *own]
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="tiny, 100m or vicuna-7b (the default on a GPU)")
     parser.add_argument("--cases", nargs="+", default=["576:64", "2880:320"], help="visual tokens : tokens that stay")
-    parser.add_argument("--rounds", type=int, nargs="+", default=[11, 5], help="for each case; the last one repeats")
+    parser.add_argument("--rounds", type=int, nargs="+", default=[15], help="for each case; the last one repeats")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--methods", default=",".join(dropping_methods()))
     parser.add_argument("--device", default=default_device())
+    parser.add_argument("--resume", action="store_true", help="measure only what the file does not have of this code")
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/efficiency.jsonl")
     args = parser.parse_args()
@@ -167,32 +270,49 @@ def main() -> None:
     on_gpu = device.type == "cuda"
     size = "tiny" if args.tiny else args.model or ("vicuna-7b" if on_gpu else "100m")
     rounds = [2] if args.tiny else args.rounds
-    model = llava(size, device, torch.bfloat16 if on_gpu else torch.float32)
+    path = args.json or results_path(device, "efficiency", args.tiny)
+    model = llava(size, device, torch.bfloat16 if on_gpu else torch.float32, BLOCKS)
     parameters = sum(p.numel() for p in model.model.language_model.parameters())
-    methods = args.methods.split(",")
-    lines = [header(device, model=size, parameters=parameters, text=BEFORE + AFTER, dtype=str(model.dtype))]
+    first = header(device, model=size, parameters=parameters, text=BEFORE + AFTER, dtype=str(model.dtype))
+    key = {"code": code_version(), "model": size, "threads": args.threads}
+    records: dict[Any, dict[str, Any]] = {}
+    if args.resume and path.exists():
+        _, found = read(path)
+        of_now = [one for one in found if all(one.get(name) == value for name, value in key.items())]
+        records = {(one["visual"], one["keep"], one["method"]): one for one in of_now}
     for number, one in enumerate(args.cases):
         visual, keep = map(int, one.split(":"))
-        case = Case(model, visual, keep, Clock(device))
-        unpatched, records = measure(
-            case, methods, rounds[min(number, len(rounds) - 1)], lambda x, one=one: track(x, one, console=console)
-        )
-        lines += [unpatched, *records]
-        console.print(table(unpatched, records, f"{one}, {parameters / 1e6:.0f} M parameters, {lines[0]['device']}"))
-        # After each case: what is measured is kept, whatever happens to the next one.
-        write(args.json or results_path(device, "efficiency", args.tiny), lines)
+        case, turns = Case(model, visual, keep, Clock(device)), rounds[min(number, len(rounds) - 1)]
+        methods = args.methods.split(",")
+        for name in methods:
+            if len(records.get((visual, keep, name), {}).get("seconds", ())) >= turns:
+                continue
+            records[visual, keep, name] = measured = measure(case, name, turns) | key
+            write(path, lines_of(first, records))
+            console.print(
+                f"{one} {name}: efficiency {measured['efficiency']['p50']:.3f}, limit {measured['limit']['p50']:.3f}, "
+                f"load {measured['load']}, {measured['took']:.0f} s"
+            )
+        own = [records[visual, keep, name] for name in methods]
+        console.print(table(own, f"{one}, {parameters / 1e6:.0f} M parameters, {first['device']}"))
 
 
-def table(unpatched: dict[str, Any], records: list[dict[str, Any]], title: str) -> Table:
-    made = Table(title=title)
-    for column in ("method", "ms", "speed-up", "efficiency", "CPU efficiency", "overhead ms", "step, of unpatched"):
+def table(records: list[dict[str, Any]], title: str) -> Table:
+    made, plain = Table(title=title), unpatched(records)
+    shown = {
+        "ms": 1, "speedup": 2, "efficiency": 3, "cpu_efficiency": 3, "limit": 3, "of_limit": 3, "overhead_ms": 2,
+        "step_ratio": 2,
+    }  # fmt: skip
+    names = (
+        "ms", "speed-up", "efficiency", "CPU efficiency", "limit", "of the limit", "overhead ms", "step, of unpatched"
+    )  # fmt: skip
+    for column in ("method", *names, "load"):
         made.add_column(column, justify="left" if column == "method" else "right")
-    made.add_row(
-        "unpatched", f"{unpatched['ms']['p50']:.1f}", "1.00", "", "", "", f"{unpatched['step_ms']['p50']:.1f} ms"
-    )
-    shown = {"ms": 1, "speedup": 2, "efficiency": 3, "cpu_efficiency": 3, "overhead_ms": 2, "step_ratio": 3}
+    step = f"{plain['step_ms']['p50']:.1f} ms"
+    made.add_row("unpatched", f"{plain['ms']['p50']:.1f}", "1.00", *[""] * 5, step, "")
     for one in records:
-        made.add_row(one["method"], *(f"{one[key]['p50']:.{digits}f}" for key, digits in shown.items()))
+        figures = (f"{one[key]['p50']:.{digits}f}" for key, digits in shown.items())
+        made.add_row(one["method"], *figures, f"{one['load']:.1f}")
     return made
 
 

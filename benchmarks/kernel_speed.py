@@ -184,6 +184,23 @@ def _coverage(device: torch.device, tiny: bool) -> Iterator[Case]:
         yield Case(f"one pick of {count}", (table, cover), _size(table, cover) + 4 * count, 0, table.dtype, atol=1e-3)
 
 
+@cases("most_covering")
+def _covering(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for count, keep in [(11, 4)] if tiny else [(576, 64), (2880, 320)]:
+        table = _features(device, 1, count, count, tiny=True)
+        mask, number = torch.ones(1, count, dtype=torch.bool, device=device), torch.tensor([keep], device=device)
+        yield Case(f"{count} -> {keep}", (table, mask, number, keep), keep * _size(table), 0, table.dtype)
+
+
+@cases("greedy_dpp")
+def _determinants(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for count, keep, width in [(11, 4, 8)] if tiny else [(576, 64, 4096), (2880, 320, 4096), (16384, 1802, 3584)]:
+        x = torch.nn.functional.normalize(_features(device, 1, count, width, tiny=True), dim=2)
+        mask, number = torch.ones(1, count, dtype=torch.bool, device=device), torch.tensor([keep], device=device)
+        moved = keep * _size(x) + 2 * count * keep**2  # the factor, half of it on average
+        yield Case(f"{count} -> {keep} of width {width}", (x, x, mask, number, keep), moved, 0, x.dtype)
+
+
 @cases("join")
 def _joins(device: torch.device, tiny: bool) -> Iterator[Case]:
     for count, keep, width in [(11, 4, 8)] if tiny else [(2880, 320, 4096), (16384, 1802, 3584)]:

@@ -97,6 +97,15 @@ def _join(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:
     return (len(a["source"]) + 2 * len(a["own"])) * row, 2 * len(a["source"]) * a["D"], 0
 
 
+def _cover(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:
+    return size(a["table"]), 2 * a["table"].numel(), 0
+
+
+def _factor_row(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:
+    step, rows = max(0, a["step"]), len(a["b"]) * a["N"]
+    return 4 * rows * (a["D"] + step), 2 * rows * (a["D"] + step), 0
+
+
 COSTS: dict[str, Callable[[dict[str, Any], tuple], tuple[int, int, int]]] = {
     "_row_logits_kernel": _row_logits,
     "_row_weights_kernel": lambda a, call: (size(a["logits"], a["out"]), 0, 0),
@@ -108,6 +117,9 @@ COSTS: dict[str, Callable[[dict[str, Any], tuple], tuple[int, int, int]]] = {
     "_step": _step,
     "_take": _take,
     "_join": _join,
+    "_gain": _cover,
+    "_cover": _cover,
+    "_factor_row": _factor_row,
     "_partition": lambda a, call: (size(a["first"], a["order"]), 0, 2 * math.ceil(a["W"] / a["BLOCK"])),
     "_gather": lambda a, call: (2 * size(a["out"]), 0, 0),
 }

@@ -4,7 +4,7 @@
     python benchmarks/papers_table.py commands            # the exact commands of lmms-eval
     python benchmarks/papers_table.py run --out results   # run them, and go on where an earlier run stopped
     python benchmarks/papers_table.py table results       # your numbers beside the published ones
-    python benchmarks/papers_table.py page                # rewrite docs/papers.md from benchmarks/papers/*.json
+    python benchmarks/papers_table.py page                # rewrite docs/papers.md and a part of docs/guide/budgets.md
 
 It needs weights and a GPU; docs/papers.md says what is compared with what.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from papers import outcomes, settings, tables
+from papers import counts, outcomes, settings, tables
 from papers.published import UNPATCHED, published
 from papers.sets import SETS, chosen
 from papers.settings import Setting
@@ -30,6 +30,7 @@ from tokenprune.cli.common import get_console
 from tokenprune.errors import TokenPruneError
 
 PAGE = Path(__file__).parent.parent / "docs/papers.md"
+BUDGET_PAGE = PAGE.parent / "guide/budgets.md"
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -166,11 +167,13 @@ def table(
 
 @app.command()
 def page(check: Annotated[bool, typer.Option("--check", help="Exit with 1 where it is not current.")] = False) -> None:
-    """Rewrite the generated part of docs/papers.md."""
-    text = written(PAGE.read_text())
+    """Rewrite the generated parts of docs/papers.md and docs/guide/budgets.md."""
+    pages = {PAGE: written, BUDGET_PAGE: budgets_written}
+    stale = {path: text for path, write in pages.items() if (text := write(path.read_text())) != path.read_text()}
     if check:
-        raise typer.Exit(int(text != PAGE.read_text()))
-    PAGE.write_text(text)
+        raise typer.Exit(int(bool(stale)))
+    for path, text in stale.items():
+        path.write_text(text)
 
 
 def written(text: str) -> str:
@@ -183,8 +186,17 @@ def written(text: str) -> str:
             parts.append(heads[place])
         level = 3 if 2 <= place < len(made) - 3 else 2
         parts.append(tables.to_markdown(one, level))
-    block = re.compile(r"(<!-- papers:begin[^\n]*-->\n).*?(<!-- papers:end -->)", re.DOTALL)
-    return block.sub(lambda match: f"{match[1]}\n" + "\n\n".join(parts) + f"\n\n{match[2]}", text)
+    return _with_block(text, "papers", "\n\n".join(parts))
+
+
+def budgets_written(text: str) -> str:
+    """Return the page of budgets with its generated part as it has to be."""
+    return _with_block(text, "counts", tables.to_markdown(counts.table(), 2))
+
+
+def _with_block(text: str, name: str, made: str) -> str:
+    block = re.compile(rf"(<!-- {name}:begin[^\n]*-->\n).*?(<!-- {name}:end -->)", re.DOTALL)
+    return block.sub(lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text)
 
 
 _READING = """In parentheses behind a number of yours: how many points it is above or below each published one of the

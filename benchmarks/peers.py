@@ -16,20 +16,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import AFTER, BEFORE, Clock, Peak, default_device, header, llava, read, results_path, write
+from common import AFTER, BEFORE, Clock, Live, Peak, default_device, header, llava, read, results_path, write
 from efficiency import Case, measure
 from limits import SHAPES
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import tokenprune
 from tokenprune.config import Config
@@ -68,43 +65,6 @@ def memory(case: Case, method: str | None, keep: int) -> dict[str, int]:
         with Peak(device) if device.type == "cuda" else Live() as peak:
             case.prefill(images)
         return {"peak": peak.bytes, "kv": _held(case.cache)}
-
-
-class Live(TorchDispatchMode):
-    """Notes the most bytes that tensors made inside a `with` block hold at once. What an operation takes for itself
-    while it runs is not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self._now = 0, 0
-        self._users: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {id(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves(made):
-            if isinstance(one, torch.Tensor) and id(one) not in before:
-                self._add(one)
-        return made
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        place, size = storage.data_ptr(), storage.nbytes()
-        if place in self._users:
-            self._users[place] += 1
-        elif tensor._is_view():  # of what was there before
-            return
-        else:
-            self._users[place] = 1
-            self._now += size
-            self.bytes = max(self.bytes, self._now)
-        weakref.finalize(tensor, self._drop, place, size)
-
-    def _drop(self, place: int, size: int) -> None:
-        self._users[place] -= 1
-        if not self._users[place]:
-            del self._users[place]
-            self._now -= size
 
 
 def _held(cache: Any) -> int:

@@ -31,10 +31,10 @@ KEEP = 0.11
 RESAMPLES = 500
 
 
-def published_scores(methods: Sequence[str]) -> dict[str, float]:
-    """Return the mean published percentage at 64 tokens of each of `methods` that has one."""
+def published_scores(methods: Sequence[str], budget: int = BUDGET) -> dict[str, float]:
+    """Return the mean published percentage at 192, 128 or 64 tokens of each of `methods` that has one."""
     data = published()
-    found = {name: [row.average for row in data.of(name, BUDGET) if row.average is not None] for name in methods}
+    found = {name: [row.average for row in data.of(name, budget) if row.average is not None] for name in methods}
     return {name: fmean(values) for name, values in found.items() if values}
 
 

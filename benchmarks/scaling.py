@@ -136,6 +136,7 @@ def prepared(what: str, name: str, count: int, device: torch.device) -> Callable
 
         def select() -> Any:
             tokens.__dict__.pop("last_row_attention", None)
+            tokens._source.__dict__.pop("last_row", None)
             return method.select(tokens)
 
         return select

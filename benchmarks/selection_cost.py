@@ -76,6 +76,7 @@ def prepared(name: str, model: Model, device: torch.device) -> Callable[[], Any]
 
     def select() -> Any:
         tokens.__dict__.pop("last_row_attention", None)
+        source.__dict__.pop("last_row", None)
         chosen = method.select(tokens)
         return chosen if chosen.assign is None else merge_tokens(hidden[:, : shape.visual], chosen, segments, place)
 

@@ -13,90 +13,22 @@ import re
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "dev"))
+import accuracy_pages  # noqa: E402
 import front_page  # noqa: E402
 import kernel_page  # noqa: E402
 import performance  # noqa: E402
 
-BENCH = ROOT / "benchmarks/results/bench.jsonl"
 ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
 SERVING = ROOT / "benchmarks/results/serving.jsonl"
 VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
 DOCUMENTS = ROOT / "benchmarks/results/documents.jsonl"
-RANKS = ROOT / "benchmarks/results/rank_agreement.jsonl"
 
 
-def link(path: Path, up: str = "") -> str:
-    name = path.relative_to(ROOT).as_posix()
-    return f"[{name}]({up}{name})"
-
-
-def bench() -> str:
-    """The benchmark's tables in full, from its raw file."""
-    from tokenprune.bench.tables import tables, to_markdown
-
-    if not BENCH.exists():
-        return "(not measured yet)"
-    parts = [to_markdown(table).strip() for table in tables(_results())]
-    return "\n\n".join([*parts, f"Raw data: {link(BENCH, '../')}, written by `tokenprune bench --json`."])
-
-
-def summary() -> str:
-    """The benchmark in short: accuracy of each method at each keep, and how many tokens that is."""
-    if not BENCH.exists():
-        return "(not measured yet)"
-    results = _results()
-    keeps = sorted({row.keep for row in results.rows if row.site is not None}, reverse=True)
-    by_place = {(row.method, row.keep): row for row in results.rows}
-    lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
-    for name in dict.fromkeys(row.method for row in results.rows if row.site is not None):
-        rows = [by_place.get((name, keep)) for keep in keeps]
-        lines.append(f"| `{name}` | " + " | ".join(map(_summary_cell, rows)) + " |")
-    base = results.baseline
-    note = (
-        f"Percent right of {base.questions} questions (unpatched {100 * base.overall.value:.1f}) @ visual tokens "
-        f"averaged over the decoder's layers (unpatched {base.tokens_average:.0f}). ≤rnd, ≤down: not significantly "
-        "better than `random`, than `downsample`, at the same keep. ▼n: n of the eight kinds of questions fell by more "
-        "than 20 points. Times, FLOPs, KV bytes, intervals and every kind: the tables below."
-    )
-    return "\n\n".join(["![accuracy against visual tokens](images/bench.png)", "\n".join(lines), note])
-
-
-def ranks() -> str:
-    """The order of methods here beside the published one, from its raw file."""
-    parts = []
-    for one in (json.loads(line) for line in RANKS.read_text().splitlines()):
-        lines = ["| method | published | here | tokens, average over layers |", "|---|---|---|---|"]
-        lines += [
-            f"| `{row['method']}` | {row['published']:.1f} | {row['accuracy']:.1f} | {row['share_of_tokens']:.0%} |"
-            for row in one["methods"]
-        ]
-        found = f"Kendall's tau {one['tau']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
-        parts += [f"{one['model']}, keep {one['keep']:g}: {found}.", "\n".join(lines)]
-    note = (
-        "Published: percent of the unpruned LLaVA-1.5-7B at 64 of 576 tokens, the mean of the sources on "
-        "[the papers' page](papers.md). Here: percent right. The interval is of drawing our images anew. By `python "
-        f"benchmarks/rank_agreement.py`; raw data: {link(RANKS, '../')}."
-    )
-    return "\n\n".join([*parts, note])
-
-
-def _summary_cell(row: Any) -> str:
-    if row is None:
-        return ""
-    lost = sum(share.collapsed for share in row.kinds.values())
-    marks = [*row.marks, *([f"▼{lost}"] if lost else [])]
-    return f"{100 * row.overall.value:.1f} @{row.tokens_average:.0f} {' '.join(marks)}".strip()
-
-
-def _results() -> Any:
-    from tokenprune.bench.results import read_records, summarise
-
-    return summarise(read_records(BENCH))
+link = accuracy_pages.link
 
 
 def encoder() -> str:
@@ -245,10 +177,7 @@ def main() -> None:
         sys.exit(bool(stale))
     for path in stale:
         path.write_text(generated()[path])
-    if BENCH.exists():
-        from tokenprune.bench.report.png import plot_png
-
-        (ROOT / "docs/images/bench.png").write_bytes(plot_png(_results()))
+    (ROOT / "docs/images/bench.png").write_bytes(accuracy_pages.plot())
 
 
 def generated() -> dict[Path, str]:
@@ -275,11 +204,13 @@ PAGES = {
     },
     "docs/serving.md": {"serving": serving},
     "docs/methods/pixelprune.md": {"documents": documents},
+    "docs/video-bench.md": {"videos": accuracy_pages.videos, "views": accuracy_pages.views},
     "docs/performance.md": {
         "efficiency": performance.efficiency,
         "mixed": performance.mixed,
         "scaling": performance.scaling,
         "farthest": performance.farthest,
+        "memory": performance.memory,
         "ttft": performance.ttft,
     },
     "docs/kernels.md": {
@@ -288,9 +219,9 @@ PAGES = {
         "checked": kernel_page.checked,
     },
     "docs/benchmark.md": {
-        "summary": summary,
-        "ranks": ranks,
-        "bench": bench,
+        "summary": accuracy_pages.summary,
+        "ranks": accuracy_pages.ranks,
+        "bench": accuracy_pages.bench,
         "losers": losers,
         "encoder": encoder,
         "video": video,

@@ -14,13 +14,15 @@ __version__ = "0.1.0.dev0"
 
 # Where each public name lives.
 _HOMES = {
-    "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "method"),
+    "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "feature_cache", "method"),
     "tokenprune.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.two_pass": ("escalate", "Escalation"),
+    "tokenprune.drafts": ("assistant",),
+    "tokenprune.draft_cost": ("DraftCost",),
     "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
     "tokenprune.budget": ("Budget",),
     "tokenprune.guard.settings": ("Guard",),
-    "tokenprune.statistics": ("Stats", "Cut", "Removal", "Guarded"),
+    "tokenprune.statistics": ("Stats", "Cut", "Removal", "Guarded", "FeatureCacheCounts"),
     "tokenprune.base": (
         "Method",
         "Pruner",
@@ -30,6 +32,7 @@ _HOMES = {
         "Selection",
         "Site",
     ),
+    "tokenprune.integrations.hf.encoded.feature_cache": ("FeatureCache",),
     "tokenprune.decode": ("DecodeMethod",),
     "tokenprune.observable": ("Observable",),
     "tokenprune.observable_registry": ("available_observables", "register_observable"),
@@ -61,7 +64,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if TYPE_CHECKING:
-    from tokenprune.api import is_patched, method, patch, patched, stats, unpatch
+    from tokenprune.api import feature_cache, is_patched, method, patch, patched, stats, unpatch
     from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Selection, Site
     from tokenprune.budget import Budget
     from tokenprune.calibration.attention_fitting import fit_d2pruner, fit_fitprune
@@ -69,15 +72,18 @@ if TYPE_CHECKING:
     from tokenprune.calibration.run import calibrate
     from tokenprune.config import Config, read_config, write_config
     from tokenprune.decode import DecodeMethod
+    from tokenprune.draft_cost import DraftCost
+    from tokenprune.drafts import assistant
     from tokenprune.encoder import EncoderMethod, Tower
     from tokenprune.errors import *  # noqa: F403
     from tokenprune.guard.settings import Guard
+    from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
     from tokenprune.methods.encoder.thresholds import Thresholds
     from tokenprune.observable import Observable
     from tokenprune.observable_registry import available_observables, register_observable
     from tokenprune.processors import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
-    from tokenprune.statistics import Cut, Guarded, Removal, Stats
+    from tokenprune.statistics import Cut, FeatureCacheCounts, Guarded, Removal, Stats
     from tokenprune.token_counts import count_visual_tokens
     from tokenprune.tokens import TokenSource, VisualTokens
     from tokenprune.two_pass import Escalation, escalate

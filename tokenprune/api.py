@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from annotated_types import Ge
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget
@@ -22,11 +24,16 @@ from tokenprune.errors import (
 )
 from tokenprune.guard.settings import Guard
 from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.options import fits, in_words
 from tokenprune.registry import build
 from tokenprune.statistics import Stats
 
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
+
 _ATTRIBUTE = "_tokenprune_patch"
 _DEFAULT_METHOD = "dart"
+_BYTES = Annotated[int, Ge(1)] | None
 ModelT = TypeVar("ModelT")
 
 
@@ -40,6 +47,7 @@ def patch(
     processor: Any = None,
     guard: str | Guard = "warn",
     config: str | Path | Mapping[str, Any] | None = None,
+    feature_cache: int | None = None,
     **options: Any,
 ) -> ModelT:
     """Make `model` see fewer visual tokens, in place, and return it.
@@ -60,6 +68,8 @@ def patch(
     config:    a file that `tokenprune tune` wrote, or its content, or a setting alone, as a file or a dict such as
     {"method": "fastv", "keep": {"average_tokens": 192}}, in place of method, keep and options. On another model than it
     was tuned on, a warning is logged.
+    feature_cache: bytes, on the tower's device, that encoded images may take, so that further questions about an image
+    do not encode it again (docs/guide/feature-cache.md). None: nothing is kept.
     options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
     instead.
 
@@ -67,6 +77,8 @@ def patch(
     AlreadyPatchedError; the model is then as it was before.
     """
     guard = Guard.of(guard)
+    if not fits(feature_cache, _BYTES):
+        raise OptionError(f"feature_cache={feature_cache!r} must be a number of bytes, {in_words(_BYTES)}")
     if config is not None:
         if method is not None or keep is not None or options:
             raise OptionError("config= names method, keep and options: leave these out, or leave out config=")
@@ -81,7 +93,8 @@ def patch(
             f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, "
             "or pass replace=True"
         )
-    made = Attachment(model, methods, budgets, _parts(model, methods, budgets, record, processor, guard))
+    parts = _parts(model, methods, budgets, record, processor, guard, feature_cache)
+    made = Attachment(model, methods, budgets, parts, feature_cache)
     if present is not None:
         unpatch(model)
     try:
@@ -123,7 +136,13 @@ def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:
 
 
 def _parts(
-    model: Any, methods: list[Method], budgets: list[Budget], record: bool, processor: Any, guard: Guard
+    model: Any,
+    methods: list[Method],
+    budgets: list[Budget],
+    record: bool,
+    processor: Any,
+    guard: Guard,
+    feature_cache: int | None,
 ) -> list[Any]:
     """Return what has to be attached to `model`, in order; the last part has the statistics."""
     from tokenprune.integrations.timm import is_timm, timm_patch
@@ -133,18 +152,25 @@ def _parts(
             raise OptionError("a model of timm has no processor to act on: leave out processor=")
         if guard.mode == "auto":
             raise UnsupportedSetupError('a model of timm gets no prompts: guard="auto" has nothing to go by')
+        if feature_cache is not None:
+            raise UnsupportedSetupError("a model of timm is asked no questions about images: leave out feature_cache=")
         return [timm_patch(model, methods, budgets)]
+    from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
     from tokenprune.integrations.hf.patch import hf_parts
 
-    return hf_parts(model, methods, budgets, record, processor, guard)
+    cache = None if feature_cache is None else FeatureCache(feature_cache)
+    return hf_parts(model, methods, budgets, record, processor, guard, cache)
 
 
 class Attachment(Attachable):
     """What `patch` leaves on a model: the parts that were attached to it; the last one, the engine, has the
     statistics."""
 
-    def __init__(self, model: Any, methods: list[Method], budgets: list[Budget], parts: list[Any]) -> None:
+    def __init__(
+        self, model: Any, methods: list[Method], budgets: list[Budget], parts: list[Any], feature_cache: int | None
+    ) -> None:
         super().__init__()
+        self.feature_cache = feature_cache
         self.methods, self.budgets, self.parts, self.engine = methods, budgets, parts, parts[-1]
         self.model = model
 
@@ -153,15 +179,21 @@ class Attachment(Attachable):
             self.attach_part(part)
         self.wrap(self.model, "extra_repr", self._with_lines)
 
+    def add(self, part: Attachable) -> None:
+        """Attach one more part, which goes with the patch and comes back with it."""
+        self.attach_part(part)
+        self.parts.append(part)
+
     def _with_lines(self, extra_repr: Callable[[], str]) -> Callable[[], str]:
         return partial(_joined, extra_repr, self.lines())
 
     def lines(self) -> list[str]:
-        """Return what `print(model)` shows of the patch: a line for each method."""
-        return [
+        """Return what `print(model)` shows of the patch: a line for each method, and one for encoded images."""
+        lines = [
             f"tokenprune: {method!r}, keep={budget.short()}, site={method.site}"
             for method, budget in zip(self.methods, self.budgets, strict=True)
         ]
+        return lines if self.feature_cache is None else [*lines, f"tokenprune: feature_cache={self.feature_cache}"]
 
     def describe(self) -> str:
         return " + ".join(
@@ -174,7 +206,8 @@ def _joined(extra_repr: Callable[[], str], lines: list[str]) -> str:
     return "\n".join([*filter(None, [extra_repr()]), *lines])
 
 
-def _attached(model: Any) -> Attachment:
+def attachment_of(model: Any) -> Attachment:
+    """Return what `patch` left on the model; raises NotPatchedError."""
     attachment = getattr(model, _ATTRIBUTE, None)
     if attachment is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: call tokenprune.patch(model, ...) first")
@@ -184,7 +217,7 @@ def _attached(model: Any) -> Attachment:
 def unpatch(model: ModelT) -> ModelT:
     """Give the model back as it was: hooks, attention functions and processor; raises NotPatchedError if there is no
     patch."""
-    _attached(model).detach()
+    attachment_of(model).detach()
     delattr(model, _ATTRIBUTE)
     return model
 
@@ -214,7 +247,17 @@ def is_patched(model: Any) -> bool:
 
 def stats(model: Any) -> Stats:
     """Return the `Stats` of the model's last forward or generate; raises NotPatchedError."""
-    return _attached(model).engine.stats
+    return attachment_of(model).engine.stats
+
+
+def feature_cache(model: Any) -> FeatureCache:
+    """Return the encoded images that a model keeps that was patched with `feature_cache=`; raises NotPatchedError."""
+    attachment = attachment_of(model)
+    if attachment.feature_cache is None:
+        raise NotPatchedError(
+            f"this {type(model).__name__} is patched without a feature cache: pass feature_cache=, a number of bytes"
+        )
+    return attachment.engine.reuse.cache
 
 
 def method(name: str, **options: Any) -> Method:
@@ -222,4 +265,4 @@ def method(name: str, **options: Any) -> Method:
     return build(name, options)
 
 
-__all__ = ["TokenPruneError", "is_patched", "method", "patch", "patched", "stats", "unpatch"]
+__all__ = ["TokenPruneError", "feature_cache", "is_patched", "method", "patch", "patched", "stats", "unpatch"]

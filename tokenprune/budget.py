@@ -14,28 +14,30 @@ from tokenprune.accounting import DecoderShape
 from tokenprune.errors import BudgetError
 
 _SCOPES = ("image", "frame", "prompt")
-TARGETS = ("keep", "average_tokens", "kv_share", "flops_share")
+TARGETS = ("keep", "average_tokens", "average_share", "kv_share", "flops_share")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many visual tokens stay; exactly one of the first four fields is given.
+    """How many visual tokens stay; exactly one of the first five fields is given.
 
     keep:            float in (0, 1]: share of the visual tokens of each image; int >= 1: tokens per image.
     average_tokens:  tokens per image averaged over the decoder's layers, what papers mean by "192 tokens".
+    average_share:   share of the visual tokens of each image, averaged over the decoder's layers, in (0, 1].
     kv_share:        share of the visual tokens' KV bytes that remains, in (0, 1].
     flops_share:     share of the decoder's prefill FLOPs that remains (text included), in (0, 1].
     per:             "image": every image, video or tile has the budget for itself; "frame": so has every frame of a
                      video, such as the decoder sees (Qwen's towers join two); "prompt": all visual tokens of a prompt
                      share it, and compete.
 
-    The last three are solved for the layer at which the method cuts, from closed forms (accounting.py); of a method
+    All but `keep` are solved for the layer at which the method cuts, from closed forms (accounting.py); of a method
     that cuts several times all of them are averages over the layers (schedule.py).
     Raises BudgetError for anything else, and, when solved, for a target that this layer cannot reach.
     """
 
     keep: float | int | None = None
     average_tokens: float | None = None
+    average_share: float | None = None
     kv_share: float | None = None
     flops_share: float | None = None
     per: str = "image"
@@ -87,6 +89,14 @@ class Budget:
             raise BudgetError("keep=None keeps nothing: use a float in (0, 1], an int >= 1 or a Budget")
         return cls(keep=keep)
 
+    @property
+    def share(self) -> float | None:
+        """The share that is asked for, of whatever the target counts; None for a number of tokens."""
+        if self.average_tokens is not None or isinstance(self.keep, numbers.Integral):
+            return None
+        shares = (self.keep, self.average_share, self.kv_share, self.flops_share)
+        return next(float(one) for one in shares if one is not None)
+
     def is_identity(self) -> bool:
         """Whether this keeps every token of any image."""
         return self.keep == 1 and not isinstance(self.keep, numbers.Integral)
@@ -130,7 +140,7 @@ class Budget:
             kept = _kept_for_flops(self, cuts, tuple(counts), shape, text_tokens)
         else:
             # As a number of tokens 1 is another budget than as a share, though the two are equal, and so one key.
-            number = self.average_tokens is not None or isinstance(self.keep, numbers.Integral)
+            number = self.share is None
             kept = zip(*(_kept_on_average(self, number, cuts, count, shape) for count in counts), strict=True)
         return [list(of_cut) for of_cut in kept]
 
@@ -145,8 +155,7 @@ def _kept_on_average(
     ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
     weights = [sum(sizes[layer:end]) for (layer, _), end in zip(cuts, ends, strict=True)]
     before, whole = sum(sizes[: cuts[0][0]]), sum(sizes)
-    share = float(budget.average_tokens or budget.keep) / count if number else budget.kv_share or budget.keep
-    share = min(1.0, share)
+    share = min(1.0, float(budget.average_tokens or budget.keep) / count if number else budget.share)
     if before and before >= share * whole * (1 - 1e-12) and share < 1:
         raise BudgetError(
             f"{budget} cannot be reached by a cut at layer {cuts[0][0]} of {shape.layers}: the layers before it alone "

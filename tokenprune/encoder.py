@@ -72,6 +72,9 @@ class EncoderMethod(Method):
     proportional: add the logarithm of a token's size to its attention logits; make it a field to offer the choice.
     ragged: whether images of one batch may merge different numbers of tokens. Then short rows are padded, which takes
     an attention that can mask padding.
+    reads: name of an observable of a tower's block that matchers get in the place of keys, float32 `[B, C, patches]`,
+    for methods that drop by it. Only towers whose images have rows of their own, of patches that each become a visual
+    token, show one.
     vtu: virtual unmerging of the merged tokens in the decoder, one of `VTU_FORMS`; make it a field to offer the choice.
     """
 
@@ -79,6 +82,7 @@ class EncoderMethod(Method):
     # Not annotated: these are no options, unless a subclass makes them fields.
     proportional = True
     ragged = False
+    reads = ""
     vtu = "off"
 
     def is_identity(self, budget: Budget) -> bool:

@@ -28,6 +28,8 @@ class Merge:
     Rows may differ in how many tokens stay and leave. Then `left` has the number that stays in each row and `gone`
     (long `[B]`) the number that leaves; what stands behind these in `keep`, `source` and `target` is padding, of any
     value. The output's padding is behind its tokens, and has the size 0. count: n.
+
+    drops: whether what neither stays nor is a source is dropped; else there is no such token.
     """
 
     keep: Tensor
@@ -36,12 +38,24 @@ class Merge:
     count: int
     left: list[int] | None = None
     gone: Tensor | None = None
+    drops: bool = False
+
+    @staticmethod
+    def dropping(stays: Tensor, left: list[int]) -> Merge:
+        """Return what drops all but the tokens in `stays`, bool `[B, n]`; these keep their order. left: how many stay
+        in each row."""
+        keep = (~stays).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(left)]
+        nobody = keep[:, :0]
+        return Merge(keep, nobody, nobody, stays.shape[1], left, drops=True)
 
     @cached_property
     def assign(self) -> Tensor:
-        """long `[B, n]`: for each token its place in the output (of padding: any)."""
+        """long `[B, n]`: for each token its place in the output (of padding: any), -1 where it is dropped."""
         rows, width = self.keep.shape
         places = torch.arange(width, device=self.keep.device).expand_as(self.keep)
+        if self.drops:
+            real = places if self._padding is None else places.masked_fill(self._padding, -1)
+            return self.keep.new_full((rows, self.count), -1).scatter(1, self.keep, real)
         place = self.keep.new_zeros(rows, self.count).scatter(1, self.keep, places)
         source, target = self._moves
         # One entry more than asked for takes what goes nowhere: no boolean indexing, so no device sync.

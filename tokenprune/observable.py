@@ -66,6 +66,9 @@ class SeenAttention(Protocol):
     def values(self, queries: int) -> Tensor:
         """Return `[B, queries, Hkv * Dv]`, their values."""
 
+    def value_heads(self, queries: int) -> Tensor:
+        """Return `[B, queries, Hkv, Dv]`, their values, head by head."""
+
     def rows(self, index: Tensor) -> Tensor:
         """Return float32 `[B, H, R, K]`, softmax attention of the queries at `index`, long `[B, R]`."""
 

@@ -28,10 +28,10 @@ def profile(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budg
     of the layers that come before the cut. relative: what the cut keeps of the tokens that arrive at the first one, in
     proportion to the other cuts; it may not rise from cut to cut. ((0.25, 4), (0.5, 2), (0.75, 1)) is PyramidDrop's.
 
-    A float `keep` is then the average share of an image's tokens, an int the average number, like `average_tokens`;
-    `kv_share` and `flops_share` mean what they mean for one cut. The counts are solved when an image's tokens are known
-    (`Budget.solve`): each is at least 1 and at most what arrives, and their average over the layers is within one token
-    of what was asked for. With `keep=1.0` every budget is the identity.
+    A float `keep` is then the average share of an image's tokens, like `average_share`, an int the average number, like
+    `average_tokens`; `kv_share` and `flops_share` mean what they mean for one cut. The counts are solved when an
+    image's tokens are known (`Budget.solve`): each is at least 1 and at most what arrives, and their average over the
+    layers is within one token of what was asked for. With `keep=1.0` every budget is the identity.
 
     Raises OptionError for cuts that are not in order, or fall on one layer in a decoder of so few, and BudgetError for
     a share that the layers before the first cut spend alone.
@@ -49,8 +49,9 @@ def profile(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budg
             raise OptionError(f"the cut at layer {later} may not keep more than the one before it: {less} > {relative}")
     if not all(0 < relative < float("inf") for _, relative in placed):
         raise OptionError(f"relative sizes of cuts must be positive numbers: {list(cuts)}")
-    share = budget.keep
-    if share is not None and not isinstance(share, numbers.Integral) and placed[0][0] >= share * layers and share < 1:
+    tokens = budget.keep is not None or budget.average_share is not None  # not bytes or FLOPs, for which layers differ
+    share = budget.share if tokens else None
+    if share is not None and placed[0][0] >= share * layers and share < 1:
         raise BudgetError(
             f"{budget} cannot be reached by cuts from layer {placed[0][0]} of {layers} on: the layers before it alone "
             f"spend {placed[0][0] / layers:.3f} of the visual tokens; cut earlier or ask for more"
@@ -75,9 +76,8 @@ def place(depths: Sequence[float], layers: int, budget: Budget) -> list[int]:
             f"a decoder of {layers} layers is too shallow for {len(depths)} cuts, each at a layer of its own behind "
             "the first: use a method that cuts once, such as fastv"
         )
-    share = next((one for one in (budget.keep, budget.kv_share, budget.flops_share) if one is not None), None)
-    known = share is not None and not isinstance(share, numbers.Integral)
-    shrink = share / 2 / depths[0] if known and depths[0] > share * 3 / 4 else 1.0
+    share = budget.share
+    shrink = share / 2 / depths[0] if share is not None and depths[0] > share * 3 / 4 else 1.0
     placed: list[int] = []
     for number, depth in enumerate(depths):
         least, most = (placed[-1] if placed else 0) + 1, layers - len(depths) + number

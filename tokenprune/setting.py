@@ -179,6 +179,11 @@ def parse(given: Any, where: str) -> Layer:
         raise OptionError(f'{where}: per must be "image" or "frame", not {short(per)}')
     if "keep" in given and given["keep"] is None:
         Budget.of(None)  # raises: whoever writes null has not left keep out
+    if "feature_cache" in given:
+        raise OptionError(
+            f"{where}: feature_cache does not belong to a setting: pass it to tokenprune.patch() beside config=; vLLM "
+            "keeps encoded images itself, in its encoder cache"
+        )
     options = {name: value for name, value in given.items() if name not in _SCOPE}
     for name in TARGETS[1:]:
         if name in options:

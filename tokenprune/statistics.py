@@ -86,6 +86,27 @@ class Guarded:
     raised: bool = False
 
 
+@dataclass(frozen=True)
+class FeatureCacheCounts:
+    """What `patch(..., feature_cache=...)` was good for, since the model was patched (docs/guide/feature-cache.md).
+
+    hits:      images that were found; where images cannot be told apart, calls of the encoder.
+    misses:    those that the vision tower had to encode.
+    evictions: those that made room for others.
+    not_kept:  those that were larger than `limit`, and calls of the encoder while training, with gradients, or with
+               arguments that cannot be compared.
+    entries, bytes: what is held now. limit: bytes that may be held.
+    """
+
+    hits: int
+    misses: int
+    evictions: int
+    not_kept: int
+    entries: int
+    bytes: int
+    limit: int
+
+
 @dataclass
 class Stats:
     """Counts over the whole batch of the last forward or generate; a text-only prompt gives zeros and ratios of 1.
@@ -122,6 +143,7 @@ class Stats:
                              that their last output is zero.
     guard:                   one `Guarded` for each row with visual tokens; None where the guard is off, or has nothing
                              to look for because `keep` is enough for any question.
+    feature_cache:           a `FeatureCacheCounts`, since the model was patched; None without `feature_cache=`.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
                              None: an engine in another process, which does not tell.
     cuts:                    one `Cut` per cut in order, with record=True; else empty.
@@ -148,6 +170,7 @@ class Stats:
     attention_blocks: int = 0
     notes: list[str] = field(default_factory=list)
     guard: list[Guarded] | None = None
+    feature_cache: FeatureCacheCounts | None = field(default=None, kw_only=True)
     overhead_ms: float | None = 0.0
     cuts: list[Cut] = field(default_factory=list)
     decode_rates: list[list[float]] = field(default_factory=list)
@@ -207,12 +230,17 @@ class Stats:
             + (f"padding {self.padding_share:.1%}, " if self.padding_share else "")
             + (f"attention in {self.attention_blocks} blocks, " if self.attention_blocks else "")
             + self._guard()
+            + self._feature_cache()
             + f"overhead {'unknown' if self.overhead_ms is None else f'{self.overhead_ms:.2f} ms'})"
         )
 
     def _guard(self) -> str:
         risky, raised = (sum(bool(getattr(one, what)) for one in self.guard or ()) for what in ("risks", "raised"))
         return f"guard: {risky} of {len(self.guard)} rows at risk, {raised} raised, " if risky else ""
+
+    def _feature_cache(self) -> str:
+        counts = self.feature_cache
+        return "" if counts is None else f"feature cache: {counts.hits} hits, {counts.misses} misses, "
 
 
 def _plus(one: Any, other: Any) -> Any:

@@ -116,30 +116,41 @@ def _dropped(name: str, budget: int) -> Setting:
     """The tokens averaged over the layers are `budget`."""
     method = tokenprune.method(name)
     if method.cut_layer == 0:
-        return _setting(name, budget, "average" if len(_cuts(method, budget)) > 1 else "input", budget)
+        several = len(cuts_of(method, Budget(keep=budget))) > 1
+        return _setting(name, budget, "average" if several else "input", budget)
     target = Budget(average_tokens=budget)
     keep = target.resolve([PATCHES], layer=method.cut_layer, shape=SHAPE, text_tokens=0)[0]
     return _setting(name, budget, "average", keep)
 
 
 def _setting(name: str, budget: int, means: str, keep: int, options: Mapping[str, Any] | None = None) -> Setting:
-    cuts = _cuts(tokenprune.method(name, **(options or {})), keep)
-    ends = [layer for layer, _ in cuts[1:]] + [SHAPE.layers]
-    spent = cuts[0][0] * PATCHES + sum(kept * (end - layer) for (layer, kept), end in zip(cuts, ends, strict=True))
-    words = ", ".join(f"{kept} from layer {layer} on" if layer else f"{kept}" for layer, kept in cuts)
-    return Setting(name, budget, means, keep, options or {}, spent / SHAPE.layers, words)
+    cuts = cuts_of(tokenprune.method(name, **(options or {})), Budget(keep=keep))
+    return Setting(name, budget, means, keep, options or {}, average(cuts), in_words(cuts))
 
 
-def _cuts(method: tokenprune.Method, keep: int) -> list[tuple[int, int]]:
-    """(layer, tokens from there on) for each cut that a method makes."""
+def cuts_of(method: tokenprune.Method, budget: Budget) -> list[tuple[int, int]]:
+    """(layer, tokens from there on) for each cut that a method makes in LLaVA-1.5-7B."""
     count, cuts = PATCHES, []
-    for stage, budget in method.stages(Budget(keep=keep), SHAPE.layers):
+    for stage, own in method.stages(budget, SHAPE.layers):
         about = dict(layer=stage.cut_layer, shape=SHAPE, text_tokens=0, original=[PATCHES])
         if count:
-            kept = budget.resolve([count], **about)[0]
+            kept = own.resolve([count], **about)[0]
             count = min(count, stage.budget(count, kept))
         cuts.append((stage.cut_layer, count))
     return cuts
+
+
+def average(cuts: Sequence[tuple[int, int]]) -> float:
+    """Return the tokens that cuts leave, averaged over the decoder's layers; those before the first see all."""
+    ends = [layer for layer, _ in cuts[1:]] + [SHAPE.layers]
+    spent = cuts[0][0] * PATCHES + sum(kept * (end - layer) for (layer, kept), end in zip(cuts, ends, strict=True))
+    return spent / SHAPE.layers
+
+
+def in_words(cuts: Sequence[tuple[int, int]]) -> str:
+    """Return what cuts leave, in words; a method may look at a layer and remove nothing."""
+    fewer = [cut for place, cut in enumerate(cuts) if not place or cut[1] != cuts[place - 1][1]]
+    return ", ".join(f"{kept} from layer {layer} on" if layer else f"{kept}" for layer, kept in fewer)
 
 
 def _merged(name: str, budget: int) -> Setting:

@@ -187,6 +187,9 @@ def test_a_share_of_bytes_where_layers_differ() -> None:
         (Budget(average_tokens=24), 0, [36, 96], [24, 24]),
         (Budget(average_tokens=24), 3, [26], [18]),  # (3 + r) / 4 = 12 / 13, so r = 9 / 13
         (Budget(average_tokens=40), 2, [36, 40, 60], [36, 40, 20]),  # (2 + 2 r) / 4 = 40 / 60
+        (Budget(average_share=2 / 3), 2, [36, 12], [12, 4]),  # (2 + 2 r) / 4 = 2 / 3
+        (Budget(average_share=0.25), 0, [36, 10], [9, 2]),
+        (Budget(average_share=1.0), 2, [36], [36]),
         (Budget(kv_share=0.75), 2, [36, 10], [18, 5]),
         (Budget(kv_share=0.25), 0, [36, 10], [9, 2]),
         (Budget(kv_share=1.0), 2, [36], [36]),
@@ -212,7 +215,13 @@ def test_flops_share(layer: int, share: float) -> None:
 
 @pytest.mark.parametrize(
     "budget",
-    [Budget(kv_share=0.5), Budget(kv_share=0.3), Budget(average_tokens=50), Budget(flops_share=0.2)],
+    [
+        Budget(kv_share=0.5),
+        Budget(kv_share=0.3),
+        Budget(average_tokens=50),
+        Budget(average_share=0.5),
+        Budget(flops_share=0.2),
+    ],
     ids=str,
 )
 def test_out_of_reach(budget: Budget) -> None:
@@ -235,6 +244,10 @@ def test_bad_keep(keep: Any, build) -> None:
     [
         {},
         dict(keep=0.5, kv_share=0.5),
+        dict(average_tokens=24, average_share=0.5),
+        dict(average_share=0),
+        dict(average_share=1.01),
+        dict(average_share=math.nan),
         dict(keep=0.5, per="batch"),
         dict(average_tokens=0),
         dict(average_tokens=math.inf),
@@ -365,7 +378,9 @@ def early(method: str) -> tokenprune.Method:
 
 
 @pytest.mark.parametrize(
-    ("budget", "average"), [(Budget(average_tokens=24), 24 / 36), (Budget(kv_share=0.6), 0.6)], ids=["tokens", "kv"]
+    ("budget", "average"),
+    [(Budget(average_tokens=24), 24 / 36), (Budget(average_share=0.6), 0.6), (Budget(kv_share=0.6), 0.6)],
+    ids=["tokens", "share", "kv"],
 )
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float, build) -> None:

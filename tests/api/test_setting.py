@@ -245,7 +245,7 @@ def test_bounds_from_json(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [10**400, -(10**400), float("nan"), float("inf"), True, "x", [1]])
 def test_budgets_are_checked(keep: Any) -> None:
-    for target in ("keep", "average_tokens", "kv_share", "flops_share"):
+    for target in ("keep", "average_tokens", "average_share", "kv_share", "flops_share"):
         if (target, keep) != ("keep", 10**400) and not (target == "average_tokens" and keep == 10**400):
             with pytest.raises(BudgetError):
                 Budget(**{target: keep})
@@ -300,7 +300,7 @@ def test_budgets_can_be_said() -> None:
         Budget(keep=0.5, per="prompt"), Budget(kv_share=0.3, per="prompt"),
     ]  # fmt: skip
     for keep, says in (
-        ({"tokens": 3}, "keep has no tokens.*average_tokens, kv_share"), ({}, "exactly one of"),
+        ({"tokens": 3}, "keep has no tokens.*average_tokens, average_share, kv_share"), ({}, "exactly one of"),
         ({"kv_share": 0.5, "flops_share": 0.5}, "exactly one of"), ({"kv_share": 2}, "out of range"),
         ({"kv_share": "x"}, "must be a number"),
     ):  # fmt: skip

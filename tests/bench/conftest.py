@@ -17,7 +17,7 @@ from papers_results import ROOT
 @pytest.fixture(scope="module")
 def papers() -> Iterator[Any]:
     """The script, as a module, and the modules that it is made of."""
-    before, names = set(sys.modules), ("published", "settings", "sets", "outcomes", "tables")
+    before, names = set(sys.modules), ("published", "settings", "sets", "outcomes", "tables", "counts")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         parts = {name: importlib.import_module(f"papers.{name}") for name in names}

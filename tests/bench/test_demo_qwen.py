@@ -65,7 +65,7 @@ def test_it_answers_held_out_questions(subject, small):
         (answer,) = subject.generate(subject.inputs([example.image], [example.question]))
         right.append(example.is_right(answer))
     # It is not finished: training/qwen/heldout_accuracy.json has all numbers. A model that guesses gets 2 of 10 right.
-    assert sum(right) >= 0.6 * len(right), [one.question for one, good in zip(small, right, strict=True) if not good]
+    assert sum(right) >= 0.7 * len(right), [one.question for one, good in zip(small, right, strict=True) if not good]
 
 
 def test_its_own_set_is_asked_where_nothing_is_given(subject):

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+import tokenprune
 from papers_results import cut_short, write_results
+from tokenprune import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 
 # -- run ---------------------------------------------------------------------------------------------------------------
@@ -160,6 +162,38 @@ def test_the_page_is_current(papers: Any, call: Any, tmp_path: Path, monkeypatch
     monkeypatch.setattr(papers.script, "PAGE", stale)
     assert call("page", "--check")[0] == 1
     assert call("page")[0] == 0 and stale.read_text() == text
+
+
+def test_the_page_of_budgets_is_current(papers: Any, call: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    text = papers.script.BUDGET_PAGE.read_text()
+    assert papers.script.budgets_written(text) == text, "run python benchmarks/papers_table.py page"
+    stale = tmp_path / "budgets.md"
+    stale.write_text(text.replace("206.5", "192.0"))
+    monkeypatch.setattr(papers.script, "BUDGET_PAGE", stale)
+    assert call("page", "--check")[0] == 1
+    assert call("page")[0] == 0 and stale.read_text() == text
+
+
+def test_what_papers_count_comes_to_what_their_layers_see(papers: Any) -> None:
+    """By hand, from the lists in the authors' code; 9, 4 and 3 tokens are merged ones on top of SparseVLM's."""
+    counts = papers.counts
+    by_name = {(one.method, one.called): one for one in counts.COUNTS}
+    assert len(by_name) == len(counts.COUNTS)
+    assert by_name["dart", "64"].average == (2 * 576 + 30 * 68) / 32
+    assert by_name["sparsevlm", "192"].average == (3 * 576 + 4 * 309 + 9 * 204 + 16 * 113) / 32
+    assert by_name["sparsevlm", "64, SparseVLM+"].average == (3 * 576 + 4 * 66 + 9 * 34 + 16 * 20) / 32
+    assert by_name["adaptinfer", "128"].average == (2 * 576 + 9 * 290 + 10 * 72 + 11 * 18) / 32
+    assert by_name["tops", "64, both stages"].average == (12 * 128 + 12 * 64 + 8 * 16) / 32
+    assert by_name["pyramiddrop", "270"].average == (8 * 576 + 8 * 288 + 8 * 144 + 8 * 72) / 32 == 270
+    for one in counts.COUNTS:
+        ours = papers.settings.cuts_of(tokenprune.method(one.method), Budget(average_tokens=one.average))
+        assert papers.settings.average(ours) == pytest.approx(one.average, abs=0.5), one
+
+
+def test_every_method_of_the_papers_table_is_counted_or_named(papers: Any) -> None:
+    counts = papers.counts
+    known = {*counts.at_the_entry(), *counts.on_average(), "unpatched", "downsample", "dymu"}
+    assert {one.method for one in papers.settings.settings()} == known
 
 
 def test_errors_are_ours(papers: Any) -> None:

@@ -47,10 +47,50 @@ def test_efficiency(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     layers = {one["method"]: one["layers"] for one in records[1:]}
     assert layers["uniform"] == [64] * 4 and layers["fastv"] == [576, 576, 64, 64]
     assert sum(layers["vscan"]) / 4 == pytest.approx(64, abs=1) and len(set(layers["vscan"])) == 2
+    for one in records[1:]:
+        assert one["limit"]["p50"] <= 1 and one["of_limit"]["p50"] >= one["efficiency"]["p50"]
+        assert {"load", "date", "code", "took"} <= one.keys() and len(one["oracle_seconds"]) == len(one["seconds"]) == 2
+    assert records[2]["floor_ms"]["p50"] == 0 < records[3]["floor_ms"]["p50"]  # uniform; vscan compares all with picks
     monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
     text = script("performance").efficiency()
     assert "576 -> 64 visual tokens" in text and "| `fastv` |" in text and "| `uniform` |" in text
     assert script("plots").efficiency(header, records).startswith(b"\x89PNG")
+
+
+def test_efficiency_goes_on_where_it_stopped(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the same code, model and threads are left as they are; others are measured anew, or gone."""
+    module, path = script("efficiency"), tmp_path / "efficiency.jsonl"
+    given = ("--cases", "576:64", "--threads", "1", "--resume")
+    monkeypatch.setattr(module, "STEPS", 1)
+    run(module, path, monkeypatch, *given, "--methods", "uniform,random")
+    first = path.read_text().splitlines()
+    # pyramiddrop cannot leave 64 of 576 in four layers, so it has the budget of its own; tome and dymu merge in a tower
+    # that leaves exactly as many.
+    run(module, path, monkeypatch, *given, "--methods", "random,uniform,pyramiddrop,tome,dymu")
+    _, records = script("common").read(path)
+    assert len(first) == 4 and set(first[2:]) <= set(path.read_text().splitlines())
+    by_name = {one["method"]: one for one in records}
+    assert by_name["pyramiddrop"]["asked"] > 64 / 576 and by_name["pyramiddrop"]["layers"][0] == 576
+    assert by_name["tome"]["layers"] == by_name["dymu"]["layers"] == [64] * 4
+    monkeypatch.setattr(module, "code_version", lambda: "another")
+    run(module, path, monkeypatch, *given, "--methods", "uniform")
+    _, records = script("common").read(path)
+    assert [one["method"] for one in records] == ["unpatched", "uniform"] and records[1]["code"] == "another"
+
+
+def test_every_method_has_a_floor_and_a_row(script) -> None:
+    """A method that is new says what arithmetic it cannot do without; lengths between those measured are estimated."""
+    module, floors = script("efficiency"), script("method_floors")
+    assert set(module.dropping_methods()) == floors.FLOORS.keys()
+    layers = (36, 36, 24, 12)
+    sizes = floors.Sizes(1, 36, 12, 16, 2, 5, layers, CPU, torch.float32)
+    for name in floors.FLOORS:
+        if (floor := floors.floor_of(name, sizes)) is not None:
+            floor()
+    assert floors.floor_of("uniform", sizes) is None and len(floors.FLOORS["pyramiddrop"](sizes)) == 2
+    assert module.lengths([36, 36, 24, 12]) == [12, 24, 36] and module.lengths(list(range(12))) == [0, 3, 6, 8, 11]
+    times = {12: (1.0, 2.0), 36: (3.0, 6.0)}
+    assert module.weighted(times, [36, 24, 12], 0) == pytest.approx(2) == module.weighted(times, [12], 1)
 
 
 def test_mixed_batches(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +179,25 @@ def test_peers(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert one["ratio"] > 1 and one["source"] and one["where"] and one["model"]
     eadp = next(one for one in module.published() if one["source"].startswith("EADP") and one["method"] == "divprune")
     assert eadp["ratio"] == pytest.approx(207 / 93)
+
+
+def test_memory(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of each: the cache, all logits, and the masks of padded prompts, in numbers of 4 bytes."""
+    module, path = script("memory"), tmp_path / "cpu/memory.jsonl"
+    run(module, path, monkeypatch, "--methods", "uniform,fastv", "--threads", "1")
+    _, records = script("common").read(path)
+    found = {(one["prompt"], one["logits"], one["method"]): one for one in records}
+    assert len(found) == len(records) == 9 and all(one["peak"] == sum(one["kinds"].values()) for one in records)
+    for (prompt, logits, method), one in found.items():
+        layers = {"unpatched": [664] * 4, "uniform": [364] * 4, "fastv": [664] * 2 + [364] * 2}[method]
+        padding = [64 if length == 664 and prompt == "padded" else 0 for length in layers]
+        assert one["kv"] == sum(map(sum, zip(layers, padding, strict=True))) * 2 * 64 * 4
+        assert one["kinds"].get("logits", 0) >= (664 * 5000 * 4 if logits == "all" else 0)
+        pairs = (prompt, method) in (("padded", "unpatched"), ("padded", "fastv"))
+        assert ("pairs" in one["kinds"]) == pairs and (not pairs or one["kinds"]["pairs"] >= 728**2 * 5)
+    assert found["padded", "last", "fastv"]["kinds"]["pairs"] == found["padded", "last", "unpatched"]["kinds"]["pairs"]
+    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
+    assert "| padded | last | `fastv` |" in script("performance").memory()
 
 
 def test_live_bytes_are_those_of_tensors(script) -> None:

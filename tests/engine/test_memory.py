@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import tokenprune
+from families import FAMILIES
 from tokenprune import Site
 from tokenprune.kernels import farthest, farthest_blocks
-from zoo import FAMILIES, FIRST_TEXT_ID, HIDDEN, VOCAB
+from zoo import FIRST_TEXT_ID, HIDDEN, VOCAB
 
 GRID = (1, 40, 40)  # patches of an image of Qwen-VL, four of which are a token
 VISUAL, KEEP = 400, 48
@@ -40,11 +42,13 @@ def methods() -> list[str]:
 
 
 class Allocations(TorchDispatchMode):
-    """Notes the largest storage that an operation returned, in elements, and the most rows of logits."""
+    """Notes the largest storage that an operation returned, in elements, and the most rows of logits; of those made
+    anew that are as large as all pairs of visual tokens, what made each and its shape."""
 
     def __init__(self) -> None:
         super().__init__()
         self.largest, self.what, self.logits = 0, "", 0
+        self.pairs: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -53,12 +57,14 @@ class Allocations(TorchDispatchMode):
                 size = tensor.untyped_storage().nbytes() // tensor.element_size()
                 if size > self.largest:
                     self.largest, self.what = size, f"{func} {tuple(tensor.shape)}"
+                if size >= VISUAL**2 and not func.is_view:
+                    self.pairs[f"{func} {tuple(tensor.shape)}"] += 1
                 if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and tensor.shape[-1] == VOCAB:
                     self.logits = max(self.logits, tensor.numel() // VOCAB)
         return out
 
 
-def prefill(family: str, name: str | None, batch: int, **options: Any) -> Allocations:
+def prefill(family: str, name: str | None, batch: int, keep: Any = None, **options: Any) -> Allocations:
     model, g = FAMILIES[family].build("sdpa"), torch.Generator().manual_seed(0)
     width = VISUAL + TEXT[batch - 1]
     ids, mask = torch.zeros(2, batch, width, dtype=torch.long)
@@ -74,7 +80,7 @@ def prefill(family: str, name: str | None, batch: int, **options: Any) -> Alloca
     images = BaseModelOutputWithPooling(pooler_output=[torch.randn(VISUAL, HIDDEN, generator=g) for _ in range(batch)])
     if name is not None:
         # Four layers are few for methods of several cuts.
-        keep = KEEP if tokenprune.method_info(name).site is Site.PRE_LLM else 0.8
+        keep = keep or (KEEP if tokenprune.method_info(name).site is Site.PRE_LLM else 0.8)
         tokenprune.patch(model, name, keep=keep, guard="off")
     with torch.no_grad(), Allocations() as made:
         model(input_ids=ids, attention_mask=mask, mm_encoder_outputs={"image": images}, use_cache=True, **options)
@@ -93,6 +99,17 @@ def test_nothing_has_the_size_of_all_pairs(family: str, name: str, monkeypatch: 
         made = prefill(family, name, batch, logits_to_keep=1)
         assert made.largest < VISUAL**2, made.what
         assert made.logits == batch
+
+
+@pytest.mark.parametrize("name", ["uniform", "fastv", "pyramiddrop"])
+@pytest.mark.parametrize(("family", "batch"), [("llava", 2), ("exaone4_5", 1), ("exaone4_5", 2)])
+def test_masks_of_all_pairs_are_those_of_the_unpatched_model(family: str, batch: int, name: str) -> None:
+    """With padding, or layers that see a window, transformers writes masks of all pairs. Behind a cut none is written,
+    nor is one there made into another."""
+    keep = KEEP if name == "uniform" else 0.5
+    made = prefill(family, name, batch, keep=keep, logits_to_keep=1)
+    assert made.pairs <= prefill(family, None, batch, logits_to_keep=1).pairs
+    assert bool(made.pairs) == (name != "uniform")
 
 
 def test_what_the_watch_sees() -> None:

@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from far_device import Far, counting
 from greedy import next_pick
-from tokenprune.kernels.coverage import cosines, coverage_gain, most_covering
+from tokenprune.kernels import coverage as coverage_module
+from tokenprune.kernels import pairs, suppress
+from tokenprune.kernels.coverage import Coverage, alike, cosines, cover, coverage_gain, most_covering
 from tokenprune.kernels.dpp import greedy_dpp
+from tokenprune.kernels.pairs import Known, Products, Relation
 from tokenprune.kernels.suppress import unsuppressed
 
 COUNTS, WANTED = [12, 7, 1], [5, 6, 1]
@@ -53,32 +57,152 @@ def test_cosines() -> None:
 def test_most_covering(weighed: bool) -> None:
     _, mask, number = rows()
     g = torch.Generator().manual_seed(1)
-    table = torch.rand(3, 12, 9, generator=g) * (torch.arange(9) < torch.tensor([9, 4, 2])[:, None])[:, None]
+    table = torch.rand(3, 9, 12, generator=g) * (torch.arange(9) < torch.tensor([9, 4, 2])[:, None])[:, :, None]
     factor = torch.rand(3, 12, generator=g) if weighed else None
     got = taken(most_covering(table, mask, number, 6, factor))
     for row, count in enumerate(COUNTS):
         picks: list[int] = []
         for _ in range(WANTED[row]):
-            best = [max((float(table[row, i, r]) for i in picks), default=0.0) for r in range(9)]
-            gain = [sum(max(0.0, float(table[row, i, r]) - best[r]) for r in range(9)) for i in range(count)]
+            best = [max((float(table[row, r, i]) for i in picks), default=0.0) for r in range(9)]
+            gain = [sum(max(0.0, float(table[row, r, i]) - best[r]) for r in range(9)) for i in range(count)]
             gain = torch.tensor(gain, dtype=torch.float64) * (factor[row, :count] if weighed else 1)
             picks.append(next_pick(gain, picks, got[row], 1e-6))
         assert sorted(picks) == got[row]
 
 
+@pytest.mark.parametrize("weighed", [False, True])
+def test_coverage_is_kept_up_to_date(weighed: bool) -> None:
+    """What each candidate adds, after each pick, is what a new sum gives; where nothing is left, exactly 0. So on a
+    device, which is not asked; and with rows of two kinds."""
+    x, mask, _ = rows()
+    x[:, 4] = x[:, 3]
+    g = torch.Generator().manual_seed(1)
+    other, weight = torch.rand(3, 5, 12, generator=g), torch.ones(3, 12)
+    if weighed:
+        weight = torch.rand(3, 12, generator=g)
+    parts = [Relation(alike(x, mask), torch.mul, weight), Known(other)]
+    direction = Far(parts[0].products.a)
+    on = [Relation(Products(direction, round_=True), torch.mul, Far(weight)), Known(Far(other))]
+    with counting() as seen:
+        coverage, far = Coverage(parts, start=-1.0), Coverage(on, start=-1.0)
+        table = torch.cat([part.table for part in parts], dim=1).double()
+        covered = torch.full((3, 17), -1.0, dtype=torch.float64)
+        for pick in [*torch.randint(12, (6, 3), generator=g), *torch.arange(12)[:, None].expand(-1, 3)]:
+            for one in (coverage, far):
+                one.take(Far(pick) if one is far else pick)
+            covered = torch.maximum(covered, table[torch.arange(3), :, pick])
+            want = (table - covered[:, :, None]).clamp(min=0).sum(1)
+            assert torch.allclose(coverage.gain.double(), want, atol=0, rtol=1e-7)
+            assert torch.equal(coverage.gain == 0, want == 0)
+            assert torch.equal(torch.cat(coverage.cover, dim=1).double(), covered)
+            assert torch.allclose(far.gain.cpu().double(), want, atol=1e-5)
+        assert not coverage.gain.any() and not seen.ours
+
+
+def test_copies_add_the_same_and_the_first_is_taken() -> None:
+    """Wherever they stand among the candidates, though sums of several rounds may not round alike."""
+    g = torch.Generator().manual_seed(7)
+    table = torch.rand(1, 50, 12, generator=g)[..., torch.arange(37) % 12]
+    coverage = Coverage([Known(table)])
+    for pick in range(12):
+        gain = coverage.gain[0]
+        assert all(torch.equal(gain[place::12], gain[place].expand(len(gain[place::12]))) for place in range(12))
+        coverage.take(torch.tensor([pick + 12]))
+    assert not coverage.gain.any()
+    number = torch.tensor([14])  # 12 that differ, then those that add nothing
+    assert taken(most_covering(table, torch.ones(1, 37, dtype=torch.bool), number, 14)) == [[*range(14)]]
+
+
+def test_the_same_picks_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are made as they are asked for, a few at a time, with copies among the tokens."""
+    x, mask, number = rows(width=24)
+    x[:, 8:] = x[:, :4]
+    g = torch.Generator().manual_seed(1)
+    weight, factor = torch.rand(3, 12, generator=g), torch.rand(3, 12, generator=g)
+
+    def found() -> list[Tensor]:
+        relation = Relation(alike(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0))
+        sums = relation.products.of_rows(lambda rows, segment, start: rows.triu(start).sum(1))
+        near = Relation(alike(x, mask), lambda one, weight: one > weight - 0.5, weight)
+        places = torch.arange(12)
+        made = [torch.stack([relation.rows(s, places) for s in range(3)])]
+        made += [torch.stack([relation.column(s, 5) for s in range(3)]), sums]
+        return [*made, cover([relation], mask, number, 6, factor), unsuppressed(near, factor, mask)]
+
+    want = found()
+    monkeypatch.setattr(Products, "fits", False)
+    for at_once in (2**22, 30):
+        monkeypatch.setattr(pairs, "_AT_ONCE", at_once)
+        monkeypatch.setattr(coverage_module, "_AT_ONCE", at_once)
+        assert all(torch.equal(*both) for both in zip(found(), want, strict=True))
+
+
+def numbers(mask: Tensor, most: int) -> Tensor:
+    """As many as there are in the last row, if not more than most, and fewer in others."""
+    return torch.tensor([max(0, min(int(one), most - 2 * row)) for row, one in enumerate(mask.sum(1))])
+
+
+@pytest.mark.parametrize(("s", "n", "r", "most"), [(1, 1, 1, 1), (2, 13, 37, 5), (1, 5, 0, 5), (1, 6, 3, 6)])
+def test_the_picks_of_the_kernel(kernel_device: torch.device, s: int, n: int, r: int, most: int) -> None:
+    """On odd shapes, strides, copies of candidates, rows that nothing covers; numbers of each row of its own."""
+    g = torch.Generator().manual_seed(n)
+    table = torch.randint(-2, 9, (s, r, 2 * n), generator=g)[..., ::2].float()  # sums are exact
+    table[..., n - n // 2 :] = table[..., : n // 2].clone()
+    mask = torch.rand(s, n, generator=g) < 0.9
+    number = numbers(mask, most)
+    for factor in (None, torch.randint(0, 3, (s, n), generator=g).float()):
+        want = most_covering.reference(table, mask, number, most, factor)
+        assert want.sum(1).tolist() == number.tolist()
+        on = [one.to(kernel_device) for one in (table, mask, number)]
+        weight = None if factor is None else factor.to(kernel_device)
+        assert torch.equal(most_covering.triton(*on, most, weight, blocks=(8, 16)).cpu(), want)
+    assert torch.equal(most_covering.triton(*on, most, weight).cpu(), want)
+    assert "float32" in most_covering.obstacle(on[0].half(), *on[1:], most)
+    assert most_covering.triton(*(one[..., :0] for one in on[:2]), number, 0).shape == (s, 0)
+
+
+@pytest.mark.parametrize(("s", "n", "d", "most"), [(1, 1, 1, 1), (2, 19, 40, 6), (1, 11, 4, 8)])
+def test_the_greedy_determinant_of_the_kernel(
+    kernel_device: torch.device, s: int, n: int, d: int, most: int
+) -> None:
+    """More than there are dimensions, copies, vectors of zeros, a left side of its own."""
+    g = torch.Generator().manual_seed(n + d)
+    x = torch.randn(s, n, 2 * d, generator=g)[..., ::2] * (1 + torch.rand(s, n, 1, generator=g))
+    x[:, n - n // 3 :] = x[:, : n // 3].clone()
+    x[:, 5::9] = 0
+    mask = torch.rand(s, n, generator=g) < 0.9
+    number = numbers(mask, most)
+    for ridge, a in ((0.0, x), (1.0, 0.5 * x)):
+        want = greedy_dpp.reference(a, x, mask, number, most, ridge)
+        assert want.sum(1).tolist() == number.tolist()
+        on = [one.to(kernel_device) for one in (a, x, mask, number)]
+        assert torch.equal(greedy_dpp.triton(*on, most, ridge, blocks=(8, 16, 2)).cpu(), want)
+    assert torch.equal(greedy_dpp.triton(*on, most, ridge).cpu(), want)
+    assert "float32" in greedy_dpp.obstacle(on[0].half(), *on[1:], most)
+    assert greedy_dpp.triton(x[:, :0], x[:, :0], mask[:, :0], number, 0).shape == (s, 0)
+
+
+def test_a_greedy_determinant_asks_nothing_of_a_device() -> None:
+    x, mask, number = rows(width=20)
+    with counting() as seen:
+        got = greedy_dpp(Far(x), Far(x), Far(mask), Far(number), 6)
+        assert not seen.ours
+        assert torch.equal(got.cpu(), greedy_dpp(x, x, mask, number, 6))
+
+
 @pytest.mark.parametrize(("s", "n", "r"), [(1, 1, 1), (2, 13, 37), (3, 9, 16), (1, 0, 4)])
 def test_the_kernel_gives_what_the_reference_does(kernel_device: torch.device, s: int, n: int, r: int) -> None:
     g = torch.Generator().manual_seed(s)
-    table, cover = torch.randn(s, n, 2 * r, generator=g)[..., ::2], torch.rand(s, r, generator=g)
-    cover[:, 0] = math.inf
-    for blocks in ((8, 256), (4, 16)):
-        got = coverage_gain.triton(table.to(kernel_device), cover.to(kernel_device), blocks=blocks)
-        torch.testing.assert_close(got.cpu(), coverage_gain.reference(table, cover), atol=1e-5, rtol=1e-5)
-    assert "float32" in coverage_gain.obstacle(table.half().to(kernel_device), cover.to(kernel_device))
+    table, covered = torch.randn(s, r, 2 * n, generator=g)[..., ::2], torch.rand(s, r, generator=g)
+    covered[:, 0] = math.inf
+    for blocks in ((32, 64), (4, 16)):
+        got = coverage_gain.triton(table.to(kernel_device), covered.to(kernel_device), blocks=blocks)
+        torch.testing.assert_close(got.cpu(), coverage_gain.reference(table, covered), atol=1e-5, rtol=1e-5)
+    assert "float32" in coverage_gain.obstacle(table.half().to(kernel_device), covered.to(kernel_device))
 
 
 def test_a_row_that_is_left_out_counts_nothing() -> None:
-    table = torch.tensor([[[1.0, -0.5], [0.2, 3.0]]])
+    table = torch.tensor([[[1.0, 0.2], [-0.5, 3.0]]])
     assert coverage_gain(table, torch.tensor([[0.0, 0.0]])).tolist() == [[1.0, pytest.approx(3.2)]]
     assert coverage_gain(table, torch.tensor([[-1.0, math.inf]])).tolist() == [[2.0, pytest.approx(1.2)]]
 
@@ -88,7 +212,7 @@ def test_greedy_determinant(ridge: float) -> None:
     """Each pick raises the determinant most, as computed anew for every candidate."""
     x, mask, number = rows(width=20)
     kernel = x @ x.transpose(1, 2) * 0.1
-    got = taken(greedy_dpp(kernel, mask, number, 6, ridge))
+    got = taken(greedy_dpp(0.1 * x, x, mask, number, 6, ridge))
     for row, count in enumerate(COUNTS):
         picks: list[int] = []
         full = kernel[row].double() + ridge * torch.eye(12, dtype=torch.float64)
@@ -104,26 +228,25 @@ def test_more_than_the_kernel_has_dimensions() -> None:
     """Never twice, and what says nothing new comes last, by its own entry."""
     g = torch.Generator().manual_seed(2)
     x = torch.randn(1, 60, 6, generator=g)
-    kernel = x @ x.transpose(1, 2)
     mask = torch.ones(1, 60, dtype=torch.bool)
-    six = set(taken(greedy_dpp(kernel, mask, torch.tensor([6]), 6))[0])
+    six = set(taken(greedy_dpp(x, x, mask, torch.tensor([6]), 6))[0])
     assert torch.linalg.matrix_rank(x[0, list(six)]) == 6
     order = [i for i in x[0].square().sum(1).argsort(descending=True).tolist() if i not in six]
     for wanted in (7, 20, 60):
-        (got,) = taken(greedy_dpp(kernel, mask, torch.tensor([wanted]), wanted))
+        (got,) = taken(greedy_dpp(x, x, mask, torch.tensor([wanted]), wanted))
         assert set(got) == six | set(order[: wanted - 6])
-    same = torch.ones(1, 8, 8)
-    assert taken(greedy_dpp(same, mask[:, :8], torch.tensor([3]), 3)) == [[0, 1, 2]]
-    assert taken(greedy_dpp(0 * same, mask[:, :8], torch.tensor([3]), 3)) == [[0, 1, 2]]
+    same = torch.ones(1, 8, 1)
+    assert taken(greedy_dpp(same, same, mask[:, :8], torch.tensor([3]), 3)) == [[0, 1, 2]]
+    assert taken(greedy_dpp(0 * same, same, mask[:, :8], torch.tensor([3]), 3)) == [[0, 1, 2]]
     double = torch.eye(4).repeat_interleave(2, 0)[None]
-    assert taken(greedy_dpp(double @ double.transpose(1, 2), mask[:, :8], torch.tensor([4]), 4)) == [[0, 2, 4, 6]]
+    assert taken(greedy_dpp(double, double, mask[:, :8], torch.tensor([4]), 4)) == [[0, 2, 4, 6]]
 
 
 def test_a_greedy_determinant_beside_a_ridge_loses_nothing() -> None:
     """Entries of 1e-6 beside a ridge of 1, which float32 would round away."""
     x = torch.randn(1, 30, 40, generator=torch.Generator().manual_seed(3))
-    kernel, mask = 1e-6 * x @ x.transpose(1, 2), torch.ones(1, 30, dtype=torch.bool)
-    (got,) = taken(greedy_dpp(kernel, mask, torch.tensor([9]), 9, ridge=1.0))
+    mask = torch.ones(1, 30, dtype=torch.bool)
+    (got,) = taken(greedy_dpp(1e-6 * x, x, mask, torch.tensor([9]), 9, ridge=1.0))
     assert got == sorted(x[0].square().sum(1).topk(9).indices.tolist())
 
 
@@ -135,17 +258,23 @@ def test_the_best_of_all_sets_is_not_far() -> None:
     def value(of: tuple[int, ...]) -> float:
         return float(torch.logdet(torch.eye(len(of)) + kernel[0][list(of)][:, list(of)]))
 
-    (got,) = taken(greedy_dpp(kernel, torch.ones(1, 10, dtype=torch.bool), torch.tensor([3]), 3, ridge=1.0))
+    (got,) = taken(greedy_dpp(x, x, torch.ones(1, 10, dtype=torch.bool), torch.tensor([3]), 3, ridge=1.0))
     assert value(tuple(got)) >= (1 - 1 / math.e) * max(value(of) for of in combinations(range(10), 3))
 
 
-def test_unsuppressed() -> None:
+@pytest.mark.parametrize("block", [1, 5, 256])
+def test_unsuppressed(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(5)
     near = torch.rand(3, 12, 12, generator=g) < 0.25  # whom a token removes is its own affair
     score = torch.randint(0, 6, (3, 12), generator=g).float()  # ties among them
     score[0, 2] = math.nan
     mask = torch.arange(12) < torch.tensor(COUNTS)[:, None]
-    got = taken(unsuppressed(near, score, mask))
+    monkeypatch.setattr(suppress, "_BLOCK", block)
+    got = taken(unsuppressed(Known(near), score, mask))
+    with counting() as seen:
+        there = unsuppressed(Known(Far(near)), Far(score), Far(mask))
+        assert not seen.ours
+        assert taken(there.cpu()) == got
     for row, count in enumerate(COUNTS):
         order = sorted(range(count), key=lambda i: (-score[row, i].nan_to_num(nan=-1.0), i))
         gone: set[int] = set()

@@ -166,8 +166,11 @@ def test_components(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
     assert components(direction[0], threshold).tolist() == want[0]
     monkeypatch.setattr(kernels, "_AT_ONCE", 100)
     assert components(direction[1], threshold).tolist() == want[1]
-    monkeypatch.setattr(kernels, "_HELD", 100)
+    monkeypatch.setattr(kernels, "_BROAD", 5)
     assert components(direction[1], threshold).tolist() == want[1]
     # A chain as long as can be.
     place = torch.arange(33)
     assert not components((place[:, None] - place).abs() <= 1).any()
+    turn = torch.randperm(33, generator=g)
+    assert not components((turn[:, None] - turn).abs() <= 1).any()
+    assert components(torch.ones(3, 2), 1.0).tolist() == [0, 1, 2]

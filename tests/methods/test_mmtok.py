@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor
 import tokenprune
 from greedy import alone, check_against, image_tokens, next_pick, picked, unit
 from tokenprune import OptionError
+from tokenprune.kernels.pairs import Products
+from tokenprune.methods.pre_llm.mmtok import shared
 
 
 def table(x: Tensor, z: Tensor, t: Tensor, alpha: float = 0.5, of_text: float = 0.02, of_image: float = 0.2) -> Tensor:
@@ -62,15 +65,23 @@ def test_text_alone_covers_one_more_word_with_each_pick() -> None:
     assert len(set(best)) >= 4 and set(got) <= set(best)
 
 
-def test_rows_sum_to_their_weight_and_padding_has_none() -> None:
-    from tokenprune.methods.pre_llm.mmtok import shares
-
-    score = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0))
+def test_rows_sum_to_their_weight_and_padding_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a table, and row by row."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 5, 3, generator=g), torch.randn(2, 6, 3, generator=g)
     mask = torch.arange(6) < torch.tensor([[6], [4]])
     rows = torch.arange(5) < torch.tensor([[2], [5]])
-    got = shares(score, mask, rows)
-    assert not got[1, 4:].any() and not got[0, :, 2:].any()
-    assert torch.allclose(got.sum(1)[rows], torch.tensor([0.5] * 2 + [0.2] * 5))
+    want = (a @ b.transpose(1, 2) / 0.3).masked_fill(~mask[:, None], -math.inf).softmax(2)
+    want = want.masked_fill(~rows[:, :, None], 0) * 0.7 / rows.sum(1)[:, None, None]
+    for fits in (True, False):
+        monkeypatch.setattr(Products, "fits", fits)
+        got = shared(Products(a, b), 0.3, 0.7, mask, rows)
+        for segment, count in enumerate((6, 4)):
+            found = got.rows(segment, torch.arange(5))
+            assert torch.allclose(found[:, :count], want[segment, :, :count], atol=1e-6)
+            assert not found[~rows[segment]].any()
+            for place in range(count):
+                assert torch.allclose(got.column(segment, place), found[:, place])
 
 
 def test_invariance() -> None:

@@ -78,4 +78,5 @@ def test_cuts_have_layers_of_their_own() -> None:
                 placed = place(depths, layers, Budget(keep=keep))
                 assert placed == sorted(set(placed)) and placed[0] >= 1 and placed[-1] < layers
     assert place((0.25, 0.5), 32, Budget(keep=0.25)) == [4, 8]
+    assert place((0.25, 0.5), 32, Budget(average_share=0.25)) == [4, 8]
     assert place((0.25, 0.5), 32, Budget(average_tokens=3)) == [8, 16]

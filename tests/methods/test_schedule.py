@@ -42,7 +42,8 @@ PUBLISHED = (576 + 288 + 144 + 72) / 4
 
 @pytest.mark.parametrize(
     "budget",
-    [dict(keep=PUBLISHED / 576), dict(keep=270), dict(average_tokens=PUBLISHED), dict(kv_share=PUBLISHED / 576)],
+    [dict(keep=PUBLISHED / 576), dict(keep=270), dict(average_tokens=PUBLISHED), dict(average_share=PUBLISHED / 576),
+     dict(kv_share=PUBLISHED / 576)],
     ids=str,
 )
 def test_published_schedules_come_out(budget: dict) -> None:
@@ -78,7 +79,8 @@ def test_the_average_over_layers_is_the_budget(schedule: Any, counts: list[int],
     layers, cuts = schedule
     kv_heads = data.draw(st.one_of(st.integers(1, 4), st.tuples(*[st.integers(1, 4)] * layers)))
     shape, text = decoder(layers, kv_heads), data.draw(st.integers(1, 300))
-    kind = data.draw(st.sampled_from(["keep", "int", "average_tokens", "kv_share", "flops_share"]))
+    kind = data.draw(st.sampled_from(["keep", "int", "average_tokens", "average_share", "kv_share", "flops_share"]))
+    shares = ("keep", "average_share", "kv_share")
     tokens = max(1, round(share * max(counts)))
     budget = {"int": Budget(keep=tokens), "average_tokens": Budget(average_tokens=tokens + share)}.get(kind)
     budget = budget or Budget(**{kind: share})
@@ -97,7 +99,7 @@ def test_the_average_over_layers_is_the_budget(schedule: Any, counts: list[int],
         if kind == "flops_share":
             assert cost(least) >= share * full * (1 - 1e-9)
         else:
-            asked = [share if kind in ("keep", "kv_share") else min(1, (budget.keep or budget.average_tokens) / n)
+            asked = [share if kind in shares else min(1, (budget.keep or budget.average_tokens) / n)
                      for n in counts]  # fmt: skip
             assert any(before >= one - 1e-9 for one in asked)
         return
@@ -105,7 +107,7 @@ def test_the_average_over_layers_is_the_budget(schedule: Any, counts: list[int],
         assert all(1 <= after <= before for before, after in zip([count, *of_segment], of_segment, strict=False))
         if kind != "flops_share":
             average = sum(w * n for w, n in zip(weights, of_segment, strict=True)) / sum(weights)
-            target = share * count if kind in ("keep", "kv_share") else budget.keep or budget.average_tokens
+            target = share * count if kind in shares else budget.keep or budget.average_tokens
             assert abs(average - min(target, count)) <= 1
     if kind == "flops_share":
         # A token more or less of every segment is on either side of the target.

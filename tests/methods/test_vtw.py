@@ -33,7 +33,7 @@ def left(budget: Any, counts: list[int], layers: int = 32) -> list[list[int]]:
 
 
 def test_the_papers_layer() -> None:
-    assert left(0.47, [576]) == [[576] * 15 + [0] * 17]
+    assert left(0.47, [576]) == left(Budget(average_share=0.47), [576]) == [[576] * 15 + [0] * 17]
     assert left(Budget(average_tokens=270), [576, 100]) == [[576] * 15 + [0] * 17, [100] * 32]
     assert left(Budget(kv_share=0.5), [9]) == [[9] * 16 + [0] * 16]
     assert left(64, [576]) == [[576] * 3 + [0] * 29]

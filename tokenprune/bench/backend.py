@@ -178,7 +178,12 @@ def backend_of(subject: Model | Backend) -> Backend:
 
 
 def patched(
-    subject: Model, name: str, keep: float | int, videos: bool = False, record: bool = False, **options: Any
+    subject: Model,
+    name: str,
+    keep: float | int | dict[str, float],
+    videos: bool = False,
+    record: bool = False,
+    **options: Any,
 ) -> AbstractContextManager[Any]:
     """Return `patched_by` for a method by its name, with its options; `UNPATCHED` leaves the model as it is."""
     setting = None if name == UNPATCHED else {"method": name, "keep": keep} | options

@@ -50,7 +50,8 @@ class Plan:
     several, videos: whether a question may have several images, or a video. images: how many held-out images (or
     videos, prompts), each with one question of every kind; 0: all. Questions that are given are all asked. seeds:
     methods that draw at random (that have an option `seed`) answer once with each. repeats: timed runs of each (method,
-    keep); 0: no timing.
+    keep); 0: no timing. equal_cost: each of `keeps` is a share of the unpatched model's visual tokens, averaged over
+    the decoder's layers, and each method gets a setting of its own that spends it (see equal_cost.py).
     """
 
     methods: tuple[str, ...] = ()
@@ -61,6 +62,7 @@ class Plan:
     repeats: int = 7
     several: bool = False
     videos: bool = False
+    equal_cost: bool = False
 
     def __post_init__(self) -> None:
         names = self.methods or tuple(name for name in tokenprune.available_methods() if self._fits(name))
@@ -71,6 +73,10 @@ class Plan:
         object.__setattr__(self, "methods", ordered)
         for keep in self.keeps:
             tokenprune.Budget.of(keep)
+            if self.equal_cost and not isinstance(keep, float):
+                raise OptionError(
+                    f"equal cost is a share of the unpatched model's visual tokens, such as 0.25, not {keep} tokens"
+                )
         for name, low in (("images", 0), ("batch_size", 1), ("repeats", 0)):
             if getattr(self, name) < low:
                 raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}")
@@ -88,8 +94,12 @@ class Plan:
         return [
             (name, keep)
             for name in self.methods
-            for keep in ((1.0,) if name != ESCALATE and method_class(name).site is Site.ATTENTION else self.keeps)
+            for keep in (self.keeps if self.equal_cost or not self._removes_nothing(name) else (1.0,))
         ]
+
+    @staticmethod
+    def _removes_nothing(name: str) -> bool:
+        return name != ESCALATE and method_class(name).site is Site.ATTENTION
 
 
 def passes_of(name: str, keep: float | int, seeds: Sequence[int]) -> list[Pass]:

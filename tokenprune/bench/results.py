@@ -68,7 +68,8 @@ class Row:
     the unpatched model and to the baselines at the same keep. hard: None where `downsample` got nothing wrong, did not
     run, or the metric knows no right and wrong. groups: shares of the groups beside the kinds, if there are some.
     evidence: mean evidence recall over all questions with evidence, and of each kind and group ("", kind, group); empty
-    where the method does not choose among tokens.
+    where the method does not choose among tokens. setting: what the method was given, where each was given another
+    (`Plan.equal_cost`); else None.
     """
 
     method: str
@@ -84,6 +85,7 @@ class Row:
     hard: Hard | None
     groups: dict[str, Share] = field(default_factory=dict)
     evidence: dict[str, float] = field(default_factory=dict)
+    setting: dict[str, Any] | None = None
 
     @property
     def tokens_in(self) -> float:
@@ -119,6 +121,11 @@ class Results:
     def evidence_only(self) -> bool:
         """Whether nothing was asked for its answer: scores mean nothing."""
         return bool(self.header.get("evidence_only"))
+
+    @property
+    def equal_cost(self) -> bool:
+        """Whether each `keep` is a share that every method spends, averaged over the decoder's layers."""
+        return bool(self.header["plan"].get("equal_cost"))
 
     @property
     def groups(self) -> list[str]:
@@ -281,6 +288,7 @@ def _row(
         hard=_hard(answers, base, None if name == UNPATCHED else rivals.get(("downsample", keep))),
         groups={group: _share(answers, indices) for group, indices in groups.items()},
         evidence=_evidence(record, places | groups),
+        setting=record.get("setting"),
     )
 
 

@@ -17,6 +17,7 @@ from tokenprune.base import ImageChooser
 from tokenprune.bench.asking import Asking
 from tokenprune.bench.backend import EVIDENCE, Backend, backend_of, patched
 from tokenprune.bench.cost import record as record_of
+from tokenprune.bench.equal_cost import missed, setting_for
 from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.heldout import FOLDER, load_heldout
 from tokenprune.bench.metrics import metric_named
@@ -31,7 +32,7 @@ from tokenprune.bench.plan import (
     passes_of,
 )
 from tokenprune.bench.results import SCHEMA, UNPATCHED
-from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
+from tokenprune.errors import BudgetError, DataError, OptionError, RunError, TokenPruneError
 from tokenprune.registry import method_class
 from tokenprune.statistics import Stats
 
@@ -94,7 +95,7 @@ class Bench:
         self.backend.begin(self.examples, evidence=True)
         self._step, self._done = step or (lambda label, done, total: None), 0
         self.total = (1 + len(self.controls)) * batches + sum(
-            len(self.batches(one.setting)) for row in plan.rows() for one in passes_of(*row, plan.seeds)
+            self._number_of_batches(one) for row in plan.rows() for one in passes_of(*row, plan.seeds)
         )
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -126,7 +127,8 @@ class Bench:
                 passes |= mine
             yield record
         if self.folder is not None:
-            self.folder.finish([(one._asdict(), mine, self._scores(mine)) for one, mine in passes.items()])
+            there = {one: mine for one, mine in passes.items() if mine}
+            self.folder.finish([(one._asdict(), mine, self._scores(mine)) for one, mine in there.items()])
 
     def header(self) -> dict[str, Any]:
         index = {kind: f"{number}" for number, kind in enumerate(self.kinds)}
@@ -172,6 +174,8 @@ class Bench:
                 raise OptionError(f"{name} chooses between the images of a prompt; these questions have one each")
             passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
             record = self._result(name, keep, passes, whole)
+            if self.plan.equal_cost:
+                self._check_spent(record, whole)
             if self.plan.repeats and self.group.leads and name != ESCALATE:
                 first = self._setting(next(iter(passes)))
                 record["timing"] = self.backend.timing(first, self.examples[0], self.plan.repeats)
@@ -197,6 +201,7 @@ class Bench:
             "record": "result",
             "method": name,
             "keep": keep,
+            **self._chosen(next(iter(passes))),
             "site": None if name in (UNPATCHED, ESCALATE) else tokenprune.method_info(name).site.name,
             "seeds": [one.seed for one in passes if one.seed is not None] or None,
             "n": {kind: kinds.count(kind) * len(right) for kind in self.kinds},
@@ -227,8 +232,33 @@ class Bench:
         return {"record": "control", **said, "right": [right], "questions": len(self.examples)}, {place: batches}
 
     def _setting(self, one: Pass) -> dict[str, Any] | None:
-        """Return the setting of a pass, with the options that a method has on this set."""
-        return None if one.setting is None else one.setting | self.options.get(one.method, {})
+        """Return the setting of a pass, with the options that a method has on this set; raises BudgetError for a method
+        of which none is known to spend what all shall."""
+        setting = one.setting
+        if setting is None:
+            return None
+        if self.plan.equal_cost:
+            setting |= setting_for(one.method, one.keep)
+        return setting | self.options.get(one.method, {})
+
+    def _chosen(self, one: Pass) -> dict[str, Any]:
+        """What a record says of its setting, where each method has one of its own; seeds stand beside it."""
+        setting = self._setting(one) if self.plan.equal_cost else None
+        return {} if setting is None else {"setting": {key: setting[key] for key in setting if key != "seed"}}
+
+    def _number_of_batches(self, one: Pass) -> int:
+        try:
+            return len(self.batches(self._setting(one)))
+        except BudgetError:
+            return 0  # it will be skipped
+
+    def _check_spent(self, record: dict[str, Any], whole: Stats) -> None:
+        """Raise BudgetError if a result did not spend what it shall."""
+        images = sum(1 if one.is_video else len(one.images) for one in self.examples)
+        spent = record["stats"]["visual_tokens_average"]
+        why = missed(record["method"], record["keep"], spent, images, whole.visual_tokens_in)
+        if why:
+            raise BudgetError(why)
 
     def _pass(self, one: Pass, asking: Asking | None = None) -> dict[int, Batch]:
         """Answer every question once, and return all batches by their first question. asking: default: of the

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from tokenprune.bench.equal_cost import in_words
 from tokenprune.bench.metrics import METRICS, Metric
 from tokenprune.bench.paired import RESAMPLES
 from tokenprune.bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, Share, busy_load
@@ -40,11 +41,35 @@ def tables(results: Results) -> list[Table]:
     """Return the tables of cost and overall accuracy, of accuracy per kind of question, and of paired differences;
     where they are known, those of groups beside the kinds, of evidence that is kept, and of controls."""
     evidence = [_evidence(results)] if any(row.evidence for row in results.rows) else []
-    if results.evidence_only:
-        return [_spent(results), *evidence]
     groups = [_groups(results)] if results.groups else []
     controls = [_controls(results)] if results.controls else []
-    return [_cost(results), _kinds(results), *groups, *evidence, *controls, _paired(results)]
+    made = [_cost(results), _kinds(results), *groups, *evidence, *controls, _paired(results)]
+    if results.evidence_only:
+        made = [_spent(results), *evidence]
+    if not results.equal_cost:
+        return made
+    # What stands under "keep" elsewhere is here what all methods spend.
+    titled = [replace(one, columns=tuple("target" if name == "keep" else name for name in one.columns)) for one in made]
+    return [titled[0], _settings(results), *titled[1:]]
+
+
+def _settings(results: Results) -> Table:
+    """What each method was given at equal cost, and what its layers saw."""
+    rows = [
+        [
+            *map(Cell, _label(row)),
+            Cell(f"{100 * row.tokens_average / row.tokens_in:.1f} %"),
+            Cell(in_words(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])),
+        ]
+        for row in results.rows
+        if row.setting
+    ]
+    note = (
+        "Target: the share of the unpatched model's visual tokens that every method shall spend, averaged over the "
+        "decoder's layers. Reached: what it spent. Setting: what it was given for that, as `patch(config=...)` takes "
+        "it, and what was left of the tokens in which layers."
+    )
+    return Table("Equal cost", ("method", "target", "reached", "setting"), rows, (note,), grouped=True)
 
 
 def _spent(results: Results) -> Table:
@@ -225,8 +250,12 @@ def _cost_notes(results: Results) -> list[str]:
     cache = "closed form, from the length of the prompt that vLLM reports" if vllm else "measured"
     notes = [
         "Visual tokens: of an image as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean "
-        f"over the decoder's layers. IN_LLM methods ({inside}) see all tokens in the layers before their cut: at the "
-        "same keep they spend more than PRE_LLM ones, so compare at equal layer avg.",
+        + (
+            "over the decoder's layers: at one target all spend the same, by settings of their own (next table)."
+            if results.equal_cost
+            else f"over the decoder's layers. IN_LLM methods ({inside}) see all tokens in the layers before their cut: "
+            "at the same keep they spend more than PRE_LLM ones, so compare at equal layer avg."
+        ),
         "FLOPs: decoder prefill, closed form, share of unpatched; KV cache: of one question after prefill, "
         f"{cache}. `downsample` saves work in the vision tower too, which only TTFT shows.",
         f"No better than: {meaning}, by {how} at {100 * LEVEL:.0f} % on the same questions "
@@ -256,7 +285,8 @@ def _skipped(results: Results) -> list[str]:
         more = f" and {len(left_out) - 1} more" if left_out[1:] else ""
         notes.append(f"Left out of the data: {left_out[0]}{more}")
     for record in results.skipped:
-        notes.append(f"Skipped {record['method']} at keep {record['keep']:g}: {record['reason']}")
+        at = "target" if results.equal_cost else "keep"
+        notes.append(f"Skipped {record['method']} at {at} {record['keep']:g}: {record['reason']}")
     return notes
 
 

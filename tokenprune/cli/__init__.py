@@ -12,6 +12,7 @@ from tokenprune import __version__
 from tokenprune.cli.bench import bench
 from tokenprune.cli.calibrate import calibrate, fit_d2pruner, fit_dyrate, fit_fitprune
 from tokenprune.cli.common import get_console
+from tokenprune.cli.draft import draft
 from tokenprune.cli.methods import families, methods
 from tokenprune.cli.profile import profile
 from tokenprune.cli.report import report
@@ -57,7 +58,7 @@ def _options(
     pass  # the version is answered by its callback
 
 
-_COMMANDS = (methods, families, bench, report, tune, profile, demo, show, calibrate)
+_COMMANDS = (methods, families, bench, report, tune, profile, draft, demo, show, calibrate)
 for command in (*_COMMANDS, fit_dyrate, fit_d2pruner, fit_fitprune):
     app.command()(command)
 

@@ -50,6 +50,14 @@ def bench(
     keep: Annotated[
         str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
     ] = "0.5,0.25,0.11",
+    equal_cost: Annotated[
+        bool,
+        typer.Option(
+            "--equal-cost",
+            help="Each --keep is a share of visual tokens averaged over the decoder's layers: every method gets a "
+            "setting of its own that spends as much, and is skipped with the reason where it has none.",
+        ),
+    ] = False,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -139,6 +147,7 @@ def bench(
         images=DEFAULT_IMAGES if limit is None else limit,
         batch_size=batch_size,
         repeats=0 if evidence else repeats,
+        equal_cost=equal_cost,
     )
     planned()  # what is wrong in it is said before anything is read or drawn
     asked: Data | DrawnSet | None = None

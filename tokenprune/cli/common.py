@@ -80,6 +80,19 @@ def load_model(
     return load(model, device=device, dtype=dtype, suffix=suffix)
 
 
+def load_config(model: str | None) -> Any:
+    """Return the config of a model, without its weights; None: the one that ships."""
+    from transformers import AutoConfig
+
+    from tokenprune.bench.model import SHIPPED_MODELS
+
+    try:
+        return AutoConfig.from_pretrained(str(SHIPPED_MODELS.get(model or "demo_vlm", model)))
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TokenPruneError(f"cannot read the config of {model}: {reason}") from error
+
+
 def print_skipped(data: Data) -> None:
     """Name the rows that --skip-bad left out."""
     for line in data.skipped:

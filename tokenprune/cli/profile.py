@@ -18,6 +18,7 @@ from tokenprune.cli.common import (
     SuffixOption,
     ThreadsOption,
     get_console,
+    load_config,
     load_model,
     read_keeps,
 )
@@ -117,19 +118,11 @@ def _from_config(
     tiles: int | None,
     text: int,
 ) -> None:
-    from transformers import AutoConfig
-
-    from tokenprune.bench.model import SHIPPED_MODELS
     from tokenprune.bench.profile_tables import limit_table
     from tokenprune.config import Config
     from tokenprune.cost_model import CostModel, Load
 
-    source = str(SHIPPED_MODELS.get(model or "demo_vlm", model))
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TokenPruneError(f"cannot read the config of {model}: {reason}") from error
+    config = load_config(model)
     closed = CostModel.from_config(config)
     load = Load.of_config(config, tokens=tokens, tiles=tiles, text=text)
     title = f"What each site can save at most: {model or 'demo_vlm'}"

@@ -9,6 +9,7 @@ blocks among those with contrast. docs/guard.md has how well that tells document
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,9 +86,31 @@ class AsyncValues:
             self._event.synchronize()
         return self._values.tolist()
 
+    def only(self, index: int) -> AsyncValues:
+        """Return one of the values, as late as all of them."""
+        one = AsyncValues.__new__(AsyncValues)
+        one.__dict__ |= self.__dict__ | {"count": 1, "_values": self._values[index : index + 1]}
+        return one
+
     def __getstate__(self) -> dict[str, Any]:
         # An event cannot be copied.
         return self.__dict__ | {"_values": torch.tensor(self.read()), "_event": None}
+
+
+class JoinedValues(AsyncValues):
+    """Values that came by several ways, one after the other."""
+
+    def __init__(self, parts: Sequence[AsyncValues]) -> None:
+        self.count, self.parts = sum(part.count for part in parts), list(parts)
+
+    def ready(self) -> bool:
+        return all(part.ready() for part in self.parts)
+
+    def read(self) -> list[float]:
+        return [value for part in self.parts for value in part.read()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
 
 
 def _event(device: torch.device) -> torch.Event | None:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.coverage import first_largest, most_covering
+from tokenprune.kernels.coverage import cover, first_largest
+from tokenprune.kernels.pairs import LEAST, PickedRows, Products, Relation
 from tokenprune.kernels.temporal import density_peaks, unit
 
 _NEIGHBOURS = 7  # of a token that tell how dense it is there
 _AT_ONCE = 2**24  # entries of matrices in memory at a time
-_HELD = 2**28  # bytes of a table that is kept for several passes
+_BROAD = 256  # columns of a product at least: with few a BLAS rounds otherwise
 
 
 def in_parts(rows: int, entries: int) -> Iterator[slice]:
@@ -79,16 +80,21 @@ def farthest_weighted(
     """
 
     def of(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor) -> Tensor:
-        alike = unit(x) @ unit(x).transpose(1, 2)
-        others = alike.masked_fill(~mask.unsqueeze(1), -torch.inf)
-        others.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
-        distance = 1 - others.amax(2).clamp(min=-1)  # a token that has no other is as far as can be
+        products = Products(unit(x))
+
+        def nearest_other(alike: Tensor, segment: int, start: int) -> Tensor:
+            others = alike.masked_fill(~mask[segment], -torch.inf)
+            others.diagonal(start).fill_(-torch.inf)
+            return others.amax(1)
+
+        # A token that has no other is as far as can be.
+        distance, row_of = 1 - products.of_rows(nearest_other).clamp(min=-1), PickedRows(products)
         barred, rows = ~mask, torch.arange(len(x), device=x.device)
         for step in range(most):
-            score = distance * weight if step or weigh_first else distance
-            pick = first_largest(score.masked_fill(barred, -torch.inf))
+            score = (distance * weight if step or weigh_first else distance).masked_fill(barred, -torch.inf)
+            pick = first_largest(score)
             barred[rows, pick] = barred[rows, pick] | (step < number)
-            new = 1 - alike[rows, pick]
+            new = 1 - row_of(pick, score)
             distance = new if step == 0 else torch.minimum(distance, new)
         return barred & mask
 
@@ -105,8 +111,7 @@ def covering(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, most: int)
     """
 
     def of(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor) -> Tensor:
-        table = (unit(x) @ unit(x).transpose(1, 2)).clamp_(min=0).mul_(weight.unsqueeze(1))
-        return most_covering(table, mask, number, most)
+        return cover([Relation(Products(unit(x)), torch.mul, weight)], mask, number, most)
 
     weight = weight.float().nan_to_num(nan=0.0).masked_fill(~mask, 0)
     return by_rows(of, 2 * x.shape[1] ** 2, x, mask, weight, number)
@@ -130,35 +135,34 @@ def components(near: Tensor, threshold: float | None = None) -> Tensor:
     """Return for each node the lowest index of its connected component, long `[..., n]`. Waits for the device.
 
     near: bool `[..., n, n]`, symmetric, whether two nodes are connected; or float `[n, D]`, vectors of length 1, which
-    are connected where their cosine is above `threshold`, whose table is never in memory as a whole if it is large.
+    are connected where their cosine is above `threshold`, a block of rows after the other.
     """
+    count = near.shape[-1] if threshold is None else len(near)
+    number = near[..., 0].numel() if threshold is None else count
+    label = torch.arange(number, device=near.device)
     if threshold is None:
-        return _components(lambda label: torch.where(near, label.unsqueeze(-2), near.shape[-1]).amin(-1), near[..., 0])
-
-    def tables() -> Iterator[Tensor]:
-        for rows in in_parts(len(near), len(near)):
-            yield (near[rows] @ near.T).clamp(max=1) > threshold
-
-    held = list(tables()) if len(near) ** 2 <= _HELD else None
-
-    def lowest(label: Tensor) -> Tensor:
-        label = label.int()  # half as much to move
-        return torch.cat([torch.where(one, label, len(near)).amin(1) for one in held or tables()]).long()
-
-    return _components(lowest, near[:, 0])
+        graph, first, second = near.reshape(-1, count, count).triu(1).nonzero().unbind(1)
+        label = _united(label, graph * count + first, graph * count + second)
+        return (label % max(1, count)).view(near.shape[:-1])
+    step = max(LEAST, _AT_ONCE // max(1, count)) if threshold < 1 else max(1, count)
+    for start in range(0, count if threshold < 1 else 0, step):  # cosines are at most 1
+        row, left = label[start : start + step], max(0, min(start, count - _BROAD))
+        new = (near[start : start + step] @ near[left:].T > threshold) & (row.unsqueeze(1) != label[left:])
+        first, second = new.nonzero().unbind(1)
+        label = _united(label, label[first + start], label[second + left])
+    return label
 
 
-def _components(lowest: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """lowest: of the labels of nodes, `[..., n]`, the least among the neighbours of each."""
-    label = torch.arange(like.shape[-1], device=like.device).expand(like.shape)
-    while True:
-        seen = torch.minimum(label, lowest(label))
-        # The component that a label stands for takes the lowest that any of its nodes sees; chains of these end at one.
-        parent = torch.arange(like.shape[-1], device=like.device).expand(like.shape)
-        parent = parent.scatter_reduce(-1, label, seen, "amin")
-        for _ in range(like.shape[-1].bit_length()):
-            parent = parent.gather(-1, parent)
-        new = parent.gather(-1, label)
-        if torch.equal(new, label):
-            return label
-        label = new
+def _united(label: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return `label` once nodes `first` and `second`, long `[e]`, are in one component. label: long `[n]`, of each node
+    the lowest of its component."""
+    while len(first):
+        low, high = torch.minimum(label[first], label[second]), torch.maximum(label[first], label[second])
+        apart = low != high
+        first, second, low, high = first[apart], second[apart], low[apart], high[apart]
+        # The component that a label stands for goes to the lowest one that it touches; chains of these end at one.
+        parent = torch.arange(len(label), device=label.device).scatter_reduce(0, high, low, "amin")
+        while not torch.equal(parent, parent[parent]):
+            parent = parent[parent]
+        label = parent[label]
+    return label

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greedy selection of the tokens that cover all others best: the next one adds most to how well each is covered.
 
-A table tells how well a candidate would cover each row, `[S, N, R]`; what is to be covered may be the tokens
-themselves, words of a question, or both. A row is covered as well as by the best that is taken. Nothing here asks the
-device.
+What is to be covered are rows: the tokens themselves, words of a question, or both. A row is covered as well as by the
+best that is taken. With each pick, fewer rows are covered better than before: what a candidate adds changes by these
+alone, and is kept up to date with them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tokenprune.kernels.dispatch import operation
+from tokenprune.kernels.pairs import Known, Products, Relation, rounded
 from tokenprune.kernels.temporal import unit
 
-_STEPS = 2.0**20
+_AT_ONCE = 2**20  # of how well candidates cover rows, so many in memory at a time
+_NOTHING = 2.0**-40  # share of what a candidate added at first, below which it adds nothing: less is rounding
 
 
 def cosines(a: Tensor, b: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -24,10 +28,20 @@ def cosines(a: Tensor, b: Tensor | None = None, mask: Tensor | None = None) -> T
     equal cosines. A vector of zeros, or with NaN in it, is similar to nothing; so is padding of `a` (mask: bool `[S,
     A]`, False there).
     """
-    first = unit(a) if mask is None else unit(a.masked_fill(~mask.unsqueeze(2), 0))
+    first = real_unit(a, mask)
     if b is not None:
         return first @ unit(b).transpose(1, 2)
-    return (first @ first.transpose(1, 2)).mul_(_STEPS).round_().div_(_STEPS)
+    return rounded(first @ first.transpose(1, 2))
+
+
+def real_unit(x: Tensor, mask: Tensor | None) -> Tensor:
+    """float32 `[S, N, D]`: `unit` of `x`, zeros where mask (bool `[S, N]`) is False."""
+    return unit(x if mask is None else x.masked_fill(~mask.unsqueeze(2), 0))
+
+
+def alike(x: Tensor, mask: Tensor) -> Products:
+    """`cosines(x, mask=mask)`, row by row."""
+    return Products(real_unit(x, mask), round_=True)
 
 
 def first_largest(score: Tensor) -> Tensor:
@@ -35,32 +49,120 @@ def first_largest(score: Tensor) -> Tensor:
     return (score == score.amax(1, keepdim=True)).to(torch.uint8).argmax(1)
 
 
-def _limits(table: Tensor, cover: Tensor) -> str | None:
+def _limits_of_gain(table: Tensor, cover: Tensor) -> str | None:
     fine = table.dtype == cover.dtype == torch.float32
     return None if fine else f"it takes float32, not {table.dtype} and {cover.dtype}"
 
 
-@operation(kernel="tokenprune.kernels.coverage_triton:coverage_gain", limits=_limits)
+@operation(kernel="tokenprune.kernels.coverage_triton:coverage_gain", limits=_limits_of_gain)
 def coverage_gain(table: Tensor, cover: Tensor) -> Tensor:
     """float32 `[S, N]`: how much each candidate adds to how well all rows are covered.
 
-    table: float32 `[S, N, R]`; cover: float32 `[S, R]`, how well each row is covered so far; inf leaves a row out.
+    table: float32 `[S, R, N]`; cover: float32 `[S, R]`, how well each row is covered so far; inf leaves a row out.
     """
-    return (table - cover.unsqueeze(1)).clamp_(min=0).sum(2)
+    return (table - cover.unsqueeze(2)).clamp_(min=0).sum(1)
 
 
+class Coverage:
+    """How well rows are covered by what is taken, and what each candidate adds to that.
+
+    parts: how well each candidate covers rows. start: how well they are covered to begin with. On a GPU, where there
+    are tables, all is summed up anew with each pick, which waits for nothing; else rows that a pick covers better are
+    looked for.
+
+    cover: for each part float32 `[S, R]`, how well its rows are covered.
+    """
+
+    def __init__(self, parts: Sequence[Relation], start: float = 0.0) -> None:
+        self._parts, (segments, _, count), device = parts, parts[0].shape, parts[0].device
+        for part in parts:
+            if part.fits:
+                part.table  # noqa: B018 (rows are read from it then)
+        self._anew = device.type != "cpu" and all(part.fits for part in parts)
+        self.cover = [torch.full((segments, part.shape[1]), start, device=device) for part in parts]
+        self._gain = torch.zeros(segments, count, dtype=torch.float64, device=device)
+        if self._anew:
+            self._sum_up()
+            return
+        for part, covered in zip(parts, self.cover, strict=True):
+            for segment in range(segments):
+                for index in _some(part, torch.arange(part.shape[1], device=device)):
+                    before = covered[segment, index]
+                    best = torch.maximum(part.rows(segment, index), before.unsqueeze(1))
+                    self._gain[segment] += best.sum(0, dtype=torch.float64) - before.sum(dtype=torch.float64)
+        self._least = self._gain * _NOTHING
+
+    @property
+    def gain(self) -> Tensor:
+        """float32 `[S, N]`: the sum over rows of how much better they would be covered. Where it is kept up to date
+        that is done in float64, whose rounding, which is not that of equal candidates alike, is left out here."""
+        return self._gain.float()
+
+    def take(self, pick: Tensor) -> None:
+        """Take a candidate of each segment, long `[S]`."""
+        if self._anew:
+            rows = torch.arange(len(pick), device=pick.device)
+            both = zip(self._parts, self.cover, strict=True)
+            self.cover = [torch.maximum(cover, part.table[rows, :, pick]) for part, cover in both]
+            self._sum_up()
+            return
+        for segment, place in enumerate(pick.tolist()):
+            for part, cover in zip(self._parts, self.cover, strict=True):
+                self._cover_better(part, segment, place, cover[segment])
+        self._gain.masked_fill_(self._gain <= self._least, 0)
+
+    def _sum_up(self) -> None:
+        gains = [coverage_gain(part.table, cover) for part, cover in zip(self._parts, self.cover, strict=True)]
+        self._gain = torch.stack(gains).sum(0)
+
+    def _cover_better(self, part: Relation, segment: int, place: int, cover: Tensor) -> None:
+        better = (part.column(segment, place) > cover).nonzero().flatten()
+        for index in _some(part, better):
+            rows, before = part.rows(segment, index), cover[index]
+            after = torch.maximum(before, rows[:, place])
+            # What a candidate adds no more lies between how well a row was covered and how well it is now.
+            lost = rows.clamp(before.unsqueeze(1), after.unsqueeze(1)).sum(0, dtype=torch.float64)
+            self._gain[segment] -= lost - before.sum(dtype=torch.float64)
+            cover[index] = after
+
+
+def _some(part: Relation, index: Tensor) -> Sequence[Tensor]:
+    return index.split(max(1, _AT_ONCE // max(1, part.shape[2]))) if len(index) else ()
+
+
+def _limits(table: Tensor, mask: Tensor, number: Tensor, most: int, factor: Tensor | None = None) -> str | None:
+    return None if table.dtype == torch.float32 else f"it takes float32, not {table.dtype}"
+
+
+@operation(kernel="tokenprune.kernels.coverage_triton:most_covering", limits=_limits)
 def most_covering(table: Tensor, mask: Tensor, number: Tensor, most: int, factor: Tensor | None = None) -> Tensor:
-    """bool `[S, N]`: take again and again the candidate with the largest `coverage_gain`.
+    """bool `[S, N]`: take again and again the candidate that adds most to how well all rows are covered.
 
-    table: float32 `[S, N, R]`, 0 in rows of padding; mask: bool `[S, N]`, what can be taken; number: long `[S]`, how
-    many to take, at most `most` and those of the mask. factor: float `[S, N]` or None, at least 0: what the gain of
-    each candidate is multiplied with. Of equal ones the lower index.
+    table: float32 `[S, R, N]`, how well each candidate covers each row, 0 in rows of padding; mask: bool `[S, N]`, what
+    can be taken; number: long `[S]`, how many to take, at most `most` and those of the mask. factor: float `[S, N]` or
+    None, at least 0: what is added is multiplied with it. Of equal ones the lower index.
     """
-    cover = table.new_zeros(len(table), table.shape[2])
-    barred, rows = ~mask, torch.arange(len(table), device=table.device)
+    return _greedy([Known(table)], mask, number, most, factor)
+
+
+def cover(parts: Sequence[Relation], mask: Tensor, number: Tensor, most: int, factor: Tensor | None = None) -> Tensor:
+    """bool `[S, N]`: `most_covering`, of rows of which there may be too many for a table; on a GPU that waits for the
+    device with each pick."""
+    if not all(part.fits for part in parts):
+        return _greedy(parts, mask, number, most, factor)
+    tables = [part.table for part in parts]
+    return most_covering(tables[0] if len(tables) == 1 else torch.cat(tables, dim=1), mask, number, most, factor)
+
+
+def _greedy(
+    parts: Sequence[Relation], mask: Tensor, number: Tensor, most: int, factor: Tensor | None
+) -> Tensor:
+    coverage = Coverage(parts)
+    barred, rows = ~mask, torch.arange(len(mask), device=mask.device)
     for step in range(most):
-        gain = coverage_gain(table, cover)
-        pick = first_largest((gain if factor is None else gain * factor).masked_fill(barred, -torch.inf))
+        gain = coverage.gain if factor is None else coverage.gain * factor
+        pick = first_largest(gain.masked_fill(barred, -torch.inf))
         barred[rows, pick] |= step < number
-        cover = torch.maximum(cover, table[rows, pick])
+        if step + 1 < most:
+            coverage.take(pick)
     return barred & mask

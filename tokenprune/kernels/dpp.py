@@ -7,33 +7,49 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels.coverage import first_largest
+from tokenprune.kernels.dispatch import operation
+from tokenprune.kernels.pairs import PickedRows, Products
 
-_DEPENDENT = 1e-5  # share of a token's own variance below which it says nothing new, in float32
+DEPENDENT = 1e-5  # share of a token's own variance below which it says nothing new, in float32
 
 
-def greedy_dpp(kernel: Tensor, mask: Tensor, number: Tensor, most: int, ridge: float = 0.0) -> Tensor:
-    """bool `[S, N]`: take again and again the token that raises the determinant of `kernel + ridge * I` over those
-    taken most, by a Cholesky factor that grows by one row each time.
+def _limits(a: Tensor, b: Tensor, *args: object) -> str | None:
+    fine = a.dtype == b.dtype == torch.float32
+    return None if fine else f"it takes float32, not {a.dtype} and {b.dtype}"
 
-    kernel: float32 `[S, N, N]`, symmetric, without negative eigenvalues; mask: bool `[S, N]`, what can be taken;
-    number: long `[S]`, how many, at most `most` and those of the mask. Of equal ones the lower index. Tokens that
-    depend on those taken (duplicates; all that is left, if more are wanted than the kernel has dimensions) come last,
-    by their own entries of the diagonal. Plain PyTorch; nothing here asks the device.
-    """
-    own = kernel.diagonal(dim1=1, dim2=2).float().clamp(min=0)
+
+def order_of_dependents(own: Tensor) -> Tensor:
+    """float32 `[S, N]`, below 0: what tokens that say nothing new are taken by, the largest of `own` `[S, N]` first."""
     place = torch.arange(own.shape[1], device=own.device)
-    last = own.argsort(dim=1, descending=True, stable=True)
-    last = -1.0 - torch.empty_like(own).scatter_(1, last, place.to(own.dtype).expand_as(own))
+    order = own.argsort(dim=1, descending=True, stable=True)
+    return -1.0 - torch.empty_like(own).scatter_(1, order, place.to(own.dtype).expand_as(own))
+
+
+@operation(kernel="tokenprune.kernels.dpp_triton:greedy_dpp", limits=_limits)
+def greedy_dpp(a: Tensor, b: Tensor, mask: Tensor, number: Tensor, most: int, ridge: float = 0.0) -> Tensor:
+    """bool `[S, N]`: take again and again the token that raises the determinant of `L + ridge * I` over those taken
+    most, by a Cholesky factor that grows by one row each time. L are the products of all pairs of a and b, of which
+    only the rows of those taken are made: memory is O(N most).
+
+    a, b: float32 `[S, N, D]`, such that L is symmetric, without negative eigenvalues (for `a @ a.T`, a twice); mask:
+    bool `[S, N]`, what can be taken; number: long `[S]`, how many, at most `most` and those of the mask. Of equal ones
+    the lower index. Tokens that depend on those taken (duplicates; all that is left, if more are wanted than L has
+    dimensions) come last, by their own entries of the diagonal.
+    """
+    products = Products(a, b)
+    own, row_of = products.diagonal().clamp_(min=0), PickedRows(products)
+    last = order_of_dependents(own)
     # What a token adds to those taken, beside the ridge: 1 + a little would lose the little.
     left, barred, rows = own.clone(), ~mask, torch.arange(len(own), device=own.device)
     factor = own.new_zeros(len(own), most, own.shape[1])
     for step in range(most):
-        new = left > _DEPENDENT * own
-        pick = first_largest(torch.where(new, left, last).masked_fill(barred, -torch.inf))
+        new = left > DEPENDENT * own
+        score = torch.where(new, left, last).masked_fill(barred, -torch.inf)
+        pick = first_largest(score)
         barred[rows, pick] |= step < number
         told = torch.einsum("sk,skn->sn", factor[rows, :step, pick], factor[:, :step])
         length = (left[rows, pick] + ridge).clamp(min=torch.finfo(own.dtype).tiny).sqrt()
-        row = (kernel[rows, pick].float() - told) / length.unsqueeze(1)
+        row = (row_of(pick, score) - told) / length.unsqueeze(1)
         row = row.masked_fill(~new[rows, pick].unsqueeze(1), 0)
         factor[:, step] = row
         left = (left - row.square()).clamp(min=0)

@@ -33,7 +33,8 @@ class EncoderFlow(TowerScores):
         attention, values = attention.mean(1), values.transpose(1, 2)  # [rows, H, tokens, Dv]
         if classless:
             return torch.stack([attention, torch.zeros_like(attention), strength], dim=1)
-        alike = (values[:, :, :1] @ values.transpose(2, 3)).softmax(-1)[:, :, 0, protected:].mean(1)
+        alike = (values[:, :, :1] @ values.transpose(2, 3)).masked_fill(~seen.visible(first), -torch.inf)
+        alike = alike.softmax(-1)[:, :, 0, protected:].mean(1)
         return torch.stack([attention, alike, strength], dim=1)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:

@@ -17,4 +17,4 @@ class LastRowAttention(AttentionToTokens):
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
     def columns(self, source: TokenSource) -> Tensor:
-        return source.before.rows(source.last_slot())[:, :, 0, -source.width :]
+        return source.last_row[:, :, -source.width :]

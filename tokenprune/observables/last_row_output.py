@@ -19,11 +19,10 @@ class LastRowOutput(Observable):
     whole = True
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        attention = source.before.rows(source.last_slot())[:, :, 0]  # [B, H, K]
-        values = source.before.values(attention.shape[2]).unflatten(-1, (-1, source.before.value.shape[-1]))
-        values = values.repeat_interleave(attention.shape[1] // values.shape[2], dim=2)
-        made = torch.einsum("bhk,bkhd->bhd", attention, values.float())
-        return made[segments.row_index.squeeze(1)]
+        attention = source.last_row
+        values = source.before.value_heads(attention.shape[2]).float()
+        made = torch.einsum("bhgk,bkhd->bhgd", attention.unflatten(1, (values.shape[2], -1)), values)
+        return made.flatten(1, 2)[segments.row_index.squeeze(1)]
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return torch.randn(sizes.segments, sizes.heads, sizes.width // sizes.heads, generator=generator)

@@ -17,7 +17,7 @@ class ValueHeads(PerToken):
     axes = "SNHD"
 
     def values(self, source: TokenSource) -> Tensor:
-        return source.before.values(source.width).unflatten(-1, (-1, source.before.value.shape[-1]))
+        return source.before.value_heads(source.width)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return torch.randn(sizes.segments, sizes.tokens, sizes.heads, sizes.width // sizes.heads, generator=generator)

@@ -42,7 +42,7 @@ class Log:
         state = torch.load(self.state_path)
         for name, module in modules.items():
             if name in state:
-                module.load_state_dict(state[name])
+                module.load_state_dict(state[name], strict=name == "model")  # a head may have grown
         self.steps, self.before = state["steps"], state["clock"]
         return state
 

@@ -26,20 +26,23 @@ ROOM = 4096  # positions of a batch: beyond, the compiled functions are compiled
 
 
 class PlaceHead(nn.Module):
-    """Reads its row and column off each visual token in the middle of the decoder, and off the mark behind the image
-    how many rows and columns there were; only to train, nothing of it is exported."""
+    """Reads off each visual token in the middle of the decoder its row, its column and the number of its image or pair
+    of frames, and off the mark behind the image how many rows and columns there were; only to train, not exported."""
 
     LAYER, MOST = 2, 32
 
     def __init__(self) -> None:
         super().__init__()
         self.place, self.size = nn.Linear(192, 2 * self.MOST), nn.Linear(192, 2 * self.MOST)
+        self.number = nn.Linear(192, self.MOST)
 
     def loss(self, state: torch.Tensor, shown, visual: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of all four. state: [B, L, d] after `LAYER`; visual: positions of the visual tokens."""
-        rows, columns, at, ends, total = [], [], 0, [], 0.0
+        """Cross-entropy of all five. state: [B, L, d] after `LAYER`; visual: positions of the visual tokens."""
+        rows, columns, numbers, at, ends, total, times = [], [], [], 0, [], 0.0, 0
         for one in shown:
             t, h, w = one.grid
+            numbers.append(torch.arange(times, times + t).repeat_interleave(h * w))
+            times += t
             rows.append(torch.arange(h).repeat_interleave(w).repeat(t))
             columns.append(torch.arange(w).repeat(t * h))
             at += t * h * w
@@ -51,6 +54,9 @@ class PlaceHead(nn.Module):
         ):
             said = head(F.rms_norm(state[:, place], (state.shape[-1],))).flatten(0, 1).view(-1, 2, self.MOST)
             total = total + F.cross_entropy(said.flatten(0, 1), target.flatten())
+        if times > 1:
+            said = self.number(F.rms_norm(state[:, visual], (state.shape[-1],))).flatten(0, 1)
+            total = total + F.cross_entropy(said, torch.cat(numbers).repeat(len(state)))
         return total
 
 

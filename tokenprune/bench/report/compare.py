@@ -38,7 +38,8 @@ def _asked(header: dict[str, Any]) -> tuple:
     # a run takes the first ones.
     digest = (header.get("data") or {}).get("digest")
     asked = header.get("metric", "exact"), header["kinds"], list(header["kind_of_question"])
-    return digest, bool(header.get("evidence_only")), *asked
+    # At equal cost a keep is another thing than elsewhere.
+    return digest, bool(header.get("evidence_only")), bool(header["plan"].get("equal_cost")), *asked
 
 
 def _table(runs: Sequence[Run]) -> Table:
@@ -66,4 +67,5 @@ def _table(runs: Sequence[Run]) -> Table:
         "averaged over the decoder's layers. Runs are not tested against each other: see their own intervals."
     )
     labels = " and ".join([", ".join(run.label for run in runs[:-1]), runs[-1].label])
-    return Table(f"{labels} on the same questions", ("method", "keep", *columns), rows, (note,), grouped=True)
+    keep = "target" if runs[0].results.equal_cost else "keep"
+    return Table(f"{labels} on the same questions", ("method", keep, *columns), rows, (note,), grouped=True)

@@ -100,9 +100,9 @@ def draw_samples(
         data["samples"].append(entry)
         if "image" in entry:
             continue
-        for index, (method, seed, each) in enumerate(_drawable(entry, methods)):
+        for index, (setting, each) in enumerate(_drawable(entry, methods)):
             step("samples", place * (1 + len(methods)) + index, total)
-            _draw(folder, subject, questions[number], each, method, keep, seed, f"{number}-{index}.webp")
+            _draw(folder, subject, questions[number], each, setting, f"{number}-{index}.webp")
         write_whole(folder / FILE, [data], indent=1)  # question by question: a killed run goes on from here
     if data != before:
         write_whole(folder / FILE, [data], indent=1)
@@ -162,29 +162,28 @@ def _entry(
 
 def _drawable(
     entry: dict[str, Any], methods: Sequence[tuple[dict[str, Any], int | None]]
-) -> list[tuple[str, int | None, dict[str, Any]]]:
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The setting of the unpatched model and of each method, with the entry that its drawing fills."""
     pairs = zip(methods, entry["methods"], strict=True)
-    return [(UNPATCHED, None, entry), *((record["method"], seed, each) for (record, seed), each in pairs)]
+    return [({"method": UNPATCHED}, entry), *((_setting(record, seed), each) for (record, seed), each in pairs)]
+
+
+def _setting(record: dict[str, Any], seed: int | None) -> dict[str, Any]:
+    given = record.get("setting") or {"method": record["method"], "keep": record["keep"]}
+    return given | ({} if seed is None else {"seed": seed})
 
 
 def _draw(
-    folder: Path,
-    subject: Model,
-    question: Any,
-    entry: dict[str, Any],
-    method: str,
-    keep: float | int,
-    seed: int | None,
-    name: str,
+    folder: Path, subject: Model, question: Any, entry: dict[str, Any], setting: dict[str, Any], name: str
 ) -> None:
     """Draw what one method kept into a file, and fill its entry."""
-    counted = "tokens" if method == UNPATCHED else "kept"
+    counted = "tokens" if setting["method"] == UNPATCHED else "kept"
     entry |= {counted: None, "image": None, "note": ""}
     try:
-        if method == UNPATCHED:
+        if setting["method"] == UNPATCHED:
             image, entry[counted] = _whole(subject, question)
         else:
-            image, entry[counted] = _look(subject, question, method, keep, {} if seed is None else {"seed": seed})
+            image, entry[counted] = _look(subject, question, **setting)
     except TokenPruneError as error:
         entry["note"] = str(error).splitlines()[0]
         return
@@ -210,9 +209,7 @@ def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
     return contact_sheet.row([ImageOps.contain(frame, (side, side)) for frame in frames]), subject.visual_tokens(inputs)
 
 
-def _look(
-    subject: Model, question: Any, method: str, keep: float | int, options: dict[str, Any]
-) -> tuple[Image.Image, int]:
+def _look(subject: Model, question: Any, method: str, keep: Any, **options: Any) -> tuple[Image.Image, int]:
     draw.check_drawable(method)
     video, text = question.is_video, question.question
     if video and method_class(method).site is tokenprune.Site.PRE_ENCODER:

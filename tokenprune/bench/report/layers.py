@@ -37,7 +37,8 @@ def layer_plots(results: Results, style: Callable[[str], Style]) -> list[Layers]
                 same.setdefault(_per_layer(row), []).append(row.method)
         styles = [_shared([style(method) for method in methods]) for methods in same.values()]
         series = [(style(UNPATCHED), whole), *zip(styles, same, strict=True)]
-        title = f"keep {keep:g}" if keep <= 1 and isinstance(keep, float) else f"keep {keep:g} tokens"
+        asked = "target" if results.equal_cost else "keep"
+        title = f"{asked} {keep:g}" if keep <= 1 and isinstance(keep, float) else f"{asked} {keep:g} tokens"
         told = tuple(
             (", ".join(methods), _told(values), look)
             for look, (values, methods) in zip(styles, same.items(), strict=True)

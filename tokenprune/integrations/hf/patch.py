@@ -18,6 +18,7 @@ from tokenprune.integrations.hf.decoder.drafts import Drafts
 from tokenprune.integrations.hf.decoder.engine import Engine
 from tokenprune.integrations.hf.decoder.video_frames import VideoFrames, compares_frames
 from tokenprune.integrations.hf.decoder.virtual_unmerging import VirtualUnmerging, check_composition, form_of
+from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
@@ -28,6 +29,7 @@ from tokenprune.integrations.hf.tower.attention_scores import EncoderAttention
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
+from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.integrations.shared.composition import check_places, composition_key
 from tokenprune.observable import Where
@@ -42,6 +44,7 @@ def hf_parts(
     record: bool,
     processor: Any,
     guard: Guard,
+    feature_cache: FeatureCache | None = None,
 ) -> list[Any]:
     """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
     yet, and everything that cannot work is refused."""
@@ -82,7 +85,8 @@ def hf_parts(
     readers = [method for method in cutting if observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)]
     if readers:
         if merging := [part.method for part in parts if isinstance(part, (TowerPatch, UnitDrop))]:
-            what = "merges them on the way" if merging[0].merges else "drops some of them ahead of it"
+            ahead = "ahead of it" if isinstance(merging[0], UnitDropper) else "on the way"
+            what = "merges them on the way" if merging[0].merges else f"drops some of them {ahead}"
             raise OptionError(
                 f"{readers[0].name} reads the attention of the vision tower's patches, and {merging[0].name} {what}: "
                 "use one of the two"
@@ -99,4 +103,9 @@ def hf_parts(
         parts.append(FullCounts(pixels))
     if (watching := guard_for(adapter, guard, methods, budgets, processor)) is not None:
         parts.append(watching)
-    return [*pixels, Engine(adapter, steps, parts, record)]
+    reuse = None
+    if feature_cache is not None:
+        # What happens to tokens inside the tower is counted for a whole call.
+        apart = not any(isinstance(part, (TowerPatch, UnitDrop)) for part in parts)
+        reuse = FeatureReuse(adapter, feature_cache, apart)
+    return [*pixels, Engine(adapter, steps, parts, record, reuse)]

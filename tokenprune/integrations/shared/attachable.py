@@ -120,6 +120,15 @@ class _Wrapped:
             delattr(self.module, self.name)
 
 
+def unwrap(model: nn.Module) -> None:
+    """Take away all that is wrapped of the modules of `model`, a copy: it has what its original has, but no part that
+    would detach it."""
+    for module in model.modules():
+        for wrapped in list(module.__dict__.get(_WRAPPED, {}).values()):
+            for one in list(wrapped.wrappers):
+                wrapped.remove(one.make)
+
+
 def swap_class(instance: Any, cls: type) -> Callable[[], None]:
     """Make `instance` one of `cls`, a subclass of its own, and return what gives back the class that it has now."""
     undo = partial(give_back_class, instance, type(instance), cls)

@@ -46,8 +46,9 @@ class Merging:
     plan: what finds the merge of each block. owners: after each block (first: before any) long `[B, N]`, for each token
     that entered the one that it is part of. left: tokens in each row so far; counts: these, as they entered each block.
     size: float32 `[B, n]`, tokens that each is made of, 0 for padding; None before a merge. masked: whether `size` is 0
-    for tokens that the tower masks, too. ordered: whether patches stand unit by unit (of towers with units). added:
-    what is added to the attention logits of the block that runs.
+    for tokens that the tower masks, too. drops: whether tokens were dropped, whose owner is -1. ordered: whether
+    patches stand unit by unit (of towers with units). added: what is added to the attention logits of the block that
+    runs.
     """
 
     plan: list[Matcher | None]
@@ -55,6 +56,7 @@ class Merging:
     left: list[int]
     size: Tensor | None = None
     masked: bool = False
+    drops: bool = False
     ordered: bool = False
     added: Tensor | None = None
     keys: Tensor | None = None
@@ -75,20 +77,27 @@ class Merging:
         return size.log().to(dtype)[:, None, None, :]
 
     def restore(self, x: Tensor, stage: int = -1) -> Tensor:
-        """`[B, n, D]` -> `[B, N, D]`: every token that entered gets the feature of the one it is part of."""
+        """`[B, n, D]` -> `[B, N, D]`: every token that entered gets the feature of the one it is part of; zeros if
+        it was dropped."""
         owner = self.owners[stage]
         if owner is self.owners[0]:
             return x
-        return x.gather(1, owner.to(x.device).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        owner = owner.to(x.device).unsqueeze(-1)
+        full = x.gather(1, owner.clamp(min=0).expand(-1, -1, x.shape[-1]))
+        return full.masked_fill_(owner < 0, 0) if self.drops else full
 
 
 class Merger(Attachable):
     """Attached to the blocks of one tower, in their order; the state of a forward is kept per thread.
 
     tower: what the method knows of it; its `tokens` are those of an image as the config has it. units: the patches that
-    merge as one, which are tokens to the method; None where each patch is for itself.
-    Raises BudgetError for a budget that is neither a share nor a number of tokens, or that cannot be reached.
+    merge as one, which are tokens to the method; None where each patch is for itself. shows: whether blocks show more
+    than keys (`EncoderMethod.reads`).
+    Raises BudgetError for a budget that is neither a share nor a number of tokens, or that cannot be reached;
+    UnsupportedSetupError for a method that reads what the tower does not show.
     """
+
+    shows = False
 
     def __init__(
         self,
@@ -103,6 +112,12 @@ class Merger(Attachable):
             raise BudgetError(
                 f"{method.name} merges in the encoder, where each image is for itself: keep is a share of its "
                 f"patches or a number of them, not {budget}"
+            )
+        if method.reads and (not self.shows or units is not None):
+            raise UnsupportedSetupError(
+                f"{method.name} drops patches inside the tower by {method.reads}, which takes a CLIP or SigLIP tower "
+                "that sees an image as one tile, and each of whose patches becomes a visual token; use a method behind "
+                "the tower, or leave out the option"
             )
         self.method, self.budget, self.blocks, self.shape = method, budget, list(blocks), tower
         self.units = units
@@ -173,7 +188,7 @@ class Merger(Attachable):
         return args, kwargs | {block.mask: bias}
 
     def note_keys(self, index: int, keys: Tensor) -> None:
-        """keys: `[B, H, n, Dh]` of the attention of a block."""
+        """keys: `[B, H, n, Dh]` of the attention of a block, or what the method reads of it."""
         state = self.state()
         if state is not None and state.plan[index] is not None:
             state.keys = keys
@@ -199,13 +214,19 @@ class Merger(Attachable):
             state.size = torch.ones(hidden.shape[:2], device=hidden.device)
         state.merged = merge.mean(hidden, state.size)
         state.size = merge.sum(state.size)
-        state.owners[-1] = merge.assign.gather(1, owner)
+        state.owners[-1] = merge.assign.gather(1, owner.clamp(min=0))
+        if merge.drops or state.drops:
+            state.owners[-1].masked_fill_(owner < 0, -1)
+            state.drops = True
         state.left = merge.left or [merge.keep.shape[1]] * len(state.left)
         return (state.merged, *args[1:])
 
     def _find(self, match: Matcher, state: Merging) -> Merge | None:
         """Return the merge of the block whose keys were noted."""
-        keys, left = state.keys.float().mean(dim=1), state.left if state.padded else None
+        left = state.left if state.padded else None
+        if self.method.reads:
+            return match(state.keys, left)
+        keys = state.keys.float().mean(dim=1)
         if self.units is None:
             return match(keys, left)
         order = None if state.ordered else self.units.order(keys.shape[1], keys.device)

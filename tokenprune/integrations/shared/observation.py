@@ -43,9 +43,13 @@ class Observation:
 
     def values(self, queries: int) -> Tensor:
         """`[B, Q, Hkv * Dv]`: values of the last `queries` tokens, heads flattened."""
+        return self.value_heads(queries).flatten(2)
+
+    def value_heads(self, queries: int) -> Tensor:
+        """`[B, Q, Hkv, Dv]`: values of the last `queries` tokens, no copy."""
         if self.value is None:
             raise TokenPruneError("the values of this attention were not read")
-        return self._of_all(self.value[:, :, -queries:]).transpose(1, 2).flatten(2)
+        return self._of_all(self.value[:, :, -queries:]).transpose(1, 2)
 
     def first_keys(self, count: int) -> Observation:
         """Return what this call saw of its first `count` keys."""

@@ -17,10 +17,13 @@ _thread = threading.local()
 
 
 def first_of_group(owner: Tensor, groups: int) -> Tensor:
-    """long `[B, N]` of group numbers below `groups` -> long `[B, N]`: the lowest place with the same number."""
+    """long `[B, N]` of group numbers below `groups` -> long `[B, N]`: the lowest place with the same number; -1 stays
+    (dropped)."""
     places = torch.arange(owner.shape[1], device=owner.device).expand_as(owner)
-    first = owner.new_full((owner.shape[0], groups), owner.shape[1])
-    return first.scatter_reduce(1, owner, places, "amin").gather(1, owner)
+    # One group more than there are takes what is in none.
+    group = torch.where(owner < 0, groups, owner)
+    first = owner.new_full((owner.shape[0], groups + 1), owner.shape[1])
+    return first.scatter_reduce(1, group, places, "amin").gather(1, group).masked_fill(owner < 0, -1)
 
 
 def take_packed() -> Packed | None:

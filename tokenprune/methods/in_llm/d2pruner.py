@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.coverage import first_largest
+from tokenprune.kernels.pairs import PickedRows, Products
 from tokenprune.kernels.take import settle, top_mask
 from tokenprune.kernels.temporal import unit
 from tokenprune.methods.fitted import Fitted
@@ -109,23 +110,17 @@ class D2Pruner(Pruner):
 
     def _unlike(self, tokens: VisualTokens, importance: Tensor, left: Tensor, number: Tensor, most: int) -> Tensor:
         """bool `[S, N]`: up to `number` tokens of `left`, in order of importance, none of which is like one before."""
-        cells = self._cells(tokens)
-        found = []
-        for part in in_parts(len(left), left.shape[1] ** 2):
-            direction = unit(tokens.hidden[part])
-            alike = self.alpha * (direction @ direction.transpose(1, 2))
+        cells, rows = self._cells(tokens), torch.arange(len(left), device=left.device)
+        free, taken, row_of = left, torch.zeros_like(left), PickedRows(Products(unit(tokens.hidden)))
+        for step in range(most):
+            best = importance.masked_fill(~free, -torch.inf)
+            pick = first_largest(best)
+            alike = self.alpha * row_of(pick, best)
             if self.alpha < 1:
-                alike = alike + (1 - self.alpha) * self._near(cells[part])
-            free, taken = left[part], torch.zeros_like(left[part])
-            score = importance[part]
-            for step in range(most):
-                best = score.masked_fill(~free, -torch.inf)
-                pick = (best == best.amax(1, keepdim=True)).to(torch.uint8).argmax(1, keepdim=True)  # the first
-                new = torch.zeros_like(free).scatter(1, pick, True) & free & (step < number[part])[:, None]
-                passed = (alike > self.threshold).gather(1, pick[..., None].expand(-1, -1, alike.shape[2])).squeeze(1)
-                taken, free = taken | new, free & ~(passed & new.any(1, keepdim=True)) & ~new
-            found.append(taken)
-        return torch.cat(found)
+                alike = alike + (1 - self.alpha) * self._near(cells, cells[rows, pick])
+            new = torch.zeros_like(free).scatter(1, pick[:, None], True) & free & (step < number)[:, None]
+            taken, free = taken | new, free & ~((alike > self.threshold) & new.any(1, keepdim=True)) & ~new
+        return taken
 
     def _cells(self, tokens: VisualTokens) -> Tensor:
         """float32 `[S, N, 3]`: frame, row and column of each token; where a grid is not known each is in a frame."""
@@ -136,12 +131,11 @@ class D2Pruner(Pruner):
                 cells[row, :count] = torch.cartesian_prod(*axes).view(count, 3).float()
         return to_device(cells, tokens.mask.device)
 
-    def _near(self, cells: Tensor) -> Tensor:
-        """float32 `[S, N, N]`, in 0..1."""
-        frame, place = cells[..., :1], cells[..., 1:]
-        square = (place.unsqueeze(1) - place.unsqueeze(2)).square().sum(-1)
-        near = torch.exp(-square / (2 * self.radius**2))
-        return near.masked_fill((frame.unsqueeze(1) != frame.unsqueeze(2)).squeeze(-1), 0)
+    def _near(self, cells: Tensor, one: Tensor) -> Tensor:
+        """float32 `[S, N]`, in 0..1: of all cells `[S, N, 3]` to one `[S, 3]`."""
+        one = one.unsqueeze(1)
+        square = (cells[..., 1:] - one[..., 1:]).square().sum(-1)
+        return torch.exp(-square / (2 * self.radius**2)).masked_fill(cells[..., 0] != one[..., 0], 0)
 
 
 def stretched(table: Tensor, count: int, grid: tuple[int, int, int] | None) -> Tensor:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -72,8 +72,8 @@ class FitPrune(CutsInside):
         rows = () if self._fitted is None else tuple(map(tuple, self._fitted.table.tolist()))
         if rows and len(rows[0]) != layers:
             self._check(False, f"{self.recipe} is for {len(rows[0])} layers, and this decoder has {layers}")
-        if budget.keep is not None and not isinstance(budget.keep, numbers.Integral):
-            shares(rows, layers, budget.keep)  # raises for what cannot be
+        if budget.share is not None:
+            shares(rows, layers, budget.share)  # raises for what cannot be
         parts = [_ByRecipe(**given, rows=rows) for _ in range(1, layers)]
         return [(OneCut(self, layer - 1, layer), part) for layer, part in enumerate(parts, 1)]
 
@@ -93,11 +93,10 @@ class _ByRecipe(Budget):
     ) -> list[int]:  # fmt: skip
         left = []
         for now, count in zip(counts, counts if original is None else original, strict=True):
-            if self.average_tokens is not None or isinstance(self.keep, numbers.Integral):
+            share = self.share
+            if share is None:
                 share = min(1.0, float(self.average_tokens or self.keep) / count)
-            else:
-                share = self.kv_share or self.keep
-            left.append(min(now, max(1, round(count * shares(self.rows, shape.layers, share)[layer]))))
+            left.append(min(now, max(1, round(count * _known_shares(self.rows, shape.layers, share)[layer]))))
         return left
 
 
@@ -124,3 +123,6 @@ def shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[f
         ratio = (low + high) / 2
         low, high = (low, ratio) if sum(ratio**layer for layer in range(layers)) > share * layers else (ratio, high)
     return [low**layer for layer in range(layers)]
+
+
+_known_shares = lru_cache(maxsize=64)(shares)  # asked at every layer of every call

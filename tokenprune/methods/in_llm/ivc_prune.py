@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
+from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.take import top_mask
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -72,25 +73,28 @@ class IvcPrune(Pruner):
         anchors = top_mask(cos, mask, number, max(each)) | top_mask(sin, mask, number, max(each))
 
         text = tokens.text.mask
-        rated = self._likeness(tokens, tokens.text.value_heads, text)
+        there = torch.cat([mask, text], dim=1)
+        values = torch.cat([tokens.value_heads, tokens.text.value_heads], dim=1).float()
+        values = values.masked_fill(~there[:, :, None, None], 0)
+        rated = _likeness(tokens.text.value_heads, text, values, there)[..., : mask.shape[1]].sum(1)
         seeds = [max(1, round(_SEEDS * count)) for count in tokens.counts]
-        seed = top_mask(rated.sum(1), mask, to_device(seeds, device), max(seeds))
-        from_seeds = self._likeness(tokens, tokens.value_heads, seed).sum(1)
-        score = (rated.sum(1) + from_seeds) / (text.sum(1) + seed.sum(1))[:, None]
+        seed = top_mask(rated, mask, to_device(seeds, device), max(seeds))
+        at = partition(seed)[:, : max(seeds)]  # the seeds, then others
+        own = gather_tokens(values, at, 1)
+        from_seeds = _likeness(own, seed.gather(1, at), values, there)[..., : mask.shape[1]].sum(1)
+        score = (rated + from_seeds) / (text.sum(1) + seed.sum(1))[:, None]
 
         first = torch.where(anchors, 2, torch.where(seed, 1, 0))
         # In order of rank, then of score: a mean of shares of a softmax is at most 1.
         return Selection.top(first * 2 + score.nan_to_num(nan=-1.0).clamp(-1, 1), tokens)
 
-    def _likeness(self, tokens: VisualTokens, of: Tensor, rows: Tensor) -> Tensor:
-        """float32 `[S, R, N]`: how alike the values of `rows` (bool `[S, R]`, others 0) are to each visual token's: a
-        softmax over the image and the text behind it, mean over heads. of: `[S, R, H, D]`."""
-        values = torch.cat([tokens.value_heads, tokens.text.value_heads], dim=1).float()
-        there = torch.cat([tokens.mask, tokens.text.mask], dim=1)
-        values = values.masked_fill(~there[:, :, None, None], 0)
-        found = []
-        for one, row in zip(of.float().split(256, dim=1), rows.split(256, dim=1), strict=True):
-            product = torch.einsum("srhd,sthd->shrt", one, values) / values.shape[-1] ** 0.5
-            share = product.masked_fill(~there[:, None, None, :], -torch.inf).softmax(-1).mean(1)
-            found.append(share[..., : tokens.mask.shape[1]].masked_fill(~row[:, :, None], 0))
-        return torch.cat(found, dim=1)
+
+def _likeness(of: Tensor, rows: Tensor, values: Tensor, there: Tensor) -> Tensor:
+    """float32 `[S, R, T]`: how alike the values `of` `[S, R, H, D]` are to each of `values` `[S, T, H, D]`: a softmax
+    over those that are `there` (bool `[S, T]`), mean over heads; 0 in rows that do not count (bool `[S, R]`)."""
+    found = []
+    for one, row in zip(of.float().split(256, dim=1), rows.split(256, dim=1), strict=True):
+        product = torch.einsum("srhd,sthd->shrt", one, values) / values.shape[-1] ** 0.5
+        share = product.masked_fill(~there[:, None, None, :], -torch.inf).softmax(-1).mean(1)
+        found.append(share.masked_fill(~row[:, :, None], 0))
+    return torch.cat(found, dim=1)

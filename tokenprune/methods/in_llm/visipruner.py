@@ -94,10 +94,12 @@ class VisiPruner(CutsInside):
         """float32 `[S, N]` each: the length of each token's part in the output of the layer before, and the cosine
         between that output without the part and with it."""
         attention, output = tokens.last_row_attention, tokens.last_row_output.float()  # [S, H, N], [S, H, D]
-        values = tokens.value_heads.float()
-        values = values.repeat_interleave(attention.shape[1] // values.shape[2], dim=2)
-        square = (attention.square() * values.square().sum(3).transpose(1, 2)).sum(1)
-        along = (attention * torch.einsum("snhd,shd->shn", values, output)).sum(1)
+        values = tokens.value_heads.float()  # [S, N, Hkv, D]: several heads share a head of values
+        group = attention.shape[1] // values.shape[2]
+        square = values.square().sum(3).transpose(1, 2).repeat_interleave(group, dim=1)
+        square = (attention.square() * square).sum(1)
+        towards = torch.einsum("snhd,shgd->shgn", values, output.unflatten(1, (-1, group))).flatten(1, 2)
+        along = (attention * towards).sum(1)
         whole = output.square().sum((1, 2))[:, None]
         left = (whole - 2 * along + square).clamp(min=0)
         tiny = torch.finfo(torch.float32).tiny

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,8 +38,8 @@ class Vtw(Pruner):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.is_identity():
             return [(_Withdrawal(1), budget)]
-        if budget.keep is not None and not isinstance(budget.keep, numbers.Integral):
-            layer = _whole(budget, layers * budget.keep)
+        if budget.share is not None and budget.kv_share is None and budget.flops_share is None:
+            layer = _whole(budget, layers * budget.share)
             return [(_Withdrawal(layer), _AsLongAs.of(budget, layer))]
         # How long depends on sizes that are known in a call only: it is asked at each layer.
         return [(_Withdrawal(layer), _AsLongAs.of(budget)) for layer in range(1, layers)]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import cosines
+from tokenprune.kernels.coverage import alike
+from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import rank_in_group, settle
 from tokenprune.methods.scores import saliency
@@ -61,11 +62,11 @@ class AgilePruner(Pruner):
             place = 1 + rank_in_group((~mask).byte(), salient)
             base = effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
             threshold = (place * base).clamp(max=self.limit)
-            near = 1 - cosines(x, mask=mask) < threshold.unsqueeze(2)
+            near = Relation(alike(x, mask), lambda alike, threshold: 1 - alike < threshold, threshold)
             return settle(unsuppressed(near, salient, mask), salient, mask, number)
 
         given = (tokens.hidden, tokens.mask, tokens.budget, saliency(tokens))
-        return Selection(by_rows(of, 3 * tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
+        return Selection(by_rows(of, tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
 
 
 def effective_rank(x: Tensor, mask: Tensor) -> Tensor:

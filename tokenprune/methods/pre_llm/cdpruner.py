@@ -78,7 +78,7 @@ class CDPruner(Pruner):
 
         def of(x: Tensor, mask: Tensor, number: Tensor, weight: Tensor) -> Tensor:
             weighed = unit(x) * weight.masked_fill(~mask, 0).unsqueeze(2)
-            return greedy_dpp(weighed @ weighed.transpose(1, 2), mask, number, most)
+            return greedy_dpp(weighed, weighed, mask, number, most)
 
-        entries = x.shape[1] ** 2 + x.shape[1] * most
+        entries = x.shape[1] * (x.shape[2] + most)
         return Selection(by_rows(of, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)

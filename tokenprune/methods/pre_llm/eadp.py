@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import cosines, most_covering
+from tokenprune.kernels.coverage import alike, cosines, cover
+from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.scores import stretched
 from tokenprune.options import check_options
@@ -68,8 +69,8 @@ class EADP(Pruner):
             weight = smoothed(weight, tokens)
 
         def of(x: Tensor, mask: Tensor, number: Tensor, weight: Tensor) -> Tensor:
-            alike = (cosines(x, mask=mask) + 1) / 2
-            return most_covering(alike * weight.masked_fill(~mask, 0).unsqueeze(1), mask, number, most)
+            covered = Relation(alike(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0))
+            return cover([covered], mask, number, most)
 
         given = (tokens.hidden, mask, tokens.budget, weight**self.beta)
         return Selection(by_rows(of, 2 * mask.shape[1] ** 2, *given), counts=tokens.keep)
@@ -79,14 +80,14 @@ class EADP(Pruner):
         mask, text = tokens.mask, tokens.text
         if not text.mask.shape[1]:
             return torch.zeros(mask.shape, device=mask.device)
-        alike = self.sign * cosines(tokens.hidden, text.hidden, mask)
-        there = (_SHARPNESS * alike).masked_fill(~mask.unsqueeze(2), -torch.inf).softmax(1)
+        pointed = self.sign * cosines(tokens.hidden, text.hidden, mask)
+        there = (_SHARPNESS * pointed).masked_fill(~mask.unsqueeze(2), -torch.inf).softmax(1)
         entropy = -(there * (there + 1e-12).log()).sum(1)
         telling = telling_words(entropy, text, self.share)
         weight = (-entropy / _TEMPERATURE).masked_fill(~telling, -torch.inf).softmax(1).nan_to_num(nan=0.0)
         words = text.hidden.float().masked_fill(~text.mask.unsqueeze(2), 0).sum(1, keepdim=True)
         whole = self.sign * cosines(tokens.hidden, words, mask).squeeze(2)  # a sum points where the mean does
-        return self.alpha * whole + (1 - self.alpha) * (alike @ weight.unsqueeze(2)).squeeze(2)
+        return self.alpha * whole + (1 - self.alpha) * (pointed @ weight.unsqueeze(2)).squeeze(2)
 
 
 def telling_words(entropy: Tensor, text: TextTokens, share: float) -> Tensor:

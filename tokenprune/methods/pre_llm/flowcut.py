@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.base import Method, Pruner, Selection, Site
+from tokenprune.budget import Budget
+from tokenprune.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.merging import Merge
 from tokenprune.methods.tiles import Tiles
+from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+from tokenprune.transfer import to_device
 
 _BLOCKS = 23  # of CLIP-L, up to the one that LLaVA reads
 _CUTS_END = _BLOCKS - 2  # the block behind which the last cut is made
@@ -26,16 +34,28 @@ class FlowCut(Pruner):
     on. Behind every second block some of the worst go, the more the sharper the attention is, and at last as many as
     have to. Tiles, and frames of a video, choose by themselves.
 
+    inside: cut inside the tower, as the authors do: later blocks compute, and compare, the patches that are left alone.
+    On CLIP and SigLIP towers whose images are one tile, of which each patch becomes a visual token; `keep` is then a
+    share or a number of the patches.
+
     Source: Tong et al., "FlowCut: Rethinking Redundancy via Information Flow for Efficient Vision-Language Models"; the
     authors' code for scores, the blocks that cut, and how many go.
 
-    Differs from the paper: the tower is not cut, so that it saves nothing there, and a block's scores are those of the
-    tower with all patches (the authors cut inside it); in a tower of another depth than CLIP-L's the 22 looks are
+    Differs from the paper: without `inside` the tower is not cut, so that it saves nothing there, and a block's scores
+    are those of the tower with all patches; in a tower of another depth than CLIP-L's the 22 looks are
     spread evenly over its blocks; in towers without a class token the score is the attention that a patch receives
     times the size of its value; of LLaVA-NeXT and Qwen2-VL the authors leave twice as many in the tower and cut once
     more by the question in the decoder, which is not here; an image in a batch has what it has alone; tiles share the
     budget in proportion to their patches, newline tokens go first; tokens keep their positions of the full prompt.
     """
+
+    inside: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
+        return [(_InTower() if self.inside else self, budget)]
 
     @property
     def encoder_layers(self) -> tuple[float, ...]:
@@ -46,15 +66,77 @@ class FlowCut(Pruner):
         tiles = Tiles.among(tokens)
         left, score, goal = tiles.patch, None, tiles.only(tiles.number)
         for block, layer in enumerate(self.encoder_layers):
-            attention, alike, size = tokens.encoder_flow(layer).float().nan_to_num(nan=0.0).unbind(1)
-            part = _part(tiles, attention, left)
-            now = (part + _part(tiles, alike, left)) * size
-            score = now if score is None else (score + now) / 2
-            remaining = _CUTS_END - block
-            if remaining % 2 == 0:
-                left = tiles.top(score, _stay(tiles, part, left, goal, remaining), left)
+            left, score = _look(tiles, tokens.encoder_flow(layer), left, score, goal, _CUTS_END - block)
         # What is no patch stays where more is to be kept than there are patches.
         return Selection(tiles.top(score, tiles.number, left | ~tiles.patch), counts=tokens.keep)
+
+
+@dataclass(frozen=True)
+class _InTower(EncoderMethod):
+    """Drops inside the tower, between attention and MLP of a block: the same for those that stay as behind its MLP."""
+
+    name: ClassVar[str] = "flowcut"
+    proportional = False
+    ragged = True
+    reads = "encoder_flow"
+
+    @property
+    def inexact(self) -> None:
+        return None
+
+    def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
+        """Return what drops patches in each block that is looked at."""
+        cuts, looks = _Cuts(tower.protected, tower.left(budget)), [[] for _ in range(tower.blocks)]
+        for block in range(_CUTS_END + 1):
+            looks[math.ceil((block + 0.5) / _BLOCKS * tower.read) - 1].append(_CUTS_END - block)
+        return [partial(cuts.look, remaining=tuple(one)) if one else None for one in looks]
+
+
+@dataclass
+class _Cuts:
+    """One forward of a tower with `protected` class tokens, of whose patches `keep` are to be left of each image.
+
+    score: `[B, n]` so far, of the patches that are left of B images, n of the one that has most.
+    """
+
+    protected: int
+    keep: int
+    score: Tensor | None = None
+
+    def look(self, flow: Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
+        """Return what drops patches behind a block. flow: `[B, 3, n]`; counts: tokens of each image, None = all alike;
+        remaining: see `_stay`, for each time that the block is looked at."""
+        rows, _, width = flow.shape
+        counts = [width] * rows if counts is None else [count - self.protected for count in counts]
+        number = to_device(counts, flow.device)[:, None]
+        left = torch.arange(width, device=flow.device) < number
+        # One tile an image; what is padding is in none.
+        keep = torch.tensor([[self.keep, 0, 0]], device=flow.device).expand(rows, -1)
+        of = torch.where(left, 0, 2)
+        tiles = Tiles(of, keep, torch.zeros_like(keep).scatter_add(1, of, torch.ones_like(of)))
+        for one in remaining:
+            left, self.score = _look(tiles, flow, left, self.score, keep, one)
+        stay = left.sum(1).tolist()
+        if stay == counts:
+            return None
+        first = left.new_ones(rows, self.protected)
+        merge = Merge.dropping(torch.cat([first, left], dim=1), [count + self.protected for count in stay])
+        self.score = self.score.gather(1, merge.keep[:, self.protected :] - self.protected)
+        return merge
+
+
+def _look(
+    tiles: Tiles, flow: Tensor, left: Tensor, score: Tensor | None, goal: Tensor, remaining: int
+) -> tuple[Tensor, Tensor]:
+    """Return what is left behind a block (bool `[S, N]`), and the scores so far (`[S, N]`). flow: `[S, 3, N]`, see
+    `encoder_flow`; left, score: before it; goal, remaining: see `_stay`."""
+    attention, alike, size = flow.float().nan_to_num(nan=0.0).unbind(1)
+    part = _part(tiles, attention, left)
+    now = (part + _part(tiles, alike, left)) * size
+    score = now if score is None else (score + now) / 2
+    if remaining % 2 == 0:
+        left = tiles.top(score, _stay(tiles, part, left, goal, remaining), left)
+    return left, score
 
 
 def _part(tiles: Tiles, score: Tensor, left: Tensor) -> Tensor:

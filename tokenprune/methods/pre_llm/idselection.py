@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import cosines, first_largest
+from tokenprune.kernels.coverage import alike, first_largest
+from tokenprune.kernels.pairs import PickedRows
 from tokenprune.methods.scores import saliency, stretched
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -50,14 +51,15 @@ class IDSelection(Pruner):
         most = max(tokens.keep)
 
         def of(x: Tensor, mask: Tensor, number: Tensor, score: Tensor) -> Tensor:
-            lowers = (-self.gamma * (1 - cosines(x, mask=mask)).square()).exp()
-            barred, rows = ~mask, torch.arange(len(x), device=x.device)
+            barred, rows, row_of = ~mask, torch.arange(len(x), device=x.device), PickedRows(alike(x, mask))
             for step in range(most):
-                pick = first_largest(score.masked_fill(barred, -torch.inf))
+                free = score.masked_fill(barred, -torch.inf)
+                pick = first_largest(free)
                 barred[rows, pick] |= step < number
-                score = score - lowers[rows, pick] * score[rows, pick].unsqueeze(1)
+                lowers = (-self.gamma * (1 - row_of(pick, free)).square()).exp()
+                score = score - lowers * score[rows, pick].unsqueeze(1)
             return barred & mask
 
         score = stretched(saliency(tokens), tokens.mask)
         given = (tokens.hidden, tokens.mask, tokens.budget, score)
-        return Selection(by_rows(of, 2 * tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
+        return Selection(by_rows(of, tokens.hidden[0].numel(), *given), counts=tokens.keep)

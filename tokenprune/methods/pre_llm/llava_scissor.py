@@ -153,10 +153,11 @@ def fewer(found: _Found, keep: int) -> _Found:
     direction = unit(mean)
     alike = direction @ direction.T
     alike.fill_diagonal_(-torch.inf)
+    most, with_ = alike.max(1)  # of each the most similar one, kept up to date
     gone = torch.zeros(count, dtype=torch.bool, device=mean.device)
     for _ in range(count - keep):
-        first, second = divmod(int(alike.argmax()), count)
-        first, second = min(first, second), max(first, second)
+        one = int(most.argmax())
+        first, second = sorted((one, int(with_[one])))
         total = size[first] + size[second]
         mean[first] = (mean[first] * size[first] + mean[second] * size[second]) / total
         size[first], gone[second] = total, True
@@ -166,6 +167,12 @@ def fewer(found: _Found, keep: int) -> _Found:
         row[first] = -torch.inf
         alike[second], alike[:, second] = -torch.inf, -torch.inf
         alike[first], alike[:, first] = row, row
+        closer = (row > most) | ((row == most) & (first < with_))
+        most, with_ = torch.where(closer, row, most), torch.where(closer, first, with_)
+        anew = (((with_ == first) & ~closer) | (with_ == second)).nonzero().flatten()
+        most[anew], with_[anew] = alike[anew].max(1)
+        most[first], with_[first] = row.max(0)
+        most[second] = -torch.inf
     left = (~gone).nonzero().flatten()
     number = torch.zeros(count, dtype=torch.long, device=mean.device)
     number[left] = torch.arange(len(left), device=mean.device)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import cosines, most_covering
+from tokenprune.kernels.coverage import alike, cover, real_unit
+from tokenprune.kernels.pairs import Products, Relation
+from tokenprune.kernels.temporal import unit
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
@@ -66,16 +68,21 @@ class MMTok(Pruner):
         text, words = (tokens.text.hidden, tokens.text.mask) if self.question else (x[:, :0], mask[:, :0])
 
         def of(x: Tensor, z: Tensor, mask: Tensor, number: Tensor, text: Tensor, words: Tensor) -> Tensor:
-            said = shares(cosines(x, text, mask) / self.text_temperature, mask, words)
-            seen = shares(cosines(z, mask=mask) / self.temperature, mask, mask)
-            return most_covering(torch.cat([said, self.alpha * seen], dim=2), mask, number, most)
+            said = shared(Products(unit(text), real_unit(x, mask)), self.text_temperature, 1.0, mask, words)
+            seen = shared(alike(z, mask), self.temperature, self.alpha, mask, mask)
+            return cover([said, seen], mask, number, most)
 
         entries = 3 * x.shape[1] * (x.shape[1] + words.shape[1])
         return Selection(by_rows(of, entries, x, z, mask, tokens.budget, text, words), counts=tokens.keep)
 
 
-def shares(score: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-    """float32 `[S, N, R]`: softmax over the tokens of `mask` (bool `[S, N]`) of each row of `score` `[S, N, R]`, by how
-    many rows there are; 0 where `rows` (bool `[S, R]`) is False."""
-    share = score.masked_fill(~mask.unsqueeze(2), -torch.inf).softmax(1)
-    return share.masked_fill(~rows.unsqueeze(1), 0) / rows.sum(1).clamp(min=1)[:, None, None]
+def shared(products: Products, temperature: float, weight: float, mask: Tensor, rows: Tensor) -> Relation:
+    """Return the shares of candidates in each row: its softmax over those of `mask` (bool `[S, N]`) at a temperature,
+    times `weight`, by how many rows there are; 0 where `rows` (bool `[S, R]`) is False. products: of length 1."""
+
+    def whole(x: Tensor, segment: int, start: int) -> Tensor:
+        return (x / temperature).masked_fill_(~mask[segment], -torch.inf).logsumexp(1)
+
+    total = products.of_rows(whole)
+    each = weight * rows / rows.sum(1, keepdim=True).clamp(min=1)
+    return Relation(products, lambda x, total, each: (x / temperature - total).exp() * each, total, each)

@@ -43,20 +43,22 @@ class OTPrune(Pruner):
         most = max(tokens.keep)
 
         def of(x: Tensor, mask: Tensor, number: Tensor) -> Tensor:
-            return greedy_dpp(self.gamma * in_common(x, mask), mask, number, most, ridge=1.0)
+            a, b = in_common(x, mask)
+            return greedy_dpp(self.gamma * a, b, mask, number, most, ridge=1.0)
 
         count, width = tokens.hidden.shape[1:]
-        keep = by_rows(of, 2 * count**2 + count * (most + width), tokens.hidden, tokens.mask, tokens.budget)
+        keep = by_rows(of, count * (most + 3 * width), tokens.hidden, tokens.mask, tokens.budget)
         return Selection(keep, counts=tokens.keep)
 
 
-def in_common(x: Tensor, mask: Tensor) -> Tensor:
-    """float32 `[S, N, N]`: V V^T V V^T, V the tokens `[S, N, D]` with each feature divided by its length over those of
-    `mask`. A token with NaN, and padding, is 0."""
+def in_common(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two float32 `[S, N, n]`, n the less of N and D, whose products of all pairs are V V^T V V^T; V are the
+    tokens `[S, N, D]` with each feature divided by its length over those of `mask`. A token with NaN, and padding, is
+    0."""
     real = mask & x.isfinite().all(2)
     v = x.float().masked_fill(~real.unsqueeze(2), 0)
     v = v / v.norm(dim=1, keepdim=True).clamp(min=1e-12)
     if v.shape[2] < v.shape[1]:
-        return v @ (v.transpose(1, 2) @ v) @ v.transpose(1, 2)
+        return v @ (v.transpose(1, 2) @ v), v
     gram = v @ v.transpose(1, 2)
-    return gram @ gram
+    return gram, gram

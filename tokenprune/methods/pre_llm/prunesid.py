@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.coverage import cosines
+from tokenprune.kernels.coverage import alike
+from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.scores import saliency
@@ -71,14 +72,16 @@ class PruneSID(Pruner):
         groups = min(max(wanted // 4, 4 if qwen else 1), wanted)
         size, group = components(x, groups).max(1)
         score = size if salient is None else salient
-        alike = cosines(x[None])[0]
-        if qwen:  # the code's mean of the upper half counts the lower one as zeros
-            threshold = max(18 * wanted / count, 1) * alike.triu().sum() / count**2
-        else:
-            threshold = wanted / 32 * (alike.sum() - alike.trace()) / max(1, count * (count - 1))
-        near = (alike > threshold) & (group[:, None] == group)
         mask = torch.ones(1, count, dtype=torch.bool, device=x.device)
-        unlike = unsuppressed(near[None], score[None], mask)
+        pairs = alike(x[None], mask)
+        upper = pairs.of_rows(lambda rows, segment, start: rows.triu(start).sum(1)).sum(dtype=torch.float64).float()
+        if qwen:  # the code's mean of the upper half counts the lower one as zeros
+            threshold = max(18 * wanted / count, 1) * upper / count**2
+        else:
+            own = pairs.diagonal().sum()
+            threshold = wanted / 32 * 2 * (upper - own) / max(1, count * (count - 1))
+        near = Relation(pairs, lambda alike, own: (alike > threshold) & (own == group), group[None])
+        unlike = unsuppressed(near, score[None], mask)
         each = torch.stack([mask[0], unlike[0]]).long()
         members, left = each.new_zeros(2, groups).scatter_add_(1, group.expand(2, -1), each).tolist()
         quota = to_device(quotas(members, left, wanted), x.device)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import cosines, most_covering
+from tokenprune.kernels.coverage import alike, cover
+from tokenprune.kernels.pairs import Relation
 from tokenprune.methods.scores import saliency
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -57,7 +58,7 @@ class Scope(Pruner):
         salient = salient / salient.amax(1, keepdim=True).clamp(min=1e-30)  # no power of it rounds to 0
 
         def of(x: Tensor, mask: Tensor, number: Tensor, factor: Tensor) -> Tensor:
-            return most_covering(cosines(x, mask=mask), mask, number, most, factor)
+            return cover([Relation(alike(x, mask))], mask, number, most, factor)
 
         x = tokens.encoder_features if self.features == "tower" else tokens.hidden
         given = (x, tokens.mask, tokens.budget, salient**self.alpha)

@@ -14,6 +14,7 @@ from torch import Tensor
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.compact import partition
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.temporal import unit
 from tokenprune.methods.several_cuts import TEXT, text_votes
@@ -136,6 +137,8 @@ def different(x: Tensor, mask: Tensor, taken: Tensor, number: Tensor, most: int,
             room = (number[rows] - chosen.sum(1)).clamp(min=0, max=at_once)
             new = top_mask(-nearest, left & ~chosen, room, at_once)
             chosen = chosen | new
-            nearest = torch.maximum(nearest, alike.masked_fill(~new[:, None], -torch.inf).amax(2))
+            at = partition(new)[:, None, :at_once]  # the new ones, then others
+            fresh = alike.gather(2, at.expand(-1, alike.shape[1], -1)).masked_fill(~new[:, None].gather(2, at), -torch.inf)
+            nearest = torch.maximum(nearest, fresh.amax(2))
         found.append(chosen)
     return torch.cat(found)

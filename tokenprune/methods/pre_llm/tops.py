@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import cosines, coverage_gain, first_largest
+from tokenprune.kernels.coverage import Coverage, alike, first_largest
+from tokenprune.kernels.pairs import Relation
 from tokenprune.methods.scores import saliency
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -52,13 +53,13 @@ class Tops(Pruner):
         most = max(tokens.keep)
 
         def of(x: Tensor, mask: Tensor, number: Tensor, salient: Tensor) -> Tensor:
-            alike, rows = cosines(x, mask=mask), torch.arange(len(x), device=x.device)
-            barred, score, near = ~mask, salient, torch.full_like(salient, -torch.inf)
+            coverage, rows = Coverage([Relation(alike(x, mask))], start=-1.0), torch.arange(len(x), device=x.device)
+            barred, score = ~mask, salient
             for step in range(most):
                 pick = first_largest(score.masked_fill(barred, -torch.inf))
                 barred[rows, pick] |= step < number
-                near = torch.maximum(near, alike[rows, pick])
-                gain = coverage_gain(alike, near)  # a pick is covered by itself, as well as can be
+                coverage.take(pick)  # which is covered by itself, as well as can be
+                near, gain = coverage.cover[0], coverage.gain
                 score = over_mean(salient, ~barred) + self.coverage * over_mean(gain, ~barred)
                 score = score + self.diversity * over_mean((1 - near).clamp(min=0), ~barred)
             return barred & mask

@@ -104,17 +104,20 @@ def _rounds(x: Tensor, count: Tensor, goal: Tensor, lines: list[tuple[int, int, 
     x: `[B, P, D]`, lines of tokens; count, goal: long `[B]`, how many there are of each, and how many are to be left.
     lines: the same on the host.
     """
-    direction = unit(x)
-    alike, rows = direction @ direction.transpose(1, 2), torch.arange(len(x), device=x.device)[:, None]
-    line = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+    direction, width = unit(x), x.shape[1]
+    alike = (direction @ direction.transpose(1, 2)).flatten(1)
+    line = torch.arange(width, device=x.device).expand(len(x), -1)
     here = [(number, end) for *_, number, end in lines]
     while any(number > end for number, end in here):
         longest = max(number for number, _ in here)
         line, place = line[:, :longest], torch.arange(longest, device=x.device)
         odd, even = line[:, 0::2], line[:, 1::2]  # the first place is number one
-        table = alike[rows.unsqueeze(2), odd.unsqueeze(2), even.unsqueeze(1)]
-        likest = table.masked_fill((place[1::2] >= count[:, None]).unsqueeze(1), -2).amax(2)
-        likest = likest.masked_fill(place[0::2] >= count[:, None], -torch.inf)
+        # One gather of flat places is several times faster than indexing with three tensors.
+        table = alike.gather(1, (odd.unsqueeze(2) * width + even.unsqueeze(1)).flatten(1))
+        table = table.unflatten(1, (odd.shape[1], even.shape[1]))
+        if any(number < longest for number, _ in here):
+            table = table.masked_fill((place[1::2] >= count[:, None]).unsqueeze(1), -2)
+        likest = table.amax(2).masked_fill(place[0::2] >= count[:, None], -torch.inf)
         odd = odd.gather(1, likest.argsort(dim=1, descending=True, stable=True))
         odds = (count + 1) // 2
         gone = torch.minimum((count - goal).clamp(0, _A_ROUND), odds)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from tokenprune.accounting import DecoderShape
@@ -25,19 +25,20 @@ from tokenprune.integrations.hf.attention.observer import Observer, Seen
 from tokenprune.integrations.hf.cache.static_cache import begin_turn, end_turn, is_step, step_mask
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
 from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_modules, reads_next_layer
-from tokenprune.integrations.hf.decoder.entry import cut_entry
+from tokenprune.integrations.hf.decoder.entry import cut_entry, mask_functions_of
 from tokenprune.integrations.hf.decoder.kept_inputs import keep_entry, keep_input, keep_transition
+from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.probe import Probe, StopForward, probe_layer
 from tokenprune.integrations.hf.decoder.pruning import cut
 from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
-from tokenprune.integrations.hf.forward.stats import Report
+from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.hf.sequence.segments import RunsPerImage, check_placeholders, find_segments
-from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
+from tokenprune.integrations.hf.sequence.segments import check_placeholders
+from tokenprune.integrations.hf.tower.feature_hook import Encoder, FeatureRecorder
+from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states, with_hidden_states, with_output
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.statistics import Stats
@@ -49,24 +50,37 @@ class Engine(Attachable):
     """Holds the hooks of one patched model, and its `stats`. The state of a forward lives in a `Call`, that of a cache
     on the cache.
 
-    steps: the cuts; parts: what else is done, in the order in which it hears of a call.
+    steps: the cuts; parts: what else is done, in the order in which it hears of a call. reuse: looks images up that
+    were encoded before; None: all are encoded.
     """
 
-    def __init__(self, adapter: Adapter, steps: Sequence[Step], parts: Sequence[Part], record: bool) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        steps: Sequence[Step],
+        parts: Sequence[Part],
+        record: bool,
+        reuse: FeatureReuse | None = None,
+    ) -> None:
         super().__init__()
+        self.reuse = reuse
         self.adapter, self.decoder, self.parts = adapter, adapter.decoder, [*parts, *adapter.parts()]
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
-        self.per = steps[0].budget.per if steps else "image"
+        self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self.record, self._stats = record, Stats()
         self._reads_text = adapter.reads_prompt or any(part.reads_text for part in self.parts)
         # Calls of all threads: in a step with a reduced static cache there are none, which torch.compile can rely on.
+        # What a thread knows of its calls changes with every other patched model: a compiled step must not look there.
         self._under_way: list[Call] = []
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
 
     @property
     def stats(self) -> Stats:
-        return self._stats.finalize()
+        stats = self._stats.finalize()
+        if self.reuse is not None:
+            stats.feature_cache = self.reuse.cache.counts()
+        return stats
 
     # -- attaching
 
@@ -83,6 +97,8 @@ class Engine(Attachable):
                 self.hook(module.register_forward_hook(note, with_kwargs=True))
         for modality in _MODALITIES:
             self._record_features(modality)
+        if self.reuse is not None:
+            self.on_detach(self.reuse.cache.clear)
         self.hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
         self.hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
         # The base may be the decoder itself: it is entered first, and left last.
@@ -105,8 +121,7 @@ class Engine(Attachable):
         base, name = self.adapter.base, f"get_{modality}_features"
         if getattr(base, name, None) is None or modality not in self.adapter.placeholders:
             return
-        ahead = partial(self._before_features, modality)
-        self.wrap(base, name, partial(FeatureRecorder, ahead=ahead, note=self._note_features))
+        self.wrap(base, name, partial(FeatureRecorder, encode=partial(self._features, modality)))
 
     # -- the stack of calls of this thread
 
@@ -151,27 +166,36 @@ class Engine(Attachable):
         self._under_way.remove(call)
         end_turn(call.arguments.get("past_key_values"))
 
-    def _before_features(self, modality: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return what is about to be encoded, before the tower is launched: whoever asks the device finds it idle."""
+    def _features(self, modality: str, arguments: dict[str, Any], original: Encoder) -> Any:
+        """Return what `original` makes of `arguments`, now or once before, with a record of it: `generate` hands it to
+        a later forward."""
         if (call := self._call()) is not None:
             modality = self.adapter.modality(modality, arguments, call.arguments)
-        arguments = self.adapter.on_host(modality, arguments)
-        if modality == "video" and 0 in (self.adapter.video_frames(arguments) or ()):
+        told = self.adapter.on_host(modality, arguments)
+        if modality == "video" and 0 in (self.adapter.video_frames(told) or ()):
             raise UnsupportedSetupError("a video of this call has no frames: leave it out, or pass its frames")
-        for part in self.parts:
-            part.before_encode(modality, arguments)
-        return modality, arguments
-
-    def _note_features(self, encoded: tuple[str, dict[str, Any]], output: Any) -> None:
-        """Images were encoded. Their grids travel with the output, which generate() hands to a later forward."""
-        modality, arguments = encoded
+        encode = partial(self._encode, modality, told, original)
+        output = encode({}) if self.reuse is None else self.reuse(modality, arguments, told, encode)
         if hasattr(output, "pooler_output"):
-            grids = self.adapter.grids(modality, arguments)
-            start_record(output, grids, self.adapter.video_frames(arguments) if modality == "video" else None)
+            grids = self.adapter.grids(modality, told)
+            start_record(output, grids, self.adapter.video_frames(told) if modality == "video" else None)
         for part in self.parts:
-            part.after_encode(modality, arguments, output)
+            part.encoded(modality, output)
         if (call := self._call()) is not None:
             self._match_features(call, modality, output)
+        return output
+
+    def _encode(self, modality: str, told: dict[str, Any], original: Encoder, changed: dict[str, Any]) -> Any:
+        """Return what `original` makes of its arguments, some of them `changed`. told: the arguments, with what tells
+        the shapes of images on the host."""
+        told = self.adapter.on_host(modality, told | changed)
+        # Before the tower is launched: whoever asks the device now finds it idle.
+        for part in self.parts:
+            part.before_encode(modality, told)
+        output = original(changed)
+        for part in self.parts:
+            part.after_encode(modality, told, output)
+        return output
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output
@@ -196,50 +220,15 @@ class Engine(Attachable):
         if call.past == 0:
             self._stats = Stats(notes=call.notes)
         if call.outputs and embeds.shape[1] > 1:
-            self._find_segments(call, embeds)
+            self.planner.find_segments(call, embeds)
         for part in self.parts:
             part.before_decoder(call, kwargs)
-        cutting = call.segments is not None and self._plan(call)
+        cutting = call.segments is not None and self.planner.plan(call)
         if cutting or call.reduction is not None:
             self._activate(call, kwargs, cutting)
         if call.report is not None:
             call.report.add_time(time.perf_counter() - start)
         return args, kwargs
-
-    def _find_segments(self, call: Call, embeds: Tensor) -> None:
-        outputs = call.outputs if self.adapter.features_per_image else {}
-        step = self.adapter.step_within_image
-        runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
-        grid_of = self.adapter.image_grid
-        behind = self.adapter.behind_video
-        call.segments = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind)
-        if call.segments is not None:
-            call.report = Report(self.shape, call.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
-            call.report.stats.notes = call.notes
-
-    def _runs_per_image(self, call: Call) -> RunsPerImage | None:
-        if call.host.ids is None:
-            call.notes.append(
-                "the prompt came as embeddings, which do not tell which tiles make up an image: each tile counts as one"
-            )
-            return None
-        ids = call.host.ids.tolist()
-        return lambda row, runs: self.adapter.runs_per_image(ids[row], runs)
-
-    def _plan(self, call: Call) -> bool:
-        """Plan the cuts of a call, and return whether tokens leave."""
-        merged = call.state.get(Merged)
-        counts = call.segments.counts if merged is None else merged.selection.counts
-        tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
-        call.plan = plan_cuts(self.steps.values(), self.shape, call.segments, counts, tokens, at_least)
-        for part in self.parts:
-            part.planned(call)
-        return bool(call.plan.cuts) or merged is not None
-
-    def _at_least(self, call: Call, step: Step, arrived: list[int], wanted: list[int]) -> list[int]:
-        for part in self.parts:
-            wanted = part.at_least(call, step, arrived, wanted)
-        return wanted
 
     def _activate(self, call: Call, kwargs: dict[str, Any], cutting: bool) -> None:
         """Prepare a call in which tokens are missing: in its cache, or (`cutting`) by cuts of its own. Those at the
@@ -253,6 +242,7 @@ class Engine(Attachable):
             check_call(self.steps.values(), self.adapter, kwargs, bool(call.maskless))
             if call.cache is None and self._uses_cache(kwargs):
                 kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
+            call.functions = mask_functions_of(call, kwargs, self.adapter)
         if call.segments is not None:
             call.extras = self.adapter.take_extras(kwargs, call.layout)
         if call.cuts_at(0) or call.state.get(Merged) is not None:

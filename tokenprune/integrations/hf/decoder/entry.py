@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.decoder.pruning import apply, cut
@@ -15,6 +17,20 @@ from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
+from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions, mask_functions
+
+
+def mask_functions_of(call: Call, kwargs: dict[str, Any], adapter: Adapter) -> MaskFunctions | None:
+    """Return what the decoder will make its masks of, if it is to make them itself; None where the caller, or the base
+    model, made them, where a static cache has slots for tokens to come, and where attention takes no masks of pairs."""
+    embeds, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
+    if call.capacity is not None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+        return None
+    # Padding leaves with the first cut, but a visual token that the caller masks may stay.
+    real_behind_cut = bool((call.host.real | ~call.host.visual).all())
+    # Of embeddings masks are told how many there are, and of which type.
+    make = partial(adapter.masks, embeds.new_empty(()).expand(*embeds.shape[:2], 1), mask, None)
+    return mask_functions(make, adapter.text_config, call.past + embeds.shape[1], real_behind_cut)
 
 
 def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Adapter) -> None:
@@ -26,7 +42,7 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         positions = adapter.positions(kwargs, call.past)
     prepared = isinstance(mask, dict) or (mask is not None and mask.ndim == 4)
     if not prepared and (call.past or call.capacity is not None or masks.sliding_layers(config)):
-        mask = adapter.masks(embeds, mask, call.cache)
+        mask = adapter.masks(embeds, mask, call.cache) if call.functions is None else call.functions.made
         prepared = True
 
     if (merged := call.state.get(Merged)) is not None:

@@ -217,9 +217,12 @@ class Adapter(PatchSource):
         embeds = kwargs["inputs_embeds"]
         return torch.arange(past, past + embeds.shape[1], device=embeds.device)[None]
 
-    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any) -> Any:
-        """Return the masks that the decoder would make itself for the whole sequence, in a form that it takes."""
-        return create_masks_for_generate(self.text_config, embeds, mask, cache, None)
+    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> Any:
+        """Return the masks that the decoder would make itself for the whole sequence, in a form that it takes.
+
+        config: in the place of the decoder's own, from which transformers learns the attention implementation.
+        """
+        return create_masks_for_generate(config or self.text_config, embeds, mask, cache, None)
 
     # -- per-token arguments of the decoder beyond the common ones
 

@@ -94,9 +94,10 @@ class Llama4Adapter(Adapter):
     decoder_names = ("language_model.model",)
     features_per_image = False
 
-    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
+    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> dict[str, Any]:
         # create_masks_for_generate of transformers 5.19 fails on chunks.
-        about = dict(config=self.text_config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache)
+        config = config or self.text_config
+        about = dict(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache)
         return {
             "full_attention": create_causal_mask(**about),
             "chunked_attention": create_chunked_causal_mask(**about),
@@ -280,9 +281,10 @@ class NemotronAdapter(Adapter):
         sizes = arguments.get("image_grid_hw")
         return None if sizes is None else [(1, height // 2, width // 2) for height, width in sizes.tolist()]
 
-    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
+    def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> dict[str, Any]:
         # create_masks_for_generate knows no layers of experts.
-        about = dict(config=self.text_config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache)
+        config = config or self.text_config
+        about = dict(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache)
         return {
             "full_attention": create_causal_mask(**about),
             "linear_attention": create_recurrent_attention_mask(**about),

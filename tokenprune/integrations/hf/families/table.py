@@ -181,3 +181,7 @@ PACKED_PATCHES = set(
     "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen2_5_omni_thinker qwen3_omni_moe_thinker "
     "glm4v glm46v glm4v_moe glm_ocr glmga exaone4_5 hyperclovax_vision_v2 cohere_compass cosmos3_omni".split()
 )
+
+# Families whose encoder takes every image (or tile, or video) for itself, by rows of its arguments, so that encoded
+# ones can be used again one by one (tower/reuse.py). Elsewhere a call of the encoder is used again as a whole.
+IMAGES_APART = set("llava llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl internvl gemma3".split())

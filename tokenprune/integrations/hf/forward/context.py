@@ -29,6 +29,7 @@ from tokenprune.integrations.hf.cache.static_cache import attach as attach_stati
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 from tokenprune.tokens import Segments
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ class Call:
     segments: the visual tokens that are left; report: what was removed; both only where the call brings images.
     The rest is set where tokens are missing (`active`). plan: the cuts to make. layout: the tokens at the current
     layer; extras: what the adapter carries along with them. groups: what the layers are handed, one for each group of
-    layers that hold the same tokens. maskless: layers that need no attention mask.
+    layers that hold the same tokens. functions: what the decoder's masks are made of, None = not known. maskless:
+    layers that need no attention mask.
     """
 
     arguments: dict[str, Any]
@@ -135,6 +137,7 @@ class Call:
     layout: Layout | None = None
     extras: Any = None
     groups: list[LayerInputs] = field(default_factory=list)
+    functions: MaskFunctions | None = None
     maskless: frozenset[int] = frozenset()
 
     @property
@@ -230,7 +233,8 @@ class Call:
         device = self.layout.index.device if start is None else start.columns.device
         columns = columns_for(layer, self.layout, self.past, self.reduction, device, self.capacity)
         ragged = bool(self.groups) and self.groups[-1].ragged
-        return LayerInputs(layer, self.layout, columns, ragged, self.past, self.reduction, start, self.capacity)
+        about = (self.past, self.reduction, start, self.capacity, self.functions)
+        return LayerInputs(layer, self.layout, columns, ragged, *about)
 
     def group_of(self, layer: int) -> LayerInputs:
         """Return the group that `layer` belongs to, of those opened so far."""

@@ -14,6 +14,7 @@ from tokenprune.integrations.hf.cache.reduced_cache import Reduction, new_positi
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.sequence.mask_functions import MaskFunction, MaskFunctions
 from tokenprune.integrations.shared.attachable import hidden_states
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class LayerInputs:
     layout: the call's tokens that they hold. columns: long `[B, K]`, logical positions of all keys that they hold, -1 =
     empty slot. capacity: tokens that a static cache was made for, None = it grows. ragged: whether an earlier group has
     empty slots. past: the logical length of the cache; reduction: what is missing in it, None = nothing. start: the
-    call's first group, for which the decoder itself made masks and positions; None: this is it.
+    call's first group, for which the decoder itself made masks and positions; None: this is it. functions: what the
+    decoder's masks are made of, None = not known.
     """
 
     first: int
@@ -64,6 +66,7 @@ class LayerInputs:
     reduction: Reduction | None
     start: LayerInputs | None
     capacity: int | None = None
+    functions: MaskFunctions | None = None
     _memo: dict[Any, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,7 +105,7 @@ class LayerInputs:
             elif keys is None:
                 mask = None
             else:
-                mask = self.attention_mask(mask, keys, adapter.attention, hidden_states(args, kwargs).dtype)
+                mask = self.attention_mask(mask, keys, adapter.attention, hidden_states(args, kwargs).dtype, layer)
             kwargs["attention_mask"] = mask
         if self.rows() is not None:
             args = list(args)
@@ -138,28 +141,43 @@ class LayerInputs:
         rows = self.rows()
         return mask if rows is None else masks.gather_token_mask(mask, rows, self.layout.valid)
 
-    def attention_mask(self, mask: Any, keys: KeySpan, attention: str, dtype: torch.dtype) -> Any:
+    def attention_mask(
+        self, mask: Any, keys: KeySpan, attention: str, dtype: torch.dtype, layer: int | None = None
+    ) -> Any:
         """Return the attention mask of a layer that attends to `keys`. mask: what the decoder made for the arrival
-        layout. attention, dtype: see `masks.causal_mask`."""
+        layout, or a `MaskFunction`. attention, dtype: see `masks.causal_mask`. layer: which it is, if `mask` was handed
+        to one."""
         made_for_these = self.capacity is None or self.arrival.whole
         if self.layout is self.arrival and self.reduction is None and made_for_these:
-            return mask  # the decoder made it for exactly these tokens
+            return self._of_held(mask, keys)  # the decoder made it for exactly these tokens
         if mask is None and not self.ragged:
             return None
+        if self.functions is not None and layer is not None:
+            mask = self.functions.of_layer(layer, mask)
 
-        def make() -> tuple[Tensor, Any]:
+        def make() -> tuple[Tensor | None, Any]:
             columns = self.visible_keys(keys)
+            if isinstance(mask, MaskFunction):
+                return mask.mask(self.layout.index + self.past, columns, self._keys_are_queries), mask
             if mask is None:
                 own = self.layout.positions()
                 queries = torch.where(own < 0, -1, own + self.past)
                 return masks.causal_mask(queries, columns, attention, dtype), mask
             columns = self._arrival_columns(columns)
-            if self.capacity is not None:
+            if self.capacity is None:
+                columns = self._behind_first(mask, columns)
+            else:
                 # Masks of sliding layers end before the tokens to come.
                 columns = columns.masked_fill(columns >= mask.shape[-1], -1)
             return masks.gather_mask(mask, self.rows(), columns), mask
 
         return self._once(("mask", id(mask), keys), make)[0]
+
+    @property
+    def _keys_are_queries(self) -> bool:
+        """Whether it is known that a layer sees keys of its queries alone, none of which is empty or padding."""
+        known = self.functions is not None and self.functions.real_behind_cut
+        return known and not self.past and not self.ragged and not self.layout.whole
 
     # -- keys
 
@@ -171,6 +189,17 @@ class LayerInputs:
             return columns if self.decode is None else self.decode.hide(columns)
 
         return self._once(("keys", keys), make)
+
+    def _of_held(self, mask: Any, keys: KeySpan) -> Any:
+        """Return what a sliding layer, which holds the last keys, needs of a mask that was made for all of them."""
+        wider = isinstance(mask, Tensor) and mask.ndim == 4 and self.capacity is None and mask.shape[-1] > keys.slots
+        return mask[..., -keys.slots :] if wider else mask
+
+    def _behind_first(self, mask: Any, columns: Tensor) -> Tensor:
+        """Translate columns of all keys into those of `mask`, which may have the last ones alone: a sliding layer's."""
+        keys = self.past + self.layout.length if self.arrival.whole else (self.start or self).columns.shape[1]
+        first = keys - mask.shape[-1] if isinstance(mask, Tensor) else 0
+        return columns if first <= 0 else (columns - first).clamp(min=-1)
 
     def _arrival_columns(self, columns: Tensor) -> Tensor:
         """Translate logical positions into columns of the masks that the decoder made."""

@@ -30,6 +30,9 @@ class Part(Attachable):
         modality: "image" or "video". arguments, output: of `get_image_features` or `get_video_features`.
         """
 
+    def encoded(self, modality: str, output: Any) -> None:
+        """Encoded images are handed to the model, whether they were encoded now (`after_encode`) or before."""
+
     def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         """A decoder that is handed `kwargs` is entered; they may be changed. What is to be done in it is left in
         `call.state`; its segments and report are there if it brings images."""

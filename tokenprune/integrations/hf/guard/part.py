@@ -53,10 +53,11 @@ def guard_for(
         return None
     if guard.mode == "auto":
         for method, budget in zip(methods, budgets, strict=True):
-            if method.site is Site.ATTENTION or (method.site not in _RAISABLE and not budget.is_identity()):
+            site = next((one for one in _sites(method, budget, adapter) if one not in _RAISABLE), None)
+            if site is Site.ATTENTION or (site is not None and not budget.is_identity()):
                 raise UnsupportedSetupError(
                     f'guard="auto" keeps more tokens of a prompt by a budget at the decoder, and {method.name} acts at '
-                    f'{method.site}: use guard="warn", or a method at PRE_LLM or IN_LLM'
+                    f'{site}: use guard="warn", or a method at PRE_LLM or IN_LLM'
                 )
     table = shipped()
     watched = []
@@ -70,6 +71,11 @@ def guard_for(
         if len(methods) > 1 or share is None or share < max(floors.values()):
             watched.append(Watched.of(method, budget, floors, len(adapter.decoder.layers)))
     return GuardPart(adapter, guard, watched, table, tokenizer_of(processor)) if watched else None
+
+
+def _sites(method: Method, budget: Budget, adapter: Adapter) -> list[Site]:
+    """Return where a method acts: an option may say so, which its class does not know."""
+    return [stage.site for stage, _ in method.stages(budget, len(adapter.decoder.layers))]
 
 
 def tokenizer_of(processor: Any) -> Any:
@@ -99,7 +105,8 @@ class GuardPart(Part):
         self.tokenizer, self.reader = tokenizer, Reader(settings.patterns)
         self.reads_text = tokenizer is not None
         # What makes no cut at the decoder; and of the others, which cuts are theirs.
-        self.elsewhere = [one for one in watched if one.method.site in (Site.PRE_ENCODER, Site.IN_ENCODER)]
+        ahead = {Site.PRE_ENCODER, Site.IN_ENCODER}
+        self.elsewhere = [one for one in watched if ahead & set(_sites(one.method, one.budget, adapter))]
         layers = len(adapter.decoder.layers)
         self.cuts = {
             method.cut_layer: one
@@ -178,7 +185,8 @@ class GuardPart(Part):
                 if (place, kind) in verdict.low and (source, kind) not in self._said:
                     self._said.add((source, kind))
                     watched, share = verdict.low[place, kind]
-                    raisable, floor = watched.method.site in _RAISABLE, watched.floors[kind]
+                    raisable = watched not in self.elsewhere and watched.method.site in _RAISABLE
+                    floor = watched.floors[kind]
                     logger.warning("%s", warning(source, kind, watched.method.name, share, floor, raisable, self.table))
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.per_layer import per_layer
 
+_ROWS = 512  # of a mask that are gathered at once
+
 
 def gather_mask(mask: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     """Return the mask of the tokens that remain.
@@ -38,11 +40,21 @@ def gather_mask(mask: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     if mask.shape[0] != batch:
         mask = mask.expand(batch, *mask.shape[1:])
     heads = mask.shape[1]
-    if rows is not None:
-        mask = mask.gather(2, rows.to(mask.device)[:, None, :, None].expand(batch, heads, -1, mask.shape[3]))
-    mask = mask.gather(3, columns[:, None, None, :].expand(batch, heads, mask.shape[2], -1))
     blocked = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-    return mask.masked_fill(empty[:, None, None, :], blocked)
+
+    def remaining(block: Tensor) -> Tensor:
+        found = block.gather(3, columns[:, None, None, :].expand(batch, heads, block.shape[2], -1))
+        return found.masked_fill_(empty[:, None, None, :], blocked)
+
+    if rows is None:
+        return remaining(mask)
+    # By rows, so that nothing is made of all that remain beside all keys.
+    rows, made = rows.to(mask.device), mask.new_empty(batch, heads, rows.shape[1], columns.shape[1])
+    for start in range(0, rows.shape[1], _ROWS):
+        some = rows[:, start : start + _ROWS]
+        block = mask.gather(2, some[:, None, :, None].expand(batch, heads, -1, mask.shape[3]))
+        made[:, :, start : start + _ROWS] = remaining(block)
+    return made
 
 
 def gather_token_mask(mask: Tensor | None, rows: Tensor, valid: Tensor | None) -> Tensor | None:
@@ -66,7 +78,8 @@ def causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtyp
     queries = queries.to(keys.device)
     if "flash" in attention:
         return keys >= 0
-    allowed = ((keys[:, None] <= queries[..., None]) & (keys >= 0)[:, None])[:, None]
+    allowed = (keys[:, None] <= queries[..., None])[:, None]
+    allowed &= (keys >= 0)[:, None, None]
     if attention == "sdpa":
         return allowed
     if attention == "eager":

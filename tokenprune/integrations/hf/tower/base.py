@@ -96,7 +96,7 @@ class TowerPatch(Merger, Part):
                     f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
                 )
         groups = {modality: record_of(output).groups for modality, output in call.outputs.items()}
-        return keep_one_per_group(segments, call.host.masks, groups)
+        return keep_one_per_group(segments, call.host.masks, groups, merges=not self.method.reads)
 
     def counts(self, call: Call) -> list[int]:
         """Tokens that entered each of the tower's blocks, for all images of a call."""

@@ -6,33 +6,43 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _thread = threading.local()
+Encoder = Callable[[dict[str, Any]], Any]
 
 
 class FeatureRecorder:
-    """Stands in for a model's `get_image_features` or `get_video_features`, and notes what it was given and returned.
+    """Stands in for a model's `get_image_features` or `get_video_features`: has `encode` answer, which is called with
+    the arguments, and with what encodes them.
 
-    ahead: called with the arguments before anything is encoded; what it returns is handed to `note`, with the output.
     A class, not a closure, so that a deep copy of the model gets a recorder of its own.
     """
 
-    def __init__(self, original: Callable, ahead: Callable, note: Callable[[Any, Any], None]) -> None:
-        self.original, self.ahead, self.note = original, ahead, note
+    def __init__(self, original: Callable, encode: Callable[[dict[str, Any], Encoder], Any]) -> None:
+        self.original, self.encode = original, encode
         # generate() reads the signature to know which of its arguments to hand over.
         self.__signature__ = inspect.signature(original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Qwen3-VL's get_video_features calls get_image_features: only the outermost call tells what was encoded.
-        nested, _thread.encoding = getattr(_thread, "encoding", False), True
+        if getattr(_thread, "encoding", False):
+            return self.original(*args, **kwargs)
+        arguments = self.__signature__.bind(*args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        return self.encode(arguments, partial(self._run, args, kwargs))
+
+    def _run(self, args: tuple, kwargs: dict[str, Any], changed: dict[str, Any]) -> Any:
+        """Call the original, with some arguments `changed` that may have come by place or by name."""
+        placed = [changed.get(name, value) for name, value in zip(self.__signature__.parameters, args, strict=False)]
+        named = {name: changed.get(name, value) for name, value in kwargs.items()}
+        _thread.encoding = True
         try:
-            if not nested:
-                arguments = self.__signature__.bind(*args, **kwargs).arguments
-                told = self.ahead(arguments | arguments.get("kwargs", {}))
-            output = self.original(*args, **kwargs)
+            return self.original(*placed, **named)
         finally:
-            _thread.encoding = nested
-        if not nested:
-            self.note(told, output)
-        return output
+            _thread.encoding = False
+
+    def adopt(self, output: Any, arguments: dict[str, Any]) -> Any:
+        """Return `output`, which another model of the same weights made of `arguments`, noted like one of its own."""
+        return self.encode(arguments, lambda changed: output)

@@ -31,7 +31,7 @@ class ChunkedPrefillCheck(Part):
     def _attach(self) -> None:
         pass  # the engine tells all there is to know
 
-    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+    def encoded(self, modality: str, output: Any) -> None:
         if self.current() is None:  # ahead of any forward, as `generate` does
             states().setdefault(self, {})[modality] = weakref.ref(output)
 

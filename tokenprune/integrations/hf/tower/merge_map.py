@@ -37,12 +37,12 @@ def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor
 
 
 def keep_one_per_group(
-    segments: Segments, masks: dict[str, Tensor], groups: dict[str, list[Tensor]]
+    segments: Segments, masks: dict[str, Tensor], groups: dict[str, list[Tensor]], merges: bool = True
 ) -> Selection | None:
-    """Return the selection that keeps the first token of each group; None if every token is one.
+    """Return the selection that keeps the first token of each group, -1 = in none; None if every token is one.
 
     masks: bool `[B, L]` of placeholders for each modality, on the host; groups: see `feature_groups`. How many tokens
-    are left is what the host has to wait for.
+    are left is what the host has to wait for. merges: whether tokens joined others; if not, they were dropped.
     """
     device = segments.mask.device
     batch, length = next(iter(masks.values())).shape
@@ -50,21 +50,25 @@ def keep_one_per_group(
     for modality, images in groups.items():
         flat, start = [], 0
         for image in images:
-            flat.append(image.to(device) + start)
+            flat.append(torch.where(image < 0, -1, image + start).to(device))
             start += len(image)
         mask, group = masks[modality], torch.cat(flat)
         numbers = placeholder_to_feature(modality, mask, len(group))
         columns = torch.empty(len(group), dtype=torch.long)
         columns[numbers[mask]] = mask.nonzero()[:, 1]  # copies of a row have their features in the same columns
-        of_group = to_device(columns, device)[group[to_device(numbers.clamp(min=0), device)]]
+        group = group[to_device(numbers.clamp(min=0), device)]
+        of_group = to_device(columns, device)[group.clamp(min=0)].masked_fill(group < 0, -1)
         first = torch.where(to_device(mask, device), of_group, first)
     # Positions in the sequence -> places in the segment; padding is written to a scratch entry at the end.
     rows, real = segments.row_index.expand_as(segments.position), segments.mask
     numbers = torch.arange(real.shape[1], device=device).expand_as(segments.position)
     place = first.new_full((batch, length + 1), -1)
     place[rows, torch.where(real, segments.position, length)] = numbers
-    assign = place[rows, first[rows, segments.position]].masked_fill(~real, -1)
+    owner = first[rows, segments.position]
+    assign = place[rows, owner.clamp(min=0)].masked_fill(~real | (owner < 0), -1)
     keep = (assign == numbers) & real
     counts = keep.sum(1).tolist()
+    if counts == segments.counts:
+        return None
     # All tokens of a group are the same: the first is taken as it is, so that no rounding comes in.
-    return None if counts == segments.counts else Selection(keep, assign, keep.float(), counts)
+    return Selection(keep, assign, keep.float(), counts) if merges else Selection(keep, counts=counts)

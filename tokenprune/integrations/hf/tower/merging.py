@@ -9,7 +9,7 @@ wholes, patch by patch (units.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from tokenprune.integrations.shared.block_merging import Block, Merging
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.integrations.shared.units import Units
+from tokenprune.observable_registry import find_observable
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class EncoderPatch(TowerPatch):
     Raises UnsupportedSetupError for towers and projectors whose tokens cannot be merged, and for attention back ends
     that take no bias; BudgetError for a budget that cannot be reached.
     """
+
+    shows = True
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         family, name = adapter.config.model_type, method.name
@@ -102,10 +105,19 @@ class EncoderPatch(TowerPatch):
             self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
     def _observe(self, index: int, observation: Observation) -> Tensor | None:
-        self.note_keys(index, observation.key)
         state = self.state()
         if state is None:
             return None
+        if self.method.reads and state.plan[index] is not None:
+            padding = state.added
+            if padding is not None:
+                padding = padding.expand(-1, -1, observation.query.shape[2], -1)
+            seen = observation if padding is None else replace(observation, mask=padding, causal=False)
+            with torch.no_grad():
+                shown = find_observable(self.method.reads).of_patches(seen, self.shape.protected)
+            self.note_keys(index, shown.float())
+        else:
+            self.note_keys(index, observation.key)
         if index == 0 and observation.mask is not None:
             self._note_masked(state, observation)
         return state.added

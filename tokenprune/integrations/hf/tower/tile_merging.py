@@ -38,6 +38,8 @@ class TilePatch(EncoderPatch):
     Raises what `EncoderPatch` does, and BudgetError where a budget leaves no patch of a tile beside the newlines.
     """
 
+    shows = False  # newlines stand between its tokens, and tiles overlap
+
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         self.exact = method.inexact is None  # else how many tokens are left is the method's own affair
         super().__init__(adapter, method, budget)
@@ -114,7 +116,7 @@ def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> Pa
     features of a tile."""
     base, sizes = adapter.base, torch.as_tensor(arguments["image_sizes"]).cpu()
     numbers, start = [], 0
-    for tiles in _tiles(adapter, arguments, sizes):
+    for tiles in tiles_of(adapter, arguments, sizes):
         numbers.append(numbered(tiles, tokens, torch.device("cpu"), start))
         start += tiles * tokens
     given = {"image_features": numbers, "image_sizes": sizes, "image_newline": None}
@@ -130,8 +132,8 @@ def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> Pa
     return Packed(list(pack(base, **given)[0]), tokens)
 
 
-def _tiles(adapter: Adapter, arguments: dict[str, Any], sizes: Tensor) -> list[int]:
-    """How many tiles each image is cut into."""
+def tiles_of(adapter: Adapter, arguments: dict[str, Any], sizes: Tensor) -> list[int]:
+    """Return how many tiles each image is cut into, of sizes long `[images, 2]` on the host."""
     config = adapter.config
     in_row = arguments.get("batch_num_images")
     # LLaVA-OneVision cuts an image into tiles only where it is the only one of its prompt.

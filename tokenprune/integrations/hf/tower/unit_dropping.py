@@ -79,7 +79,7 @@ class UnitDrop(Part):
         if budget.per != "image" or budget.flops_share is not None:
             raise BudgetError(
                 f"{method.name} decides before the prompt is known, for each image or video by itself: of {budget}, "
-                'say keep, average_tokens or kv_share, with per="image"'
+                'say keep, average_tokens, average_share or kv_share, with per="image"'
             )
 
     def _attach(self) -> None:

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All methods at equal cost on a shipped model: accuracy, ranks, and how far they agree with the papers' order.
+
+    python benchmarks/all_methods.py ask --model demo_vlm --questions 10     # go on where an earlier run stopped
+    python benchmarks/all_methods.py ask --methods fastv,divprune --questions 2 --out trial.jsonl
+    python benchmarks/all_methods.py page                                    # rewrite docs/all-methods.md
+
+Every method gets, for each target, the setting in which it spends that share of the visual tokens, averaged over the
+decoder's layers (tokenprune bench --equal-cost); one that has none is written down with the reason. Each row of the
+file is written when it is done, and no row that is there is asked again: to ask a method anew, remove its lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rank_agreement import agreement, answers, published_scores
+
+from tokenprune.bench.equal_cost import in_words
+from tokenprune.bench.lines import Lines, read_lines
+from tokenprune.bench.model import SHIPPED_MODELS, load
+from tokenprune.bench.results import UNPATCHED, Results, read_records, summarise
+from tokenprune.bench.significance import pooled_interval
+from tokenprune.bench.suite import Bench, Plan
+from tokenprune.cli.common import get_console, show_progress
+from tokenprune.errors import OptionError, RunError, TokenPruneError
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+PAGE = ROOT / "docs/all-methods.md"
+TARGETS = (0.5, 0.25, 0.11)
+# The published budget, of 576 tokens, that comes nearest to a target; at 0.5 nothing is published.
+PUBLISHED = {0.25: 128, 0.11: 64}
+# What makes rows of one file comparable.
+_SAME = ("kinds", "kind_of_question", "suffix", "max_new_tokens")
+_SAME_MODEL = ("model", "weights", "dtype")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+class Rows:
+    """The rows of a file, as `Bench` takes the folder of a run: what is there is not asked again.
+
+    Only whole rows are kept, no answers to single questions; the unpatched model is asked anew by each call, since the
+    others' costs are counted against its own. Raises RunError for a file of other questions, or of another model.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        found = read_lines(path)
+        known = [record for record, _ in found]
+        if known and _of(known[0]) != _of(header):
+            raise RunError(f"{path} was made with other questions or another model: name another --out, or remove it")
+        self.known = {(one.get("method"), one.get("keep")) for one in known}
+        self.results = [one for one in known if one.get("method") != UNPATCHED]
+        self._lines = Lines(path, found[-1][1] if found else 0)
+
+    def __enter__(self) -> Rows:
+        self._lines.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._lines.__exit__(*error)
+
+    def add_result(self, record: dict[str, Any]) -> None:
+        if (record.get("method"), record.get("keep")) in self.known:
+            return
+        if record["record"] == "result":
+            accuracy, low, high = pooled_interval(record["right"])
+            record = record | {"accuracy": accuracy, "interval": [low, high], "load": os.getloadavg()[0]}
+        self._lines.write(record)
+
+    def batches(self, place: Mapping[str, Any]) -> dict[int, Any]:
+        return {}
+
+    def add_batch(self, *batch: Any) -> None:
+        pass
+
+    def finish(self, passes: Any) -> None:
+        pass
+
+
+def _of(header: Mapping[str, Any]) -> list[Any]:
+    environment = header.get("environment", {})
+    return [header.get(name) for name in _SAME] + [environment.get(name) for name in _SAME_MODEL]
+
+
+def results_file(model: str) -> Path:
+    return RESULTS / f"all_methods-{model}.jsonl"
+
+
+@app.command()
+def ask(
+    model: Annotated[str, typer.Option(help=f"{' or '.join(SHIPPED_MODELS)}.")] = "demo_vlm",
+    methods: Annotated[str, typer.Option(help="Comma-separated; default: all that act on images.")] = "",
+    questions: Annotated[int, typer.Option(min=1, help="Of each kind, the first ones.")] = 10,
+    targets: Annotated[str, typer.Option(help="Shares of the visual tokens, comma-separated.")] = "0.5,0.25,0.11",
+    out: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/all_methods-MODEL.jsonl.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    device: Annotated[str | None, typer.Option()] = None,
+) -> None:
+    """Ask every method at every target; rows that are in the file already are not asked again."""
+    from tokenprune.cli.common import read_keeps
+
+    if model not in SHIPPED_MODELS:
+        raise OptionError(f"--model {model!r} is none of {', '.join(SHIPPED_MODELS)}")
+    plan = Plan(
+        methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+        keeps=read_keeps(targets), images=questions, batch_size=batch_size, repeats=0, equal_cost=True,
+    )  # fmt: skip
+    subject = load(model, device=device)
+    path = out or results_file(model)
+    with show_progress() as step, Rows(path, Bench(subject, plan).header()) as rows:
+        made = list(Bench(subject, plan, step, folder=rows).records())
+    count = sum((one.get("method"), one.get("keep")) not in rows.known for one in made)
+    get_console(error=True).print(f"{path}: {count} new rows", markup=False)
+
+
+@app.command()
+def page(check: Annotated[bool, typer.Option("--check", help="Exit with 1 where it is not current.")] = False) -> None:
+    """Rewrite the generated part of docs/all-methods.md."""
+    before = PAGE.read_text()
+    text = written(before)
+    if check:
+        raise typer.Exit(int(text != before))
+    PAGE.write_text(text)
+
+
+def written(text: str) -> str:
+    """Return the page with its generated part as it has to be."""
+    parts = [section(path) for path in map(results_file, SHIPPED_MODELS) if path.exists()]
+    made = "\n\n".join(parts) or "(not measured yet)"
+    block = re.compile(r"(<!-- all:begin[^\n]*-->\n).*?(<!-- all:end -->)", re.DOTALL)
+    return block.sub(lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text)
+
+
+def section(path: Path) -> str:
+    """Return what the page says of one model: the table, the ranks beside the papers', what was not reached, and the
+    settings."""
+    records = read_records(path)
+    results = summarise(records)
+    base, targets = results.baseline, list(dict.fromkeys(row.keep for row in results.rows[1:]))
+    share = base.overall
+    head = (
+        f"Unpatched: {100 * share.value:.1f} % right [{100 * share.low:.0f}–{100 * share.high:.0f}] of "
+        f"{base.questions} questions on {base.questions // len(base.kinds)} images, {base.tokens_in:.0f} visual tokens "
+        f"each, {len(base.stats['visual_tokens_per_layer'])} decoder layers."
+    )
+    source = (
+        f"Raw data, with accuracy by kind: [{path.name}](../benchmarks/results/{path.name}), by `python "
+        f"benchmarks/all_methods.py ask --model {path.stem.partition('-')[2]} --questions "
+        f"{base.questions // len(base.kinds)}`."
+    )
+    parts = [
+        f"## {results.header['environment']['model']}", head, _table(results, targets), *_agreements(records, targets),
+        _not_reached(results), "### Settings", _settings(results, targets), source,
+    ]  # fmt: skip
+    return "\n\n".join(part for part in parts if part)
+
+
+def ranks(scores: Mapping[str, float]) -> dict[str, int]:
+    """Return the place of each in the descending order; equal scores share the better place."""
+    return {name: 1 + sum(other > score for other in scores.values()) for name, score in scores.items()}
+
+
+def _table(results: Results, targets: list[float]) -> str:
+    rows = {(row.method, row.keep): row for row in results.rows[1:]}
+    names = list(dict.fromkeys(name for name, _ in rows))
+    places = {at: ranks({name: rows[name, at].overall.value for name in names if (name, at) in rows}) for at in targets}
+    theirs = {at: published_scores(names, budget) for at, budget in PUBLISHED.items() if at in targets}
+    their_places = {at: ranks(scores) for at, scores in theirs.items()}
+    # The best mean place first; who reached fewer targets stands among those by the ones that it reached.
+    order = sorted(names, key=lambda name: (_mean([places[at][name] for at in targets if name in places[at]]), name))
+    header = ["method", *(f"at {100 * at:g} %, rank" for at in targets)]
+    header += [f"published at {PUBLISHED[at]} of 576, rank" for at in theirs]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for name in order:
+        cells = [_cell(rows.get((name, at)), places[at].get(name)) for at in targets]
+        cells += [f"{theirs[at][name]:.1f}, {their_places[at][name]}" if name in theirs[at] else "" for at in theirs]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row: Any, place: int | None) -> str:
+    if row is None:
+        return ""
+    share, marks = row.overall, "".join(f" {mark}" for mark in row.marks)
+    return f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}], {place}{marks}"
+
+
+def _mean(places: list[int]) -> float:
+    return sum(places) / len(places)
+
+
+def _agreements(records: list[dict[str, Any]], targets: list[float]) -> list[str]:
+    """Kendall's tau between our order and the papers', at the targets that have a published order."""
+    told, per_image = [], len(records[0]["kinds"])
+    for at, budget in PUBLISHED.items():
+        scores = answers(records, at)
+        theirs = published_scores(list(scores), budget)
+        if at not in targets or len(theirs) < 3:
+            continue
+        one = agreement(scores, theirs, per_image)
+        told.append(
+            f"At {100 * at:g} %, beside the papers at {budget} of 576 tokens: Kendall's tau {one['tau']:.2f} "
+            f"[{one['low']:.2f}, {one['high']:.2f}] over {len(theirs)} methods."
+        )
+    return told
+
+
+def _not_reached(results: Results) -> str:
+    """Methods without a row, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for one in results.skipped:
+        # The same sentence for several targets, and methods.
+        who = re.escape(one["method"])
+        promised, solved = rf"{who} has no setting for a layer average of [\d.]+: ", r"Budget\(average_share=[\d.]+\) "
+        reason = re.sub(rf"^({promised}|{solved})", "", one["reason"])
+        by_reason.setdefault(reason, []).append(f"`{one['method']}` at {100 * one['keep']:g} %")
+    if not by_reason:
+        return ""
+    return "\n".join(["### Not reached", "", *(f"- {', '.join(who)}: {why}" for why, who in by_reason.items())])
+
+
+def _settings(results: Results, targets: list[float]) -> str:
+    rows = {(row.method, row.keep): row for row in results.rows[1:]}
+    header = ["method", *(f"at {100 * at:g} %" for at in targets)]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for name in dict.fromkeys(name for name, _ in rows):
+        cells = []
+        for row in (rows.get((name, at)) for at in targets):
+            said = ""
+            if row is not None:
+                said = in_words(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])
+                said += f" ({100 * row.tokens_average / row.tokens_in:.1f} %)"
+            cells.append(said)
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Entry point: our own errors become a red line and exit code 2."""
+    try:
+        app(prog_name="all_methods.py")
+    except TokenPruneError as error:
+        from rich.text import Text
+
+        get_console(error=True).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts on fewer visual tokens, on a model that ships: how many are accepted, and how often the target runs.
+
+    python benchmarks/assisted.py                      # demo_qwen, its held-out questions
+    python benchmarks/assisted.py --page               # write the table into docs/guide/drafts.md
+
+The shipped models answer in one word. So two things are measured: how often the draft's word is the target's, which is
+the acceptance of a word that the image decides, and, with the model kept from ending its answer, what assisted
+generation does over `--words` words: target forwards, and drafts accepted. All answers are compared with those without
+help. Nothing here is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import header, read, results_path, write
+from rich.console import Console
+
+import tokenprune
+from tokenprune import DraftCost
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import Model, load
+from tokenprune.bench.tables import Cell, Table, to_markdown, to_rich
+from tokenprune.config import Config
+
+SETTINGS = "random:0.3,divprune:0.5,divprune:0.3,divprune:0.1,fastv:0.3,divprune:1.0"
+DRAFTED = 4
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "drafts.md"
+BEGIN, END = "<!-- assisted:begin (benchmarks/assisted.py --page) -->", "<!-- assisted:end -->"
+
+
+@contextmanager
+def drafts_of(model: Any, method: str | None, keep: float) -> Iterator[Any]:
+    """Yield a draft with the weights of `model`; method None: as transformers alone would use it, without images."""
+    draft = copy.deepcopy(model) if method is None else tokenprune.assistant(model, method, keep=keep)
+    draft.generation_config.num_assistant_tokens = DRAFTED
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    try:
+        yield draft
+    finally:
+        if method is not None:
+            tokenprune.unpatch(draft)
+
+
+class Written:
+    """What generations of one target took. forwards: their lengths, `[prompts][forwards]`; words: written by them."""
+
+    def __init__(self) -> None:
+        self.forwards: list[list[int]] = []
+        self.words = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """The first forward of a prompt reads it; each other checks what was drafted, and adds a word of its own."""
+        rounds = [length - 1 for one in self.forwards for length in one[1:]]
+        total = sum(map(len, self.forwards))
+        return {"forwards": total, "words": self.words, "drafted": sum(rounds), "accepted": self.words - total}
+
+
+@contextmanager
+def watched(model: Model, written: Written) -> Iterator[None]:
+    def enter(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        written.forwards[-1].append(kwargs["inputs_embeds"].shape[1])
+
+    handle = model.adapter.decoder.register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def ask(model: Model, inputs: dict[str, Any], words: int, **options: Any) -> list[int]:
+    """Return the ids of as many words; the answer is kept from ending."""
+    end = model.model.generation_config.eos_token_id
+    if words > 1:
+        options["suppress_tokens"] = end if isinstance(end, list) else [end]
+    out = options.pop("by", model.model).generate(**inputs, max_new_tokens=words, do_sample=False, **options)
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def measure(
+    model: Model, prompts: Sequence[dict[str, Any]], answers: Sequence[list[int]], method: str | None, keep: float
+) -> dict[str, Any]:
+    """Return the record of one setting. answers: what the model writes alone; every other one is compared with it."""
+    written, right, equal, words = Written(), 0, 0, len(answers[0])
+    with drafts_of(model.model, method, keep) as draft, torch.no_grad():
+        for inputs, want in zip(prompts, answers, strict=True):
+            if method is not None:
+                right += ask(model, inputs, 1, by=draft) == want[:1]
+            written.forwards.append([])
+            with watched(model, written):
+                got = ask(model, inputs, words, assistant_model=draft)
+            written.words += len(got)
+            equal += got == want
+    record = {"method": method, "keep": keep, "prompts": len(prompts), "equal": equal, **written.as_dict()}
+    if method is not None:
+        tokens = round(sum(model.visual_tokens(one) for one in prompts) / len(prompts))
+        steps = Config({"method": method, "keep": keep}).steps()
+        cost = DraftCost.of_configs(model.model.config, None, *steps, tokens=tokens, text=16 + words)
+        record |= {"same_word": right, "c": cost.c}
+    return record
+
+
+def table(path: Path) -> Table:
+    """Return the table of a file of results."""
+    about, lines = read(path)
+    rows = []
+    for one in lines:
+        asked = one["prompts"]
+        name = "a copy, without us" if one["method"] is None else f"{one['method']}, keep {one['keep']:g}"
+        word, c = ("", "") if one["method"] is None else (f"{one['same_word'] / asked:.0%}", f"{one['c']:.3f}")
+        rows.append([*map(Cell, (
+            name, word, f"{one['accepted'] / max(1, one['drafted']):.0%}", f"{one['words'] / asked:.1f}",
+            f"{one['forwards'] / asked:.1f}", f"{one['equal']} of {asked}", c,
+        ))])  # fmt: skip
+    columns = (
+        "draft", "its word is the target's", "drafts accepted", "words", "target forwards", "answers equal", "c",
+    )  # fmt: skip
+    note = (
+        f"{about['model']}, {about['questions']} held-out questions, one prompt at a time, {DRAFTED} words drafted a "
+        f"round; a draft with the target's weights. Weights {about['weights']}, torch {about['torch']}, transformers "
+        f"{about['transformers']}, {about['date']}."
+    )
+    return Table("Drafts on fewer visual tokens", columns, rows, (note,))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo_qwen")
+    parser.add_argument("--settings", default=SETTINGS, help="method:keep, with commas between them")
+    parser.add_argument("--questions", type=int, default=45, help="evenly out of the held-out set, every kind as often")
+    parser.add_argument("--words", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/assisted.jsonl")
+    parser.add_argument("--page", action="store_true", help="write the table of --json into docs/guide/drafts.md")
+    args = parser.parse_args()
+    path, console = args.json or results_path(torch.device(args.device), "assisted"), Console(width=200)
+    if args.page:
+        head, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n\n{to_markdown(table(path))}\n{END}{rest.partition(END)[2]}")
+        return
+    torch.set_num_threads(args.threads)
+    model = load(args.model, device=args.device)
+    everything = load_heldout(folder=model.heldout)
+    kinds = len({one.kind for one in everything})
+    images = len(everything) // kinds
+    step = max(1, images * kinds // args.questions)
+    chosen = [one for number, one in enumerate(everything) if number // kinds % step == 0][: args.questions]
+    prompts = [model.inputs([one.images], [one.question]) for one in chosen]
+    lines = [
+        header(torch.device(args.device), model=args.model, questions=len(chosen), words=args.words,
+               weights=model.weights)
+    ]  # fmt: skip
+    settings = [(name, float(keep)) for name, _, keep in (one.partition(":") for one in args.settings.split(","))]
+    with torch.no_grad():
+        answers = [ask(model, inputs, args.words) for inputs in prompts]
+    for method, keep in [(None, 1.0), *settings]:
+        lines.append(measure(model, prompts, answers, method, keep))
+        write(path, lines)
+    shown = table(path)
+    console.print(to_rich(shown))
+    console.print(shown.notes[0], markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The most memory that a prefill takes beyond the model and its prompt, and what it is: all pairs, logits, the rest.
+
+    python benchmarks/memory.py --threads 1
+
+A narrow decoder with random weights, one image that was encoded beforehand, sdpa attention. "padded": the same prompt
+with 64 places of padding on its left, as in a batch; transformers then writes a mask of all pairs of tokens, which
+torch turns into numbers in each layer. "pairs": masks, and what else has one entry for two tokens each. Counted are the
+tensors made in the prefill that are alive at once, so other work on the machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Live, default_device, encoded, header, llava, prompt, results_path, write
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import tokenprune
+
+METHODS = "divprune,pool,fastv,pyramiddrop"
+PADDING, LARGE = 64, 256
+MOST = 16384  # with padding, of which masks take 5 GB beyond; and with all logits, whose number is the tokens'
+
+
+def kind_of(vocabulary: int) -> Any:
+    """What names the kind of a tensor."""
+
+    def kind(tensor: torch.Tensor) -> str:
+        if tensor.ndim > 1 and tensor.shape[-1] == vocabulary:
+            return "logits"
+        return "pairs" if tensor.ndim > 1 and min(tensor.shape[-2:]) > LARGE else "rest"
+
+    return kind
+
+
+def measure(model: Any, method: str, visual: int, keep: float, padded: bool, last: bool) -> dict[str, Any]:
+    """Return what one prefill takes. last: whether the caller asks for the logits of the last token alone."""
+    device, text = model.device, model.config.text_config
+    torch.manual_seed(0)
+    ids = prompt(visual, device, model.config.image_token_id)
+    mask = torch.ones_like(ids)
+    if padded:
+        ids, mask = (torch.nn.functional.pad(one, (PADDING, 0)) for one in (ids, mask))
+    images = {"image": encoded([torch.randn(visual, text.hidden_size, device=device)])}
+    patched = nullcontext() if method == "unpatched" else tokenprune.patched(model, method, keep=keep, guard="off")
+    with patched, torch.no_grad(), Live(kind_of(text.vocab_size)) as live:
+        out = model(
+            input_ids=ids, attention_mask=mask, mm_encoder_outputs=images, use_cache=True, logits_to_keep=int(last)
+        )
+    return {
+        "method": method, "visual": visual, "keep": keep, "prompt": "padded" if padded else "plain",
+        "logits": "last" if last else "all", "peak": live.bytes, "kinds": live.kinds,
+        "kv": sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--counts", type=int, nargs="+", default=[4096, 16384, 32768])
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--keep", type=float, default=0.5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/memory.jsonl")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device, console = torch.device(args.device), Console()
+    counts = [600] if args.tiny else args.counts
+    model = llava("narrow", device, torch.float32)
+    lines = [header(device, keep=args.keep, parameters=sum(one.numel() for one in model.parameters()))]
+    ways = [(False, True), (False, False), (True, True)]
+    todo = [
+        (visual, method, padded, last)
+        for visual in counts
+        for padded, last in ways
+        for method in ["unpatched", *args.methods.split(",")]
+        if (last and not padded) or visual <= MOST
+    ]
+    table = Table(title=f"Peak of a prefill, MiB, keep {args.keep:g}")
+    for column in ("visual tokens", "prompt", "logits", "method", "peak", "pairs", "logits", "rest", "cache"):
+        table.add_column(column)
+    for visual, method, padded, last in track(todo, description="memory", console=console):
+        one = measure(model, method, visual, args.keep, padded, last)
+        lines.append(one)
+        sizes = [one["peak"], *(one["kinds"].get(kind, 0) for kind in ("pairs", "logits", "rest")), one["kv"]]
+        table.add_row(str(visual), one["prompt"], one["logits"], method, *(f"{size / 2**20:.1f}" for size in sizes))
+        write(args.json or results_path(device, "memory", args.tiny), lines)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What papers and their code call a number of tokens, and how many that are on average over the decoder's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from papers.published import BUDGETS
+from papers.settings import average, cuts_of, in_words, settings
+from papers.tables import Table
+
+import tokenprune
+from tokenprune import Budget, Site
+
+_OUTPUT = "what each cut layer hands on: the layer itself sees what reaches it"
+_SCHEDULE = "no number: the schedule that ships with it"
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number as its authors use it, for 576 tokens and 32 layers.
+
+    called: the number. counts: what it counts. cuts: (layer at whose input, tokens asked for) of each cut that their
+    code makes for it; () for one cut at the layer of the method here. options: under which the method here leaves as
+    many tokens at a cut as their code does.
+    """
+
+    method: str
+    called: str
+    counts: str
+    cuts: tuple[tuple[int, int], ...]
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def left(self) -> list[tuple[int, int]]:
+        """(layer, tokens from there on) for each cut, with what the code keeps beside what it asks for."""
+        method, count, found = tokenprune.method(self.method, **self.options), 576, []
+        for layer, asked in self.cuts:
+            count = min(count, method.budget(count, asked))
+            found.append((layer, count))
+        return found
+
+    @property
+    def average(self) -> float:
+        return average(self.left)
+
+
+# Cuts "after layer l" of a code are at the input of layer l + 1 here.
+COUNTS = (
+    *(Count("dart", str(n), "what is asked of the cut; it keeps 4 more", ((2, n),), {"exact": False}) for n in BUDGETS),
+    Count("fastv", "50 %", "what is removed at the cut (its own tables)", ((2, 288),)),
+    Count("fastv", "75 %", "what is removed at the cut (its own tables)", ((2, 144),)),
+    *(
+        Count("sparsevlm", str(n), f"{_OUTPUT}; merged tokens come on top (v1.5)",
+              tuple(zip((3, 7, 16), kept, strict=True)), {"exact": False})
+        for n, kept in zip(BUDGETS, ((300, 200, 110), (303, 110, 36), (66, 30, 17)), strict=True)
+    ),
+    *(
+        Count("sparsevlm", f"{n}, SparseVLM+", _OUTPUT, tuple(zip((3, 7, 16), kept, strict=True)), {"version": "+"})
+        for n, kept in zip(BUDGETS, ((300, 200, 118), (238, 108, 60), (66, 34, 20)), strict=True)
+    ),
+    *(
+        Count("adaptinfer", str(n), _OUTPUT, tuple(zip((2, 11, 21), kept, strict=True)))
+        for n, kept in ((128, (290, 72, 18)), (64, (133, 27, 3)))
+    ),
+    *(
+        Count("tops", f"{n}, both stages", "the second of three numbers: twice as many enter, a quarter stays",
+              ((0, 2 * n), (12, n), (24, n // 4)))
+        for n in BUDGETS
+    ),
+    Count("vscan", "64", "an average over layers", ((0, 96), (16, 32))),
+    Count("pyramiddrop", "270", "an average over layers (its own schedule)", ((8, 288), (16, 144), (24, 72))),
+    Count("v2drop", "default", _SCHEDULE, ((3, 288), (17, 144), (22, 1))),
+    Count("transprune", "High", _SCHEDULE, ((7, 504), (9, 360), (12, 72))),
+    Count("ivc_prune", "30 %", "what stays at the cut, and in the cache of all layers", ((16, 173),)),
+)  # fmt: skip
+
+
+def at_the_entry() -> list[str]:
+    """The methods that keep as many tokens as they say from the decoder's entry on."""
+    found = [one.method for one in settings() if one.means == "input" and one.tokens == str(one.budget)]
+    return sorted(name for name in set(found) if found.count(name) == len(BUDGETS))
+
+
+def on_average() -> list[str]:
+    """The other methods that a setting of ours brings to an average of 192, 128 or 64 tokens over the layers."""
+    inside = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
+    known = {one.method for one in settings() if one.means == "average"}
+    return sorted(name for name in known if tokenprune.method_info(name).site in inside)
+
+
+def table() -> Table:
+    """Return what each number comes to."""
+    lines = []
+    for one in COUNTS:
+        method = tokenprune.method(one.method)
+        met = in_words(cuts_of(method, Budget(average_tokens=one.average)))
+        spent = f"{one.average:.1f} ({one.average / 576:.1%})"
+        lines.append([f"`{one.method}`", one.called, one.counts, in_words(one.left), spent, met])
+    header = [
+        "method", "its authors say", "which counts", "tokens in their code", "averaged over layers",
+        "here, at that average",
+    ]  # fmt: skip
+    entry, inside = (", ".join(f"`{name}`" for name in names) for names in (at_the_entry(), on_average()))
+    about = (
+        "For LLaVA-1.5-7B, with 576 visual tokens and 32 layers. The fourth column is typed in from the authors' code, "
+        "with the tokens that a cut keeps beside those that it is asked for; the last two are computed by the library. "
+        f'Where all tokens leave before the decoder (here {entry}), "64" is 64 in every layer. Of {inside} the budget '
+        "here is the average, whatever their authors call it. Code that counts what each cut layer hands on says less "
+        "than its layers process: so does that of `autoprune`, by (576 - last count) / 32, which is 12 to 18 tokens; "
+        "its lists are made anew for each image."
+    )
+    return Table("What the papers' numbers mean", header, lines, about)

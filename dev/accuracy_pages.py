@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated tables of accuracy, from raw files that `tokenprune bench --json` wrote; dev/readme.py writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+BENCH = RESULTS / "bench.jsonl"
+VIDEOS, VIEWS = RESULTS / "bench_videos.jsonl", RESULTS / "bench_views.jsonl"
+RANKS = RESULTS / "rank_agreement.jsonl"
+UNMEASURED = "(not measured yet)"
+
+
+def link(path: Path, up: str = "") -> str:
+    name = path.relative_to(ROOT).as_posix()
+    return f"[{name}]({up}{name})"
+
+
+def summary() -> str:
+    """The benchmark of the first model in short: accuracy of each method at each keep, and how many tokens that is."""
+    results = _results(BENCH)
+    keeps = sorted({row.keep for row in results.rows if row.site is not None}, reverse=True)
+    by_place = {(row.method, row.keep): row for row in results.rows}
+    lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
+    for name in dict.fromkeys(row.method for row in results.rows if row.site is not None):
+        rows = [by_place.get((name, keep)) for keep in keeps]
+        lines.append(f"| `{name}` | " + " | ".join(map(_cell, rows)) + " |")
+    base = results.baseline
+    note = (
+        f"Percent right of {base.questions} questions (unpatched {100 * base.overall.value:.1f}) @ visual tokens "
+        f"averaged over the decoder's layers (unpatched {base.tokens_average:.0f}). ≤rnd, ≤down: not significantly "
+        f"better than `random`, than `downsample`, at the same keep. ▼n: n of the {len(base.kinds)} kinds of questions "
+        "fell by more than 20 points. Times, FLOPs, KV bytes, intervals and every kind: the tables below."
+    )
+    return "\n\n".join(["![accuracy against visual tokens](images/bench.png)", "\n".join(lines), note])
+
+
+def bench() -> str:
+    """The tables of the first model in full."""
+    return _tables(BENCH)
+
+
+def videos() -> str:
+    """Accuracy of methods on videos, by kind of question and by ground, evidence, and controls."""
+    return _tables(VIDEOS)
+
+
+def views() -> str:
+    """Accuracy on prompts of several images, by kind of question."""
+    return _tables(VIEWS)
+
+
+def ranks() -> str:
+    """The order of methods here beside the published one, from its raw file."""
+    parts = []
+    for one in (json.loads(line) for line in RANKS.read_text().splitlines()):
+        lines = ["| method | published | here | tokens, average over layers |", "|---|---|---|---|"]
+        lines += [
+            f"| `{row['method']}` | {row['published']:.1f} | {row['accuracy']:.1f} | {row['share_of_tokens']:.0%} |"
+            for row in one["methods"]
+        ]
+        found = f"Kendall's tau {one['tau']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
+        parts += [f"{one['model']}, keep {one['keep']:g}: {found}.", "\n".join(lines)]
+    note = (
+        "Published: percent of the unpruned LLaVA-1.5-7B at 64 of 576 tokens, the mean of the sources on "
+        "[the papers' page](papers.md). Here: percent right. The interval is of drawing our images anew. By `python "
+        f"benchmarks/rank_agreement.py`; raw data: {link(RANKS, '../')}."
+    )
+    return "\n\n".join([*parts, note])
+
+
+def plot() -> bytes:
+    """Return the image of accuracy against tokens, a PNG."""
+    from tokenprune.bench.report.png import plot_png
+
+    return plot_png(_results(BENCH))
+
+
+def _tables(path: Path) -> str:
+    from tokenprune.bench.tables import tables, to_markdown
+
+    if not path.exists():
+        return UNMEASURED
+    parts = [to_markdown(table).strip() for table in tables(_results(path))]
+    return "\n\n".join([*parts, f"Raw data: {link(path, '../')}, written by `tokenprune bench --json`."])
+
+
+def _cell(row: Any) -> str:
+    if row is None:
+        return ""
+    lost = sum(share.collapsed for share in row.kinds.values())
+    marks = [*row.marks, *([f"▼{lost}"] if lost else [])]
+    return f"{100 * row.overall.value:.1f} @{row.tokens_average:.0f} {' '.join(marks)}".strip()
+
+
+def _results(path: Path) -> Any:
+    from tokenprune.bench.results import read_records, summarise
+
+    return summarise(read_records(path))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/all_methods.py: all methods at equal cost, row by row, and the page made of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenprune.bench.results import read_records
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("all_methods")
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("papers", "rank_agreement", "all_methods"):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def call(script: Any) -> Callable[..., int]:
+    """call(*arguments): exit code of the script."""
+
+    def run(*arguments: Any) -> int:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "argv", ["all_methods.py", *map(str, arguments)])
+            script.main()
+        return ended.value.code or 0
+
+    return run
+
+
+ASK = ["ask", "--questions", 1, "--device", "cpu", "--targets", "0.5,0.25"]
+
+
+@pytest.fixture(scope="module")
+def rows(call: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "all_methods-tiny.jsonl"
+    assert call(*ASK, "--methods", "fastv,dynres", "--out", path) == 0
+    return path
+
+
+def test_each_row_says_what_was_asked_and_what_it_cost(rows: Path) -> None:
+    header, unpatched, *others = read_records(rows)
+    assert header["plan"]["equal_cost"] and unpatched["method"] == "unpatched"
+    assert [(one["method"], one["keep"], one["record"]) for one in others] == [
+        ("random", 0.5, "result"), ("random", 0.25, "result"), ("downsample", 0.5, "result"),
+        ("downsample", 0.25, "result"), ("fastv", 0.5, "result"), ("fastv", 0.25, "skipped"),
+        ("dynres", 0.5, "skipped"), ("dynres", 0.25, "skipped"),
+    ]  # fmt: skip
+    for one in (unpatched, *others):
+        if one["record"] == "result":
+            right = "".join(one["right"])
+            assert one["accuracy"] == right.count("1") / len(right) == sum(one["correct"].values()) / len(right)
+            low, high = one["interval"]
+            assert low <= one["accuracy"] <= high and one["load"] >= 0
+    fastv = others[4]
+    assert fastv["setting"] == {"method": "fastv", "keep": {"average_share": 0.5}}
+    assert fastv["stats"]["visual_tokens_average"] == 8 * 128
+
+
+def test_what_is_there_is_not_asked_again(
+    rows: Path, script: Any, call: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "more.jsonl"
+    path.write_bytes(rows.read_bytes() + b'{"record": "result", "meth')  # a run that was killed
+    asked = []
+    pass_of = script.Bench._pass
+    monkeypatch.setattr(script.Bench, "_pass", lambda self, one, *more: asked.append(one) or pass_of(self, one, *more))
+    assert call(*ASK, "--methods", "fastv,divprune", "--out", path) == 0
+    assert [(one.method, one.keep) for one in asked] == [("unpatched", 1.0), ("divprune", 0.5), ("divprune", 0.25)]
+    lines = path.read_text().splitlines()
+    assert lines[:-2] == rows.read_text().splitlines()
+    assert [json.loads(line)["method"] for line in lines[-2:]] == ["divprune"] * 2
+
+
+def test_rows_of_other_questions_are_not_mixed(rows: Path, call: Callable[..., int], capsys: Any) -> None:
+    before = rows.read_bytes()
+    assert call("ask", "--questions", 2, "--device", "cpu", "--methods", "fastv", "--out", rows) == 2
+    assert "made with other questions or another model" in capsys.readouterr().err
+    assert rows.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "llava"], "'llava' is none of demo_vlm, demo_qwen"),
+        (["--methods", "fastvv"], "did you mean 'fastv'"),
+        (["--targets", "64"], "a share of the unpatched model's visual tokens"),
+        (["--targets", "1.5"], "is no share"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(
+    call: Callable[..., int], capsys: Any, tmp_path: Path, arguments: list[str], told: str
+) -> None:
+    assert call("ask", *arguments, "--out", tmp_path / "none.jsonl") == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_section_says_accuracy_rank_setting_and_what_was_not_reached(rows: Path, script: Any) -> None:
+    text = script.section(rows)
+    (line,) = (one for one in text.splitlines() if one.startswith("| `fastv` | ") and "average_share" not in one)
+    accuracy = next(one for one in read_records(rows) if one.get("method") == "fastv")["accuracy"]
+    assert line.startswith(f"| `fastv` | {100 * accuracy:.1f} [") and line.split("|")[3].strip() == ""
+    assert "- `dynres` at 50 %, `dynres` at 25 %: content decides" in text
+    assert "- `fastv` at 25 %: cannot be reached by a cut at layer 2 of 6" in text
+    assert "average_share=0.5: 100 %, 25 % from layer 2 (50.0 %)" in text
+    assert "Kendall" not in text  # one published method at 0.25 is no order
+
+
+def test_equals_share_the_better_rank(script: Any) -> None:
+    assert script.ranks({"a": 0.9, "b": 0.7, "c": 0.9, "d": 0.1}) == {"a": 1, "b": 3, "c": 1, "d": 4}
+
+
+def test_the_page_is_current(script: Any) -> None:
+    text = script.PAGE.read_text()
+    assert script.written(text) == text, "run python benchmarks/all_methods.py page"

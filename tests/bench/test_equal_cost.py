@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal cost: every method gets the setting in which it spends the same, or is left out with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import tokenprune
+from families import FAMILIES
+from report_runs import BASE, GOOD, header
+from tokenprune import Budget
+from tokenprune.accounting import DecoderShape
+from tokenprune.bench.equal_cost import in_words, missed, setting_for
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import load
+from tokenprune.bench.report.compare import same_questions
+from tokenprune.bench.report.drawing import FILE, FOLDER
+from tokenprune.bench.report.runs import Run
+from tokenprune.bench.results import summarise
+from tokenprune.bench.suite import Bench, Plan
+from tokenprune.bench.tables import tables
+from tokenprune.cli import app
+from tokenprune.config import read_config
+from tokenprune.cost_model import CostModel, Load
+from tokenprune.errors import BudgetError, OptionError, UnknownMethodError
+
+SHAPE = DecoderShape(layers=32, hidden=64, intermediate=128, heads=4, kv_heads=4, head_dim=16)
+NO_PROMISE = {
+    "dynres": "content decides how many tokens an image gets",
+    "view_select": "takes or leaves whole images",
+    "pevlm": "removes no tokens",
+    "escalate": "may ask twice",
+}
+BY_WHOLE_LAYERS = ("vtw",)
+
+# -- what a method is given --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*tokenprune.available_methods(), "escalate"])
+@pytest.mark.parametrize("share", [0.5, 0.25, 0.11])
+def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, share: float) -> None:
+    """In a decoder of 32 layers, with 576 tokens; or the method is refused by its name."""
+    try:
+        setting = setting_for(name, share)
+        methods, budgets = read_config(setting).steps()
+        cost = CostModel(SHAPE).predict(Load((), 576), methods, budgets)
+    except BudgetError as error:
+        assert name in (*NO_PROMISE, "visipruner", "ivc_prune"), error
+        assert name in str(error) or "cannot be reached by a cut at layer" in str(error)
+        return
+    assert name not in NO_PROMISE
+    if name in BY_WHOLE_LAYERS:
+        assert share * 576 - 18 < cost.tokens <= share * 576
+    else:
+        assert abs(cost.tokens - share * 576) <= 1
+
+
+@pytest.mark.parametrize(("name", "why"), NO_PROMISE.items())
+def test_a_method_that_promises_nothing_is_refused_by_name(name: str, why: str) -> None:
+    with pytest.raises(BudgetError, match=f"{name} has no setting for a layer average of 0.25: .*{why}"):
+        setting_for(name, 0.25)
+
+
+def test_each_place_has_a_setting_of_its_own() -> None:
+    assert setting_for("divprune", 0.25) == {"method": "divprune", "keep": 0.25}
+    assert setting_for("vscan", 0.25) == {"method": "vscan", "keep": 0.25}  # `keep` is the average of its two cuts
+    assert setting_for("fastv", 0.25) == {"method": "fastv", "keep": {"average_share": 0.25}}
+    assert setting_for("dymu", 0.25) == {"method": "dymu", "keep": 0.25, "exact": True}
+    assert setting_for("tome", 0.25) == {"method": "tome", "keep": 0.25}
+
+
+def test_a_run_that_spends_something_else_is_told() -> None:
+    assert missed("vtw", 0.5, 128, images=1, tokens=256) is None
+    assert missed("fastv", 0.25, 65, images=1, tokens=256) is None and missed("fastv", 0.25, 66, 1, 256)
+    assert missed("fastv", 0.25, 2 * 65, images=2, tokens=2 * 256) is None
+    assert "spent 0.167 of the visual" in missed("vtw", 0.25, 256 / 6, images=1, tokens=256)
+    assert missed("downsample", 0.5, 121, images=1, tokens=256) is None  # 11 x 11, and 12 x 12 is no nearer
+    assert missed("downsample", 0.5, 100, images=1, tokens=256)
+
+
+def test_a_setting_in_words() -> None:
+    inside = {"method": "fastv", "keep": {"average_share": 0.5}}
+    assert in_words(inside, [256, 256, 64], 256) == "average_share=0.5: 100 %, 25 % from layer 2"
+    assert in_words({"method": "dymu", "keep": 0.25, "exact": True}, [64, 64], 256) == "keep=0.25, exact=True"
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict[str, Any]]:
+    methods = ("fastv", "pyramiddrop", "sparsevlm", "vtw", "dymu", "divprune", "dynres", "visipruner")
+    plan = Plan(methods, keeps=(0.5, 0.25), seeds=(0,), repeats=0, equal_cost=True)
+    questions = load_heldout(kinds=("word",), limit=1)
+    return json.loads(json.dumps(list(Bench(load(device="cpu"), plan, questions=questions).records())))
+
+
+def test_what_ran_spent_the_target_and_the_rest_is_listed_with_the_reason(records: list[dict[str, Any]]) -> None:
+    spent = {
+        (one["method"], one["keep"]): one["stats"]["visual_tokens_average"] / 256
+        for one in records[2:]
+        if one["record"] == "result"
+    }
+    reached = ("random", "pyramiddrop", "sparsevlm", "dymu", "divprune")
+    for name, keep in [*((name, keep) for name in reached for keep in (0.5, 0.25)), ("fastv", 0.5), ("vtw", 0.5)]:
+        assert spent.pop((name, keep)) == pytest.approx(keep, abs=1 / 256), name
+    assert spent == {("downsample", 0.5): pytest.approx(121 / 256), ("downsample", 0.25): pytest.approx(64 / 256)}
+    why = {(one["method"], one["keep"]): one["reason"] for one in records if one["record"] == "skipped"}
+    assert why.keys() == {(name, keep) for name in ("dynres", "visipruner") for keep in (0.5, 0.25)} | {
+        ("fastv", 0.25), ("vtw", 0.25)
+    }  # fmt: skip
+    assert "layer 2 of 6: the layers before it alone spend 0.333" in why["fastv", 0.25]
+    assert "set to it, it spent 0.167" in why["vtw", 0.25]
+    assert "content decides" in why["dynres", 0.5] and "content decides" in why["visipruner", 0.5]
+
+
+def test_the_tables_say_the_setting_and_what_was_reached(records: list[dict[str, Any]]) -> None:
+    first, settings, *others = tables(summarise(records))
+    assert {one.columns[1] for one in (first, settings, *others)} == {"target"}
+    rows = [tuple(cell.text for cell in row) for row in settings.rows]
+    assert ("fastv", "0.5", "50.0 %", "average_share=0.5: 100 %, 25 % from layer 2") in rows
+    assert ("downsample", "0.5", "47.3 %", "keep=0.5") in rows
+    assert ("divprune", "0.25", "25.0 %", "keep=0.25") in rows
+    assert any(note.startswith("Skipped fastv at target 0.25") for note in first.notes)
+    assert not any("at the same keep they spend more" in note for note in first.notes)
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def bench(*more: object) -> Result:
+    fixed = "bench --equal-cost --repeats 0 --device cpu --keep 0.5".split()
+    return CliRunner(env={"COLUMNS": "240"}).invoke(app, [*fixed, *map(str, more)])
+
+
+def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -> None:
+    (one,) = load_heldout(kinds=("word",), limit=1)
+    data, run = tmp_path / "one.jsonl", tmp_path / "run"
+    data.write_text(json.dumps({"image": str(one.path), "question": one.question, "answer": one.answer}) + "\n")
+    done = bench("--methods", "fastv,dynres", "--data", data, "--run", run, "--sample", 0)
+    assert done.exit_code == 0, done.output
+    assert "average_share=0.5: 100 %, 25 % from layer 2" in done.stdout
+    assert "Skipped dynres at target 0.5: dynres has no setting" in done.stdout
+    assert json.loads((run / "config.json").read_text())["equal_cost"] is True
+    (sample,) = json.loads((run / FOLDER / FILE).read_text())["samples"]
+    assert {each["method"]: each["kept"] for each in sample["methods"]} == {
+        "random": 128, "downsample": 121, "fastv": 64,  # at its cut, not half of the tokens
+    }  # fmt: skip
+    again = CliRunner().invoke(app, ["bench", "--keep", "0.5", "--repeats", "0", "--device", "cpu", "--methods",
+                                     "fastv,dynres", "--data", str(data), "--run", str(run)])  # fmt: skip
+    assert again.exit_code != 0 and "equal_cost" in again.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--keep", "64"), "a share of the unpatched model's visual tokens, such as 0.25, not 64 tokens"),
+        (("--keep", "1.5"), "keep=1.5 is no share"),
+        (("--keep", "0"), "keeps nothing"),
+        (("--keep", "many"), "many"),
+        (("--methods", "pool+fastv"), "pool+fastv"),
+    ],
+)
+def test_bad_targets_are_refused_before_any_work(arguments: tuple[str, ...], told: str) -> None:
+    done = bench(*arguments)
+    assert done.exit_code != 0 and told in " ".join(done.output.split())
+
+
+def test_a_plan_takes_shares_alone() -> None:
+    with pytest.raises(OptionError, match="not 64 tokens"):
+        Plan(keeps=(0.5, 64), equal_cost=True)
+    with pytest.raises(UnknownMethodError):
+        Plan(methods=("pool+fastv",), equal_cost=True)
+    # A method that removes no tokens is asked, and refused, at each target.
+    rows = Plan(methods=("pevlm",), keeps=(0.5, 0.25), equal_cost=True).rows()
+    assert rows[-2:] == [("pevlm", 0.5), ("pevlm", 0.25)]
+
+
+def test_runs_at_equal_cost_are_compared_with_their_like_alone() -> None:
+    plans = [dict(seeds=[0]), dict(seeds=[0], equal_cost=True), dict(seeds=[0], equal_cost=True)]
+    runs = [Run(name, summarise([header(plan=plan), BASE, GOOD])) for name, plan in zip("abc", plans, strict=True)]
+    assert [[run.name for run in group] for group in same_questions(runs)] == [["a"], ["b", "c"]]
+
+
+# -- beside another method ---------------------------------------------------------------------------------------------
+
+
+def test_in_a_stack_a_share_is_of_what_arrives(build: Any) -> None:
+    """36 tokens; pooled to 18; then three quarters of these on average: 18 in two layers of four, 9 in the others."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    keep = [0.5, Budget(average_share=0.75)]
+    with tokenprune.patched(model, ["pool", tokenprune.method("fastv", layer=2)], keep=keep):
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    images = stats.visual_tokens_in // 36
+    assert stats.visual_tokens_per_layer == [18 * images, 18 * images, 9 * images, 9 * images]
+    keep[1] = Budget(average_share=0.5)
+    with (
+        tokenprune.patched(model, ["pool", tokenprune.method("fastv", layer=2)], keep=keep),
+        pytest.raises(BudgetError, match="cannot be reached by a cut at layer 2 of 4"),
+    ):
+        model(**inputs)

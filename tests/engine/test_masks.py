@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks behind a cut: those of the full sequence in the rows and columns that are left; none where none is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig
+from transformers.masking_utils import create_chunked_causal_mask, create_masks_for_generate
+
+import tokenprune
+from families import FAMILIES
+from oracle import close, reduced
+from tokenprune.integrations.hf.sequence import masks
+from tokenprune.integrations.hf.sequence.mask_functions import mask_functions
+from zoo import FIRST_TEXT_ID, VOCAB
+
+LENGTH, WINDOW = 24, 7
+
+
+def make(kind: str) -> tuple[Any, Any]:
+    """A config of layers of one kind, and what makes their masks."""
+    config = LlamaConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
+    if kind == "sliding":
+        config.sliding_window = WINDOW
+    if kind == "chunked":
+        config.attention_chunk_size = WINDOW
+    return config, create_chunked_causal_mask if kind == "chunked" else create_masks_for_generate
+
+
+def places(g: torch.Generator, empty: bool) -> Tensor:
+    """long `[2, 13]`: places that are left, in order; -1 in the first three slots of a row."""
+    left = torch.stack([torch.randperm(LENGTH, generator=g)[:13].sort().values for _ in range(2)])
+    if empty:
+        left[1, :3] = -1
+    return left
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("kind", ["full", "sliding", "chunked"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_function_makes_what_a_gather_would(attention: str, kind: str, padding: str, empty: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    (config, making), real = make(kind), torch.ones(2, LENGTH, dtype=torch.long)
+    config._attn_implementation = attention
+    if padding != "none":
+        real[0, slice(0, 4) if padding == "left" else slice(-4, None)] = 0
+    embeds, keys = torch.zeros(2, LENGTH, 8), places(g, empty)
+    arguments = dict(inputs_embeds=embeds, attention_mask=real, past_key_values=None)
+    full = making(config, **arguments, **({"allow_is_causal_skip": False} if kind == "chunked" else {}))
+    if full is None:
+        full = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
+    functions = mask_functions(partial(making, **arguments), config, LENGTH, False)
+    queries = keys.clamp(min=0)[:, 5:]
+    made = functions.made.mask(queries, keys, whole=False)
+    assert made.dtype == full.dtype and torch.equal(made, masks.gather_mask(full, queries, keys))
+    assert functions.of_layer(0, full) is functions.made
+    assert functions.of_layer(0, None) is None
+    heads = full.expand(2, 3, -1, -1)  # a decoder that adds a bias of its own
+    assert functions.of_layer(0, heads) is heads
+    other = full.float() if attention == "sdpa" else full == 0
+    assert functions.of_layer(0, other) is other
+    if padding == "none":  # what is a causal mask of all that is left needs none, unless a window is shorter
+        plain = functions.made.mask(queries, queries, whole=True)
+        assert (plain is None) == (attention == "sdpa" and kind == "full")
+        assert plain is None or torch.equal(plain, masks.gather_mask(full, queries, queries))
+
+
+def test_attention_without_masks_of_pairs() -> None:
+    config, making = make("full")
+    for attention in ("flash_attention_2", "flex_attention"):
+        config._attn_implementation_internal = attention
+        assert mask_functions(making, config, LENGTH, True) is None
+
+
+@pytest.mark.parametrize(("batch", "kept"), [(1, 700), (2, 1100)])
+def test_gather_goes_by_rows(batch: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    g, monkeypatch = torch.Generator().manual_seed(0), monkeypatch.setattr(masks, "_ROWS", 64)
+    mask = torch.rand(batch, 2, 1200, 1200, generator=g) < 0.5
+    rows = torch.stack([torch.randperm(1200, generator=g)[:kept] for _ in range(batch)])
+    keys = rows.clone()
+    keys[:, 5] = -1
+    got = masks.gather_mask(mask, rows, keys)
+    for row in range(batch):
+        want = mask[row][:, rows[row]][:, :, keys[row]]
+        want[:, :, 5] = False
+        assert torch.equal(got[row], want)
+
+
+# -- in models
+
+
+@contextmanager
+def handed(model: Any, family: Any) -> Iterator[list[Any]]:
+    """The masks that the decoder's layers are handed within."""
+    found: list[Any] = []
+    handles = [
+        layer.register_forward_hook(lambda m, a, k, o: found.append(k.get("attention_mask")), with_kwargs=True)
+        for layer in model.get_submodule(family.decoder).layers
+    ]
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
+def padded(inputs: Any, width: int) -> Any:
+    """The same with `width` places of padding on the left."""
+    inputs = copy.copy(inputs)
+    for name in ("input_ids", "attention_mask"):
+        inputs[name] = torch.nn.functional.pad(inputs[name], (width, 0))
+    return inputs
+
+
+@torch.no_grad()
+def test_one_padded_prompt_needs_no_mask_behind_its_cut(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with tokenprune.patched(model, "fastv", keep=0.5, guard="off"):
+        want = model(**inputs).logits
+        with handed(model, family) as found:
+            got = model(**padded(inputs, 6)).logits
+    assert [mask is None for mask in found] == [False, False, True, True]
+    close(got[:, 6:], want)
+
+
+@torch.no_grad()
+def test_a_visual_token_that_the_caller_masks_stays_masked(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    visual = family.visual_mask(model, inputs)[0].nonzero()[:, 0]
+    inputs["attention_mask"][0, visual[1::2]] = 0
+    with tokenprune.patched(model, "dart", keep=len(visual) - 1, record=True, guard="off"):
+        got, cuts = model(**inputs).logits, tokenprune.stats(model).cuts
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        want = model(**inputs).logits
+    close(got[:, -4:], want[:, -4:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["uniform", "fastv", ["pool", "dart"]], ids=["PRE_LLM", "IN_LLM", "both"])
+@pytest.mark.parametrize("name", ["exaone4_5", "gemma3"])
+def test_images_behind_a_turn_longer_than_the_window(name: str, method: Any, build) -> None:
+    """A sliding layer has thrown keys away before the first image comes; what it would not see anyway."""
+    family = FAMILIES[name]
+    model, inputs, first = build(family), family.make_inputs(only=0), 40
+    words = torch.randint(FIRST_TEXT_ID, VOCAB, (1, first), generator=torch.Generator().manual_seed(0))
+    turn = inputs | {"attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (first, 0), value=1)}
+    types = {"token_type_ids": torch.zeros_like(words)} if "token_type_ids" in inputs else {}
+    found = []
+    with tokenprune.patched(model, method, keep=0.4, guard="off"):
+        for cache in (DynamicCache(config=model.config.get_text_config()), DynamicCache()):
+            model(input_ids=words, past_key_values=cache, **types)
+            found.append(model(**turn, past_key_values=cache).logits)
+            assert tokenprune.stats(model).visual_tokens_out < tokenprune.stats(model).visual_tokens_in
+    close(*found)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every model type with an assistant of its own weights: the answer is its own greedy one, or the type is refused by
+name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tokenprune
+from families import FAMILIES, STATEFUL
+from tokenprune import UnsupportedModelError
+from zoo import Family
+
+# Their `generate` is their own. LFM2's layers carry a state that can take tokens back.
+OWN_GENERATE = {"blip-2", "instructblip", "instructblipvideo", "janus"}
+REFUSED = {name for name, one in FAMILIES.items() if one.kind in OWN_GENERATE} | STATEFUL - {"lfm2_vl", "lfm3_vl"}
+WORDS, DRAFTED = 7, 3
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+    yield FAMILIES[request.param]
+
+
+@torch.no_grad()
+def test_the_answer_is_the_models_own(family: Family, model) -> None:
+    """Of a prompt with two images. The draft has every weight of the model, and sees few of the visual tokens."""
+    if family.name in REFUSED:
+        with pytest.raises(UnsupportedModelError, match=f"'{family.kind}'"):
+            tokenprune.assistant(model, "divprune", keep=0.3)
+        return
+    inputs = family.make_inputs(images=(2,))
+    want = model.generate(**inputs, max_new_tokens=WORDS)
+    assistant = tokenprune.assistant(model, "divprune", keep=0.3)
+    try:
+        for parameter, own in zip(assistant.parameters(), model.parameters(), strict=True):
+            assert parameter is own
+        assistant.generation_config.num_assistant_tokens = DRAFTED
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        got = model.generate(**inputs, max_new_tokens=WORDS, assistant_model=assistant)
+        stats = tokenprune.stats(assistant)
+    finally:
+        tokenprune.unpatch(assistant)
+    assert torch.equal(got, want)
+    assert stats.visual_tokens_in == sum(map(sum, inputs.counts))  # the draft is not blind
+    assert stats.visual_tokens_out <= 0.4 * stats.visual_tokens_in

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about images that were asked about before, and a count of what the vision tower is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import tokenprune
+from zoo import FIRST_TEXT_ID, VOCAB, Inputs
+
+ROOM = 2**24  # bytes for all images of a test
+
+
+def another_question(inputs: dict[str, Any], number: int) -> Inputs:
+    """The same images, with other words around them."""
+    ids = inputs["input_ids"]
+    words = (ids - FIRST_TEXT_ID + 7 * number) % (VOCAB - FIRST_TEXT_ID) + FIRST_TEXT_ID
+    other = Inputs(inputs | {"input_ids": torch.where(ids >= FIRST_TEXT_ID, words, ids)})
+    other.counts = inputs.counts
+    return other
+
+
+@contextmanager
+def tower_calls(model: Any) -> Iterator[list[int]]:
+    """Within, a list of how many patches (or tiles of images) each call of the model's vision tower was given."""
+    base, calls = model.model, []
+    tower = next(getattr(base, name) for name in ("vision_tower", "visual", "vision_model") if hasattr(base, name))
+
+    def count(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        calls.append(len(args[0] if args else kwargs["pixel_values"]))
+
+    handle = tower.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def counts(model: Any) -> tuple[int, int]:
+    """Return (hits, misses) of a model's feature cache."""
+    found = tokenprune.feature_cache(model).counts()
+    return found.hits, found.misses

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images that were asked about before: encoded once, with the answers that encoding them anew would give."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from asked_again import ROOM, another_question, counts, tower_calls
+from basics import check_takes
+from oracle import close, generate_logits
+from tokenprune import NotPatchedError, TokenPruneError
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.families.table import IMAGES_APART
+from zoo import FAMILIES, Family
+
+# By the tower's attention, by features, by the question, inside the decoder, inside the tower, while decoding.
+KINDS: dict[str, dict[str, Any]] = {
+    "vscan": {}, "divprune": {}, "cdpruner": {}, "fastv": {}, "tome": {}, "dyrate": {"layer": 2},
+}  # fmt: skip
+
+
+def told(model: Any) -> dict[str, Any]:
+    """What a call saved, but for the time and what was looked up."""
+    return tokenprune.stats(model).as_dict() | {"feature_cache": None, "overhead_ms": None}
+
+
+@pytest.mark.few_families
+@pytest.mark.parametrize("method", KINDS)
+@torch.no_grad()
+def test_answers_are_those_of_a_model_that_encodes_anew(family: Family, model, method: str) -> None:
+    check_takes(family, method)
+    inputs = family.make_inputs(images=(2, 1))
+    questions = [inputs, inputs, another_question(inputs, 1)]
+    with tokenprune.patched(model, method, keep=0.4, record=True, **KINDS[method]):
+        want = [(*generate_logits(model, one, 2)[:2], told(model)) for one in questions]
+    assert not torch.equal(want[0][0], want[2][0])
+    with tokenprune.patched(model, method, keep=0.4, record=True, feature_cache=ROOM, **KINDS[method]):
+        with tower_calls(model) as calls:
+            for question, (logits, tokens, stats) in zip(questions, want, strict=True):
+                again, same, _ = generate_logits(model, question, 2)
+                assert torch.equal(again, logits) and torch.equal(same, tokens)
+                assert told(model) == stats
+        assert len(calls) == 1
+        hits, misses = counts(model)
+        assert misses and hits == 2 * misses
+
+
+@pytest.mark.parametrize("method", ["dart", "tome"])
+@torch.no_grad()
+def test_videos(method: str, build: Callable, name: str = "qwen2_5_vl") -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(1, 0), video=(True, 5))
+    with tokenprune.patched(model, method, keep=0.4):
+        want = generate_logits(model, inputs, 2)[0]
+    with tokenprune.patched(model, method, keep=0.4, feature_cache=ROOM):
+        got = [generate_logits(model, inputs, 2)[0] for _ in range(3)]
+        assert all(torch.equal(one, want) for one in got)
+        hits, misses = counts(model)
+        assert hits == 2 * misses
+
+
+@torch.no_grad()
+def test_the_tower_runs_once_for_ten_questions(build: Callable) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with tokenprune.patched(model, "cdpruner", keep=0.5, feature_cache=ROOM), tower_calls(model) as calls:
+        for number in range(10):
+            model.generate(**another_question(inputs, number), max_new_tokens=2)
+        found = tokenprune.stats(model).feature_cache
+        assert len(calls) == 1 and (found.hits, found.misses, found.entries, found.evictions) == (9, 1, 1, 0)
+        assert 0 < found.bytes <= found.limit == ROOM
+        assert "feature cache: 9 hits, 1 misses" in repr(tokenprune.stats(model))
+        assert f"tokenprune: feature_cache={ROOM}" in repr(model)
+
+
+# -- images one by one -------------------------------------------------------------------------------------------------
+
+
+def one_by_one(family: Family) -> tuple[dict, dict, dict]:
+    """A prompt with one image, one with two of which it is the first, and these two in one another's place."""
+    first = family.make_inputs(images=(1, 1), only=0, sizes=family.sizes[:1] * 2)
+    both = family.make_inputs(images=(1, 1), sizes=family.sizes[:1] * 2)
+    swapped = {name: value.flip(0) for name, value in both.items()}
+    if "image_grid_thw" in both:
+        swapped["pixel_values"] = torch.cat(both["pixel_values"].chunk(2)[::-1])
+    return first, both, swapped
+
+
+@pytest.mark.parametrize("method", ["divprune", "vscan"])
+@pytest.mark.parametrize("name", sorted(IMAGES_APART))
+@torch.no_grad()
+def test_only_what_is_new_in_a_prompt_is_encoded(name: str, method: str, build: Callable) -> None:
+    family = FAMILIES[name]
+    model, (first, both, swapped) = build(family), one_by_one(family)
+    with tokenprune.patched(model, method, keep=0.4):
+        want = [model(**one).logits for one in (first, both, swapped)]
+    with tokenprune.patched(model, method, keep=0.4, feature_cache=ROOM), tower_calls(model) as calls:
+        alone = model(**first).logits
+        assert torch.equal(alone, want[0])
+        entries = tokenprune.feature_cache(model).counts().entries
+        close(model(**both).logits, want[1])
+        assert tokenprune.feature_cache(model).counts().entries == 2 * entries
+        assert calls == [calls[0]] * 2  # as much as for the first
+        close(model(**swapped).logits, want[2])
+        assert len(calls) == 2
+        assert torch.equal(model(**first).logits, alone)
+        assert counts(model) == (entries + 2 * entries + entries, 2 * entries)
+
+
+def seen(record: Any) -> list[float] | None:
+    """What the guard saw of the images."""
+    return None if record.looks is None else [record.looks.count, *record.looks.read()]
+
+
+@pytest.mark.parametrize("name", ["llava_next", "internvl", "qwen2_5_vl"])
+@torch.no_grad()
+def test_what_was_read_in_the_tower_is_joined_as_it_was(name: str, build: Callable) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    given = {one: inputs[one] for one in ("pixel_values", "image_sizes", "image_grid_thw") if one in inputs}
+    with tokenprune.patched(model, "vscan", keep=0.5):
+        want = record_of(model.model.get_image_features(**given))
+    with tokenprune.patched(model, "vscan", keep=0.5, feature_cache=ROOM):
+        for _ in range(2):
+            got = record_of(model.model.get_image_features(**given))
+            assert torch.equal(got.encoded.placed.cells, want.encoded.placed.cells)
+            assert got.encoded.placed.tiles == want.encoded.placed.tiles and got.grids == want.grids
+            assert got.encoded.values.keys() == want.encoded.values.keys()
+            assert all(torch.equal(value, want.encoded.values[key]) for key, value in got.encoded.values.items())
+            assert seen(got) == seen(want)
+
+
+@torch.no_grad()
+def test_an_image_that_stands_twice_in_a_batch_is_encoded_once(build: Callable) -> None:
+    family = FAMILIES["gemma3"]
+    model, one = build(family), family.make_inputs(only=0)
+    twice = {name: torch.cat([value, value]) for name, value in one.items()}
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM), tower_calls(model) as calls:
+        logits = model(**twice).logits
+        assert torch.equal(logits[0], logits[1]) and calls == [1]
+        assert counts(model) == (1, 1)
+
+
+@torch.no_grad()
+def test_padding_tiles_do_not_make_another_image(build: Callable) -> None:
+    """LLaVA-NeXT pads the tiles of a prompt's images to as many as the largest has."""
+    family = FAMILIES["llava_next"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    padded = inputs | {"pixel_values": torch.nn.functional.pad(inputs["pixel_values"], (0, 0) * 3 + (0, 2))}
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
+        assert torch.equal(model(**inputs).logits, model(**padded).logits)
+        assert counts(model) == (1, 1)
+
+
+@pytest.mark.parametrize("images", [(2, 1), (2, 0)])
+@torch.no_grad()
+def test_several_images_in_a_row_of_onevision_are_another_matter(images: tuple[int, int], build: Callable) -> None:
+    """They are not cut into tiles, so that the same image becomes other features."""
+    family = FAMILIES["llava_onevision"]
+    model, inputs = build(family), family.make_inputs(images=images)
+    with tokenprune.patched(model, "divprune", keep=0.5):
+        want = model(**inputs).logits
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
+        assert all(torch.equal(model(**inputs).logits, want) for _ in range(2))
+        assert counts(model) == (1, 1)  # the call as a whole
+
+
+# -- threads, beams, copies, unpatch -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [ROOM, 36 * 64 * 4])  # room for all images, and for one
+def test_two_threads(limit: int, build: Callable) -> None:
+    family = FAMILIES["llava"]
+    model, images = build(family), [family.make_inputs(only=0, seed=seed) for seed in range(3)]
+    with torch.no_grad(), tokenprune.patched(model, "vscan", keep=0.5):
+        want = [model(**one).logits for one in images]
+    wrong: list[Any] = []
+
+    @torch.no_grad()
+    def ask(order: tuple[int, ...]) -> None:
+        for number in order * 3:
+            try:
+                if not torch.equal(model(**images[number]).logits, want[number]):
+                    wrong.append(number)
+            except Exception as error:
+                wrong.append(error)
+
+    with tokenprune.patched(model, "vscan", keep=0.5, feature_cache=limit):
+        threads = [threading.Thread(target=ask, args=(order,)) for order in ((0, 1, 2), (2, 0, 1))]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        found = tokenprune.feature_cache(model).counts()
+    assert not wrong
+    assert found.hits + found.misses == 18 and found.bytes <= limit
+    assert found.misses >= 3 and (limit < ROOM or found.hits >= 12)
+
+
+@torch.no_grad()
+def test_beams_and_then_one_answer(build: Callable) -> None:
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    ways = [{"num_beams": 2}, {}, {"num_beams": 2}]
+    with tokenprune.patched(model, "vscan", keep=0.4):
+        want = [model.generate(**inputs, max_new_tokens=3, **way) for way in ways]
+    with tokenprune.patched(model, "vscan", keep=0.4, feature_cache=ROOM):
+        got = [model.generate(**inputs, max_new_tokens=3, **way) for way in ways]
+        assert counts(model) == (6, 3)
+    assert all(map(torch.equal, got, want))
+
+
+@torch.no_grad()
+def test_unpatch_gives_the_memory_back(build: Callable) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
+    cache, features = tokenprune.feature_cache(model), None
+    features = weakref.ref(model.model.get_image_features(inputs["pixel_values"]).pooler_output[0])
+    assert features() is not None and cache.counts().entries == 1
+    tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM, replace=True)
+    assert features() is None and cache.counts().bytes == 0 and counts(model) == (0, 0)
+    model(**inputs)
+    cache = tokenprune.feature_cache(model)
+    tokenprune.unpatch(model)
+    assert cache.counts().bytes == 0
+    with pytest.raises(NotPatchedError):
+        tokenprune.feature_cache(model)
+    with tokenprune.patched(model, "divprune"), pytest.raises(NotPatchedError, match="feature_cache="):
+        tokenprune.feature_cache(model)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@torch.no_grad()
+def test_a_copy_has_a_cache_of_its_own(way: Callable) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = family.build(), family.make_inputs(only=0)
+    tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
+    other = way(model)  # of a model that has not run: see docs/faq.md
+    want = model(**inputs).logits
+    assert counts(model) == (0, 1) and counts(other) == (0, 0)
+    assert all(torch.equal(other(**inputs).logits, want) for _ in range(2))
+    assert counts(model) == (0, 1) and counts(other) == (1, 1)
+    assert counts(copy.deepcopy(other)) == (0, 0) and tokenprune.feature_cache(other).counts().limit == ROOM
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1e9, "64 MB"])
+def test_a_limit_is_a_number_of_bytes(value: Any, build: Callable) -> None:
+    model = build(FAMILIES["llava"])
+    with pytest.raises(tokenprune.OptionError, match=r"feature_cache=.*an int >= 1"):
+        tokenprune.patch(model, "divprune", feature_cache=value)
+    assert not tokenprune.is_patched(model)
+
+
+def test_models_that_encode_in_another_way(build: Callable) -> None:
+    from families import FAMILIES as ALL
+
+    model = build(ALL["instructblip"])
+    with pytest.raises(TokenPruneError, match="get_image_features"):
+        tokenprune.patch(model, "divprune", feature_cache=ROOM)
+    assert not tokenprune.is_patched(model)
+
+
+def test_a_setting_does_not_name_it(build: Callable) -> None:
+    from tokenprune.integrations.vllm.setting.settings import Setting
+
+    setting = {"method": "divprune", "keep": 0.5}
+    for read in (tokenprune.read_config, Setting.of):
+        with pytest.raises(tokenprune.OptionError, match="its encoder cache"):
+            read(setting | {"feature_cache": ROOM})
+    with tokenprune.patched(build(FAMILIES["llava"]), config=setting, feature_cache=ROOM) as model:
+        assert dataclasses.astuple(tokenprune.feature_cache(model).counts()) == (0, 0, 0, 0, 0, 0, ROOM)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes another image, or another tower, to the feature cache; and what it does not keep."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+
+import tokenprune
+from asked_again import ROOM, counts
+from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
+from zoo import FAMILIES
+
+# -- what makes another image ------------------------------------------------------------------------------------------
+
+
+def a_pixel(inputs: dict) -> dict:
+    pixels = inputs["pixel_values"].clone()
+    pixels.view(-1)[5] += 1e-6
+    return inputs | {"pixel_values": pixels}
+
+
+def a_dtype(inputs: dict) -> dict:
+    return inputs | {"pixel_values": inputs["pixel_values"].double().float().to(torch.bfloat16)}
+
+
+def a_grid(inputs: dict) -> dict:
+    return inputs | {"image_grid_thw": inputs["image_grid_thw"][:, [0, 2, 1]]}
+
+
+@pytest.mark.parametrize("change", [a_pixel, a_dtype, a_grid])
+@torch.no_grad()
+def test_other_content_is_another_image(change: Callable, build: Callable) -> None:
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), family.make_inputs(only=0, sizes=[(8, 12)])
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
+        model(**inputs), model(**change(inputs)), model(**inputs)
+        assert counts(model) == (1, 2)
+
+
+@torch.no_grad()
+def test_another_option_of_the_encoder_is_another_image(build: Callable) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
+        want = model(**inputs).logits
+        assert not torch.equal(model(**inputs, vision_feature_layer=-1).logits, want)
+        assert torch.equal(model(**inputs).logits, want)
+        assert counts(model) == (1, 2)
+
+
+def the_layer_read(model: Any) -> None:
+    model.config.vision_feature_layer = -1
+
+
+def the_attention(model: Any) -> None:
+    model.model.vision_tower.set_attn_implementation("eager")
+
+
+def an_adapter(model: Any) -> None:
+    model.model.vision_tower.active_adapters = ["night"]  # as PEFT notes it
+
+
+def a_hook(model: Any) -> None:
+    model.model.vision_tower.register_forward_hook(lambda module, args, output: None)
+
+
+@pytest.mark.parametrize("change", [the_layer_read, the_attention, an_adapter, a_hook])
+@torch.no_grad()
+def test_an_encoder_that_is_set_otherwise_encodes_anew(change: Callable) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = family.build(), family.make_inputs(only=0)
+    tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
+    model(**inputs), model(**inputs)
+    assert counts(model) == (1, 1)
+    change(model)
+    model(**inputs)
+    assert counts(model) == (1, 2)
+
+
+def loaded(tower: Any) -> None:
+    tower.load_state_dict({name: value * 2 for name, value in tower.state_dict().items()})
+
+
+def assigned(tower: Any) -> None:
+    tower.load_state_dict({name: value * 2 for name, value in tower.state_dict().items()}, assign=True)
+
+
+def rounded(tower: Any) -> None:
+    tower.to(torch.bfloat16).to(torch.float32)
+
+
+def exchanged(tower: Any) -> None:
+    for parameter in tower.parameters():
+        parameter.data = parameter.data * 2
+
+
+def stepped(tower: Any) -> None:
+    for parameter in tower.parameters():
+        parameter.mul_(2)
+
+
+@pytest.mark.parametrize("change", [loaded, assigned, rounded, exchanged, stepped])
+@pytest.mark.parametrize("part", ["vision_tower", "multi_modal_projector"])
+@torch.no_grad()
+def test_other_weights_give_no_stale_answer(change: Callable, part: str) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = family.build(), family.make_inputs(only=0)
+    tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
+    was = model(**inputs).logits
+    change(model.get_submodule(f"model.{part}"))
+    now = model(**inputs).logits
+    assert counts(model) == (0, 2) and tokenprune.feature_cache(model).counts().entries == 1
+    tokenprune.unpatch(model)
+    with tokenprune.patched(model, "divprune", keep=0.5):
+        assert torch.equal(model(**inputs).logits, now) and not torch.equal(was, now)
+
+
+@torch.no_grad()
+def test_weights_written_past_autograd_need_a_clear() -> None:
+    family = FAMILIES["llava"]
+    model, inputs = family.build(), family.make_inputs(only=0)
+    tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
+    was = model(**inputs).logits
+    model.model.multi_modal_projector.linear_1.weight.data.mul_(2)
+    tokenprune.feature_cache(model).clear()
+    assert tokenprune.feature_cache(model).counts().bytes == 0
+    assert not torch.equal(model(**inputs).logits, was)
+
+
+@torch.no_grad()
+def test_offloaded_weights_are_the_same_in_the_next_call() -> None:
+    """accelerate puts empty ones in their place after each."""
+    family = FAMILIES["llava"]
+    model, inputs = family.build(), family.make_inputs(only=0)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
+    want = model(**inputs).logits
+    assert torch.equal(model(**inputs).logits, want) and counts(model) == (1, 1)
+
+
+@torch.no_grad()
+def test_a_caller_who_writes_to_features_does_not_change_answers(build: Callable) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
+        was, handed = (model.model.get_image_features(inputs["pixel_values"]).pooler_output for _ in range(2))
+        want = was[0].clone()
+        handed[0].zero_()
+        assert torch.equal(model.model.get_image_features(inputs["pixel_values"]).pooler_output[0], want)
+
+
+# -- what is not kept --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_kept_while_training_or_with_gradients(build: Callable) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs(only=0)
+    tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
+    model(**inputs).logits.sum().backward()
+    assert model.model.multi_modal_projector.linear_1.weight.grad is not None
+    with torch.no_grad():
+        model.train()(**inputs)
+        model.eval().requires_grad_(False)
+    model(**inputs | {"pixel_values": inputs["pixel_values"].clone().requires_grad_()})
+    found = tokenprune.feature_cache(model).counts()
+    assert (found.hits, found.misses, found.not_kept, found.entries) == (0, 0, 3, 0)
+    model(**inputs), model(**inputs)  # gradients are on, and nothing asks for any
+    assert counts(model) == (1, 1)
+
+
+def test_what_was_made_without_gradients_for_good_stays_among_its_like(build: Callable) -> None:
+    """A tensor of inference mode cannot be used where gradients are asked for."""
+    family = FAMILIES["llava"]
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs(only=0)
+    model.model.vision_tower.requires_grad_(False)
+    model.model.multi_modal_projector.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(False)
+    tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
+    with torch.inference_mode():
+        model(**inputs), model(**inputs)
+    model(**inputs).logits.sum().backward()
+    assert counts(model) == (1, 2)
+
+
+@torch.no_grad()
+def test_states_of_the_tower_that_are_asked_for(build: Callable) -> None:
+    family = FAMILIES["gemma3"]
+    model, pixels = copy.deepcopy(build(family)), family.make_inputs(only=0)["pixel_values"]
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
+        model.model.get_image_features(pixels)
+        assert model.model.get_image_features(pixels, output_hidden_states=True).hidden_states is not None
+        assert tokenprune.feature_cache(model).counts().not_kept == 1
+
+
+@torch.no_grad()
+def test_what_is_larger_than_the_limit_is_not_kept_and_what_is_oldest_goes(build: Callable) -> None:
+    family = FAMILIES["llava"]
+    model, images = build(family), [family.make_inputs(only=0, seed=seed) for seed in range(3)]
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
+        model(**images[0])
+        size = tokenprune.feature_cache(model).counts().bytes
+        assert size == 36 * 64 * 4
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
+        model(**family.make_inputs())  # two, each without the memory of the other
+        assert tokenprune.feature_cache(model).counts().bytes == 2 * size
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=size - 1):
+        want = model(**images[0]).logits
+        assert torch.equal(model(**images[0]).logits, want)
+        found = tokenprune.feature_cache(model).counts()
+        assert (found.hits, found.misses, found.not_kept, found.entries, found.bytes) == (0, 2, 2, 0, 0)
+    with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=2 * size + 5):
+        for number in (0, 1, 0, 2):  # 1 was used longest ago as 2 comes
+            model(**images[number])
+        found = tokenprune.feature_cache(model).counts()
+        assert (found.hits, found.misses, found.evictions, found.entries) == (1, 3, 1, 2) and found.bytes == 2 * size
+        model(**images[0]), model(**images[2])
+        assert counts(model) == (3, 3)
+        model(**images[1])
+        assert counts(model) == (3, 4)
+
+
+@torch.no_grad()
+def test_what_methods_read_in_the_tower_is_counted(build: Callable) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    sizes = {}
+    for method in ("divprune", "vscan"):
+        with tokenprune.patched(model, method, keep=0.5, feature_cache=ROOM):
+            model(**inputs)
+            sizes[method] = tokenprune.feature_cache(model).counts().bytes
+    assert sizes["vscan"] > sizes["divprune"] == 36 * 64 * 4  # no states of the tower's blocks
+
+
+@dataclasses.dataclass
+class Made:
+    bytes: int
+    intact: bool = True
+
+
+def test_what_other_weights_made_meanwhile_is_not_kept() -> None:
+    cache = FeatureCache(10)
+    cache.renew("old weights")
+    assert cache.find([b"image", b"image"]) == {}
+    cache.renew("new weights")
+    cache.keep("old weights", b"image", Made(1))  # the tower was still at it
+    assert cache.find([b"image"]) == {} and cache.counts().not_kept == 1
+    cache.keep("new weights", b"image", Made(4))
+    cache.keep("new weights", b"image", Made(3))  # by two threads
+    assert cache.counts().bytes == 3 and list(cache.find([b"image"])) == [b"image"]
+    assert (cache.counts().hits, cache.counts().misses) == (2, 2)

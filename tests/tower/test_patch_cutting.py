@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches that a method drops inside the tower, against the whole tower with their columns masked, in plain loops."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from families import FAMILIES as MORE
+from merging_models import blocks_of, tower_of
+from oracle import close, reduced, survivors
+from tests.methods.test_flowcut import best
+from tests.tower.test_encoder import tiles, tokens_in_mlps
+from tokenprune import OptionError, Site, UnsupportedSetupError
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.merging import Merge
+from tokenprune.observable_registry import find_observable
+from zoo import FAMILIES
+
+PALIGEMMA = MORE["paligemma"]
+
+BLOCKS, LAST = 23, 21  # of the description, and the block of its last cut
+
+
+def looks(block: int, read: int) -> list[int]:
+    """Which of the description's blocks, as blocks up to the last cut, are looked at in a block of a tower."""
+    return [LAST - b for b in range(LAST + 1) if math.ceil((b + 0.5) / BLOCKS * read) - 1 == block]
+
+
+@torch.no_grad()
+def masked(tower: Any, pixels: Tensor, keep: int, read: int) -> tuple[list[Tensor], list[list[int]]]:
+    """One image through all blocks at full length, nobody seeing the columns of patches that were dropped: the hidden
+    states, and which patches are left behind each block, by the description's steps."""
+    x = tower.pre_layrnorm(tower.embeddings(pixels[None]))[0]
+    states, left, score, stages = [x], list(range(1, len(x))), {}, []
+    for index, block in enumerate(blocks_of(tower)):
+        at, h = block.self_attn, block.layer_norm1(x)
+        q, k, v = (
+            p(h).view(len(x), at.num_heads, at.head_dim).transpose(0, 1) for p in (at.q_proj, at.k_proj, at.v_proj)
+        )
+        seen = torch.zeros(len(x), dtype=torch.bool)
+        seen[[0, *left]] = True
+        weights = (q @ k.transpose(1, 2) * at.head_dim**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+        alike = (v[:, :1] @ v.transpose(1, 2)).masked_fill(~seen, -torch.inf).softmax(-1)[:, 0].mean(0).tolist()
+        attention, size = weights[:, 0].mean(0).tolist(), v.mean(0).abs().sum(-1).tolist()
+        for remaining in looks(index, read):
+            mass, likeness = sum(attention[i] for i in left), sum(alike[i] for i in left)
+            now = {i: (attention[i] / mass + alike[i] / likeness) * size[i] for i in left}
+            score = {i: (score[i] + now[i]) / 2 if score else now[i] for i in left}
+            if remaining == 0:
+                left = best(left, score, keep)
+            elif remaining % 2 == 0:
+                entropy = -sum(p * math.log(p) for p in (attention[i] / mass for i in left) if p)
+                sharp = 1 - (entropy / math.log(max(len(left), 2))) ** 2
+                gone = round((len(left) - keep) / math.sqrt(remaining) * sharp)
+                left = best(left, score, max(len(left) - gone, keep))
+            score = {i: score[i] for i in left}
+        x = x + at.out_proj((weights @ v).transpose(0, 1).flatten(1))
+        x = x + block.mlp(block.layer_norm2(x))
+        states.append(x)
+        stages.append(left)
+    return states, stages
+
+
+def sharp(model: Any) -> Any:
+    """The model with uneven attention of its class token, so that images drop different numbers early."""
+    model = copy.deepcopy(model)
+    for block in blocks_of(tower_of(model)):
+        block.self_attn.q_proj.weight.data *= 4
+    return model
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("keep", [0.3, 9])
+@torch.no_grad()
+def test_tower_equals_the_masked_loop(attn: str, keep: Any, build) -> None:
+    model = sharp(build(FAMILIES["llava"], attn))
+    tower, pixels = tower_of(model), tiles(model, 3)
+    count = tower.embeddings(pixels).shape[1]
+    goal = keep if isinstance(keep, int) else round(keep * (count - 1))
+    with tokenprune.patched(model, "flowcut", inside=True, keep=keep, guard="off"), tokens_in_mlps(model) as seen:
+        got = tower(pixels, output_hidden_states=True)
+    read, ragged = len(blocks_of(tower)) - 1, False  # the tower's last block is not read
+    each = [masked(tower, image, goal, read) for image in pixels]
+    for row, (states, stages) in enumerate(each):
+        assert len(stages[-1]) == goal
+        owner = record_of(got).owners[row]
+        assert (owner[1:] >= 0).nonzero()[:, 0].add(1).tolist() == stages[-1]
+        for block, (want, left) in enumerate(zip(states, [list(range(1, count)), *stages], strict=True)):
+            mine, there = got.hidden_states[block][row], [0, *left]
+            close(mine[there], want[there])
+            gone = [i for i in range(count) if i not in there]
+            assert not mine[gone].any()
+    for block in range(len(seen)):
+        sizes = {len(stages[block]) for _, stages in each}
+        ragged |= len(sizes) > 1
+        assert seen[block] == 1 + max(sizes)
+    assert ragged, "rows of one batch should drop different numbers early"
+
+
+@pytest.mark.parametrize("batch", [{}, {"images": (2, 1)}, {"images": (0, 2)}], ids=["left", "ragged", "text beside"])
+@pytest.mark.parametrize("name", ["llava", "llava_siglip"])
+@torch.no_grad()
+def test_decoder_equals_the_masked_one(name: str, batch: dict, build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(**batch)
+    if name == "llava_siglip":
+        model = siglip()
+    with tokenprune.patched(model, "flowcut", inside=True, keep=0.4, record=True, guard="off"):
+        got, stats = model(**inputs).logits, tokenprune.stats(model)
+        output = model.model.get_image_features(inputs["pixel_values"])
+    (cut,) = stats.cuts
+    assert (cut.site, cut.method, cut.sources) == (Site.IN_ENCODER, "flowcut", None)
+    entered, images = stats.encoder_tokens_per_layer, len(inputs["pixel_values"])
+    patches = stats.visual_tokens_in // images
+    assert stats.visual_tokens_out == images * round(0.4 * patches) and entered[-1] < entered[0]
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(cut, length)
+    model.model.get_image_features = lambda *args, **kwargs: copy.copy(output)
+    with reduced(family, model, [cut], length):
+        want = model(**inputs).logits
+    del model.model.get_image_features
+    close(got[alive], want[alive])
+
+
+def siglip() -> Any:
+    """A LLaVA whose tower is SigLIP: no class token."""
+    read = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+    vision = PALIGEMMA.config["vision_config"]
+    return replace(FAMILIES["llava"], config=FAMILIES["llava"].config | read | {"vision_config": vision}).build()
+
+
+@torch.no_grad()
+def test_keep_one_is_bit_equal(build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    want = model(**inputs).logits
+    for keep in (1.0, 10**4):
+        with tokenprune.patched(model, "flowcut", inside=True, keep=keep, guard="off"):
+            assert torch.equal(model(**inputs).logits, want)
+
+
+def test_what_is_refused(build) -> None:
+    for name in ("llava_next", "qwen2_vl", "internvl", "gemma3"):
+        with pytest.raises(UnsupportedSetupError, match="flowcut"):
+            tokenprune.patch(build(FAMILIES[name]), "flowcut", inside=True, keep=0.5)
+    model = build(FAMILIES["llava"])
+    inside = tokenprune.method("flowcut", inside=True)
+    for others in ("tome", "vscan"):
+        with pytest.raises(OptionError):
+            tokenprune.patch(model, [inside, others], keep=0.5)
+    with pytest.raises(OptionError, match="inside='yes'"):
+        tokenprune.method("flowcut", inside="yes")
+
+
+def test_a_merge_that_drops() -> None:
+    stays = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0]], dtype=torch.bool)
+    merge = Merge.dropping(stays, [3, 1])
+    assert merge.assign.tolist() == [[0, -1, 1, 2, -1], [-1, 0, -1, -1, -1]]
+    assert merge.sum(torch.ones(2, 5)).tolist() == [[1, 1, 1], [1, 0, 0]]
+    x = torch.arange(10.0).view(2, 5, 1)
+    assert merge.mean(x, torch.ones(2, 5))[0, :, 0].tolist() == [0, 2, 3] and merge.mean(x, torch.ones(2, 5))[1, 0] == 6
+
+
+@pytest.mark.parametrize("protected", [0, 1])
+def test_what_flows_does_not_depend_on_padding(protected: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 7, 4, generator=g)
+    mask = torch.zeros(1, 1, 1, 7).masked_fill(torch.arange(7) > 4, -torch.inf).expand(-1, -1, 7, -1)
+    flow = find_observable("encoder_flow")
+    padded = flow.of_patches(Observation(query, key, mask, 0.5, causal=False, value=value), protected)
+    short = (one[:, :, :5] for one in (query, key))
+    alone = flow.of_patches(Observation(*short, None, 0.5, causal=False, value=value[:, :, :5]), protected)
+    torch.testing.assert_close(padded[..., : 5 - protected], alone)
+    assert not padded[:, :2, 5 - protected :].any()

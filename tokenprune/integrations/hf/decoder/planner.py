@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the visual tokens of a call, and plan its cuts before the first is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from tokenprune.accounting import DecoderShape
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
+from tokenprune.integrations.hf.forward.stats import Report
+from tokenprune.integrations.hf.sequence.segments import RunsPerImage, find_segments
+
+
+class Planner:
+    """Plans the cuts of calls. shape: of the decoder; steps: the cuts, by layer; parts: what else has a say in how many
+    tokens stay; record: whether reports keep what was cut."""
+
+    def __init__(
+        self, adapter: Adapter, shape: DecoderShape, steps: Sequence[Step], parts: Sequence[Part], record: bool
+    ) -> None:
+        self.adapter, self.shape, self.steps, self.parts, self.record = adapter, shape, steps, parts, record
+        self.per = steps[0].budget.per if steps else "image"
+
+    def find_segments(self, call: Call, embeds: Tensor) -> None:
+        """Set `call.segments`, and `call.report` with them, where the call has visual tokens. embeds: `[B, L, D]`."""
+        outputs = call.outputs if self.adapter.features_per_image else {}
+        step = self.adapter.step_within_image
+        runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
+        grid_of = self.adapter.image_grid
+        behind = self.adapter.behind_video
+        call.segments = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind)
+        if call.segments is not None:
+            call.report = Report(self.shape, call.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
+            call.report.stats.notes = call.notes
+
+    def _runs_per_image(self, call: Call) -> RunsPerImage | None:
+        if call.host.ids is None:
+            call.notes.append(
+                "the prompt came as embeddings, which do not tell which tiles make up an image: each tile counts as one"
+            )
+            return None
+        ids = call.host.ids.tolist()
+        return lambda row, runs: self.adapter.runs_per_image(ids[row], runs)
+
+    def plan(self, call: Call) -> bool:
+        """Plan the cuts of a call, and return whether tokens leave."""
+        merged = call.state.get(Merged)
+        counts = call.segments.counts if merged is None else merged.selection.counts
+        tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
+        call.plan = plan_cuts(self.steps, self.shape, call.segments, counts, tokens, at_least)
+        for part in self.parts:
+            part.planned(call)
+        return bool(call.plan.cuts) or merged is not None
+
+    def _at_least(self, call: Call, step: Step, arrived: list[int], wanted: list[int]) -> list[int]:
+        for part in self.parts:
+            wanted = part.at_least(call, step, arrived, wanted)
+        return wanted

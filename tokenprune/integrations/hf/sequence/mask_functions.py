@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks of the tokens that remain, made as a decoder makes its own, in no more rows and columns than there are.
+
+transformers says which key a query sees by functions of their places in the full sequence, one for each kind of layer,
+and writes a mask of all pairs of places from each. Here these functions are asked about the places that are left.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+_NAME = "tokenprune_functions"
+_ATTENTION = ("sdpa", "eager")  # flash attention takes masks of one axis, flex attention makes blocks of its own
+
+
+@dataclass(frozen=True)
+class MaskFunction:
+    """Which keys the queries of one kind of layer see.
+
+    sees: of (row, head, query, key), places in the full sequence. window: how far a query sees at most, None = all.
+    real: bool `[B, length]`, which places are no padding, None = all. length: of the full sequence. write: what writes
+    a mask in the form that the layers take, and the arguments of it that places do not change.
+    """
+
+    sees: Callable[..., Tensor]
+    window: int | None
+    real: Tensor | None
+    length: int
+    write: Callable[..., Tensor | None]
+
+    def mask(self, queries: Tensor, keys: Tensor, whole: bool) -> Tensor | None:
+        """Return `[B, 1, Q, K]`, bool (True = may attend) or additive float; None where the attention function needs
+        none to be causal.
+
+        queries: long `[B, Q]`, keys: long `[B, K]`, their places; -1 = an empty slot, which nobody sees. whole: whether
+        it is known that the keys are the queries, and none is empty or padding.
+        """
+        queries, real = queries.to(keys.device), None
+        if not whole:
+            real, keys = keys >= 0, keys.clamp(min=0)
+            if self.real is not None:
+                real &= self.real.to(keys.device).gather(1, keys)
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return self.sees(row, head, queries[row, query], keys[row, key])
+
+        # Nothing is asked of `real` then: the host would have to wait for the device.
+        plain = whole and (self.window is None or self.length < self.window)
+        return self.write(
+            batch_size=len(keys),
+            q_length=queries.shape[1],
+            kv_length=keys.shape[1],
+            q_offset=0,
+            kv_offset=0,
+            mask_function=sees,
+            attention_mask=real,
+            plain=plain,
+            device=keys.device,
+        )
+
+
+@dataclass(frozen=True)
+class MaskFunctions:
+    """What a decoder's masks are made of.
+
+    make: returns the masks that a decoder of a config would make for a call. config: the decoder's. length: of the full
+    sequence, with what is in the cache. kinds: of the layers, None = all are of one. attention: name of the
+    implementation. real_behind_cut: whether it is known that behind a cut no padding is left of the call's tokens.
+    """
+
+    make: Callable[[Any], Any]
+    config: Any
+    length: int
+    kinds: Sequence[str] | None
+    attention: str
+    real_behind_cut: bool
+
+    @cached_property
+    def made(self) -> Any:
+        """What `make` returns, with a `MaskFunction` in the place of each mask of pairs."""
+        AttentionMaskInterface.register(_NAME, _function)
+        noted = copy.copy(self.config)
+        noted._attn_implementation_internal = _NAME
+        noted.tokenprune_original = self.config, self.length
+        return self.make(noted)
+
+    def of_layer(self, layer: int, mask: Any) -> Any:
+        """Return what to make masks of for `layer`, which was handed `mask`: the function that this was made by, or
+        `mask` itself where the decoder added something of its own to it."""
+        found = self.made
+        if isinstance(found, dict):
+            found = None if self.kinds is None else found.get(self.kinds[layer])
+        whole = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == 1
+        own = whole and (mask.dtype == torch.bool) == (self.attention == "sdpa")
+        return found if own and isinstance(found, MaskFunction) else mask
+
+
+def mask_functions(make: Callable[[Any], Any], config: Any, length: int, real_behind_cut: bool) -> MaskFunctions | None:
+    """Return what the masks that `make` returns are made of; None where attention takes no masks of pairs. For the
+    arguments see `MaskFunctions`."""
+    attention = config._attn_implementation
+    kinds = getattr(config, "layer_types", None)
+    return MaskFunctions(make, config, length, kinds, attention, real_behind_cut) if attention in _ATTENTION else None
+
+
+def _function(
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None,
+    config: Any,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool = False,
+    batch_size: int = 0,
+    q_length: int = 0,
+    kv_length: int = 0,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    device: Any = None,
+    **rest: Any,
+) -> MaskFunction:
+    """Stands where transformers writes a mask."""
+    original, length = config.tokenprune_original
+    interface = ALL_MASK_ATTENTION_FUNCTIONS[original._attn_implementation]
+
+    def write(plain: bool, **places: Any) -> Tensor | None:
+        skips = dict(
+            allow_is_causal_skip=plain and allow_is_causal_skip,
+            allow_is_bidirectional_skip=plain and allow_is_bidirectional_skip,
+        )
+        return interface(config=original, **skips, **places, **rest)
+
+    real = None if attention_mask is None else attention_mask.to(torch.bool)
+    return MaskFunction(mask_function, local_size, real, length, write)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images that were encoded before are not encoded again: what `patch(..., feature_cache=...)` does.
+
+What is kept is the encoder's output, ahead of any choice of tokens and of the question, with what methods read in the
+tower on it. So every method chooses as if the tower had run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.encoded.content import (
+    UnknownContentError,
+    Weights,
+    asks_for_gradients,
+    digest,
+    learns,
+    settings,
+)
+from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
+from tokenprune.integrations.hf.encoded.kept_output import OfImage, Whole, tensors_of
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.families.table import IMAGES_APART
+from tokenprune.integrations.hf.tower.tile_merging import tiles_of
+
+Encode = Callable[[dict[str, Any]], Any]
+# One image: the arguments that are its own, cut down to what the encoder looks at; and, of those of the call, its rows.
+Image = tuple[dict[str, Tensor], dict[str, slice]]
+
+# Arguments that ask for what is not kept.
+_MORE = ("output_hidden_states", "output_attentions")
+_SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
+
+
+class FeatureReuse:
+    """Looks images up in `cache` before `adapter`'s model encodes them.
+
+    apart: whether images may be used again one by one; else calls of the encoder are, as a whole.
+    Raises UnsupportedSetupError for models whose encoder is not asked for images by name, and for sharded ones.
+    """
+
+    def __init__(self, adapter: Adapter, cache: FeatureCache, apart: bool) -> None:
+        self.adapter, self.cache = adapter, cache
+        self.apart = apart and adapter.config.model_type in IMAGES_APART
+        family, base = adapter.config.model_type, adapter.base
+        if not any(callable(getattr(base, f"get_{modality}_features", None)) for modality in adapter.placeholders):
+            raise UnsupportedSetupError(
+                f"feature_cache: {family!r} does not encode its images by get_image_features, where they could be "
+                "found again: leave it out"
+            )
+        if any(cls.__name__ in _SHARDED for module in base.modules() for cls in type(module).__mro__):
+            raise UnsupportedSetupError(
+                "feature_cache: in a sharded model (FSDP) all processes run the tower together, and one that finds its "
+                "images would leave the others waiting: leave it out"
+            )
+
+    @torch.compiler.disable
+    def __call__(self, modality: str, arguments: dict[str, Any], told: dict[str, Any], encode: Encode) -> Any:
+        """Return the output of the encoder for `arguments`.
+
+        told: these, with what tells the shapes of images on the host. encode: encodes `arguments`, of which it is
+        handed those that are others.
+        """
+        modules, embeddings = self._modules(), self.adapter.base.get_input_embeddings()
+        if learns(modules) or asks_for_gradients(told.values()) or any(told.get(name) for name in _MORE):
+            self.cache.pass_by()
+            return encode({})
+        modules.append(embeddings)  # some encoders look words up for their images
+        weights = Weights(modules)
+        self.cache.renew(weights)
+        images = self._images(modality, told) if self.apart else None
+        try:
+            learnt = asks_for_gradients(embeddings.parameters())
+            about = (modality, learnt, settings(modules, self.adapter.config), _stream(modules))
+            if images is None:
+                keys = [digest(about, told)]
+            else:
+                shared = digest(about, {name: value for name, value in told.items() if name not in images[0][0]})
+                keys = [digest(shared, own) for own, _ in images]
+        except UnknownContentError:
+            self.cache.pass_by()
+            return encode({})
+        known = self.cache.find(keys)
+        if images is None:
+            return self._whole(weights, keys[0], known, encode)
+        return self._each(weights, keys, known, [rows for _, rows in images], arguments, encode)
+
+    def _whole(self, weights: Weights, key: bytes, known: dict[bytes, Any], encode: Encode) -> Any:
+        if key not in known:
+            output = encode({})
+            if not _can_be_kept(output):
+                self.cache.pass_by()
+                return output
+            known[key] = Whole.of(output)
+            self.cache.keep(weights, key, known[key])
+        return known[key].output()
+
+    def _each(
+        self,
+        weights: Weights,
+        keys: list[bytes],
+        known: dict[bytes, Any],
+        rows: list[dict[str, slice]],
+        arguments: dict[str, Any],
+        encode: Encode,
+    ) -> Any:
+        missing = {key: index for index, key in reversed(list(enumerate(keys))) if key not in known}
+        places = sorted(missing.values())
+        if places:
+            everything = len(places) == len(keys)
+            output = encode({} if everything else _rows_of(arguments, [rows[place] for place in places]))
+            made = OfImage.of(output, len(places)) if _can_be_kept(output) else None
+            if made is None:
+                self.cache.pass_by()
+                return output if everything else encode({})
+            for place, one in zip(places, made, strict=True):
+                known[keys[place]] = one
+                self.cache.keep(weights, keys[place], one)
+        return OfImage.joined([known[key] for key in keys])
+
+    def _modules(self) -> list[nn.Module]:
+        """All that images may pass through: what is no part of the decoder."""
+        base, decoder = self.adapter.base, self.adapter.decoder
+        inside = set() if base is decoder else set(decoder.modules())
+        return [one for one in base.modules() if one not in inside]
+
+    def _images(self, modality: str, arguments: dict[str, Any]) -> list[Image] | None:
+        """Return the images of a call; None where its arguments do not tell them apart."""
+        of_images = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        name = "pixel_values_videos" if "pixel_values_videos" in of_images else "pixel_values"
+        pixels, grids = of_images.get(name), of_images.get(f"{modality}_grid_thw")
+        if pixels is None or pixels.ndim < 2:
+            return None
+        counts = [1] * len(pixels) if grids is None else grids.prod(1).tolist()
+        if sum(counts) != len(pixels) or any(
+            value.ndim == 0 or len(value) != len(counts) for other, value in of_images.items() if other != name
+        ):
+            return None
+        in_row = of_images.get("batch_num_images")
+        if in_row is not None and bool((in_row != 1).any()):
+            return None  # of several images in a row each is encoded otherwise than alone
+        images = []
+        for index, span in enumerate(pairwise(accumulate(counts, initial=0))):
+            rows = dict.fromkeys(of_images, slice(index, index + 1)) | {name: slice(*span)}
+            images.append(({other: value[rows[other]] for other, value in of_images.items()}, rows))
+        sizes = of_images.get("image_sizes")
+        if sizes is not None and self.adapter.patch_layout == "packed" and pixels.ndim == 5:
+            tiles = tiles_of(self.adapter, arguments, sizes.cpu())
+            for (own, _), count in zip(images, tiles, strict=True):
+                own[name] = own[name][:, :count]  # behind them there is padding, as the others of the call need it
+        return images
+
+
+def _rows_of(arguments: dict[str, Any], images: Sequence[dict[str, slice]]) -> dict[str, Tensor]:
+    """Return those arguments of a call that are of images, of some of its images alone."""
+    return {name: torch.cat([arguments[name][rows[name]] for rows in images]) for name in images[0]}
+
+
+def _can_be_kept(output: Any) -> bool:
+    """Whether it is no tuple, which carries no record, and gradients do not go through it."""
+    return hasattr(output, "pooler_output") and not asks_for_gradients(tensors_of(output))
+
+
+def _stream(modules: Sequence[nn.Module]) -> int:
+    """What is made on one stream of a GPU is not there yet on another."""
+    device = next((one.device for module in modules for one in module._parameters.values() if one is not None), None)
+    return torch.cuda.current_stream(device).cuda_stream if device is not None and device.type == "cuda" else 0
