@@ -4,9 +4,11 @@ are left, alone in an unpatched model."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,25 +27,15 @@ from zoo import FAMILIES, Family
 
 METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
 STEPS = 4
+PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
 
 
-@contextmanager
-def cache_positions(layers: Any) -> Iterator[None]:
-    """Tell the attention of each layer at which slots of its own cache a call begins: kvpress up to 0.5 knows a prompt
-    by that, and transformers from 5.3 on does not say it (the hook of docs/kv-compression.md)."""
-
-    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        cached = kwargs["past_key_values"].layers[module.layer_idx : module.layer_idx + 1]
-        held = cached[0].get_seq_length() if cached else 0
-        positions = torch.arange(held, held + kwargs["hidden_states"].shape[1])
-        return args, kwargs | {"cache_position": positions}
-
-    hooks = [layer.self_attn.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def cache_positions(model: nn.Module) -> Any:
+    """Do what docs/quantization.md tells its readers to do."""
+    code = re.search(r"```python\n(from contextlib.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    names: dict[str, Any] = {}
+    exec(compile(code, PAGE.name, "exec"), names)
+    return names["cache_positions"](model)
 
 
 @contextmanager
@@ -108,7 +100,7 @@ def compression(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) ->
             yield
         return
     press = of_kvpress(name, monkeypatch)
-    with cache_positions(model.model.language_model.layers), press(model):
+    with cache_positions(model), press(model):
         yield
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
@@ -115,10 +116,11 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
             decoding.check_setup(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
             if isinstance(cache, Cache):
                 decoding.check_cache(step.method, cache)
-    if reruns_layers(adapter.decoder) and any(step.layer for step in steps):
+    if reruns_hooks(adapter.decoder) and any(step.layer for step in steps):
         raise UnsupportedSetupError(
-            "gradient checkpointing runs decoder layers a second time, without the state of the cut between them; "
-            "call model.gradient_checkpointing_disable(), or use a PRE_LLM method (it cuts before the layers)"
+            "gradient checkpointing runs decoder layers a second time here, with their hooks and without the state of "
+            "the cut between them; call model.gradient_checkpointing_disable(), use a PRE_LLM method (it cuts before "
+            "the layers), or a newer transformers (5.23 leaves the hooks out)"
         )
     check_arguments(adapter, kwargs)
 
@@ -160,3 +162,12 @@ def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
 def reruns_layers(decoder: nn.Module) -> bool:
     """Whether the backward pass will run the decoder's layers again (gradient checkpointing)."""
     return decoder.training and getattr(decoder, "gradient_checkpointing", False)
+
+
+def reruns_hooks(decoder: nn.Module) -> bool:
+    """Whether it will run the hooks of these layers again too: later versions than transformers 5.19 checkpoint a
+    layer's `forward`, and its hooks stay outside."""
+    inside = "__call__" in GradientCheckpointingLayer.__dict__
+    return reruns_layers(decoder) and (
+        inside or not all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder.layers)
+    )

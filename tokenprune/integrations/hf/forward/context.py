@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, cached_tokens, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import (
     KeySpan,
@@ -204,8 +205,8 @@ class Call:
 
     def save_to_cache(self, decode: DecodeState | None) -> None:
         """Note on the cache what it holds now. decode: see `Reduction`."""
-        if not self.active or self.cache is None:
-            return
+        if not self.active or self.cache is None or not any(map(slots_handed_out, self.cache.layers)):
+            return  # layers that are checkpointed cache nothing
         if self.reduction is not None or decode is not None or not self.layout.whole:
             slots = [(group.first, group.columns) for group in self.groups]
             length, ragged = self.past + self.layout.length, self.groups[-1].ragged
