@@ -135,6 +135,10 @@ def test_more_that_is_refused(build, monkeypatch) -> None:
         more = torch.cat([inputs["input_ids"], torch.full((1, 6), 20)], 1)
         with pytest.raises(UnsupportedSetupError, match="without its images"):
             model.generate(input_ids=more, max_new_tokens=4, past_key_values=cache, assistant_model=assistant)
+        embedded = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
+        embedded |= {name: inputs[name] for name in ("pixel_values", "attention_mask")}
+        with pytest.raises(UnsupportedSetupError, match="input_ids"):
+            model.generate(**embedded, max_new_tokens=4, assistant_model=assistant)
         with torch.no_grad():
             encoded = {"image": build(family, "eager").model.get_image_features(inputs["pixel_values"])}
         rest = {name: inputs[name] for name in ("input_ids", "attention_mask")}
