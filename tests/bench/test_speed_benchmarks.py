@@ -244,3 +244,17 @@ def test_stacks_are_put_beside_the_best_method(script, tmp_path: Path) -> None:
 def test_questions_about_large_images_are_784_tokens(script) -> None:
     asked = script("stacks").questions(0, 0)
     assert len(asked) == 180 and {one.image.size for one in asked} == {(448, 448)}
+
+
+def test_drafts_are_counted(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that sees all has all its words accepted; the page shows the committed counts."""
+    module, path = script("assisted"), tmp_path / "assisted.jsonl"
+    given = ["--questions", "1", "--words", "6", "--settings", "divprune:1.0", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", [module.__name__, *given])
+    module.main()
+    _, (alone, full) = script("common").read(path)
+    assert alone["method"] is None and alone["equal"] == full["equal"] == full["same_word"] == 1
+    assert full["words"] == 6 and full["drafted"] == full["accepted"] == 4 and full["forwards"] == 2
+    assert [row[0].text for row in module.table(path).rows] == ["a copy, without us", "divprune, keep 1"]
+    committed = module.to_markdown(module.table(module.results_path(CPU, "assisted")))
+    assert committed in module.PAGE.read_text(), "run python benchmarks/assisted.py --page"

@@ -6,70 +6,23 @@ from __future__ import annotations
 import copy
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
-from transformers.generation import GenerationMixin
 
 import tokenprune
+from assistants import DRAFTED, STEPS, helped, lengths_of, same, tower_runs
 from basics import snapshot
 from oracle import close, generate_logits
-from tests.engine.test_drafts import draft_of, settings, skip_refused, watch
-from tokenprune import (
-    AlreadyPatchedError,
-    NotPatchedError,
-    OptionError,
-    UnknownMethodError,
-    UnsupportedModelError,
-    UnsupportedSetupError,
-)
-from zoo import FAMILIES, Family, tower
+from tests.engine.test_drafts import settings, skip_refused
+from tokenprune import NotPatchedError
+from zoo import FAMILIES
 
-STEPS, DRAFTED = 11, 4
 # One at each site, some that read the tower or act in it, one that goes on while decoding, and a stack.
 METHODS = ["divprune", "fastv", "vscan", "visionzip", "pool", "tome", "dyrate", ["divprune", "fastv"]]
 NAMES = ["llava", "qwen2_5_vl", "gemma3"]
-
-
-@contextmanager
-def helped(model: Any, *args: Any, **kwargs: Any):
-    """Yield an assistant that drafts `DRAFTED` tokens a round, whatever it thinks of them."""
-    assistant = tokenprune.assistant(model, *args, **kwargs)
-    assistant.generation_config.num_assistant_tokens = DRAFTED
-    assistant.generation_config.assistant_confidence_threshold = 0.0
-    try:
-        yield assistant
-    finally:
-        tokenprune.unpatch(assistant)
-
-
-def lengths_of(model: Any, family: Family, inputs: Any, assistant: Any) -> tuple[Any, list[int]]:
-    """What an assisted `generate` writes, and the length of each forward of the target."""
-    lengths: list[int] = []
-    handle = watch(model, family, lengths)
-    try:
-        return model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant), lengths
-    finally:
-        handle.remove()
-
-
-def same(model: Any, was: dict[str, Any]) -> bool:
-    """Whether all that a patch may touch is as it was, but for what Qwen remembers of its last prompt."""
-    now = snapshot(model)
-    return all(now.get(key) == was.get(key) for key in now.keys() | was.keys() if "rope_deltas" not in key)
-
-
-def small_llava() -> Any:
-    """Reads the prompts of the zoo's LLaVA, with a smaller decoder and another tower of the same geometry."""
-    family = FAMILIES["llava"]
-    config = copy.deepcopy(family.config)
-    config["text_config"] |= dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2)
-    config["text_config"] |= dict(num_key_value_heads=1)
-    return Family("llava", config, family.image, family.sizes).build()
 
 
 # -- what comes out ------------------------------------------------------------------------------------------------
@@ -123,6 +76,22 @@ def test_without_us_a_draft_is_blind(name: str, build) -> None:
     draft.generation_config.assistant_confidence_threshold = 0.0
     _, lengths = lengths_of(model, family, inputs, draft)
     assert len(lengths) > 3
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own weights"])
+@pytest.mark.parametrize("method", ["pool", "fastv", "visionzip", "vidcom2"])
+def test_the_draft_keeps_what_a_patch_would_keep(method: str, own: bool, build) -> None:
+    """Whoever encoded the images, their grids and frames are known to it."""
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(1,), video=True)
+    with tokenprune.patched(model, method, keep=0.3, record=True):
+        model.generate(**inputs, max_new_tokens=2)
+        want = tokenprune.stats(model)
+    with helped(model, method, draft=copy.deepcopy(model) if own else None, keep=0.3, record=True) as assistant:
+        model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant)
+        got = tokenprune.stats(assistant)
+    assert got.cuts and [cut.kept for cut in got.cuts] == [cut.kept for cut in want.cuts]
+    assert got.visual_tokens_per_layer == want.visual_tokens_per_layer
 
 
 def test_padding_on_the_left(build) -> None:
@@ -213,17 +182,6 @@ def test_the_assistant_alone_is_a_patched_model(build) -> None:
 # -- what it takes -------------------------------------------------------------------------------------------------
 
 
-def tower_runs(model: Any, family: Family, inputs: Any, assistant: Any) -> int:
-    runs: list[Any] = []
-    handles = [
-        one.model.vision_tower.register_forward_hook(lambda *call: runs.append(call)) for one in (model, assistant)
-    ]
-    model.generate(**inputs, max_new_tokens=3, assistant_model=assistant)
-    for handle in handles:
-        handle.remove()
-    return len(runs)
-
-
 @pytest.mark.parametrize(("method", "runs"), [("divprune", 1), ("fastv", 1), ("visionzip", 2), ("tome", 2)])
 def test_the_tower_runs_once_unless_the_draft_changes_or_reads_it(method: str, runs: int, build) -> None:
     family = FAMILIES["llava"]
@@ -300,112 +258,3 @@ def test_another_patch_of_the_assistant_for_a_while(build) -> None:
             pass
         _, lengths = lengths_of(model, family, inputs, assistant)
     assert len(lengths) == 3
-
-
-# -- a smaller draft -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["divprune", "fastv", "visionzip"])
-def test_a_smaller_draft(method: str, build) -> None:
-    """It encodes the images itself, in its own width."""
-    family = FAMILIES["llava"]
-    model, draft, inputs = build(family), small_llava(), family.make_inputs(images=(2,))
-    draft.generate(**inputs, max_new_tokens=2)  # transformers installs hooks of its own on first use
-    want, was = model.generate(**inputs, max_new_tokens=STEPS), snapshot(draft)
-    assert tokenprune.assistant(model, method, draft=draft, keep=0.3) is draft
-    assert tower_runs(model, family, inputs, draft) == 2
-    got = model.generate(**inputs, max_new_tokens=STEPS, assistant_model=draft)
-    assert tokenprune.stats(draft).visual_tokens_in == sum(map(sum, inputs.counts))
-    tokenprune.unpatch(draft)
-    assert torch.equal(got, want) and same(draft, was)
-
-
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
-def test_a_draft_with_weights_of_its_own_sees_what_the_target_sees(name: str, build) -> None:
-    """One that is equal to the target, and told nothing of that, is always right."""
-    family = FAMILIES[name]
-    model, inputs = build(family), family.make_inputs(images=(2,))
-    with helped(model, "divprune", draft=copy.deepcopy(model), keep=1.0) as draft:
-        _, lengths = lengths_of(model, family, inputs, draft)
-    assert len(lengths) == 3
-
-
-def test_a_draft_in_other_numbers(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(only=0)
-    want = model.generate(**inputs, max_new_tokens=STEPS)
-    with helped(model, "divprune", draft=draft_of(model).to(torch.bfloat16), keep=0.5) as draft:
-        assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=draft), want)
-
-
-# -- what is refused -----------------------------------------------------------------------------------------------
-
-
-def other_vocabulary() -> Any:
-    draft = small_llava()
-    draft.resize_token_embeddings(168)
-    return draft
-
-
-def other_patches() -> Any:
-    family = FAMILIES["llava"]
-    config = family.config | {"vision_config": tower("clip_vision_model", 32)}
-    return Family("llava", config, family.image, family.sizes).build()
-
-
-REFUSED = {
-    "pixels": (dict(method="downsample", keep=0.5), OptionError, "acts on pixels"),
-    "unknown": (dict(method="prune", keep=0.5), UnknownMethodError, "prune"),
-    "option": (dict(method="divprune", keep=0.5, colour=1), OptionError, "colour"),
-    "vocabulary": (dict(draft=other_vocabulary), OptionError, "160 token ids and the draft 168"),
-    "patches": (dict(draft=other_patches), OptionError, "image_size"),
-    "timm": (dict(draft=lambda: nn.Linear(2, 2)), UnsupportedModelError, "Linear"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_help_is_refused(case: str, build) -> None:
-    """And nothing is changed by that."""
-    family = FAMILIES["llava"]
-    model = build(family)
-    arguments, error, text = REFUSED[case]
-    draft = arguments["draft"]() if "draft" in arguments else None
-    was, draft_was = snapshot(model), None if draft is None else snapshot(draft)
-    with pytest.raises(error, match=text):
-        tokenprune.assistant(model, **(arguments | {"draft": draft}))
-    assert same(model, was) and (draft is None or same(draft, draft_was))
-
-
-def test_more_that_is_refused(build, monkeypatch) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(only=0)
-    was = snapshot(model)
-    with pytest.raises(OptionError, match="leave it out"):
-        tokenprune.assistant(model, draft=model)
-    with pytest.raises(AlreadyPatchedError):
-        tokenprune.assistant(model, draft=tokenprune.patch(small_llava(), "divprune", keep=0.5))
-    with pytest.raises(UnsupportedModelError):
-        tokenprune.assistant(nn.Linear(2, 2))
-    offloaded = copy.deepcopy(model)
-    offloaded.lm_head.to("meta")
-    with pytest.raises(UnsupportedSetupError, match="offloaded"):
-        tokenprune.assistant(offloaded, "divprune")
-    with monkeypatch.context() as patch:
-        patch.delattr(GenerationMixin, "_get_candidate_generator")
-        with pytest.raises(UnsupportedSetupError, match="version"):
-            tokenprune.assistant(model, "divprune")
-    assert same(model, was)
-    with helped(model, "divprune", keep=0.3) as assistant:
-        with pytest.raises(ValueError, match="batch_size = 1"):
-            model.generate(**family.make_inputs(), max_new_tokens=4, assistant_model=assistant)
-        cache = DynamicCache(config=model.config.get_text_config())
-        model.generate(**inputs, max_new_tokens=2, past_key_values=cache)
-        more = torch.cat([inputs["input_ids"], torch.full((1, 6), 20)], 1)
-        with pytest.raises(UnsupportedSetupError, match="without its images"):
-            model.generate(input_ids=more, max_new_tokens=4, past_key_values=cache, assistant_model=assistant)
-        with torch.no_grad():
-            encoded = {"image": build(family, "eager").model.get_image_features(inputs["pixel_values"])}
-        rest = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        with pytest.raises(UnsupportedSetupError, match="pixels"):
-            model.generate(**rest, mm_encoder_outputs=encoded, max_new_tokens=4, assistant_model=assistant)
-    assert same(model, was)

@@ -111,6 +111,8 @@ class DraftImages(Attachable):
 
     def first(self, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return `kwargs` of `prepare_inputs_for_generation` as those of a first forward that has the images."""
+        if kwargs.get("inputs_embeds") is not None:
+            raise UnsupportedSetupError("a draft reads the ids of a prompt: pass input_ids, not inputs_embeds")
         kwargs = kwargs | {"is_first_iteration": True}
         if ahead := kwargs.get("mm_encoder_outputs"):
             kwargs["mm_encoder_outputs"] = {name: self._encoded(name, output) for name, output in ahead.items()}
