@@ -254,7 +254,7 @@ class Bench:
 
     def _check_spent(self, record: dict[str, Any], whole: Stats) -> None:
         """Raise BudgetError if a result did not spend what it shall."""
-        images = sum(1 if one.is_video else len(one.images) for one in self.examples)
+        images = sum(1 if one.is_video else len(getattr(one, "sources", ())) or 1 for one in self.examples)
         spent = record["stats"]["visual_tokens_average"]
         why = missed(record["method"], record["keep"], spent, images, whole.visual_tokens_in)
         if why:
