@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +19,13 @@ from merging_models import blocks_of, tower_of
 from oracle import close, reduced, survivors
 from tests.methods.test_flowcut import best
 from tests.tower.test_encoder import tiles, tokens_in_mlps
-from tokenprune import OptionError, Site, UnsupportedSetupError
+from tokenprune import OptionError, Site, Tower, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.merging import Merge
+from tokenprune.methods.pre_llm import flowcut
 from tokenprune.observable_registry import find_observable
+from tokenprune.testing import ConformanceError, check_method
 from zoo import FAMILIES
 
 PALIGEMMA = MORE["paligemma"]
@@ -106,6 +109,35 @@ def test_tower_equals_the_masked_loop(attn: str, keep: Any, build) -> None:
     assert ragged, "rows of one batch should drop different numbers early"
 
 
+@torch.no_grad()
+def test_blocks_show_of_an_image_what_they_show_of_it_alone(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that dropped more are padded by then."""
+    model = build(FAMILIES["llava"])
+    pixels, shown = tiles(model, 3), []
+
+    def note(self: Any, flow: Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
+        """In the first block those go that are attended to most: were they seen as padding, it would be felt."""
+        shown.append((flow, counts or [flow.shape[2] + 1] * len(flow)))
+        if len(flow[0, 0]) < patches:
+            return None
+        stays = torch.ones(len(flow), patches + 1, dtype=torch.bool)
+        for row, attention in enumerate(flow[:, 0]):
+            stays[row, 1 + attention.topk(3 + int(attention.argmax()) % 7).indices] = False
+        return Merge.dropping(stays, stays.sum(1).tolist())
+
+    patches = tower_of(model).embeddings(pixels).shape[1] - 1
+    monkeypatch.setattr(flowcut._Cuts, "look", note)
+    with tokenprune.patched(model, "flowcut", inside=True, keep=9, guard="off"):
+        for images in (pixels, *pixels[:, None]):
+            tower_of(model)(images, output_hidden_states=True)
+    batch, *alone = (shown[start : start + 2] for start in range(0, len(shown), 2))
+    assert len(set(batch[1][1])) > 1
+    for row, one in enumerate(alone):
+        for (flow, counts), (own, (count,)) in zip(batch, one, strict=True):
+            assert counts[row] == count
+            close(flow[row, :, : count - 1], own[0])
+
+
 @pytest.mark.parametrize("batch", [{}, {"images": (2, 1)}, {"images": (0, 2)}], ids=["left", "ragged", "text beside"])
 @pytest.mark.parametrize("name", ["llava", "llava_siglip"])
 @torch.no_grad()
@@ -159,6 +191,22 @@ def test_what_is_refused(build) -> None:
             tokenprune.patch(model, [inside, others], keep=0.5)
     with pytest.raises(OptionError, match="inside='yes'"):
         tokenprune.method("flowcut", inside="yes")
+
+
+def test_it_conforms() -> None:
+    ((stage, _),) = tokenprune.method("flowcut", inside=True).stages(tokenprune.Budget.of(0.5), 4)
+    check_method(stage)
+    most = Tower(tokens=578, protected=2, blocks=24, read=23)
+    check_method(stage, tower=most)
+
+    def without_class(flow: Tensor, counts: Any) -> Merge:
+        return Merge.dropping(torch.arange(flow.shape[2] + 1).expand(len(flow), -1) > 0, [flow.shape[2]] * len(flow))
+
+    for matcher, says in ((None, "leaves 32 patches, not 16"), (without_class, "block 0 drops a class token")):
+        plan = partial(lambda budget, tower, matcher: [matcher] * tower.read + [None], matcher=matcher)
+        broken = type("Broken", (type(stage),), {"__doc__": "Broken.", "plan": staticmethod(plan)})
+        with pytest.raises(ConformanceError, match=says):
+            check_method(dataclass(frozen=True)(broken)())
 
 
 def test_a_merge_that_drops() -> None:

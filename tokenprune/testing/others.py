@@ -16,6 +16,8 @@ from tokenprune.decode import DecodeMethod
 from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import OptionError
 from tokenprune.frames import Visual
+from tokenprune.observable import Sizes
+from tokenprune.observable_registry import find_observable
 from tokenprune.testing.rules import require
 from tokenprune.units import UnitDropper
 
@@ -32,6 +34,9 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
         whole = Budget.of(1.0)
         require(method.is_identity(whole) or not any(method.plan(whole, tower)), "with keep=1.0 it still merges tokens")
     for keep in _KEEPS[:-1]:
+        if method.reads:
+            _check_drops(method, Budget.of(keep), tower)
+            continue
         plan = method.plan(Budget.of(keep), tower)
         require(len(plan) == tower.blocks, f"plan() must return a matcher or None for each of {tower.blocks} blocks")
         require(not any(plan[tower.read :]), f"blocks from {tower.read} on show no keys: theirs must be None")
@@ -55,6 +60,41 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
                 own = stay if alone is None else alone.keep[0].tolist()
                 require(own == stay, f"block {block}: row {row} of a batch keeps other tokens than alone")
             keys, left = merge.mean(keys, torch.ones(keys.shape[:2])), rows
+
+
+def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
+    """Raise ConformanceError if what a method drops by `EncoderMethod.reads` breaks a rule of `check_merges`, or if it
+    leaves another number of patches than it says."""
+    generator = torch.Generator().manual_seed(0)
+    about, observable = Sizes((tower.patches,) * 3), find_observable(method.reads)
+    shown = [observable.example(about, generator) for _ in range(tower.blocks)]
+
+    def left(rows: list[int]) -> list[list[int]]:
+        plan, stay = method.plan(budget, tower), [list(range(tower.patches)) for _ in rows]
+        require(len(plan) == tower.blocks, f"plan() must return a matcher or None for each of {tower.blocks} blocks")
+        for block, match in enumerate(plan):
+            counts = [len(one) + tower.protected for one in stay]
+            longest = max(map(len, stay))
+            padded = torch.tensor([one + [0] * (longest - len(one)) for one in stay])
+            flow = torch.stack([shown[block][row][:, own] for row, own in zip(rows, padded, strict=True)])
+            merge = None if match is None else match(flow, counts if len(set(counts)) > 1 else None)
+            if merge is None:
+                continue
+            require(merge.drops and merge.left is not None, f"block {block}: return a Merge.dropping")
+            for place, (now, before) in enumerate(zip(merge.left, counts, strict=True)):
+                kept = merge.keep[place, :now].tolist()
+                real = len(set(kept)) == now and max(kept) < before
+                require(real, f"block {block}: keep must name {now} real tokens")
+                require(kept[: tower.protected] == list(range(tower.protected)), f"block {block} drops a class token")
+                stay[place] = [stay[place][one - tower.protected] for one in kept[tower.protected :]]
+        return stay
+
+    found = left([0, 1, 2])
+    require(found == left([0, 1, 2]), "it drops other patches the second time")
+    for row, own in enumerate(found):
+        require(left([row]) == [own], f"row {row} of a batch keeps other patches than alone")
+        exact = method.inexact is not None or len(own) == tower.left(budget)
+        require(exact, f"it leaves {len(own)} patches, not {tower.left(budget)}")
 
 
 def check_units(method: UnitDropper) -> None:

@@ -110,7 +110,7 @@ class Merger(Attachable):
         super().__init__()
         if budget.keep is None or budget.per != "image":
             raise BudgetError(
-                f"{method.name} merges in the encoder, where each image is for itself: keep is a share of its "
+                f"{method.name} acts in the encoder, where each image is for itself: keep is a share of its "
                 f"patches or a number of them, not {budget}"
             )
         if method.reads and (not self.shows or units is not None):

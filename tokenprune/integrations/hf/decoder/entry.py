@@ -28,7 +28,7 @@ def mask_functions_of(call: Call, kwargs: dict[str, Any], adapter: Adapter) -> M
         return None
     # Padding leaves with the first cut, but a visual token that the caller masks may stay.
     real_behind_cut = bool((call.host.real | ~call.host.visual).all())
-    # Of embeddings masks are told how many there are, and of which type.
+    # Of embeddings masks take no more than their number and their type.
     make = partial(adapter.masks, embeds.new_empty(()).expand(*embeds.shape[:2], 1), mask, None)
     return mask_functions(make, adapter.text_config, call.past + embeds.shape[1], real_behind_cut)
 

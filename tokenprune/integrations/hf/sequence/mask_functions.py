@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
+from tokenprune.integrations.hf.sequence.masks import additive
+
 _NAME = "tokenprune_functions"
 _ATTENTION = ("sdpa", "eager")  # flash attention takes masks of one axis, flex attention makes blocks of its own
 
@@ -124,18 +126,21 @@ def _function(
     q_offset: int = 0,
     kv_offset: int = 0,
     device: Any = None,
+    dtype: torch.dtype = torch.float32,
     **rest: Any,
 ) -> MaskFunction:
     """Stands where transformers writes a mask."""
     original, length = config.tokenprune_original
-    interface = ALL_MASK_ATTENTION_FUNCTIONS[original._attn_implementation]
+    eager = original._attn_implementation == "eager"
 
     def write(plain: bool, **places: Any) -> Tensor | None:
         skips = dict(
-            allow_is_causal_skip=plain and allow_is_causal_skip,
+            allow_is_causal_skip=plain and allow_is_causal_skip and not eager,
             allow_is_bidirectional_skip=plain and allow_is_bidirectional_skip,
         )
-        return interface(config=original, **skips, **places, **rest)
+        # transformers makes eager attention's of this one too, but waits for the device to copy a zero.
+        mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](config=original, dtype=dtype, **skips, **places, **rest)
+        return additive(mask, dtype) if eager and mask is not None else mask
 
     real = None if attention_mask is None else attention_mask.to(torch.bool)
     return MaskFunction(mask_function, local_size, real, length, write)

@@ -83,11 +83,17 @@ def causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtyp
     if attention == "sdpa":
         return allowed
     if attention == "eager":
-        return torch.zeros((), dtype=dtype, device=keys.device).masked_fill(~allowed, torch.finfo(dtype).min)
+        return additive(allowed, dtype)
     raise UnsupportedSetupError(
         f"attn_implementation={attention!r} cannot be used with rows that keep different numbers of tokens; load the "
         'model with "sdpa", "eager" or "flash_attention_2"'
     )
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask that eager attention takes: 0 where `allowed` (bool, any shape), else the least number there
+    is."""
+    return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
 def padding_of(made: Any, past: int, length: int) -> Tensor | None:

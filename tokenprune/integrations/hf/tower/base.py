@@ -50,7 +50,7 @@ class TowerPatch(Merger, Part):
 
     @property
     def uneven(self) -> bool:
-        """Whether some rows may merge more than others, so that these are padded."""
+        """Whether some rows may be left with fewer tokens than others, so that these are padded."""
         return self.method.ragged
 
     def check_bias(self, config: Any) -> None:
@@ -58,7 +58,7 @@ class TowerPatch(Merger, Part):
         attention = config._attn_implementation or "eager"
         if attention in ("eager", "sdpa") or not (self.method.proportional or self.uneven):
             return
-        why = "the padding of images that merge more than others" if self.uneven else "proportional attention"
+        why = "the padding of images that are left with fewer tokens" if self.uneven else "proportional attention"
         way_out = "" if self.uneven else ", or pass proportional=False"
         raise UnsupportedSetupError(
             f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
