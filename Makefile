@@ -79,6 +79,7 @@ bench-gpu: ## measure all that needs a GPU, into benchmarks/results/<device>
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/selection_cost.py --measure $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/ttft.py $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/decode.py --decoder vicuna-7b $(BENCH_ARGS)
 	$(BENCH_PYTHON) benchmarks/plots.py
 
 # Compiling asks for no GPU; TRITON_INTERPRET would have kernels interpreted instead.

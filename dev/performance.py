@@ -103,6 +103,30 @@ def _mixed(header: dict[str, Any], records: list[dict[str, Any]], device: str) -
     return "\n".join([*lines, "", source("mixed_batches", device)])
 
 
+def decode() -> str:
+    return _parts("decode", _decode)
+
+
+def _decode(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
+    lines = [
+        f"{where(header)}; a LLaVA with random weights and a decoder `{header['decoder']}`, medians of "
+        f"{header['rounds']} rounds in turn, {header['steps']} steps each.",
+        "",
+        "| visual tokens | method | keep | cache | step, ms | times as fast as unpatched and dynamic | as unpatched |",
+        "|---" * 7 + "|",
+    ]
+    for one in records:
+        lines.append(
+            f"| {one['visual']} | `{one['method']}` | {one['keep']:g} | {one['cache']} | {one['step_ms']['p50']:.1f} "
+            f"| {_ratio(one['speedup'])} | {_ratio(one['over_unpatched'])} |"
+        )
+    return "\n".join([*lines, "", source("decode", device)])
+
+
+def _ratio(one: dict[str, float]) -> str:
+    return f"{one['p50']:.2f} ({one['p20']:.2f} to {one['p80']:.2f})"
+
+
 def farthest() -> str:
     return _parts("farthest", _farthest)
 

@@ -210,6 +210,7 @@ PAGES = {
         "mixed": performance.mixed,
         "scaling": performance.scaling,
         "farthest": performance.farthest,
+        "decode": performance.decode,
         "memory": performance.memory,
         "ttft": performance.ttft,
     },

@@ -107,6 +107,22 @@ def test_mixed_batches(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "| `pool` | 1 |" in script("performance").mixed()
 
 
+def test_decode(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, path = script("decode"), tmp_path / "cpu/decode.jsonl"
+    run(module, path, monkeypatch, "--methods", "uniform")
+    _, records = script("common").read(path)
+    assert [(one["method"], one["cache"]) for one in records] == [
+        (method, cache) for method in ("unpatched", "uniform") for cache in module.CACHES
+    ]
+    # 32 + 576 + 32 tokens and the words after them, of which 144 + 64 are left.
+    bytes_ = {one["cache"]: one["kv_bytes"] for one in records if one["method"] == "uniform"}
+    assert bytes_["compiled"] == bytes_["static"] > bytes_["dynamic"] * 0.98
+    assert len({one["step_ms"]["p50"] for one in records}) == 6
+    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
+    assert "| 576 | `uniform` | 0.25 | compiled |" in script("performance").decode()
+    torch._dynamo.reset()
+
+
 def test_farthest(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and one by one take the same tokens of each kind, or the script stops; the page tells both."""
     module, path = script("farthest"), tmp_path / "cpu/farthest.jsonl"
