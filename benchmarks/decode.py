@@ -79,7 +79,8 @@ def measure(args: argparse.Namespace, visual: int) -> list[dict[str, Any]]:
     first, models, told = llava(decoder, device, dtype), {}, {}
     for name in names:
         for cache in CACHES:
-            models[name, cache] = copy.deepcopy(first, {id(one): one for one in first.parameters()})  # one set of weights
+            shared = {id(one): one for one in first.parameters()}
+            models[name, cache] = copy.deepcopy(first, shared)
             if name:
                 tokenprune.patch(models[name, cache], name, keep=args.keep, guard="off")
     ids = prompt(visual, device)
