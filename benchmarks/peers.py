@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from common import AFTER, BEFORE, Clock, Live, Peak, default_device, header, llava, read, results_path, write
-from efficiency import Case, measure
+from efficiency import Case, measure, unpatched
 from limits import SHAPES
 from rich.console import Console
 from rich.progress import track
@@ -60,7 +60,7 @@ def memory(case: Case, method: str | None, keep: int) -> dict[str, int]:
     """Return the bytes that a prefill takes at its peak, and those of the cache that it leaves."""
     device = case.clock.device
     with nullcontext() if method is None else tokenprune.patched(case.model, method, keep=keep, guard="off"):
-        images, _ = case.images(method or "random")
+        images = case.images(method or "random")
         case.cache = None
         with Peak(device) if device.type == "cuda" else Live() as peak:
             case.prefill(images)
@@ -82,10 +82,10 @@ def ours(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     methods = args.methods.split(",")
     for keep in args.keeps:
         case = Case(model, VISUAL, keep, Clock(device))
-        unpatched, records = measure(case, methods, args.rounds, lambda x: track(x, f"{keep}", console=console))  # noqa: B023
+        records = [measure(case, name, args.rounds) for name in track(methods, f"{keep}", console=console)]
         spent = {name: memory(case, name, keep) for name in methods}
         whole = memory(case, None, keep)
-        lines.append(unpatched | whole)
+        lines.append(unpatched(records) | whole)
         lines += [record | spent[record["method"]] for record in records]
         write(args.json, lines)
     return lines

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -104,7 +104,9 @@ class OfImage(Kept):
 
 
 def _output(kind: type, values: dict[str, Any], record: EncoderRecord) -> Any:
-    output = kind(**values)
+    # Outputs of timm's towers have no default for states that are not kept.
+    needed = {one.name: None for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
+    output = kind(**needed | values)
     output[KEY] = record
     return output
 
