@@ -220,6 +220,7 @@ PAGES = {
         "checked": kernel_page.checked,
     },
     "docs/benchmark.md": {
+        "resized": accuracy_pages.resized,
         "summary": accuracy_pages.summary,
         "ranks": accuracy_pages.ranks,
         "bench": accuracy_pages.bench,
