@@ -48,8 +48,8 @@ def resized() -> str:
         row = next(row for row in results.rows if (row.method, row.keep) == ("downsample", 0.5))
         lost[path] = 100 * (results.baseline.overall.value - row.overall.value)
     return (
-        f"`downsample` to half of the tokens loses {lost[FAIR]:.1f} points on `demo_qwen`, whose tower saw all sizes, and "
-        f"{lost[BENCH]:.1f} on `demo_vlm`, whose tower saw one. Raw data: {link(FAIR, '../')}, {link(BENCH, '../')}."
+        f"`downsample` to half of the tokens loses {lost[FAIR]:.1f} points on `demo_qwen`, whose tower saw all sizes, "
+        f"and {lost[BENCH]:.1f} on `demo_vlm`, whose tower saw one. Raw data: {link(FAIR, '../')}, {link(BENCH, '../')}."
     )
 
 
