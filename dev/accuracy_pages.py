@@ -49,7 +49,8 @@ def resized() -> str:
         lost[path] = 100 * (results.baseline.overall.value - row.overall.value)
     return (
         f"`downsample` to half of the tokens loses {lost[FAIR]:.1f} points on `demo_qwen`, whose tower saw all sizes, "
-        f"and {lost[BENCH]:.1f} on `demo_vlm`, whose tower saw one. Raw data: {link(FAIR, '../')}, {link(BENCH, '../')}."
+        f"and {lost[BENCH]:.1f} on `demo_vlm`, whose tower saw one. Raw data: {link(FAIR, '../')}, "
+        f"{link(BENCH, '../')}."
     )
 
 
