@@ -35,6 +35,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/all-methods.md"
 TARGETS = (0.5, 0.25, 0.11)
+FAIR = "demo_qwen"
 # The published budget, of 576 tokens, that comes nearest to a target; at 0.5 nothing is published.
 PUBLISHED = {0.25: 128, 0.11: 64}
 # What makes rows of one file comparable.
@@ -133,7 +134,9 @@ def page(check: Annotated[bool, typer.Option("--check", help="Exit with 1 where 
 
 def written(text: str) -> str:
     """Return the page with its generated part as it has to be."""
-    parts = [section(path) for path in map(results_file, SHIPPED_MODELS) if path.exists()]
+    # The one that favours no method comes first.
+    models = sorted(SHIPPED_MODELS, key=lambda name: name != FAIR)
+    parts = [section(path) for path in map(results_file, models) if path.exists()]
     made = "\n\n".join(parts) or "(not measured yet)"
     block = re.compile(r"(<!-- all:begin[^\n]*-->\n).*?(<!-- all:end -->)", re.DOTALL)
     return block.sub(lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text)
