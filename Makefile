@@ -52,7 +52,7 @@ serving: .venv-vllm/.setup-done ## put load on a vLLM server, full and reduced (
 	HF_HUB_OFFLINE=1 .venv-vllm/bin/python benchmarks/serving.py $(SERVING_ARGS)
 
 # All of them would take a quarter of an hour: some of each site.
-DEMO_METHODS := downsample,dynres,tome,dymu,divprune,pool,scope,uniform,visionzip,vscan,fastv,dart,pyramiddrop,dyrate
+DEMO_METHODS := downsample,tome,dymu,divprune,scope,uniform,visionzip,vscan,fastv,dart,pyramiddrop,dyrate
 
 demo: setup ## prune the demo model, then run the benchmark on it
 	HF_HUB_OFFLINE=1 .venv/bin/tokenprune demo
