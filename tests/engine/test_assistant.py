@@ -94,6 +94,22 @@ def test_the_draft_keeps_what_a_patch_would_keep(method: str, own: bool, build) 
     assert got.visual_tokens_per_layer == want.visual_tokens_per_layer
 
 
+@pytest.mark.parametrize("name", [*NAMES, "smolvlm"])
+def test_a_target_that_is_patched_later_and_keeps_its_images(name: str, build) -> None:
+    """An image that was found again is one that the draft can encode, whichever was asked for first."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(only=0)
+    later = dict(keep=0.6, feature_cache=2**24)
+    with (
+        helped(model, "vscan" if name == "llava" else "divprune", keep=0.3) as assistant,
+        tokenprune.patched(model, "divprune", **later),
+    ):
+        want = model.generate(**inputs, max_new_tokens=STEPS)
+        for _ in range(2):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=STEPS, assistant_model=assistant), want)
+        assert tokenprune.stats(model).feature_cache.hits
+
+
 def test_padding_on_the_left(build) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), dict(family.make_inputs(only=0))

@@ -242,7 +242,8 @@ class Engine(Attachable):
             check_call(self.steps.values(), self.adapter, kwargs, bool(call.maskless))
             if call.cache is None and self._uses_cache(kwargs):
                 kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
-            call.functions = mask_functions_of(call, kwargs, self.adapter)
+            if (functions := mask_functions_of(call, kwargs, self.adapter)) is not None:
+                call.state.put(functions)
         if call.segments is not None:
             call.extras = self.adapter.take_extras(kwargs, call.layout)
         if call.cuts_at(0) or call.state.get(Merged) is not None:

@@ -42,7 +42,8 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         positions = adapter.positions(kwargs, call.past)
     prepared = isinstance(mask, dict) or (mask is not None and mask.ndim == 4)
     if not prepared and (call.past or call.capacity is not None or masks.sliding_layers(config)):
-        mask = adapter.masks(embeds, mask, call.cache) if call.functions is None else call.functions.made
+        functions = call.state.get(MaskFunctions)
+        mask = adapter.masks(embeds, mask, call.cache) if functions is None else functions.made
         prepared = True
 
     if (merged := call.state.get(Merged)) is not None:

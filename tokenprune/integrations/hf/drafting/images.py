@@ -52,7 +52,10 @@ class _NotingEncoder:
         self.original, self.__signature__ = original, inspect.signature(original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.original(*args, **kwargs)
+        return self.note(self.original(*args, **kwargs), args, kwargs)
+
+    def note(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return an output of the encoder, wherever it came from, with the arguments that it answers."""
         if isinstance(output, ModelOutput):
             arguments = dict(self.__signature__.bind(*args, **kwargs).arguments)
             output[_GIVEN] = _Given(arguments | arguments.pop("kwargs", {}))

@@ -51,7 +51,8 @@ class Whole(Kept):
 
     @classmethod
     def of(cls, output: Any) -> Whole:
-        values = {name: value for name, value in output.items() if name not in (*_OF_BLOCKS, KEY)}
+        own = {one.name for one in fields(output)} - {*_OF_BLOCKS}  # beside these, others may have left notes on it
+        values = {name: value for name, value in output.items() if name in own}
         if values.get("pooler_output") is not None:
             values.pop("last_hidden_state", None)  # else it is the features
         return cls(type(output), values, record_of(output))

@@ -116,8 +116,7 @@ class Call:
     segments: the visual tokens that are left; report: what was removed; both only where the call brings images.
     The rest is set where tokens are missing (`active`). plan: the cuts to make. layout: the tokens at the current
     layer; extras: what the adapter carries along with them. groups: what the layers are handed, one for each group of
-    layers that hold the same tokens. functions: what the decoder's masks are made of, None = not known. maskless:
-    layers that need no attention mask.
+    layers that hold the same tokens. maskless: layers that need no attention mask.
     """
 
     arguments: dict[str, Any]
@@ -137,7 +136,6 @@ class Call:
     layout: Layout | None = None
     extras: Any = None
     groups: list[LayerInputs] = field(default_factory=list)
-    functions: MaskFunctions | None = None
     maskless: frozenset[int] = frozenset()
 
     @property
@@ -233,7 +231,7 @@ class Call:
         device = self.layout.index.device if start is None else start.columns.device
         columns = columns_for(layer, self.layout, self.past, self.reduction, device, self.capacity)
         ragged = bool(self.groups) and self.groups[-1].ragged
-        about = (self.past, self.reduction, start, self.capacity, self.functions)
+        about = (self.past, self.reduction, start, self.capacity, self.state.get(MaskFunctions))
         return LayerInputs(layer, self.layout, columns, ragged, *about)
 
     def group_of(self, layer: int) -> LayerInputs:
