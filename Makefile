@@ -7,13 +7,14 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 PYTEST_ARGS ?=
 SERVING_ARGS ?=
 
-# More threads than cores slow every test down. The suite must not reach for a hub.
-TEST_ENV := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0 HF_HUB_OFFLINE=1
+# More threads than cores slow every test down. The suite must not reach for a hub. It starts many processes, each of
+# which would compile the library anew where bytecode is not written.
+TEST_ENV := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-newest-quick test-vllm test-lmms notebooks docs serving demo bench-cpu bench-gpu kernels plots lint clean distclean
+.PHONY: help setup test test-newest test-newest-quick test-vllm test-vllm-quick test-vllm-v2 vllm-hooks test-all test-lmms test-app app notebooks docs serving demo bench-cpu bench-gpu kernels plots lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -22,6 +23,9 @@ setup: .venv/.setup-done ## create .venv with the pinned versions (again only wh
 
 test: setup ## run the tests
 	$(TEST_ENV) .venv/bin/python $(PYTEST)
+
+test-all: setup ## run every method on every family, and what takes long
+	$(TEST_ENV) .venv/bin/python $(PYTEST) --every-combination
 
 test-newest: .venv-newest/.setup-done ## run the tests with the newest transformers tested (constraints-newest.txt)
 	$(TEST_ENV) .venv-newest/bin/python $(PYTEST)
@@ -33,6 +37,19 @@ test-newest-quick: .venv-newest/.setup-done ## the same for families, caches and
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
+	$(TEST_ENV) VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm/test_v2.py $(PYTEST_ARGS)
+
+test-vllm-quick: .venv-vllm/.setup-done ## the same on a few families
+	$(MAKE) --no-print-directory test-vllm PYTEST_ARGS="--few-families $(PYTEST_ARGS)"
+
+test-vllm-v2: .venv-vllm/.setup-done ## run all of them through vLLM's Model Runner V2, which is the default on GPUs (about half an hour)
+	$(TEST_ENV) VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
+
+VLLM_VERSION ?= 0.33.0
+vllm-hooks: setup ## download a vLLM (VLLM_VERSION=...; some 300 MB, nothing is installed) and read whether it has what the plugin needs
+	.venv/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: \
+		--platform manylinux_2_28_x86_64 -d build/vllm vllm==$(VLLM_VERSION)
+	.venv/bin/python dev/vllm_hooks.py build/vllm/vllm-$(VLLM_VERSION)-*.whl --write
 
 test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration, against the real lmms-eval (constraints-lmms.txt)
 	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests/bench/test_papers_settings.py tests/bench/test_papers_results.py \
@@ -40,6 +57,12 @@ test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration,
 	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests_lmms $(PYTEST_ARGS)
 
 # Under a load of other work a cell may take longer than the minute or less that it needs.
+test-app: .venv-app/.setup-done ## run the tests of `tokenprune app`, in the system's Chromium (constraints-app.txt)
+	$(TEST_ENV) .venv-app/bin/python -m pytest tests/app $(PYTEST_ARGS)
+
+app: .venv-app/.setup-done ## open a page in the browser that shows what methods keep
+	HF_HUB_OFFLINE=1 .venv-app/bin/tokenprune app --model demo_qwen
+
 notebooks: setup ## execute the notebooks (nothing is written: python dev/notebooks.py strips those that you ran)
 	$(TEST_ENV) .venv/bin/python $(PYTEST) --nbmake --nbmake-timeout=300 notebooks
 
@@ -130,6 +153,8 @@ distclean: clean ## remove the environments too
 .venv-newest/.setup-done: constraints.txt constraints-newest.txt
 .venv-lmms/.setup-done: constraints.txt constraints-lmms.txt
 .venv-lmms/.setup-done: PACKAGES := -e '.[lmms-eval]' pytest
+.venv-app/.setup-done: constraints.txt constraints-app.txt
+.venv-app/.setup-done: PACKAGES := -e '.[app]' pytest playwright einops accelerate
 PACKAGES := -e '.[dev]'
 # The last constraints file named wins: it replaces the pins of the packages it names. torch comes first, so that no other
 # package can bring another build of it; torchvision comes without its dependencies for the same reason.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,8 +27,8 @@ from tokenprune.bench.model import SHIPPED_MODELS, load
 from tokenprune.bench.results import UNPATCHED, Results, read_records, summarise
 from tokenprune.bench.significance import pooled_interval
 from tokenprune.bench.suite import Bench, Plan
-from tokenprune.cli.common import get_console, show_progress
-from tokenprune.errors import OptionError, RunError, TokenPruneError
+from tokenprune.cli.common import ErrorGroup, get_console, show_progress
+from tokenprune.errors import OptionError, RunError
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -42,7 +41,9 @@ PUBLISHED = {0.25: 128, 0.11: 64}
 _SAME = ("kinds", "kind_of_question", "suffix", "max_new_tokens")
 _SAME_MODEL = ("model", "weights", "dtype")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    cls=ErrorGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
 
 
 class Rows:
@@ -246,16 +247,5 @@ def _settings(results: Results, targets: list[float]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Entry point: our own errors become a red line and exit code 2."""
-    try:
-        app(prog_name="all_methods.py")
-    except TokenPruneError as error:
-        from rich.text import Text
-
-        get_console(error=True).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    app(prog_name="all_methods.py")

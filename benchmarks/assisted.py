@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import header, read, results_path, write
+from common import fill_page, header, read, results_path, write
 from rich.console import Console
 
 import tokenprune
@@ -143,8 +143,7 @@ def main() -> None:
     args = parser.parse_args()
     path, console = args.json or results_path(torch.device(args.device), "assisted"), Console(width=200)
     if args.page:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n\n{to_markdown(table(path))}\n{END}{rest.partition(END)[2]}")
+        fill_page(PAGE, BEGIN, END, to_markdown(table(path)))
         return
     torch.set_num_threads(args.threads)
     model = load(args.model, device=args.device)

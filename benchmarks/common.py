@@ -255,6 +255,12 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return first, records
 
 
+def fill_page(page: Path, begin: str, end: str, text: str) -> None:
+    """Write `text` between two marks of a page, in place of what stands there."""
+    head, _, rest = page.read_text().partition(begin)
+    page.write_text(f"{head}{begin}\n\n{text.strip()}\n\n{end}{rest.partition(end)[2]}")
+
+
 def ladder(values: Sequence[float]) -> dict[str, float]:
     """p20, p50 and p80."""
     from tokenprune.bench.timing import quantiles

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import fill_page
 from torch import Tensor, nn
 
 from tokenprune.calibration.merge import merges_per_block
@@ -217,8 +218,7 @@ def main() -> None:
     if not args.page:
         print(tables)
         return
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}")
+    fill_page(PAGE, BEGIN, END, tables)
 
 
 if __name__ == "__main__":

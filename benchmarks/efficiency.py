@@ -17,7 +17,7 @@ the unpatched model runs too. Steps of decoding: the median of a few behind a pr
 model.
 
 A row is written as soon as it is measured. `--resume` leaves out those that the file has of the same code, model,
-threads and rounds.
+threads and rounds; `--missing` those of other code too, which each row names.
 """
 
 from __future__ import annotations
@@ -270,6 +270,7 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(dropping_methods()))
     parser.add_argument("--device", default=default_device())
     parser.add_argument("--resume", action="store_true", help="measure only what the file does not have of this code")
+    parser.add_argument("--missing", action="store_true", help="measure only what the file does not have of any code")
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/efficiency.jsonl")
     args = parser.parse_args()
@@ -284,9 +285,10 @@ def main() -> None:
     first = header(device, model=size, parameters=parameters, text=BEFORE + AFTER, dtype=str(model.dtype))
     key = {"code": code_version(), "model": size, "threads": args.threads}
     records: dict[Any, dict[str, Any]] = {}
-    if args.resume and path.exists():
+    if (args.resume or args.missing) and path.exists():
         _, found = read(path)
-        of_now = [one for one in found if all(one.get(name) == value for name, value in key.items())]
+        same = [name for name in key if not (args.missing and name == "code")]
+        of_now = [one for one in found if all(one.get(name) == key[name] for name in same)]
         records = {(one["visual"], one["keep"], one["method"]): one for one in of_now}
     for number, one in enumerate(args.cases):
         visual, keep = map(int, one.split(":"))

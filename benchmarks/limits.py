@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import fill_page
 from transformers import CONFIG_MAPPING
 
 from tokenprune.cost_model import CostModel, Load, site_limits
@@ -176,8 +177,7 @@ def main() -> None:
     if not parser.parse_args().page:
         print(table())
         return
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}")
+    fill_page(PAGE, BEGIN, END, table())
 
 
 if __name__ == "__main__":

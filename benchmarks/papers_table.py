@@ -26,14 +26,14 @@ from papers.published import UNPATCHED, published
 from papers.sets import SETS, chosen
 from papers.settings import Setting
 
-from tokenprune.cli.common import get_console
+from tokenprune.cli.common import ErrorGroup, get_console
 from tokenprune.errors import TokenPruneError
 
 PAGE = Path(__file__).parent.parent / "docs/papers.md"
 BUDGET_PAGE = PAGE.parent / "guide/budgets.md"
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    cls=ErrorGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="LLaVA-1.5-7B at 192, 128 and 64 visual tokens: run what papers report, and compare.",
 )  # fmt: skip
 Methods = Annotated[str | None, typer.Option(help="Comma-separated; default: all. Unpatched always comes along.")]
@@ -241,16 +241,5 @@ def _missing(found: outcomes.Outcomes) -> list[str]:
     return [*notes, f"In part: {'; '.join(partly)}."] if partly else notes
 
 
-def main() -> None:
-    """Entry point: our own errors become a red line and exit code 2."""
-    try:
-        app(prog_name="papers_table.py")
-    except TokenPruneError as error:
-        from rich.text import Text
-
-        get_console(error=True).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    app(prog_name="papers_table.py")

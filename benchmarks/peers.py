@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import AFTER, BEFORE, Clock, Live, Peak, default_device, header, llava, read, results_path, write
+from common import AFTER, BEFORE, Clock, Live, Peak, default_device, fill_page, header, llava, read, results_path, write
 from efficiency import Case, measure, unpatched
 from limits import SHAPES
 from rich.console import Console
@@ -161,8 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     args.json = args.json or results_path(torch.device(args.device), "peers", args.tiny)
     if args.page:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n\n{page(args.json)}\n\n{END}{rest.partition(END)[2]}")
+        fill_page(PAGE, BEGIN, END, page(args.json))
         return
     torch.set_num_threads(args.threads)
     console = Console()

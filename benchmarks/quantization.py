@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import header, read, results_path, write
+from common import fill_page, header, read, results_path, write
 from limits import SHAPES
 from torch import nn
 from transformers import QuantizedCache
@@ -218,9 +218,8 @@ def main() -> None:
     args = parser.parse_args()
     path = args.json or results_path(torch.device("cpu"), "quantization")
     if args.page:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
         text = "\n".join(map(to_markdown, [*closed_forms(), measured(path)]))
-        PAGE.write_text(f"{head}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}")
+        fill_page(PAGE, BEGIN, END, text)
         return
     torch.set_num_threads(args.threads)
     subjects = {kind: load(args.model) for kind in ("float32", "int8")}

@@ -136,7 +136,8 @@ def prepared(what: str, name: str, count: int, device: torch.device) -> Callable
 
         def select() -> Any:
             tokens.__dict__.pop("last_row_attention", None)
-            tokens._source.__dict__.pop("last_row", None)
+            for held in ("last_row", "text_rows"):
+                tokens._source.__dict__.pop(held, None)
             return method.select(tokens)
 
         return select

@@ -47,8 +47,9 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SPECIAL = ["<pad>", "<s>", "</s>", "<image>"]
 
 
-def write_model(folder: Path) -> None:
-    """A random LLaVA whose language model holds nearly all of its parameters, with a tokenizer of bytes."""
+def write_model(folder: Path, **shape: int) -> None:
+    """A random LLaVA whose language model holds nearly all of its parameters, with a tokenizer of bytes. shape: of its
+    decoder, where it shall be another one."""
     from safetensors.torch import load_file, save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
@@ -65,10 +66,11 @@ def write_model(folder: Path) -> None:
     vision = CLIPVisionConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=336, patch_size=14
     )
-    text = LlamaConfig(
+    text = dict(
         vocab_size=16384, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
         num_key_value_heads=12, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
+    text = LlamaConfig(**text | shape)
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=SPECIAL.index("<image>"))
     LlavaForConditionalGeneration(config).save_pretrained(folder)
     # vLLM wants the names that checkpoints of LLaVA have on the hub.

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import header, read, results_path, write
+from common import fill_page, header, read, results_path, write
 from PIL import Image
 from rich.console import Console
 
@@ -124,8 +124,10 @@ def table(path: Path) -> Table:
     groups = [line for line in lines if "group" in line]
     rows = []
     for one in groups:
-        stages = {stage: (one[side]["stages_ms"][stage]["p50"] for side in ("before", "after")) for stage in STAGES}
-        told = {stage: "{:.0f} → {:.0f}".format(*values) for stage, values in stages.items()}
+        told = {
+            stage: " → ".join(f"{one[side]['stages_ms'][stage]['p50']:.0f}" for side in ("before", "after"))
+            for stage in STAGES
+        }
         after = {stage: one["after"]["stages_ms"][stage]["p50"] for stage in FIRST_TOKEN}
         slowest = max(after, key=after.get)
         rows.append([*map(Cell, (
@@ -165,8 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     path, console = args.json or results_path(torch.device(args.device), "stacks"), Console(width=200)
     if args.page:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n\n{to_markdown(table(path))}\n{END}{rest.partition(END)[2]}")
+        fill_page(PAGE, BEGIN, END, to_markdown(table(path)))
         return
     torch.set_num_threads(args.threads)
     subject = load("demo_qwen", device=args.device)

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import header
+from common import fill_page, header
 from PIL import Image
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -236,8 +236,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.page:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n\n{table(args.out)}\n\n{END}{rest.partition(END)[2]}")
+        fill_page(PAGE, BEGIN, END, table(args.out))
         return
     if args.collect:
         collect(args)

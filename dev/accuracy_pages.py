@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 BENCH = RESULTS / "bench.jsonl"
 FAIR = RESULTS / "all_methods-demo_qwen.jsonl"
-VIDEOS, VIEWS = RESULTS / "bench_videos.jsonl", RESULTS / "bench_views.jsonl"
+VIDEOS, SMALL_VIDEOS = RESULTS / "bench_videos.jsonl", RESULTS / "bench_small_videos.jsonl"
+VIEWS = RESULTS / "bench_views.jsonl"
 RANKS = RESULTS / "rank_agreement.jsonl"
 UNMEASURED = "(not measured yet)"
 
@@ -62,6 +63,11 @@ def bench() -> str:
 def videos() -> str:
     """Accuracy of methods on videos, by kind of question and by ground, evidence, and controls."""
     return _tables(VIDEOS)
+
+
+def small_videos() -> str:
+    """The same on smaller videos."""
+    return _tables(SMALL_VIDEOS)
 
 
 def views() -> str:

@@ -13,14 +13,6 @@ from tokenprune import Site
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
-SITES = {
-    Site.PRE_ENCODER: "on pixels",
-    Site.IN_ENCODER: "in the vision tower",
-    Site.PRE_LLM: "before the language model",
-    Site.ATTENTION: "on attention",
-    Site.IN_LLM: "in the language model",
-    Site.DECODE: "while decoding",
-}
 
 
 @dataclass(frozen=True)
@@ -212,7 +204,7 @@ def methods() -> str:
     """The names of all methods, by the place where they act."""
     infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
     places = []
-    for site, where in SITES.items():
+    for site in Site:
         names = [f"[`{info.name}`](docs/methods/{info.name}.md)" for info in infos if info.site is site]
-        places.append(f"{where} {', '.join(names)}")
+        places.append(f"{site.words} {', '.join(names)}")
     return f"{len(infos)} [methods](docs/methods/README.md): " + "; ".join(places) + "."

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ if not torch.cuda.is_available():
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from basics import snapshot
-from selection import is_fast, leave_out_combinations, leave_out_families, leave_out_values
+from selection import is_fast, leave_out_combinations, leave_out_families, leave_out_thorough, leave_out_values
 from zoo import FAMILIES, Family
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
@@ -34,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--every-combination"):
-        for leave_out in (leave_out_families, leave_out_values, leave_out_combinations):
+        for leave_out in (leave_out_thorough, leave_out_families, leave_out_values, leave_out_combinations):
             config.hook.pytest_deselected(items=leave_out(items))
     for item in items:
         item.add_marker("fast" if is_fast(item) else "full")
@@ -129,3 +130,19 @@ def models_stay_as_they_were() -> Iterator[None]:
             del _models[key]  # one failure, not one per later test
             left.append((key, [k for k in now.keys() | before.keys() if now.get(k) != before.get(k)][:4]))
     assert not left, f"a test left its model changed: {left}"
+
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's Chromium, or the one that the environment variable CHROMIUM names."""
+    driver = pytest.importorskip("playwright.sync_api", reason="Playwright drives the browser: pip install playwright")
+    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if path is None:
+        pytest.skip(f"none of {', '.join(CHROMIUM)} is installed here")
+    with driver.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()

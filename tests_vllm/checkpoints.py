@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,16 +61,16 @@ def vision(**extra: Any) -> dict[str, Any]:
     return dict(hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, **extra)
 
 
-def tokenizer(**extra: Any) -> PreTrainedTokenizerFast:
-    """Bytes, and a token for each special name."""
+def tokenizer(more: Sequence[str] = (), **extra: Any) -> PreTrainedTokenizerFast:
+    """Bytes, and a token for each special name. more: special names behind them."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *letters])}
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *letters, *more])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     names = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     fast = PreTrainedTokenizerFast(tokenizer_object=made, **names, extra_special_tokens=extra)
-    fast.add_special_tokens({"additional_special_tokens": SPECIAL[3:-4]}, replace_extra_special_tokens=False)
+    fast.add_special_tokens({"additional_special_tokens": [*SPECIAL[3:-4], *more]}, replace_extra_special_tokens=False)
     return fast
 
 
@@ -80,7 +80,9 @@ VOCABULARY = len(SPECIAL) + 256
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model type. image: what stands for one in a prompt. sizes: of images, (height, width)."""
+    """A model type. image: what stands for one in a prompt. sizes: of images, (height, width). most: images in one, at
+    most. mixes: whether transformers takes images beside a video. before: what its prompt starts with in transformers,
+    and vLLM writes itself. dtype: of vLLM's side."""
 
     name: str
     config: Callable[[], dict[str, Any]] = field(repr=False)
@@ -90,7 +92,12 @@ class Checkpoint:
     video: str | None = None
     mrope: bool = False
     rename: tuple[tuple[str, str], ...] = ()
+    most: int = 2
+    dtype: str = "float32"
+    mixes: bool = True
+    before: str = ""
     kind: str | None = None  # the model type, where it is not the name
+    transposed: str | None = None  # weights that the hub's checkpoints hold the other way round than transformers 5
 
     def write(self, folder: Path) -> Path:
         with torch.random.fork_rng(devices=[]):
@@ -100,8 +107,11 @@ class Checkpoint:
         model.generation_config.do_sample = False
         model.float().eval().save_pretrained(folder)
         self.processor().save_pretrained(folder)
-        if self.rename:
+        if self.rename or self.transposed:
             weights = load_file(folder / "model.safetensors")
+            for name in weights:
+                if self.transposed and re.search(self.transposed, name):
+                    weights[name] = weights[name].transpose(1, 2).contiguous()
             for pattern, new in self.rename:
                 weights = {re.sub(pattern, new, name): value for name, value in weights.items()}
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -129,6 +139,16 @@ def photo(height: int, width: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
+def page(height: int, width: int, seed: int = 0) -> Image.Image:
+    """A white page, a third of it noise."""
+    pixels = np.asarray(photo(height, width, seed)).copy()
+    pixels[height // 3 :] = 255
+    return Image.fromarray(pixels)
+
+
+SMALL = ("gemma3", "paligemma", "lfm2_vl")  # of which embeddings are scaled, or make the logits as well
+
+
 @torch.no_grad()
 def wake(model: PreTrainedModel) -> None:
     """Weights large enough that every input is felt in the logits."""
@@ -136,10 +156,11 @@ def wake(model: PreTrainedModel) -> None:
         if p.dim() < 2:
             p.add_(torch.randn_like(p), alpha=0.1)
         elif "embed_tokens" in name:
-            p.normal_(std=HIDDEN**-0.5 if model.config.model_type == "gemma3" else 1.0)
+            p.normal_(std=HIDDEN**-0.5 if model.config.model_type in SMALL else 1.0)
         else:
             p.normal_(std=1.2 / math.sqrt(p[0].numel()))
     model.get_output_embeddings().weight[: len(SPECIAL)] = 0
+    model.get_output_embeddings().weight[VOCABULARY:] = 0  # see more_checkpoints.py
 
 
 def text(model_type: str, **extra: Any) -> dict[str, Any]:

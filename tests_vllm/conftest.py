@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in an environment of its own, which `make test-vllm` sets up. One engine at a time lives in this process."""
+"""Runs in an environment of its own, which `make test-vllm` sets up. One engine at a time lives in this process.
+
+With VLLM_USE_V2_MODEL_RUNNER=1 in the environment it runs through Model Runner V2 (`make test-vllm-v2`); tests that are
+for one of the runners are marked `only_v1(reason)` or `only_v2`.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Before vllm is imported.
+# Before vllm and triton are imported.
 os.environ.update(
+    {"TRITON_INTERPRET": "1"} if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else {},
     HF_HUB_OFFLINE="1",
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -22,14 +28,57 @@ import pytest
 import torch
 
 from checkpoints import CHECKPOINTS, DEEP
+from more_checkpoints import MORE
 from reference import Reference
+from runner import skips
 
-ALL = CHECKPOINTS | DEEP
+ALL = CHECKPOINTS | DEEP | MORE
 DIVPRUNE = {"method": "divprune", "keep": 0.25}
+ORIGINAL = {"positions": "original"}
 OPTIONS = dict(
     dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=4, block_size=32, max_num_batched_tokens=1024,
     limit_mm_per_prompt={"image": 3, "video": 1}, disable_log_stats=True,
 )  # fmt: skip
+
+
+# What the others add is in what they hand over: `--few-families` leaves that to who changes a family.
+FEW_FAMILIES = {
+    "llava": "one square of patches for each image, positions on one axis",
+    "llava_onevision": "tiles of an image, videos",
+    "qwen2_5_vl": "images of any shape, windows in the tower, positions on three axes, videos",
+    "qwen3_vl": "features for deeper layers, time stamps between a video's frames",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--few-families", action="store_true", help=f"run each test on {', '.join(FEW_FAMILIES)} alone")
+
+
+def family_of(item: pytest.Item) -> str | None:
+    given = getattr(item, "callspec", None)
+    values = [] if given is None else [getattr(value, "name", value) for value in given.params.values()]
+    return next((value for value in values if isinstance(value, str) and value in ALL), None)
+
+
+def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Remove from `items` the variants of each test on other families than `FEW_FAMILIES`, the first if it runs on none
+    of these; return them."""
+    on: dict[str, list[str]] = defaultdict(list)
+    for item in items:
+        if (family := family_of(item)) is not None:
+            on[item.nodeid.partition("[")[0]].append(family)
+    stay = {test: FEW_FAMILIES.keys() & set(families) or {families[0]} for test, families in on.items()}
+    gone = [item for item in items if (family := family_of(item)) and family not in stay[item.nodeid.partition("[")[0]]]
+    items[:] = [item for item in items if item not in gone]
+    return gone
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--few-families"):
+        config.hook.pytest_deselected(items=leave_out_families(items))
+    for item, skip in skips(items):
+        item.add_marker(skip)
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +113,7 @@ class Engine:
         from vllm import LLM
 
         self.checkpoint = ALL[name]
+        self.original = (setting or {}).get("positions") == "original"
         kwargs = options.pop("mm_processor_kwargs", {}) | ({} if setting is None else {"tokenprune": setting})
         limits = {"image": 3} | ({"video": 1} if self.checkpoint.video else {})
         options = OPTIONS | {"limit_mm_per_prompt": limits} | options
@@ -136,6 +186,22 @@ def same(output: Any, tokens: list[int], logprobs: torch.Tensor, tolerance: floa
             gap = max(gap, abs(found.logprob - float(logprobs[step, token])))
     assert gap < tolerance, gap
     return gap
+
+
+@pytest.fixture
+def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Requests that were thrown out of the KV cache to be read again, from here on."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    names: list[str] = []
+    original = Scheduler._preempt_request
+
+    def spy(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(request.request_id)
+        return original(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", spy)
+    yield names
 
 
 @pytest.fixture

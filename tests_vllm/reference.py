@@ -2,7 +2,8 @@
 """What vLLM has to say: the patched Hugging Face model, greedy, without a cache.
 
 Models with M-RoPE keep the positions of the full prompt on both sides. Where positions have one axis, vLLM counts the
-tokens that are there; so the decoder of the reference gets consecutive positions.
+tokens that are there, unless the server's setting says `"positions": "original"`; so the decoder of the reference gets
+consecutive positions.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ class Reference:
     """A checkpoint in transformers."""
 
     def __init__(self, checkpoint: Checkpoint, folder: Any) -> None:
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
         self.checkpoint = checkpoint
-        self.model = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
+        config = AutoConfig.from_pretrained(folder)
+        if checkpoint.name == "paligemma":
+            config.text_config.use_bidirectional_attention = False  # on CPU vLLM looks at what is before alone
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, config=config).float().eval()
         self.processor = AutoProcessor.from_pretrained(folder)
 
     def inputs(self, prompt: str, images: list[Any], videos: Sequence[Any] = ()) -> dict[str, Any]:
@@ -43,6 +47,9 @@ class Reference:
         if self.checkpoint.name == "gemma3":
             # On CPU vLLM lets tokens of an image see only what is before them, whether or not it is pruned.
             made["token_type_ids"] = torch.zeros_like(made["token_type_ids"])
+        if self.checkpoint.name == "paligemma":
+            made.pop("token_type_ids")  # they would have the prefix look both ways
+            made.pop("labels", None)
         return made
 
     def patched(self, setting: dict[str, Any] | None) -> AbstractContextManager:
@@ -56,7 +63,7 @@ class Reference:
         keep = setting["keep"]
         if "per" in setting:
             keep = tokenprune.Budget(keep=keep, per=setting["per"])
-        pixels = any(method.site is tokenprune.Site.PRE_ENCODER for method in methods)
+        pixels = any(method.site is tokenprune.Site.PRE_ENCODER or method.name == "pixelprune" for method in methods)
         return tokenprune.patched(self.model, methods, keep=keep, processor=self.processor if pixels else None)
 
     def prompt_ids(
@@ -68,14 +75,16 @@ class Reference:
 
     @torch.no_grad()
     def greedy(
-        self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None, videos: Sequence[Any] = ()
-    ) -> tuple[list[int], Tensor]:
-        """Tokens written, and the log-probabilities `[steps, V]` that they were chosen by."""
+        self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None, videos: Sequence[Any] = (),
+        original: bool = False,
+    ) -> tuple[list[int], Tensor]:  # fmt: skip
+        """Tokens written, and the log-probabilities `[steps, V]` that they were chosen by. original: whether positions
+        of one axis are those of the full prompt, too."""
         tokens, logprobs = [], []
         with ExitStack() as stack:
             stack.enter_context(self.patched(setting))
             inputs = self.inputs(prompt, images, videos)
-            if not self.checkpoint.mrope:
+            if not (self.checkpoint.mrope or original):
                 stack.callback(self._count_from_zero().remove)
             for _ in range(steps):
                 logits = self.model(**inputs, use_cache=False).logits[0, -1].float()

@@ -19,7 +19,7 @@ from typing import Any
 
 import openai
 
-START, CALL, STOP = 420, 120, 30  # seconds; a busy machine may need ten times what an idle one does
+START, CALL, STOP = 800, 240, 30  # seconds; a busy machine may need ten times what an idle one does
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

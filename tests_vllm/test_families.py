@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkpoints import CHECKPOINTS, Checkpoint
-from conftest import DIVPRUNE, Engine, same
+from conftest import DIVPRUNE, ORIGINAL, Engine, same
 
 SETTINGS = {
     "off": {"off": True},
@@ -22,7 +22,8 @@ SETTINGS = {
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engine:
-    return start(request.param, DIVPRUNE)
+    # Of one family whose tiles have a budget each, positions as they were; see test_original_positions.py, too.
+    return start(request.param, DIVPRUNE | (ORIGINAL if request.param == "internvl" else {}))
 
 
 def expected(override: dict[str, Any]) -> dict[str, Any] | None:
@@ -31,8 +32,8 @@ def expected(override: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def check(engine: Engine, reference: Any, output: Any, prompt: str, images: list, override: Any, videos: Any = ()):
-    tokens, logprobs = reference.greedy(prompt, images, len(output.outputs[0].token_ids), expected(override), videos)
-    return same(output, tokens, logprobs)
+    steps = len(output.outputs[0].token_ids)
+    return same(output, *reference.greedy(prompt, images, steps, expected(override), videos, engine.original))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from checkpoints import DEEP, photo
 from conftest import Engine, same
+from runner import IN_LLM
 from tokenprune import patched, registry
 from tokenprune.base import Method, Pruner, Site
 from tokenprune.errors import OptionError
@@ -20,9 +21,11 @@ from tokenprune.methods.in_llm.dart import Dart
 from tokenprune.methods.in_llm.fastv import FastV
 from tokenprune.tokens import VisualTokens
 
+pytestmark = IN_LLM
 NAME = "llava_deep"
 BLOCK = 32
 DART = Dart(pivot_text=0)
+FREE = {"experimental_free_kv": True}
 # A chunk holds an image (100 tokens) but not two, and three long answers do not fit into the cache at once.
 TIGHT = dict(disable_chunked_mm_input=True, max_num_batched_tokens=160, max_model_len=512, num_gpu_blocks_override=26)
 LONG = "Describe the image above in as many words as you can find, please, and "
@@ -50,6 +53,11 @@ def check(reference: Any, output: Any, prompt: str, images: list[Any], method: M
     same(output, *reference.generate(prompt, images, answer, patch))
 
 
+def cache_of(engine: Engine) -> Any:
+    """vLLM's manager of the KV cache."""
+    return engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+
+
 def mixed(engine: Engine, images: Callable[[int], list[Any]]) -> list[tuple[str, list[Any]]]:
     """Prompts with one, two and three images, and one without."""
     checkpoint = engine.checkpoint
@@ -57,27 +65,8 @@ def mixed(engine: Engine, images: Callable[[int], list[Any]]) -> list[tuple[str,
     return [*with_images, ("only text here, nothing else. ", [])]
 
 
-@pytest.fixture
-def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    names: list[str] = []
-    original = Scheduler._preempt_request
-
-    def spy(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        names.append(request.request_id)
-        return original(self, request, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", spy)
-    yield names
-
-
-class TestDart:
-    """With prefix caching and chunks that end before images."""
-
-    @pytest.fixture(scope="class")
-    def engine(self, start: Callable[..., Engine]) -> Engine:
-        return start(NAME, setting(DART), **TIGHT)
+class Loads:
+    """With prefix caching and chunks that end before images: what a server meets when it is busy."""
 
     @pytest.fixture(autouse=True)
     def forget(self, engine: Engine) -> None:
@@ -93,13 +82,6 @@ class TestDart:
             for (prompt, images), output in zip(prompts, outputs, strict=True):
                 check(reference(NAME), output, prompt, images, aligned(DART))
         assert preempted
-
-    def test_it_matters(self, reference: Any) -> None:
-        """The ground that the comparison stands on: another choice, or none, would be seen."""
-        prompt, images = DEEP[NAME].prompt(1, LONG), DEEP[NAME].images(1)
-        patches = [None, *({"method": one, "keep": 0.25} for one in (aligned(DART), DART, aligned(Dart()), FastV()))]
-        logprobs = [reference(NAME).generate(prompt, images, 1, patch)[1] for patch in patches]
-        assert min((one - other).abs().max() for one in logprobs for other in logprobs if one is not other) > 1e-2
 
     def test_a_prefix_that_three_share(self, engine: Engine, reference: Any) -> None:
         """At once, when each writes behind what all read, and again from the cache."""
@@ -121,17 +103,16 @@ class TestDart:
         assert output.num_cached_tokens == 160
 
     def test_hits_that_end_inside_a_image(self, engine: Engine, reference: Any, monkeypatch: Any) -> None:
-        from vllm.v1.core.kv_cache_manager import KVCacheManager
-
         found: list[int] = []
-        manager = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-        cut_back = manager.get_computed_blocks
+        coordinator = cache_of(engine).coordinator
+        find = coordinator.find_longest_cache_hit
 
-        def spy(request: Any) -> Any:
-            found.append(KVCacheManager.get_computed_blocks(manager, request)[1])
-            return cut_back(request)
+        def spy(*args: Any) -> Any:
+            hit = find(*args)
+            found.append(hit[1])
+            return hit
 
-        monkeypatch.setattr(manager, "get_computed_blocks", spy)
+        monkeypatch.setattr(coordinator, "find_longest_cache_hit", spy)
         one, *others = engine.checkpoint.images(3)
         hits = []
         for images, text in (([one], "what? "), ([one], "no? "), ([one, others[0]], LONG), ([one, others[1]], LONG)):
@@ -142,6 +123,21 @@ class TestDart:
         # A block that holds the end of an image holds what stands behind it, too.
         assert found == [0, 96, 96, 160], found
         assert hits == [0, 0, 0, 160], hits
+
+
+class TestDart(Loads):
+    """All layers hold what the first ones hold."""
+
+    @pytest.fixture(scope="class")
+    def engine(self, start: Callable[..., Engine]) -> Engine:
+        return start(NAME, setting(DART), **TIGHT)
+
+    def test_it_matters(self, reference: Any) -> None:
+        """The ground that the comparison stands on: another choice, or none, would be seen."""
+        prompt, images = DEEP[NAME].prompt(1, LONG), DEEP[NAME].images(1)
+        patches = [None, *({"method": one, "keep": 0.25} for one in (aligned(DART), DART, aligned(Dart()), FastV()))]
+        logprobs = [reference(NAME).generate(prompt, images, 1, patch)[1] for patch in patches]
+        assert min((one - other).abs().max() for one in logprobs for other in logprobs if one is not other) > 1e-2
 
     def test_one_request_may_switch_it_off(self, engine: Engine, reference: Any) -> None:
         checkpoint = engine.checkpoint
@@ -181,13 +177,68 @@ class TestDart:
         assert engine.generate([next_one], 1)
 
 
+class TestFreed(Loads):
+    """Layers behind the cut hold no blocks for what left, in as much memory: blocks of two layers instead of four."""
+
+    @pytest.fixture(scope="class")
+    def engine(self, start: Callable[..., Engine]) -> Engine:
+        return start(NAME, setting(DART) | FREE, **TIGHT | {"num_gpu_blocks_override": 2 * 20})
+
+    @pytest.fixture(autouse=True)
+    def everything_comes_back(self, engine: Engine) -> Iterator[None]:
+        yield
+        manager = cache_of(engine)
+        # vLLM keeps one block, the null block.
+        assert manager.block_pool.get_num_free_blocks() == manager.block_pool.num_gpu_blocks - 1
+        assert not any(one.held for one in manager.coordinator.single_type_managers)
+
+    def test_requests_that_clients_leave(self, engine: Engine) -> None:
+        from vllm import SamplingParams
+
+        core, pool = engine.llm.llm_engine, cache_of(engine).block_pool
+        request = engine.request(engine.checkpoint.prompt(1, LONG), engine.checkpoint.images(1))
+        for name in ("read", "not read"):
+            core.add_request(name, request, SamplingParams(max_tokens=30, ignore_eos=True))
+            if name == "read":
+                for _ in range(4):
+                    core.step()
+        assert pool.get_num_free_blocks() < pool.num_gpu_blocks - 8
+        core.abort_request(["read", "not read"])
+        assert not core.has_unfinished_requests()
+
+    def test_blocks_that_are_held(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        manager, held = cache_of(engine), []
+        allocate = manager.allocate_slots
+
+        def spy(request: Any, *args: Any, **kwargs: Any) -> Any:
+            found = allocate(request, *args, **kwargs)
+            blocks = manager.coordinator.get_blocks(request.request_id)
+            held.append((request.num_prompt_tokens, *(sum(not one.is_null for one in group) for group in blocks)))
+            return found
+
+        monkeypatch.setattr(manager, "allocate_slots", spy)
+        for override in (None, {"off": True}):
+            for images in range(4):
+                prompt = engine.checkpoint.prompt(images, LONG) if images else LONG
+                engine.generate([engine.request(prompt, engine.checkpoint.images(images), override)], 1)
+                tokens, front, behind = held[-1]  # an image of 100 tokens keeps 36
+                assert (front, front - behind) == (-(-tokens // BLOCK), 0 if override else 2 * images)
+
+
 class TestFastV:
     """The prompt as a whole, no prefix cache, and exactly as many tokens as asked for."""
 
-    @pytest.mark.parametrize("method", [FastV(), Dart(layer=1)], ids=["fastv", "dart with text"])
-    def test_together(self, start: Any, reference: Any, preempted: list[str], method: Method) -> None:
+    @pytest.mark.parametrize(
+        ("method", "free", "blocks"),
+        # Freed, blocks are of one layer each: that before the cut, and three groups behind it.
+        [(FastV(), {}, 19), (Dart(layer=1), FREE, 4 * 21)],
+        ids=["fastv", "dart with text, freed"],
+    )
+    def test_together(
+        self, start: Any, reference: Any, preempted: list[str], method: Method, free: dict[str, Any], blocks: int
+    ) -> None:
         whole = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
-        engine = start(NAME, setting(method), max_model_len=512, num_gpu_blocks_override=19, **whole)
+        engine = start(NAME, setting(method) | free, max_model_len=512, num_gpu_blocks_override=blocks, **whole)
         prompts = mixed(engine, engine.checkpoint.images)
         outputs = engine.generate([engine.request(*one) for one in prompts], 60)
         for (prompt, images), output in zip(prompts, outputs, strict=True):

@@ -10,10 +10,12 @@ import pytest
 
 from checkpoints import photo
 from conftest import Engine
+from runner import IN_LLM
 from test_in_llm import aligned, check, mixed, setting
 from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.methods.in_llm.dart import Dart
 
+pytestmark = IN_LLM
 # Sizes of images with several blocks of tokens; without one, a tile of the tiny model is smaller than two blocks, and
 # the prefix cache is off.
 SIZES = {

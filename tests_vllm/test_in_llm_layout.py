@@ -13,7 +13,7 @@ import pytest
 from vllm.multimodal.inputs import PlaceholderRange
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.in_llm.layout import Piece, Share, kept, lay_out
+from tokenprune.integrations.vllm.in_llm.layout import Held, Piece, Share, kept, lay_out
 from tokenprune.integrations.vllm.in_llm.scheduler import WholeImages, before_images
 from tokenprune.integrations.vllm.setting.settings import Setting
 
@@ -29,6 +29,12 @@ class Prompt:
     pieces: list[Piece]
     table: list[int]
     computed: int = 0
+
+    def behind(self, end: int, aligned: bool) -> list[int | None]:
+        """The table of the layers behind the cut if they hold no blocks for what left: None where there is none."""
+        held = Held.of(self.pieces, BLOCK if aligned else None, 1)
+        there = range(held.columns(end, BLOCK))
+        return [self.table[column] if column in there and column not in held.gaps else None for column in range(WIDTH)]
 
     def remaining(self, end: int) -> list[int]:
         """Places of the first `end` tokens that are left behind the cut; the last ones of an image are kept."""
@@ -64,7 +70,7 @@ def prompts(draw: random.Random, aligned: bool, many: int) -> list[Prompt]:
 
 def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
     """Read the prompts step by step, in chunks that split no image, all in one memory; returns whether every prompt
-    finds behind the cut, at each step, what it has written itself."""
+    finds behind the cut, at each step, what it has written itself. Blocks that are not held cannot be written."""
     memory: dict[int, tuple[str, ...]] = {}
     while active := [one for one in requests if one.computed < len(one.tokens)]:
         shares = []
@@ -74,7 +80,8 @@ def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
                 end = piece.end if piece.first < end < piece.end else end
             shares.append(Share(one.computed, end, one.pieces))
         layout = lay_out(shares, WIDTH, BLOCK, aligned)
-        tables = [[one.table[column] for column in layout.columns[row]] for row, one in enumerate(active)]
+        held = [one.behind(share.end, aligned) for one, share in zip(active, shares, strict=True)]
+        tables = [[held[row][column] for column in layout.columns[row]] for row in range(len(active))]
         for row, (one, share) in enumerate(zip(active, shares, strict=True)):
             mine = slice(layout.starts[row], layout.starts[row + 1])
             new = one.remaining(share.end)[share.before :]
@@ -89,6 +96,8 @@ def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
                 found = memory.get(tables[row][index // BLOCK] * BLOCK + index % BLOCK)
                 if found != (*one.tokens[: place + 1], str(place)):
                     return False
+            used = {tables[row][index // BLOCK] for index in range(len(left))}
+            assert used == {block for block in held[row] if block is not None}
             one.computed = share.end
     return True
 

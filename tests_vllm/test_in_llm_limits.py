@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from conftest import OPTIONS
+from runner import IN_LLM
 from tokenprune.base import Selection
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks
@@ -20,7 +21,9 @@ from tokenprune.integrations.vllm.setting.settings import Setting, check_method,
 from tokenprune.methods.in_llm.fastv import FastV
 from tokenprune.tokens import VisualTokens
 
+pytestmark = IN_LLM
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
+FREE = {"experimental_free_kv": True}
 FASTV = {"method": "fastv", "keep": 0.25, "experimental_in_llm": True}
 
 
@@ -104,7 +107,8 @@ def good(folder: Any) -> Any:
 
 
 def test_every_hook_is_there() -> None:
-    assert missing_hooks(limits.ENGINE_HOOKS) == [] and missing_hooks(limits.WORKER_HOOKS) == []
+    for hooks in (limits.ENGINE_HOOKS, limits.WORKER_HOOKS, limits.KV_HOOKS):
+        assert missing_hooks(hooks) == []
 
 
 def test_a_good_server_gets_our_scheduler(good: Any) -> None:
@@ -125,6 +129,8 @@ def test_a_good_server_gets_our_scheduler(good: Any) -> None:
         (FASTV, {}, "--no-enable-prefix-caching\n.*--no-enable-chunked-prefill"),
         (DART | {"layer": 4}, {}, "layer=4: choose a layer from 1 to 3"),
         (DART, {"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        (DART | FREE, {"disable_hybrid_kv_cache_manager": True}, "leave out --disable-hybrid-kv-cache-manager"),
+        (DART | FREE, {"mm_processor_cache_type": "shm"}, "leave out --mm-processor-cache-type shm"),
         (DART, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
     ],
 )
@@ -150,13 +156,15 @@ def test_refused_when_it_starts(folder: Any, setting: Any, options: dict[str, An
         ("scheduler_config", "scheduler_cls", "some.Scheduler", "--scheduler-cls"),
         ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
         ("model_config", "runner_type", "pooling", "only generation"),
+        ("", "kv_events_config", SimpleNamespace(enable_kv_cache_events=True), "--kv-events-config"),
+        ("cache_config", "kv_cache_dtype_skip_layers", ["0"], "--kv-cache-dtype-skip-layers"),
     ],
 )
 def test_refused(good: Any, monkeypatch: Any, part: str, name: str, value: Any, says: str) -> None:
     """What vLLM's CPU build would not let us ask for in earnest."""
     monkeypatch.setattr(getattr(good, part) if part else good, name, value)
     with pytest.raises(UnsupportedSetupError, match=says):
-        limits.check_engine(good, Setting.of(DART))
+        limits.check_engine(good, Setting.of(DART), free_kv=True)
 
 
 def test_the_other_runner_is_refused(good: Any, monkeypatch: pytest.MonkeyPatch) -> None:

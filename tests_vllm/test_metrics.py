@@ -8,22 +8,37 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from test_pixels import photos, processor
+from tokenprune.integrations.vllm.front import metrics
+from tokenprune.integrations.vllm.setting.configuration import SECONDS
+from tokenprune.integrations.vllm.worker.clock import Clock
 
 TOTAL = "tokenprune:visual_tokens_total"
 
 
+def samples(name: str, model: str, registry: CollectorRegistry = REGISTRY) -> dict[tuple[str, ...], float]:
+    """Return the values of a counter of one model, by its other labels in the order of their
+    names."""
+    found = [sample for metric in registry.collect() for sample in metric.samples if sample.name == name]
+    return {
+        tuple(value for key, value in sorted(one.labels.items()) if key != "model_name"): one.value
+        for one in found
+        if one.labels["model_name"] == model
+    }
+
+
 def counted(model: str) -> tuple[float, float]:
-    return tuple(
-        REGISTRY.get_sample_value(TOTAL, {"model_name": model, "stage": stage}) or 0 for stage in ("in", "out")
-    )
+    values = samples(TOTAL, model)
+    return tuple(sum(value for labels, value in values.items() if stage in labels) for stage in ("in", "out"))
 
 
 @pytest.mark.parametrize("name", ["mistral3", "llava_next", "internvl", "qwen3_vl"])
@@ -60,18 +75,72 @@ def test_requests_are_counted(folder: Callable[[str], Path], name: str) -> None:
     before = counted(name)
     made.get_dummy_mm_inputs({"image": 1})
     assert counted(name) == before
+    asked = {("off", "1"): 1, ("divprune", "0.25"): 2}
+    if name != "internvl":
+        asked |= {("downsample", "0.5"): 1, ("downsample+uniform", "0.25"): 1}
+    assert set(samples(TOTAL, name)) == {(keep, method, stage) for method, keep in asked for stage in ("in", "out")}
+    requests = samples("tokenprune:requests_total", name)
+    assert requests == {("request",): sum(asked.values()) - 2, ("default",): 2}
+
+
+def test_refusals_are_counted_by_reason(folder: Callable[[str], Path]) -> None:
+    from tokenprune.errors import OptionError
+
+    checkpoint = CHECKPOINTS["qwen2_5_vl"]
+    setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}, "min_keep": 0.1}
+    made = processor(folder("qwen2_5_vl"), setting, served_model_name="refusing")
+    items = made.info.parse_mm_data({"image": photos(checkpoint)[:1]})
+
+    def ask(asked: Any, prompt: str = checkpoint.prompt(1)) -> list[int]:
+        return made(prompt, items, hf_processor_mm_kwargs={"tokenprune": asked})["prompt_token_ids"]
+
+    assert len(ask({"profile": "fast"})) < len(ask({})) < len(ask({"off": True}))
+    assert ask({"profile": "fast"}) == ask({"keep": 0.11})
+    refused = [{"profile": "fsat"}, {"keep": 0.09}, {"profile": "fast", "keep": 0.09}, {"method": "divprun"}, [1]]
+    for asked in refused:
+        with pytest.raises(ValueError):
+            ask(asked)
+    with pytest.raises(OptionError, match="2 image placeholders"):
+        ask({}, checkpoint.prompt(2))
+    assert samples("tokenprune:refusals_total", "refusing") == {
+        ("profile",): 1, ("limit",): 2, ("setting",): 2, ("input",): 1,
+    }  # fmt: skip
+    assert samples("tokenprune:requests_total", "refusing") == {("fast",): 2, ("default",): 1, ("request",): 2}
+
+
+def test_workers_say_how_long_they_chose(tmp_path: Path) -> None:
+    """By method, from two processes that end in between; a folder of another machine is no error."""
+    model_config = SimpleNamespace(served_model_name="timed", multimodal_config=SimpleNamespace())
+    metrics.listen(model_config)
+    folder = getattr(model_config.multimodal_config, SECONDS)
+    assert samples("tokenprune:selections_total", "timed") == {}
+    code = (
+        "import sys, torch; from tokenprune.integrations.vllm.worker.clock import Clock; clock = Clock(sys.argv[1])\n"
+        "for number in range(40):\n"
+        "    with clock.timing(f'm{number % 2}', torch.device('cpu')): torch.zeros(9)"
+    )
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code, folder], check=True)
+    assert samples("tokenprune:selections_total", "timed") == {("m0",): 40, ("m1",): 40}
+    seconds = samples("tokenprune:selection_seconds_total", "timed")
+    assert set(seconds) == {("m0",), ("m1",)} and all(0 < value < 1 for value in seconds.values())
+    (Path(folder) / "torn").write_bytes(b'{"m0": [1')
+    assert samples("tokenprune:selections_total", "timed") == {("m0",): 40, ("m1",): 40}
+    for absent in (None, str(tmp_path / "elsewhere")):
+        with Clock(absent).timing("m0", torch.device("cpu")):
+            pass
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_several_processes_are_added_up(tmp_path: Path) -> None:
     """As vLLM's API servers do it."""
     code = (
         "from types import SimpleNamespace; from tokenprune.integrations.vllm.front.metrics import count; "
-        "count(SimpleNamespace(served_model_name='m'), 8, 2)"
+        "count(SimpleNamespace(served_model_name='m'), 'in', 'pool', '0.25', 8)"
     )
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, str(tmp_path))
-    values = [registry.get_sample_value(TOTAL, {"model_name": "m", "stage": stage}) for stage in ("in", "out")]
-    assert values == [16, 4]
+    assert list(samples(TOTAL, "m", registry).values()) == [16]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from checkpoints import CHECKPOINTS, Checkpoint
+from checkpoints import CHECKPOINTS, Checkpoint, page
 from conftest import DIVPRUNE, Engine, same
 from test_plugin import config
 from tokenprune.errors import OptionError
@@ -94,6 +94,52 @@ def test_caches_tell_settings_apart(engine: Engine, reference: Any, checkpoint: 
         hits.append(output.num_cached_tokens)
     text = prompt.index(checkpoint.image) // 32 * 32
     assert hits[:3] == [text] * 3 and hits[3] >= 32, hits
+
+
+# -- units that leave ahead of the tower, by the pixels that the front end sees
+
+UNITS = [
+    {"method": "pixelprune", "keep": 1_000_000},
+    {"method": "divprune", "keep": 0.5},
+    {"method": "pixelprune", "keep": 0.3, "metric": "mae"},
+    {"method": "pixelprune", "keep": 0.9, "threshold": 0.05},
+    {"method": ["downsample", "pixelprune"], "keep": [0.6, 0.9]},
+    {"method": "vscan", "keep": 0.4, "stage2": False},
+]
+
+
+def test_units_that_repeat_leave_ahead_of_the_tower(
+    engine: Engine, reference: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside other methods in one call of the encoder; a page and noise, of which all stays; then a video."""
+    if not checkpoint.mrope:
+        pytest.skip(f"the tower of {checkpoint.name} takes whole grids")
+    engine.forget()
+    (height, width), *_ = checkpoint.sizes
+    prompt, images = checkpoint.prompt(2), [page(height, width), *checkpoint.images(1)]
+    towers: list[int] = []  # patches in it, of each call
+    block = engine.model.visual.blocks[0]
+    run = block.forward
+    monkeypatch.setattr(block, "forward", lambda x, *args, **kwargs: towers.append(len(x)) or run(x, *args, **kwargs))
+    outputs = engine.generate([engine.request(prompt, images, override) for override in UNITS])
+    for setting, output in zip(UNITS, outputs, strict=True):
+        check_units(reference, checkpoint, output, prompt, images, setting)
+    assert min(towers) < max(towers)
+    frames, told = checkpoint.clip()
+    frames = np.repeat(frames[:3], 2, axis=0)
+    frames[:, : height // 2] = frames[:1, : height // 2]  # what does not move
+    prompt, videos = checkpoint.prompt(1, video=True), [(frames, told)]
+    outputs = engine.generate([engine.request(prompt, images[:1], override, videos) for override in UNITS[:2]])
+    for setting, output in zip(UNITS, outputs, strict=False):
+        check_units(reference, checkpoint, output, prompt, images[:1], setting, videos)
+
+
+def check_units(
+    reference: Any, checkpoint: Checkpoint, output: Any, prompt: str, images: list, setting: Any, videos: Any = ()
+) -> None:
+    theirs = reference(checkpoint.name)
+    same(output, *theirs.greedy(prompt, images, len(output.outputs[0].token_ids), setting, videos))
+    assert len(output.prompt_token_ids) < len(theirs.prompt_ids(prompt, images, None, videos))
 
 
 # -- without an engine: the front end alone

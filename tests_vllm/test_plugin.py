@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +20,10 @@ from checkpoints import CHECKPOINTS, VOCABULARY, text
 from conftest import DIVPRUNE, OPTIONS, Engine, same
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat, plugin
+from tokenprune.integrations.vllm.families import FAMILIES
+from tokenprune.integrations.vllm.setting.configuration import check_engine, offered
 from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.worker import runner
 
 
 def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -28,7 +35,7 @@ def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = Non
 
 
 def test_every_hook_is_there() -> None:
-    assert compat.missing_hooks() == []
+    assert compat.missing_hooks() == [] and compat.missing_hooks(compat.WORKER_HOOKS) == []
     assert compat.vllm_version() == compat.TESTED
 
 
@@ -52,6 +59,40 @@ def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.Mon
         plugin._after_config(problems, "result", Fake)
 
 
+def test_other_runners_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a model is made; a runner that is not loaded does not count."""
+    import vllm.v1.worker.gpu_model_runner  # noqa: F401
+
+    asked = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_encoder_input_tokens=1))
+    hooks = {"vllm.v1.worker.gpu_model_runner:Gone": "", "vllm.v1.worker.xpu_model_runner:Gone": ""}
+    monkeypatch.setattr(runner, "WORKER_HOOKS", hooks)
+    with pytest.raises(UnsupportedSetupError, match=r"which lacks Gone \(module 'vllm\.v1\.worker\.gpu_\S+ has .*\)\."):
+        runner.prepare_runner(asked)
+    monkeypatch.setattr(runner, "WORKER_HOOKS", {})
+    monkeypatch.setattr(runner, "_RUNNERS", ("vllm.gone",))
+    with pytest.raises(UnsupportedSetupError, match=r"which lacks vllm\.gone"):
+        runner.prepare_runner(asked)
+
+
+def test_sources_tell_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script by which other versions are read without running them sees of this one what Python sees."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "dev"))
+    import vllm
+    import vllm_hooks
+
+    has = vllm_hooks.read(Path(vllm.__file__).parents[1], vllm_hooks.hooks())
+    assert has["vllm"] == compat.TESTED and vllm_hooks.lacks(has, vllm_hooks.hooks(), list(FAMILIES)) == []
+    checked = 0
+    for where, names in has["hooks"].items():
+        module, _, path = where.partition(":")
+        found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        if names is not None and not isinstance(found, property):
+            known = [name.lstrip("*") for name in names]
+            assert set(inspect.signature(found).parameters) <= set(known) and len(known) == len(names), where
+            checked += 1
+    assert checked > 50
+
+
 def test_registering_again_changes_nothing() -> None:
     from vllm import ModelRegistry
     from vllm.config import ModelConfig
@@ -69,6 +110,10 @@ def test_registering_again_changes_nothing() -> None:
         ({"method": "divprune", "keep": 2.0}, "no share"),
         ({"method": "divprun"}, "did you mean 'divprune'"),
         (3, "must be an object"),
+        (DIVPRUNE | {"profiles": {"v": {"method": "evs"}}}, "profile 'v': evs compares the frames"),
+        (DIVPRUNE | {"profiles": {"v": {"config": "gone.json"}}}, "profile 'v': cannot read gone.json"),
+        (DIVPRUNE | {"min_keep": 0.3}, "profile 'default': .*less than this server allows"),
+        (DIVPRUNE | {"profile": "v"}, "no key 'profile': did you mean 'profiles'"),
     ],
 )
 def test_bad_settings_stop_the_server(folder: Any, setting: Any, says: str) -> None:
@@ -82,12 +127,38 @@ def test_two_prunings_of_videos_are_refused(folder: Any) -> None:
     assert config(folder("qwen2_5_vl"), video_pruning_rate=0.5).multimodal_config.video_pruning_rate == 0.5
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "value", "says"),
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "use --tensor-parallel-size instead of --pipeline"),
+        ("", "speculative_config", object(), "start without --speculative-config"),
+    ],
+)
+def test_what_does_not_go_with_original_positions(part: str, name: str, value: Any, says: str) -> None:
+    """Of models with one axis of positions, counted anew, both are served."""
+    asked = SimpleNamespace(
+        lora_config=None,
+        compilation_config=SimpleNamespace(compile_mm_encoder=False),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+    )
+    families = FAMILIES["Qwen2VLForConditionalGeneration"], FAMILIES["LlavaForConditionalGeneration"]
+    for family in families:
+        check_engine(asked, family)
+    setattr(getattr(asked, part) if part else asked, name, value)
+    check_engine(asked, families[1])
+    with pytest.raises(UnsupportedSetupError, match=f"on a model with M-RoPE.*{says}"):
+        check_engine(asked, families[0])
+    with pytest.raises(UnsupportedSetupError, match=f'with "positions": "original".*{says}.*or leave positions out'):
+        check_engine(asked, families[1], original=True)
+
+
 def test_other_models_are_refused(tmp_path: Path, folder: Any) -> None:
     from transformers import LlamaConfig, PaliGemmaConfig
 
     plain = {key: value for key, value in text("llama").items() if key != "model_type"}
     for made in (
-        PaliGemmaConfig(text_config=text("gemma"), architectures=["PaliGemmaForConditionalGeneration"]),
+        PaliGemmaConfig(text_config=text("gemma"), architectures=["MiniCPMV"]),
         LlamaConfig(**plain, architectures=["LlamaForCausalLM"]),
     ):
         where = tmp_path / made.model_type
@@ -95,9 +166,9 @@ def test_other_models_are_refused(tmp_path: Path, folder: Any) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
             if (folder("llava") / name).exists():
                 (where / name).write_text((folder("llava") / name).read_text())
-    with pytest.raises(TypeError, match=r"does not serve PaliGemma.*it serves LlavaForConditionalGeneration"):
+    with pytest.raises(TypeError, match=r"does not serve MiniCPMV, because .*It serves LlavaForConditionalGeneration"):
         config(tmp_path / "paligemma", DIVPRUNE)
-    assert config(tmp_path / "paligemma").architecture == "PaliGemmaForConditionalGeneration"
+    assert config(tmp_path / "paligemma").architecture == "MiniCPMV"
     config(tmp_path / "llama")
 
 
@@ -116,6 +187,25 @@ def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) ->
     assert over.tokenprune == {"method": "random", "keep": 0.5, "seed": 5}
     assert over.mm_processor_kwargs is None
     assert not hasattr(config(folder("llava")).multimodal_config, "tokenprune")
+
+
+def test_profiles_stand_over_checkpoint_and_server(folder: Any, tmp_path: Path) -> None:
+    """One of them is a file; who has nothing but profiles removes nothing of its own."""
+    made = json.loads((folder("llava") / "config.json").read_text())
+    for path in folder("llava").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    own = {"method": "random", "keep": 0.3, "seed": 5, "min_keep": 0.05}
+    (tmp_path / "config.json").write_text(json.dumps(made | {"tokenprune": own}))
+    tuned = written(tmp_path / "tuned.json", {"method": "pool", "keep": 0.2})
+    server = config(tmp_path, {"keep": 0.5, "profiles": {"tuned": {"config": str(tuned)}, "less": {"keep": 0.1}}})
+    assert dict(offered(server).profiles) == {
+        "default": {"method": "random", "seed": 5, "keep": 0.5}, "less": {"method": "random", "seed": 5, "keep": 0.1},
+        "tuned": {"method": "pool", "keep": 0.2},
+    }  # fmt: skip
+    assert offered(server).min_keep == 0.05
+    alone = config(folder("llava"), {"profiles": {"less": {"method": "pool", "keep": 0.1}}})
+    assert alone.multimodal_config.tokenprune == {"off": True} and offered(alone).names == ["less"]
 
 
 def written(path: Path, setting: dict[str, Any], model_type: str = "llava") -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,12 @@ from torch import Tensor
 from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
-from tokenprune import Method, OptionError, Site, UnsupportedSetupError
+from tokenprune import BudgetError, Method, OptionError, Site, Thresholds, UnsupportedSetupError
+from tokenprune.encoder import Tower
 from tokenprune.integrations.vllm.setting import tower_checks
-from tokenprune.registry import register
+from tokenprune.integrations.vllm.setting.servable import check_method
+from tokenprune.registry import available_methods, method_class, register
+from tokenprune.video import compares_frames
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
 FAMILIES = [
@@ -65,9 +69,31 @@ SETTINGS = [
 ]
 
 
+PACKED = ("qwen2_vl", "qwen2_5_vl")  # whose towers merge units
+DYMU = {"method": "dymu", "keep": 0.5, "exact": True}
+
+
+@pytest.fixture(scope="module")
+def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By hand, so that units merge in each block, and images need more and fewer merges than `keep` says."""
+
+    def get(name: str) -> Path:
+        tower = reference(name).model.model.visual
+        blocks = len(tower.blocks)
+        values = {0.5: torch.tensor([0.9, 0.5, 1.0, 0.7][:blocks])}
+        path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
+        Thresholds(values, Tower(1, 0, blocks, blocks, tower).fingerprint, 1).save(path)
+        return path
+
+    return get
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engine:
-    return start(request.param, VSCAN)
+def engine(request: pytest.FixtureRequest, start: Callable[..., Engine], thresholds: Any) -> Engine:
+    profiles = {}
+    if request.param in PACKED:  # a request cannot name a file
+        profiles = {"profiles": {"dymu": DYMU | {"thresholds": str(thresholds(request.param))}}}
+    return start(request.param, VSCAN | profiles)
 
 
 @pytest.fixture
@@ -111,6 +137,38 @@ def test_mixed_settings_in_one_call_of_the_tower(
     assert engine.model.tokenprune_tower._seen == {}
 
 
+def ahead() -> list[dict[str, Any]]:
+    """Settings of all methods that are served and act on images ahead of the language model, by asking them."""
+    found = []
+    for name in available_methods():
+        method = method_class(name)
+        if method.site is not Site.PRE_LLM or compares_frames(method()) or name in ("seer", "keyhole"):
+            continue
+        less = method()
+        # Both first: without weights of its own, cdpruner's first pick is a tie between all tokens.
+        for options in ({}, {**less.query_free, **less.reads_less}, less.query_free, less.reads_less):
+            try:
+                check_method(method(**options))
+            except OptionError:
+                continue
+            found.append({"method": name, "keep": 0.45, **options})
+            break
+    return found
+
+
+def test_every_method_that_is_served(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    if checkpoint.name not in ("llava", "qwen2_vl"):
+        pytest.skip("two towers, one with a class token, show it")
+    prompt, images, settings = checkpoint.prompt(1), checkpoint.images(1), ahead()
+    assert len(settings) > 18
+    outputs = engine.generate([engine.request(prompt, images, setting) for setting in settings], steps=2)
+    for setting, output in zip(settings, outputs, strict=True):
+        try:
+            check(reference(checkpoint.name), output, prompt, images, setting)
+        except AssertionError as error:
+            raise AssertionError(f"{setting}: {error}") from error
+
+
 def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """Of different sizes, so that each has tiles, windows and sequences of its own."""
     theirs = reference(checkpoint.name)
@@ -129,6 +187,44 @@ def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Chec
     requests = [engine.request(prompt, images, override, videos) for override in overrides]
     for override, output in zip(overrides, engine.generate(requests), strict=True):
         check(reference(checkpoint.name), output, prompt, images, override, videos)
+
+
+def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any) -> None:
+    """Of images of several sizes in one call, and of each frame of a video."""
+    if checkpoint.name not in PACKED:
+        pytest.skip("its tower has no units, or merges them on the Hugging Face side alone")
+    tome, dymu = {"method": "tome", "keep": 0.5}, DYMU | {"thresholds": str(thresholds(checkpoint.name))}
+    cases = [(2, tome), (3, tome | {"keep": 0.7, "proportional": False}), (2, dymu), (1, tome | {"keep": 20})]
+    asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
+    asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), tome, [checkpoint.clip()]))
+    requests = [engine.request(p, i, {"profile": "dymu"} if one is dymu else one, v) for p, i, one, v in asked]
+    engine.forget()
+    last: list[int] = []  # patches in the tower's last MLP
+    handle = engine.model.visual.blocks[-1].mlp.register_forward_hook(lambda m, args, out: last.append(len(args[0])))
+    outputs = engine.generate(requests)
+    handle.remove()
+    for one, output in zip(asked, outputs, strict=True):
+        check(reference(checkpoint.name), output, *one)
+    config = engine.model.config
+    tokens = [token for output in outputs for token in output.prompt_token_ids]
+    assert sum(last) == 4 * sum(map(tokens.count, (config.image_token_id, config.video_token_id)))
+    assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.visual.modules())
+
+
+def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
+    if checkpoint.name not in PACKED:
+        pytest.skip("no tower of units")
+    tome, prompt, images = {"method": "tome", "keep": 0.5}, checkpoint.prompt(1), checkpoint.images(1)
+    for override, error, says in (
+        (tome | {"keep": 1}, BudgetError, "at most half"),
+        (tome | {"r": 3}, OptionError, "leave it out, and keep decides"),
+    ):
+        with pytest.raises(error, match=says):
+            engine.generate([engine.request(prompt, images, override)])
+    with pytest.raises(OptionError, match=r"each frame of a video: keep must be a share, as 0\.5, not 20 tokens"):
+        video = checkpoint.prompt(0, video=True), [], tome | {"keep": 20}, [checkpoint.clip()]
+        engine.generate([engine.request(*video)])
+    engine.generate([engine.request(prompt, images, tome)])
 
 
 def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:

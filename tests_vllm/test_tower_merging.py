@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that merge inside the vision tower: the words of the patched Hugging Face model, and fewer tokens inside."""
+"""Methods that merge inside the vision tower: the words of the patched Hugging Face model, and fewer tokens inside. For
+towers of Qwen see test_tower.py, whose engines they share."""
 
 from __future__ import annotations
 
@@ -169,9 +170,11 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
             config(folder("llava"), setting)
     with pytest.raises(ValueError, match=r"in float32 .*in bfloat16.*dtype that it is served in"):
         config(folder("llava"), dymu | {"exact": True, "thresholds": str(path)}, dtype="bfloat16")
-    for name in ("llava_next", "llava_onevision", "qwen2_vl", "gemma3", "pixtral"):
-        with pytest.raises(UnsupportedSetupError, match=r"LLaVA-1.5 alone.*behind the tower"):
+    for name in ("llava_next", "llava_onevision", "qwen3_vl", "gemma3", "pixtral"):
+        with pytest.raises(UnsupportedSetupError, match=r"told of LLaVA-1\.5 .*Qwen2\.5-VL, not of.*behind the tower"):
             config(folder(name), TOME)
+    with pytest.raises(ValueError, match=r"CLIPVisionModel.*is a Qwen2VisionTransformerPretrainedModel"):
+        config(folder("qwen2_vl"), dymu | {"exact": True, "thresholds": str(path)})
 
 
 def test_the_same_path_with_other_thresholds_is_another_key(thresholds: Any) -> None:

@@ -18,6 +18,9 @@ _HOMES = {
     "tokenprune.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.two_pass": ("escalate", "Escalation"),
     "tokenprune.drafts": ("assistant",),
+    "tokenprune.recommendation": ("recommend", "Recommendation"),
+    "tokenprune.bench.model": ("demo_model",),
+    "tokenprune.bench.side_by_side": ("plot",),
     "tokenprune.draft_cost": ("DraftCost",),
     "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
     "tokenprune.budget": ("Budget",),
@@ -66,6 +69,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 if TYPE_CHECKING:
     from tokenprune.api import feature_cache, is_patched, method, patch, patched, stats, unpatch
     from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Selection, Site
+    from tokenprune.bench.model import demo_model
+    from tokenprune.bench.side_by_side import plot
     from tokenprune.budget import Budget
     from tokenprune.calibration.attention_fitting import fit_d2pruner, fit_fitprune
     from tokenprune.calibration.rate_fitting import fit_dyrate
@@ -82,6 +87,7 @@ if TYPE_CHECKING:
     from tokenprune.observable import Observable
     from tokenprune.observable_registry import available_observables, register_observable
     from tokenprune.processors import patch_processor, unpatch_processor
+    from tokenprune.recommendation import Recommendation, recommend
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.statistics import Cut, FeatureCacheCounts, Guarded, Removal, Stats
     from tokenprune.token_counts import count_visual_tokens

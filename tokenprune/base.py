@@ -40,6 +40,21 @@ class Site(enum.StrEnum):
         """Index of this site in the order in which data meets them."""
         return list(Site).index(self)
 
+    @property
+    def words(self) -> str:
+        """Where that is, in plain words: "before the language model"."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Site.PRE_ENCODER: "on pixels",
+    Site.IN_ENCODER: "in the vision tower",
+    Site.PRE_LLM: "before the language model",
+    Site.ATTENTION: "on attention",
+    Site.IN_LLM: "in the language model",
+    Site.DECODE: "while decoding",
+}
+
 
 @dataclass(frozen=True)
 class Selection:

@@ -194,19 +194,19 @@ class AttentionOfText(Observable):
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         position, mask = source.text_after(segments)
         found = self._to(source, segments, position, source.slots(segments.position, segments))
-        return found.masked_fill(~mask[:, None, :, None], 0).masked_fill(~segments.mask[:, None, None, :], 0)
+        return found.mul_((mask[:, None, :, None] & segments.mask[:, None, None, :]).float())
 
     def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
         """float32 `[S, H, M, M]`, 0 at padding."""
         found = self._to(source, text.segments, text.position, source.slots(text.position, text.segments))
-        return found.masked_fill(~text.mask[:, None, :, None], 0).masked_fill(~text.mask[:, None, None, :], 0)
+        return found.mul_((text.mask[:, None, :, None] & text.mask[:, None, None, :]).float())
 
     def weighted(self, source: TokenSource, text: TextTokens, weights: Tensor) -> Tensor:
         """Return float32 `[S, H, N]`, the sum of the text's rows. weights: `[S, M]` or `[S, H, M]`, of each row."""
         weights = weights.float().masked_fill(~(text.mask if weights.ndim == 2 else text.mask[:, None]), 0)
         weights = weights.unsqueeze(1) if weights.ndim == 2 else weights
         slots, total = source.slots(text.segments.position, text.segments), 0.0
-        for rows, part in self._rows(source, text.segments, text.position):
+        for rows, part in self._text_rows(source, text.segments, text.position):
             total = total + (rows * weights[..., part, None]).sum(2)
         return total.gather(2, slots[:, None].expand(-1, total.shape[1], -1)).masked_fill(
             ~text.segments.mask[:, None], 0
@@ -223,10 +223,21 @@ class AttentionOfText(Observable):
         return torch.cat(
             [
                 rows.gather(3, slots[:, None, None].expand(*rows.shape[:3], -1))
-                for rows, _ in self._rows(source, segments, position)
+                for rows, _ in self._text_rows(source, segments, position)
             ],
             dim=2,
         )
+
+    def _text_rows(self, source: TokenSource, segments: Segments, position: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Yield `_rows` of the text behind each image, `position` `[S, M]`; those that are made in one go once for all
+        who read them."""
+        if (held := source.text_rows.get(self.name)) is not None:
+            yield held, slice(None)
+            return
+        for rows, part in self._rows(source, segments, position):
+            if rows.shape[2] == position.shape[1]:
+                source.text_rows[self.name] = rows
+            yield rows, part
 
     def _rows(self, source: TokenSource, segments: Segments, position: Tensor) -> Iterator[tuple[Tensor, slice]]:
         """Yield `[S, H, R, W]`, the attention of R of the tokens at `position` to all slots, and which R they are."""
@@ -239,6 +250,9 @@ class AttentionOfText(Observable):
         for start in range(0, slots.shape[1], step):
             part = slice(start, start + step)
             own = slots[:, part]
+            if segments.row == list(range(batch)):
+                yield seen.rows(own)[..., -source.width :], part
+                continue
             index = own.new_zeros(batch, most, own.shape[1]).index_put((row, place), own)
             found = seen.rows(index.flatten(1)).unflatten(2, (most, -1))
             yield found[row, :, place][..., -source.width :], part

@@ -56,6 +56,7 @@ class MethodInfo:
     options: dict[str, Any]
     cls: type[Method]
     reconstruction: bool = False
+    default_keep: float = 0.25
 
     @property
     def source(self) -> str:
@@ -178,6 +179,7 @@ def method_info(name: str) -> MethodInfo:
         options={f.name: getattr(default, f.name) for f in dataclasses.fields(cls)},
         cls=cls,
         reconstruction=cls.reconstruction,
+        default_keep=cls.default_keep,
     )
 
 

@@ -23,7 +23,7 @@ from tokenprune.files import File, reason
 from tokenprune.registry import build, method_class
 
 IN_LLM = "experimental_in_llm"  # how vLLM shall serve a method; it changes nothing elsewhere
-_SCOPE = ("method", "keep", "per", "off", IN_LLM)
+SCOPE = ("method", "keep", "per", "off", IN_LLM)  # keys of a setting that are no option of its method
 _EXAMPLE = '{"method": "divprune", "keep": 0.25}'
 _LIST = '{"method": [{"method": "dynres", "min_scale": 0.5}, "divprune"]}'
 
@@ -184,7 +184,7 @@ def parse(given: Any, where: str) -> Layer:
             f"{where}: feature_cache does not belong to a setting: pass it to tokenprune.patch() beside config=; vLLM "
             "keeps encoded images itself, in its encoder cache"
         )
-    options = {name: value for name, value in given.items() if name not in _SCOPE}
+    options = {name: value for name, value in given.items() if name not in SCOPE}
     for name in TARGETS[1:]:
         if name in options:
             raise BudgetError(f'{where}: {name} is a kind of keep: write "keep": {{"{name}": {short(options[name])}}}')
@@ -292,4 +292,4 @@ def _ambiguous(where: str, options: Mapping[str, Any]) -> str:
     )
 
 
-__all__ = ["IN_LLM", "Entry", "Layer", "file_options", "number", "parse", "plain", "short"]
+__all__ = ["IN_LLM", "SCOPE", "Entry", "Layer", "file_options", "number", "parse", "plain", "short"]

@@ -87,6 +87,11 @@ class TokenSource:
         """float32 `[B, H, K]`, attention of each row's last token that is not padding, in the layer before the cut."""
         return self.before.rows(self.last_slot())[:, :, 0]
 
+    @cached_property
+    def text_rows(self) -> dict[str, Tensor]:
+        """`[S, H, M, W]`, attention of the text behind each image, by the name of the observable that made it."""
+        return {}
+
     def real(self) -> Tensor:
         """Return bool `[B, W]`, False for slots of padding."""
         raise _refused("which tokens are padding")

@@ -109,7 +109,8 @@ class TowerShape:
 
     @classmethod
     def from_config(cls, config: Any) -> TowerShape:
-        """config: of the whole model. Raises UnsupportedModelError for a family whose tower has no closed form here."""
+        """config: of the whole model. Raises UnsupportedModelError for a family whose tower has no closed form here,
+        and for a config with fewer patches than visual tokens."""
         join = FAMILIES.get(config.model_type)
         if join is None:
             raise UnsupportedModelError(
@@ -118,6 +119,11 @@ class TowerShape:
             )
         vision = config.vision_config
         hidden, unit = _hidden(vision), join.unit(config)
+        if unit < 1:
+            raise UnsupportedModelError(
+                f"this config of {config.model_type!r} asks for more visual tokens than its vision tower has patches: "
+                "take that of a real checkpoint"
+            )
         layers = getattr(vision, "depth", None) or vision.num_hidden_layers
         heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
         full = getattr(vision, "fullatt_block_indexes", None)

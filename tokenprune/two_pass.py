@@ -17,10 +17,11 @@ from tokenprune.registry import build
 
 # Of ten photographs (those of scikit-image that test_dynres.py takes), one has more detail, on the scale of `dynres`.
 _SHARP = 0.9
+_SHOWN = 60  # characters of an answer in its repr
 _OURS = ("return_dict_in_generate", "output_logits")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Escalation:
     """The answer of `escalate`, and what it took.
 
@@ -44,6 +45,15 @@ class Escalation:
     guard: str | None
     visual_tokens: tuple[float, ...]
     visual_tokens_full: float | None
+
+    def __repr__(self) -> str:
+        """Return what a reader wants to know; the token ids are in `sequences`."""
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        spent = " + ".join(f"{tokens:.0f}" for tokens in self.visual_tokens)
+        of = "" if self.visual_tokens_full is None else f" of {self.visual_tokens_full:.0f}"
+        sure = "" if self.margin is None else f", margin={self.margin:.2f}"
+        guard = "" if self.guard is None else f", guard={self.guard!r}"
+        return f"Escalation({text!r}, passes={self.passes}{sure}{guard}, visual tokens: {spent}{of})"
 
 
 @torch.no_grad()

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from transformers import LlavaConfig
 from typer.testing import CliRunner, Result
 
 import tokenprune
 from tokenprune.bench.heldout import FOLDER
 from tokenprune.cli import app
+from tokenprune.cli.completion import complete_methods, our_methods
+from tokenprune.cost_model import CostModel, Load
 from tokenprune.integrations.hf.families import table as families
 
 IMAGE = FOLDER / "pictures/000.jpg"
@@ -82,9 +85,60 @@ def test_methods_lists_the_registry() -> None:
         info = tokenprune.method_info(name)
         # The columns wrap; whatever the paper column holds begins like this.
         (line,) = (line for line in output.splitlines() if line.startswith(f"│ {name} "))
-        assert info.site.name in line
+        assert [info.site.words, f"{info.default_keep:g}"] == [one.strip() for one in line.split("│")[2:4]]
         assert info.paper[:10] in line
         assert ("yes" if info.query_aware else "no") in line
+
+
+def test_methods_tell_what_their_default_costs() -> None:
+    """A cut ahead of the decoder leaves the tower, the text and what is kept; one inside it the layers before as well;
+    what removes nothing has no number."""
+    rows = [line.split("│") for line in call("methods").output.splitlines() if line.startswith("│ ")]
+    lines = {row[1].strip(): row[4].strip() for row in rows}
+    config = LlavaConfig()
+    model, load = CostModel.from_config(config), Load.of_config(config)
+    cut = model.cost(load, per_layer=[144] * 32).flops / model.cost(load).flops
+    late = model.cost(load, per_layer=[576] * 2 + [144] * 30).flops / model.cost(load).flops
+    assert (lines["divprune"], lines["dart"], lines["pevlm"]) == (f"{cut:.0%}", f"{late:.0%}", "")
+
+
+def test_bench_takes_options_and_stacks(tmp_path: Path) -> None:
+    named = "dart:pivot_text=0,pivot_image=8,divprune+fastv:layer=3"
+    result = call(
+        "bench", "--methods", named, "--keep", "0.5", "--limit", 1, "--repeats", 0, "--device", "cpu", "--run", tmp_path
+    )
+    _, *records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    spent = {one["method"]: one["stats"]["visual_tokens_per_layer"] for one in records}
+    # Eight questions of 256 tokens in six layers: dart cuts at layer 2, the stack at the entry and at layer 3.
+    assert spent["dart:pivot_text=0,pivot_image=8"] == [8 * count for count in (256, 256, 128, 128, 128, 128)]
+    assert spent["divprune+fastv:layer=3"] == [8 * count for count in (128, 128, 128, 64, 64, 64)]
+    assert "dart:pivot_text=0,pivot_image=8" in result.stdout and records[-1]["site"] == "PRE_LLM+IN_LLM"
+    drawn = json.loads((tmp_path / "samples/samples.json").read_text())["samples"][0]["methods"]
+    kept = {one["method"]: one["kept"] for one in drawn}
+    assert (kept["dart:pivot_text=0,pivot_image=8"], kept["divprune+fastv:layer=3"]) == (128, 64)
+
+
+def test_profile_takes_a_stack() -> None:
+    arguments = ("profile", "--config-only", "--model", "demo_qwen", "--keep", "0.5,0.25")
+    ours = call(*arguments, "--methods", "downsample+fastv:layer=3").stdout
+    assert "downsample + fastv: x" in ours
+    assert call(*arguments, "--method", "downsample,fastv:layer=3").stdout == ours
+    assert call(*arguments, "--methods", "downsample+fastv").stdout.splitlines()[-1] != ours.splitlines()[-1]
+    assert "2 numbers for 1 methods" in refused(*arguments, "--methods", "fastv")
+
+
+def test_the_shell_completes_methods_and_loads_none() -> None:
+    words = {"COMP_WORDS": "tokenprune bench --methods divprune+fastv", "COMP_CWORD": "3"}
+    code = "import sys\nfrom tokenprune.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | words | {"_TOKENPRUNE_COMPLETE": "complete_bash"},
+    )
+    assert done.stdout.split() == ["divprune+fastv", "divprune+fastvid", "False"]
+    assert our_methods() == tokenprune.available_methods()
+    assert complete_methods("dart,uni") == ["dart,uniform"]
 
 
 def test_bench_report_and_their_files(tmp_path: Path) -> None:

@@ -99,6 +99,16 @@ def test_accepts_what_is_sure_and_repeats_what_is_not() -> None:
             assert ask(method="divprune", keep=16, **(lax | {name: max(0, value + shift)})).accepted == want
 
 
+def test_the_repr_is_short_and_shows_no_token_ids() -> None:
+    ids = torch.arange(5000)[None]
+    one = Escalation(ids, "red", 1, True, 0.934, 0.1, None, (64.0,), 256.0)
+    assert repr(one) == "Escalation('red', passes=1, margin=0.93, visual tokens: 64 of 256)"
+    two = Escalation(ids, "a " * 500, 2, False, 0.1, 2.0, None, (64.0, 256.0), 256.0)
+    assert len(repr(two)) < 150 and "visual tokens: 64 + 256 of 256" in repr(two)
+    guarded = Escalation(ids, "bar", 1, False, None, None, "question", (256.0,), None)
+    assert repr(guarded) == "Escalation('bar', passes=1, guard='question', visual tokens: 256)"
+
+
 def test_certainty_of_known_odds() -> None:
     logits = tuple(torch.tensor([odds]).log() for odds in ([0.5, 0.3, 0.2], [1.0, 0.0, 0.0]))
     margin, entropy = certainty(logits)

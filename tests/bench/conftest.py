@@ -35,7 +35,7 @@ def call(papers: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[
     def run(*arguments: Any) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["papers_table.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            papers.script.main()
+            papers.script.app()
         told = capsys.readouterr()
         return ended.value.code or 0, told.out, told.err
 

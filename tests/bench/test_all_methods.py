@@ -35,7 +35,7 @@ def call(script: Any) -> Callable[..., int]:
     def run(*arguments: Any) -> int:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
             patch.setattr(sys, "argv", ["all_methods.py", *map(str, arguments)])
-            script.main()
+            script.app()
         return ended.value.code or 0
 
     return run

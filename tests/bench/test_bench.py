@@ -349,7 +349,7 @@ def test_show_counts_and_draws_what_is_kept(subject: Model, method: str) -> None
     assert shown.image.height == side * draw.CELL
     right = np.asarray(shown.image, int)[:, -side * draw.CELL :]
     inner = right.reshape(side, draw.CELL, side, draw.CELL, 3)[:, 4:-4, :, 4:-4].transpose(0, 2, 1, 3, 4)
-    light = inner.reshape(side * side, -1).max(1) > 255 * draw._DARK + 2
+    light = np.median(inner.reshape(side * side, -1), 1) > 255 * draw._DARK + 2  # what is dropped is dark but for lines
     assert light.sum() == (64 if method in ("random", "fastv") else side * side)
 
 

@@ -107,7 +107,7 @@ def test_each_frame_gets_its_own_tokens() -> None:
         shown, merged = (groups[own] >= 0).reshape(height, width), (groups[own] == 1).reshape(height, width)
         np.testing.assert_array_equal((found == COLORS[number]).all(-1), shown & ~merged)
         tinted = found[merged & ~kept[own].reshape(height, width)]
-        want = 0.65 * np.array(COLORS[number]) + 0.35 * np.array(draw.color_of(1))
+        want = (np.array(COLORS[0]) + np.array(COLORS[1])) / 2  # the mean of what was merged, in both frames
         assert np.abs(tinted - want).max(initial=0) <= 1
         assert ((found[merged & kept[own].reshape(height, width)]) == draw.color_of(1)).all()  # its dot
     assert len({draw.color_of(group) for group in range(20)}) == 20
@@ -202,7 +202,7 @@ def test_show_takes_frames(tmp_path: Path) -> None:
     out = tmp_path / "strip.png"
     result = call("show", tmp_path, "--method", "uniform", "--frames", 2, "--device", "cpu", "--out", out)
     assert "512 → 128" in result.output and "of each frame as the model has it: 64/256 64/256" in result.output
-    assert Image.open(out).width == 2 * 16 * CELL + _GAP
+    assert Image.open(out).width == 2 * 16 * 8 + _GAP + 48
     (tmp_path / "none").mkdir()
     assert "no images" in refused("show", tmp_path / "none")
 
@@ -230,7 +230,7 @@ def test_show_takes_as_many_frames_as_the_context_holds(
     said = call("show", video, "--method", method, "--device", "cpu", "--out", out).output
     assert "7 of the 8 frames are taken: all of them and the question take" in said and "context is 2048" in said
     assert "1792 → 448" in said and max(lengths) <= 2048
-    assert Image.open(out).width == 7 * (16 if method == "dart" else 8) * CELL + 6 * _GAP
+    assert Image.open(out).width == 7 * (16 if method == "dart" else 8) * 8 + 6 * _GAP + 48
     said = call("show", video, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
     assert "1792 → 448" in said and "are taken" not in said
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import tokenprune
 from tokenprune.bench.heldout import NATIVE, Example, load_heldout
 from tokenprune.bench.model import SHIPPED_MODELS, Model, load
+from tokenprune.errors import TokenPruneError
 
 FOLDER = SHIPPED_MODELS["demo_qwen"]
 TRAINING = Path(__file__).parents[2] / "training" / "qwen"
@@ -129,3 +130,14 @@ def test_packed_logits_are_those_of_single_prompts(subject, packed, monkeypatch)
             with torch.no_grad():
                 alone = subject.model(**inputs).logits[0, -1]
             torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_without_torchvision_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers does in an environment that has none."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise ImportError("\nQwen2VLVideoProcessor requires the Torchvision library but it was not found.")
+
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", refuse)
+    with pytest.raises(TokenPruneError, match=r"cannot load demo_qwen: .* needs torchvision: pip install torchvision"):
+        load("demo_qwen", device="cpu")

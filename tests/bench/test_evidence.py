@@ -197,13 +197,16 @@ def test_an_image_that_is_cropped_has_no_known_evidence(tiny: Model) -> None:
 # -- the sets
 
 
-def test_sets_are_even_and_controls_show_less(videos: list) -> None:
-    drawn = drawn_set("videos", 16)
+@pytest.mark.parametrize(("name", "sides"), [("videos", {160, 192, 224}), ("small-videos", {144})])
+def test_sets_are_even_and_controls_show_less(name: str, sides: set[int], videos: list) -> None:
+    drawn = drawn_set(name, 16)
     assert len(drawn.questions) == 16 * 8 and len(set(drawn.groups)) == 4
+    assert {side for one in drawn.questions for side in one.frames[0].size} == sides
     given = [one.answer for one in drawn.questions if one.kind == "direction"]
     assert {given.count(answer) for answer in ("left", "right", "up", "down")} == {4}
-    assert drawn_set("videos", 2).about() == drawn_set("videos", 2).about() != drawn.about()
-    assert [one.question for one in drawn.questions[:16]] == [one.question for one in videos]
+    assert drawn_set(name, 2).about() == drawn_set(name, 2).about() != drawn.about()
+    same = [one.question for one in drawn.questions[:16]] == [one.question for one in videos]
+    assert same == (name == "videos")
     first, mixed = drawn.controls
     assert set(first.chance) == set(drawn.kinds) - {"still"} and set(mixed.chance) == {"direction", "order", "when"}
     question = videos[0]

@@ -52,7 +52,7 @@ def test_a_run_goes_on_where_it_stopped(
     lmms_eval.interrupts.add("dart-64")
     monkeypatch.setattr(sys, "argv", ["papers_table.py", "run", *SMALL, "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as stopped:
-        papers.script.main()
+        papers.script.app()
     assert stopped.value.code not in (0, None)
     assert lmms_eval.calls == [("unpatched", "gqa", "mme"), ("random-64", "gqa", "mme"), ("dart-64", "gqa", "mme")]
     lmms_eval.calls.clear()

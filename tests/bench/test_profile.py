@@ -31,7 +31,9 @@ _SPEC = importlib.util.spec_from_file_location(
     "benchmarks_limits", Path(__file__).parents[2] / "benchmarks" / "limits.py"
 )
 limits = sys.modules[_SPEC.name] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(limits)
+with pytest.MonkeyPatch.context() as _patch:
+    _patch.syspath_prepend(str(Path(_SPEC.origin).parent))
+    _SPEC.loader.exec_module(limits)
 
 STACK = {"method": ["downsample", "divprune", "fastv"], "keep": [0.5, 0.5, 0.5]}
 

@@ -167,7 +167,7 @@ def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (("--set", "films"), "is none of images, videos, views"),
+        (("--set", "films"), "is none of images, videos, small-videos, views"),
         (("--set", "videos", "--data", "x.jsonl"), "leave out --data"),
         (("--evidence", "--data", "x.jsonl"), "leave out --data"),
         (("--evidence", "--html", "x.html"), "asks for none"),

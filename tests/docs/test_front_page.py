@@ -48,6 +48,13 @@ def test_the_first_code_prints_what_the_readme_says() -> None:
     assert f"```text\n{chr(10).join(recorded['printed'])}\n```" in README
 
 
+def test_the_offline_code_answers_with_a_quarter_of_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (one for one in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "demo_model" in one)
+    exec(code, {})
+    printed = capsys.readouterr().out
+    assert re.match(r" ?(yes|no) Stats\(visual tokens 256 -> 64 ", printed), printed
+
+
 def test_every_row_of_the_table_has_its_test() -> None:
     images = "long prompts on Qwen", "OCR", "counting", "no attention weights (flash attention)"
     shared, videos = ("a vLLM server", "follow-up questions"), ("video", "video of a hundred frames and more")

@@ -16,6 +16,7 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 import tokenprune
 from basics import MODEL_METHODS
+from families.plain import FAMILIES as OTHERS
 from oracle import close, generate_logits, reduced
 from zoo import FAMILIES, Family
 
@@ -54,6 +55,16 @@ def test_eager_equals_its_oracle(family: Family, build) -> None:
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
     close(got, want)
+
+
+@torch.no_grad()
+def test_a_wide_window_without_a_cache(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would take gaps in positions for borders of packed sequences."""
+    family = OTHERS["mistral3"]
+    model, inputs = build(family), family.make_inputs(images=(2,))
+    monkeypatch.setattr(model.config.text_config, "sliding_window", 4096)
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        close(model(**inputs, use_cache=False).logits[:, -1], model(**inputs).logits[:, -1])
 
 
 def flash_stand_in(module, query, key, value, attention_mask, scaling=None, **kwargs):

@@ -166,7 +166,7 @@ def test_interleaved_generations_and_beams(build) -> None:
         assert torch.equal(got.sequences, want.sequences)
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.thorough)])
 def test_decode_steps_compile(name: str, build) -> None:
     """Without a break; and no step, and no later call of the same length, is compiled anew, whatever
     another patched model did meanwhile."""

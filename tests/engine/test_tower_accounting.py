@@ -25,6 +25,13 @@ def test_all_families_on_which_every_method_is_tested_are_known() -> None:
     assert set(KNOWN) == set(FAMILIES)
 
 
+def test_a_config_with_fewer_patches_than_tokens_is_refused() -> None:
+    config = FAMILIES["gemma3"].build().config
+    config = type(config).from_dict(config.to_dict() | {"mm_tokens_per_image": 10**6})
+    with pytest.raises(UnsupportedModelError, match="more visual tokens than its vision tower has patches"):
+        TowerShape.from_config(config)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tower_flops_are_those_that_ran(name: str) -> None:
     family = FAMILIES[name]

@@ -13,6 +13,7 @@ from tests.methods.test_flashvid import picks
 from tests.methods.test_ottvid import cover
 from tokenprune.kernels import clusters as kernels
 from tokenprune.kernels.clusters import covering, farthest_weighted, nearest, peaks_and_members, roots
+from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
 from videos import best, clusters, cos
 
@@ -50,6 +51,17 @@ def test_of_equally_near_centres_the_first() -> None:
     x = torch.tensor([[[0.0], [2.0], [1.0], [math.nan]]])
     centres, mask = torch.tensor([[True, True, False, False]]), torch.ones(1, 4, dtype=torch.bool)
     assert nearest(x, mask, centres, 2).tolist() == [[0, 1, 0, 0]]
+
+
+def test_distances_lose_nothing_of_what_cancels() -> None:
+    """Vectors far from the origin and near each other; of copies exactly 0, and equal to any other."""
+    g = torch.Generator().manual_seed(3)
+    x = 3 + torch.randn(2, 40, 301, generator=g) * torch.logspace(-4, 1, 40)[:, None]
+    x[:, 33:] = x[:, :7]
+    got = distances(x, x[:, ::3])
+    want = (x.double()[:, :, None] - x.double()[:, None, ::3]).square().sum(3).sqrt()
+    torch.testing.assert_close(got, want.float(), rtol=1e-6, atol=0)
+    assert torch.equal(got == 0, want == 0) and torch.equal(got[:, 33:], got[:, :7])
 
 
 @pytest.mark.usefixtures("at_once")

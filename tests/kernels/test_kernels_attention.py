@@ -283,6 +283,21 @@ def test_padding_longer_than_a_block(kernel_device: torch.device) -> None:
     close(got, attention_column_means.reference(query, key, valid, valid, **options))
 
 
+@pytest.mark.parametrize("form", ["flat", "bool", "bias"])
+def test_what_stands_in_padding_does_not_count(form: str) -> None:
+    query, key, _, options = make((2, 2, 1, 9, 9, 8))
+    valid = torch.arange(9) >= torch.tensor([[4], [0]])
+    seen = (valid[:, None] & torch.ones(9, 9, dtype=torch.bool).tril())[:, None]
+    bias = torch.zeros(2, 1, 9, 9).masked_fill(~seen, -torch.inf)
+    mask, padding = {"flat": valid, "bool": seen, "bias": bias}[form], ~valid[:, None, :, None]
+    given = query.masked_fill(padding, torch.nan), key.masked_fill(padding, torch.nan)
+    index = torch.tensor([[8, 2, 5], [8, 2, 5]])  # the second is padding of the first row
+    got, want = (attention_rows.reference(*pair, index, mask, **options) for pair in (given, (query, key)))
+    assert torch.equal(got, want)
+    got, want = (attention_column_means.reference(*pair, valid, mask, **options) for pair in (given, (query, key)))
+    assert torch.equal(got, want) and (got[0, :, :4] == 0).all()
+
+
 def test_equal_keys_have_equal_shares(kernel_device: torch.device) -> None:
     query, key, _, options = make((1, 2, 2, 1, 40, 8))
     key = key[:, :, :1].expand(-1, -1, 40, -1)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -35,8 +36,8 @@ FAST_METHODS = {
     "dynres": "acts on pixels",
     "pevlm": "acts on attention",
 }
-# A test of every method runs one of each kind on all families of zoo.py, and the others on these: what a family does to
-# a method is in what the method gets to see, and in what the engine does at its site.
+# A test of every method runs those above on all families of zoo.py, and the others on one or all of these: what a
+# family does to a method is in what the method gets to see, and in what the engine does at its site.
 FEW_FAMILIES = {
     "llava": "one square of patches for each image",
     "llava_onevision": "tiles and a token behind each image's last row, videos",
@@ -120,8 +121,12 @@ def kind_of(method: str) -> tuple[Any, ...]:
 
 
 def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Remove from `items` the variants of tests, of a method on a family of zoo.py, that `FEW_FAMILIES` makes needless;
-    return them. Of methods of one kind in a test, one of `FAST_METHODS` or else the first by name runs everywhere."""
+    """Remove from `items` most variants of tests that are run for methods on families of zoo.py; return them.
+
+    Each method of `FAST_METHODS` stays on every family; in a test without these the first by name does. Each other
+    method stays on one of `FEW_FAMILIES`: on another one in another test, so that it meets all of them; and the first
+    of each kind by name on all of them.
+    """
     known = set(tokenprune.available_methods())
     groups: dict[str, list[tuple[pytest.Item, str, str]]] = defaultdict(list)
     for item in items:
@@ -129,13 +134,28 @@ def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
         if len(methods) == 1 and len(families) == 1:
             groups[item.nodeid.partition("[")[0]].append((item, methods.pop(), families.pop()))
     gone = set()
-    for group in groups.values():
+    for test, group in groups.items():
         first: dict[Any, str] = {}
-        for method in sorted({method for _, method, _ in group}, key=lambda name: (name not in FAST_METHODS, name)):
+        on: dict[str, set[str]] = defaultdict(set)
+        for _, method, family in group:
+            on[method].add(family)
+        for method in sorted(on, key=lambda name: (name not in FAST_METHODS, name)):
             first.setdefault(kind_of(method), method)
-        gone |= {one for one, method, family in group if method not in first.values() and family not in FEW_FAMILIES}
+        everywhere = FAST_METHODS.keys() & on.keys() or {min(on)}
+        for item, method, family in group:
+            few = sorted(on[method] & FEW_FAMILIES.keys()) or sorted(on[method])
+            turn = few[crc32(f"{test} {method}".encode()) % len(few)]
+            if method not in everywhere and family != turn and (method not in first.values() or family not in few):
+                gone.add(item)
     items[:] = [item for item in items if item not in gone]
     return list(gone)
+
+
+def leave_out_thorough(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Remove from `items` those marked `thorough`; return them."""
+    gone = [item for item in items if item.get_closest_marker("thorough")]
+    items[:] = [item for item in items if item not in gone]
+    return gone
 
 
 def leave_out_values(items: list[pytest.Item]) -> list[pytest.Item]:

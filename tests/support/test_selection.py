@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from selection import (
     covering,
     kind_of,
     leave_out_families,
+    leave_out_thorough,
     leave_out_values,
 )
 
@@ -57,19 +59,48 @@ def items(test: str, **values: list) -> list[Item]:
     return [Item(nodeid=f"{test}[{'-'.join(map(str, one.values()))}]", callspec=Item(params=one)) for one in variants]
 
 
-SOME = ["llava", "gemma3", "smolvlm"]
+SOME = ["llava", "qwen2_5_vl", "gemma3", "smolvlm"]
 
 
-def test_one_method_of_each_kind_runs_on_every_family() -> None:
-    assert kind_of("random") == kind_of("uniform") == kind_of("divprune") != kind_of("pool")
-    every = items("one", method=["uniform", "random", "fastv", "divprune"], family=SOME)
-    every += items("other", method=["uniform", "random"], family=SOME) + items("third", method=["uniform", "random"])
+def left_of(*tests: list[Item]) -> dict[str, set[str]]:
+    """The families that each test is run on for each method, as "test method"."""
+    every = [item for test in tests for item in test]
     left = list(every)
-    gone = {item.nodeid for item in leave_out_families(left)}
-    assert gone == {
-        f"one[{method}-{family}]" for method in ("uniform", "random") for family in ("gemma3", "smolvlm")
-    } | {"other[uniform-gemma3]", "other[uniform-smolvlm]"}
-    assert {item.nodeid for item in every} - {item.nodeid for item in left} == gone
+    gone = leave_out_families(left)
+    assert len(gone) == len(set(gone)) == len(every) - len(left) and not {*gone} & {*left}
+    found = defaultdict(set)
+    for item in left:
+        test, params = item.nodeid.partition("[")[0], item.callspec.params
+        found[f"{test} {params['method']}"].add(params.get("family", "none"))
+    return found
+
+
+def test_one_method_of_each_site_runs_on_every_family() -> None:
+    found = left_of(items("one", method=["uniform", "random", "divprune", "pool", "dart", "fastv"], family=SOME))
+    assert found["one divprune"] == found["one dart"] == set(SOME)
+    assert kind_of("random") == kind_of("uniform") == kind_of("divprune") != kind_of("pool")
+    assert found["one pool"] == {"llava", "qwen2_5_vl"}  # the first of its kind
+    assert all(len(found[f"one {name}"]) == 1 for name in ("uniform", "random"))
+
+
+def test_without_these_the_first_runs_on_every_family() -> None:
+    methods = ["uniform", "random"]
+    found = left_of(items("one", method=methods, family=SOME), items("other", method=methods))
+    assert found["one random"] == set(SOME) and len(found["one uniform"]) == 1
+    assert found["other random"] == found["other uniform"] == {"none"}
+
+
+def test_a_method_changes_families_from_test_to_test() -> None:
+    found = left_of(*(items(f"test{n}", method=["divprune", "uniform"], family=SOME) for n in range(20)))
+    assert set().union(*(found[f"test{n} uniform"] for n in range(20))) == {"llava", "qwen2_5_vl"}
+    assert found == left_of(*(items(f"test{n}", method=["divprune", "uniform"], family=SOME) for n in range(20)))
+
+
+def test_what_is_thorough_is_left_out() -> None:
+    one, other = items("one", a=[1, 2])
+    other.marked = True
+    left = [one, other]
+    assert leave_out_thorough(left) == [other] and left == [one]
 
 
 def test_the_first_values_run_on_every_family() -> None:

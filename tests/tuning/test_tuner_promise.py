@@ -92,13 +92,13 @@ COSTS = (0.9, 0.7, 0.5, 0.3)
 @pytest.mark.parametrize(
     ("drops", "flips"),
     [
-        ((LIMIT,) * 4, 0.0),  # none is good, by a hair
+        pytest.param((LIMIT,) * 4, 0.0, marks=pytest.mark.thorough),  # none is good, by a hair
         ((LIMIT,) * 4, 0.05),
-        ((LIMIT, LIMIT, 0.5, 0.5), 0.05),
+        pytest.param((LIMIT, LIMIT, 0.5, 0.5), 0.05, marks=pytest.mark.thorough),
         ((LIMIT + 0.01, 0.12, 0.14, 0.16), 0.0),  # the safest is barely bad, and the others are worse
         ((LIMIT, 0.02, LIMIT, 0.02), 0.05),  # what costs most is not what is safest
         ((0.0, LIMIT, LIMIT, LIMIT), 0.0),  # the safest passes, and three bad ones come behind it
-        ((0.06, LIMIT, LIMIT, LIMIT), 0.05),
+        pytest.param((0.06, LIMIT, LIMIT, LIMIT), 0.05, marks=pytest.mark.thorough),
     ],
     ids=["all-bad", "all-bad-flips", "two-bad", "barely-bad", "order", "one-good", "one-fair"],
 )

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,12 +21,13 @@ import zoo
 from tokenprune import Method, Site, registry
 from tokenprune.base import Selection
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError, UnsupportedSetupError
-from tokenprune.integrations.vllm.families import FAMILIES
+from tokenprune.integrations.vllm.families import FAMILIES, REFUSED
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
 from tokenprune.integrations.vllm.setting.merge_checks import check_merging
 from tokenprune.integrations.vllm.setting.plan import Plan, _decoded, field_name
 from tokenprune.integrations.vllm.setting.settings import Setting, servable
 from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
+from tokenprune.methods.encoder.pixelprune import PixelPrune
 from tokenprune.methods.pixels.downsample import Downsample
 from tokenprune.methods.pixels.dynres import DynRes
 from tokenprune.methods.pre_llm.divprune import DivPrune
@@ -128,7 +132,7 @@ def test_bad_settings(bad, error, says) -> None:
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, TokenPruneError)
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.FAMILIES if name != "llava"])
+@pytest.mark.parametrize("name", [one for one in zoo.FAMILIES if one not in ("llava", "qwen2_vl", "qwen2_5_vl")])
 @pytest.mark.parametrize("method", ["tome", "dymu"])
 def test_merging_in_towers_that_are_not_served_is_refused_by_name(name: str, method: str) -> None:
     """The Hugging Face side merges in all of these towers; the plugin says of which it does not."""
@@ -136,7 +140,7 @@ def test_merging_in_towers_that_are_not_served_is_refused_by_name(name: str, met
     config = CONFIG_MAPPING[family.kind](**copy.deepcopy(family.config))
     setting = SimpleNamespace(method=tokenprune.method(method), keep=0.5, removes_nothing=False)
     model_config = SimpleNamespace(hf_config=config, dtype=torch.float32)
-    with pytest.raises(UnsupportedSetupError, match=f"{method} merges inside.*LLaVA-1.5 alone.*not of this '{name}'"):
+    with pytest.raises(UnsupportedSetupError, match=f"{method} merges inside.*Qwen2.5-VL, not of this '{name}'"):
         check_merging(setting, model_config)
 
 
@@ -247,11 +251,50 @@ def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> 
         registry._METHODS.pop(name)
 
 
-def test_what_drops_patches_ahead_of_the_tower_is_refused_by_name() -> None:
-    for setting in ({"method": "pixelprune"}, {"method": "pixelprune", "keep": 0.5, "threshold": 0.02}):
-        with pytest.raises(OptionError, match=r"pixelprune cannot be served by vLLM.*towers of vLLM take whole grids"):
-            Setting.of(setting)
-    assert "pixelprune" not in servable() and "pixelprune" not in servable(in_llm=True)
+REFUSED_METHODS = [
+    name
+    for name in registry.available_methods()
+    if registry.method_class(name).site is Site.PRE_LLM and name not in servable()
+]
+
+
+@pytest.mark.parametrize("name", REFUSED_METHODS)
+def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: str) -> None:
+    """Of every method that acts ahead of the language model: no list names those that are served."""
+    with pytest.raises(OptionError) as caught:
+        Setting.of({"method": name})
+    less = registry.build(name, {})
+    told = str(caught.value).split("Servable are")[0]
+    for options in (less.query_free, less.reads_less, {**less.query_free, **less.reads_less}):
+        try:
+            Setting.of({"method": name, **options})
+        except OptionError:
+            continue
+        assert any(f"{option}={json.dumps(value)}" in told for option, value in options.items()), told
+        break
+    else:
+        assert name in ("eadp", "flowcut", "sinkpruner", "vitcop"), f"{name} has no options with which it is served"
+
+
+def test_what_drops_patches_ahead_of_the_tower_is_served() -> None:
+    """Its number follows from pixels, which the front end has; which models can do so is another matter."""
+    setting = Setting.of({"method": "pixelprune", "keep": 0.5, "threshold": 0.02})
+    assert setting.method == PixelPrune(threshold=0.02) and not setting.removes_nothing
+    assert Setting.of(setting.as_dict()) == setting
+    assert Setting.of({"method": "pixelprune"}).keep == 1_000_000
+    assert "pixelprune" in servable() and "pixelprune" not in servable(in_llm=True)
+    with pytest.raises(OptionError, match=r"per=.*not with pixelprune"):
+        Setting.of({"method": "pixelprune", "per": "frame"})
+
+
+def test_the_page_on_serving_names_every_family_and_why_others_are_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    tables = [line for line in page.splitlines() if line.startswith("|")]
+    for name in FAMILIES:
+        assert sum(f"`{name}`" in line for line in tables) == 1, name
+    for name, reason in REFUSED.items():
+        assert name not in FAMILIES
+        assert any(f"`{name}`" in line and line.endswith(f"| {reason} |") for line in tables), name
 
 
 # -- plans
@@ -266,6 +309,17 @@ def test_a_plan_survives_the_journey() -> None:
     one = plan(Setting(Random(4), 3), "a####b####c", per_run=True)
     assert Plan.decode(one.encode()) == one
     assert Plan.decode(plan(Setting(), "####").encode()).setting == Setting()
+
+
+def test_a_plan_of_placeholders_that_pixels_chose() -> None:
+    """The number that stays is theirs, whatever `keep` says."""
+    chosen = (False, True, True, False, True, False, False, False)
+    one = dataclasses.replace(plan(Setting(PixelPrune(), 0.5), "s####/####e"), kept=chosen)
+    assert one.keep == [3] and one.reduces and one.rows == 4  # and the break between
+    assert one.reduced() == [ord("s"), *[9] * 4, ord("e")]
+    again = Plan.decode(one.encode())
+    assert again == one and again.mask.tolist() == list(chosen)
+    assert not dataclasses.replace(one, kept=(True,) * 8).reduces
 
 
 def test_decoded_plans_are_kept_by_their_size() -> None:

@@ -15,11 +15,12 @@ from transformers.utils import logging
 
 import tokenprune
 from tokenprune.bench import draw
-from tokenprune.bench.backend import patched
+from tokenprune.bench.backend import patched_by
 from tokenprune.bench.grids import Grid, grids_of
 from tokenprune.bench.model import Model
+from tokenprune.bench.token_scores import placed_scores, watched_scores
 from tokenprune.errors import OptionError
-from tokenprune.registry import method_class
+from tokenprune.spelling import methods_of, setting_of
 
 CELL, _GAP = 16, 6  # pixels of a patch in the drawing, and between frames
 _ACROSS = 8  # frames side by side; more go below
@@ -50,11 +51,12 @@ def show(subject: Model, images: Sequence[Image.Image], question: str, method: s
     prompt. Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that
     chooses between images.
     """
-    draw.check_drawable(method)
-    video = len(images) > 1 and _as_video(subject, method)
-    full = _asked(subject, images, question, video)
+    setting = setting_of(method, keep)
+    draw.check_drawable(setting)
+    video = len(images) > 1 and as_video(subject, method)
+    full = asked(subject, images, question, video)
     (before,) = subject.generate(full)
-    seen = _seen(subject, images, question, method, keep, video)
+    seen = seen_under(subject, images, question, setting, video)
     if len(images) == 1:
         original = draw.seen_image(subject, full, images[0])
         drawing = row(_drawn(seen, draw.CELL, original), gap=draw.CELL // 2)
@@ -78,7 +80,7 @@ def fitting(
     said = None
     while context is not None:
         with _quiet():
-            inputs = _asked(subject, frames, question, len(frames) > 1 and _as_video(subject, method))
+            inputs = asked(subject, frames, question, len(frames) > 1 and as_video(subject, method))
         number, visual = len(frames), subject.visual_tokens(inputs)
         text = inputs["input_ids"].shape[1] - visual + subject.max_new_tokens
         if visual + text <= context:
@@ -117,6 +119,25 @@ class Seen:
     groups: np.ndarray
     answer: str = ""
     stats: tokenprune.Stats | None = None
+    scores: np.ndarray | None = None  # float, of all tokens, where a method ranks them by one; NaN: has none
+
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """Return what belongs to each frame's tokens as `[height, width]`; what comes behind the last is left out."""
+        ends = np.cumsum([height * width for height, width in self.grids])
+        return [
+            values[end - height * width : end].reshape(height, width)
+            for (height, width), end in zip(self.grids, ends, strict=True)
+        ]
+
+    def drawings(self, cell: int, sizes: Sequence[tuple[int, int]] | None = None) -> list[Image.Image]:
+        """Return the drawing of each frame. cell: pixels of a patch; sizes: or the size of each drawing."""
+        groups, merged = self.split(self.groups), self.split(draw.shared(self.groups))
+        fills = draw.mean_colors(self.frames, groups)
+        parts = zip(self.frames, self.split(self.kept), groups, merged, fills, strict=True)
+        return [
+            draw.draw(frame, kept, own, shared, cell, fill, None if sizes is None else sizes[place])
+            for place, (frame, kept, own, shared, fill) in enumerate(parts)
+        ]
 
     def kept_of_frames(self) -> list[tuple[int, int]]:
         """Return for each frame how many of its tokens stay, and how many it has."""
@@ -129,26 +150,24 @@ def look(
     subject: Model,
     images: Sequence[Image.Image],
     question: str,
-    method: str,
-    keep: float | int | dict[str, float],
+    setting: dict[str, Any],
     video: bool,
     side: int,
     labels: Sequence[str] = (),
-    **options: Any,
 ) -> tuple[Image.Image, int]:
-    """Ask with `method`, and return the drawing of what it kept of each image, side by side, and how many tokens that
+    """Ask under a setting, and return the drawing of what it kept of each image, side by side, and how many tokens that
     is; raises like `show`.
 
-    video: whether the images are a video. side: pixels of a drawing's longer side, about. labels: the text before each
-    image. options: of the method.
+    setting: as `patch(config=...)` takes it. video: whether the images are a video. side: pixels of a drawing's longer
+    side, about. labels: the text before each image.
     """
-    draw.check_drawable(method)
-    seen = _seen(subject, images, question, method, keep, video, labels, **options)
+    draw.check_drawable(setting)
+    seen = seen_under(subject, images, question, setting, video, labels)
     cell = max(2, side // max(max(grid) for grid in seen.grids))
     return row(_drawn(seen, cell)), int(seen.kept.sum())
 
 
-def _asked(
+def asked(
     subject: Model, frames: Sequence[Image.Image], question: str, video: bool, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
     if video:
@@ -156,33 +175,34 @@ def _asked(
     return subject.inputs([list(frames)], [question], [labels] if labels else ())
 
 
-def _seen(
+def seen_under(
     subject: Model,
     frames: Sequence[Image.Image],
     question: str,
-    method: str,
-    keep: float | int | dict[str, float],
+    setting: dict[str, Any],
     video: bool,
     labels: Sequence[str] = (),
-    **options: Any,
 ) -> Seen:
-    with patched(subject, method, keep, video, record=True, **options):
-        inputs = _asked(subject, frames, question, video, labels)
+    with patched_by(subject, setting, video, record=True), watched_scores(subject.model) as found:
+        inputs = asked(subject, frames, question, video, labels)
         grids = grids_of(subject, inputs, len(frames), video)
         (answer,) = subject.generate(inputs)
         stats = tokenprune.stats(subject.model)
     kept, groups = draw.patches(subject, inputs, stats)
+    scores = placed_scores(subject, inputs, stats, found)
     # A model that merges frames in time has fewer of them: each shows its first.
     step = math.ceil(len(frames) / len(grids))
     shown = [
         frames[place] if video else draw.seen_image(subject, inputs, frames[place], place)
         for place in (min(number * step, len(frames) - 1) for number in range(len(grids)))
     ]
-    return Seen(shown, grids, kept, groups, answer, stats)
+    return Seen(shown, grids, kept, groups, answer, stats, scores)
 
 
-def _as_video(subject: Model, method: str) -> bool:
-    return takes_video(subject) and method_class(method).site is not tokenprune.Site.PRE_ENCODER
+def as_video(subject: Model, method: str) -> bool:
+    """Whether a model gets several images as a video: if it takes one, and no method of the setting acts on pixels."""
+    pixels = any(one.site is tokenprune.Site.PRE_ENCODER for one in methods_of(method))
+    return takes_video(subject) and not pixels
 
 
 def takes_video(subject: Model) -> bool:
@@ -209,13 +229,7 @@ def sheet(seen: Seen) -> Image.Image:
 
 def _drawn(seen: Seen, cell: int, *before: Image.Image) -> list[Image.Image]:
     """Return the drawing of each frame, behind `before`, in the size of the first drawing."""
-    merged, ends = draw.shared(seen.groups), np.cumsum([height * width for height, width in seen.grids])
-    parts = [array[: ends[-1]] for array in (seen.kept, seen.groups, merged)]
-    own = [slice(end - height * width, end) for (height, width), end in zip(seen.grids, ends, strict=True)]
-    drawings = [
-        draw.draw(frame, *(part[place].reshape(grid) for part in parts), cell=cell)
-        for frame, grid, place in zip(seen.frames, seen.grids, own, strict=True)
-    ]
+    drawings = seen.drawings(cell)
     return [*(_resized(one, drawings[0]) for one in before), *drawings]
 
 

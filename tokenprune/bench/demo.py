@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 from tokenprune.bench.cost import record, spent
 from tokenprune.bench.heldout import load_heldout
@@ -19,8 +20,11 @@ KINDS = ("colour", "count", "word", "grounding")
 REPEATS = 3
 
 
-def run(subject: Model) -> list[Table]:
-    """Return a table of answers and one of what they cost; nothing is chosen by its outcome."""
+def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, done, total: None) -> list[Table]:
+    """Return a table of answers and one of what they cost; nothing is chosen by its outcome.
+
+    step: called with a label, how many runs are done, and of how many, between the runs.
+    """
     asked = load_heldout(kinds=KINDS, limit=len(KINDS), folder=subject.heldout)
     examples = [next(e for e in asked if e.number == number and e.kind == kind) for number, kind in enumerate(KINDS)]
     inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
@@ -29,7 +33,8 @@ def run(subject: Model) -> list[Table]:
     times: dict[str, list[float]] = {name: [] for name in names}
     costs: dict[str, Stats] = {}
     for repeat in range(REPEATS + 1):
-        for name in names:
+        for place, name in enumerate(names):
+            step(name, repeat * len(names) + place, (REPEATS + 1) * len(names))
             with patched(subject, name, KEEP):
                 begin = time.perf_counter()
                 answers[name] = subject.generate(inputs)

@@ -4,30 +4,36 @@
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from PIL import Image, ImageDraw
 
 import tokenprune
-from tokenprune.base import ImageChooser
+from tokenprune.base import ImageChooser, Method
 from tokenprune.bench.model import Model
 from tokenprune.bench.plan import ESCALATE
+from tokenprune.config import read_config
 from tokenprune.errors import OptionError
-from tokenprune.registry import method_class
 
 CELL = 32  # pixels of a patch in the drawing
-_DARK, _BORDER, _TINT = 0.22, (255, 255, 255), 0.35
+_DARK, _HATCH, _BORDER = 0.22, 64, (255, 255, 255)
+_HEAT = ((15, 10, 70), (100, 20, 130), (200, 50, 90), (250, 140, 20), (250, 250, 110))  # from low to high
+_STOPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def check_drawable(method: str) -> None:
-    """Raise OptionError for a method of which nothing can be drawn."""
-    if method == ESCALATE:
-        raise OptionError(f"{method} is no method, it asks twice: draw what the method of its first pass keeps")
-    if issubclass(method_class(method), ImageChooser):
-        raise OptionError(f"{method} chooses between images, not within them: there is nothing to draw")
+def check_drawable(setting: dict[str, Any]) -> list[Method]:
+    """Return the methods of a setting; raises OptionError for one of which nothing can be drawn."""
+    if setting["method"] == ESCALATE:
+        raise OptionError(f"{ESCALATE} is no method, it asks twice: draw what the method of its first pass keeps")
+    methods = read_config(setting).steps()[0]
+    for method in methods:
+        if isinstance(method, ImageChooser):
+            raise OptionError(f"{method.name} chooses between images, not within them: there is nothing to draw")
+    return methods
 
 
 def patches(subject: Model, inputs: dict[str, Any], stats: tokenprune.Stats) -> tuple[np.ndarray, np.ndarray]:
@@ -61,42 +67,122 @@ def seen_image(subject: Model, inputs: dict[str, Any], image: Image.Image, numbe
 
 
 def draw(
-    image: Image.Image, kept: np.ndarray, groups: np.ndarray, merged: np.ndarray | None = None, cell: int = CELL
+    image: Image.Image,
+    kept: np.ndarray,
+    groups: np.ndarray,
+    merged: np.ndarray | None = None,
+    cell: int = CELL,
+    fill: np.ndarray | None = None,
+    size: tuple[int, int] | None = None,
 ) -> Image.Image:
-    """Darken what is dropped and outline what is kept.
+    """Outline what is kept, darken and hatch what is dropped (which tells it on a black image, too), and show tokens
+    that were merged into one as one patch of their mean colour, as ToMe's paper does.
 
-    kept, groups: `[height, width]`, see `patches`. Tokens that were merged into one are tinted and outlined in one
-    colour, wherever they lie, and a dot marks the one that stands for them. merged: bool `[height, width]`, which
-    tokens share their group with others, if `groups` alone cannot tell (frames of a video). cell: pixels of a patch.
+    kept, groups: `[height, width]`, see `patches`. A merged patch has an outline of its own colour, wherever its parts
+    lie, and a dot marks the token that stands for it. merged: bool `[height, width]`, which tokens share their group
+    with others, and fill: `[height, width, 3]`, their mean colours, if this image alone cannot tell (frames of a
+    video). cell: pixels of a patch; size: or width and height of the drawing.
     """
     height, width = kept.shape
     merged = shared(groups) if merged is None else merged
-    image = image.resize((width * cell, height * cell), Image.Resampling.BICUBIC)
-    pixels = np.asarray(image, np.float32)
+    (fill,) = mean_colors([image], [groups]) if fill is None else (fill,)
+    wide, high = size or (width * cell, height * cell)
+    rows, columns = np.arange(high) * height // high, np.arange(wide) * width // wide
+    side = min(wide // width, high // height)
+    line, step = max(1, side // 24), max(4, side // 4)
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        return values[rows][:, columns]
+
+    pixels = np.asarray(image.convert("RGB").resize((wide, high), Image.Resampling.BICUBIC), np.float32)
+    own, joined = spread(groups), spread(merged)[..., None]
+    drawing = np.where(joined, spread(fill), pixels)
+    hatch = np.add.outer(np.arange(high), np.arange(wide)) % step
+    dark = pixels.mean(-1) * _DARK + _HATCH * ((hatch >= step // 2) & (hatch < step // 2 + line))
+    drawing = np.where(own[..., None] < 0, dark[..., None], drawing)
     colors = np.array([[color_of(group) for group in row] for row in groups], np.float32)
-    tint = np.where(merged[..., None], _TINT, 0.0)
-    mixed = pixels * (1 - enlarge(tint, cell)) + enlarge(colors * tint, cell)
-    drawing = np.where(enlarge(groups < 0, cell)[..., None], pixels.mean(-1, keepdims=True) * _DARK, mixed)
-    drawn = Image.fromarray(drawing.round().astype(np.uint8))
-    pen = ImageDraw.Draw(drawn)
-    everything = np.pad(groups, 1, constant_values=-1)
-    for row, column in zip(*(groups >= 0).nonzero(), strict=True):
-        color = color_of(groups[row, column]) if merged[row, column] else _BORDER
-        left, top = int(column) * cell, int(row) * cell
-        right, bottom = left + cell - 1, top + cell - 1
-        # A line on every side behind which another group begins.
-        for (down, across), line in (
-            ((0, 1), (left, top, right, top)),
-            ((2, 1), (left, bottom, right, bottom)),
-            ((1, 0), (left, top, left, bottom)),
-            ((1, 2), (right, top, right, bottom)),
-        ):
-            if everything[row + down, column + across] != groups[row, column]:
-                pen.line(line, fill=color)
-        if merged[row, column] and kept[row, column]:
-            middle, size = (left + cell // 2, top + cell // 2), max(1, cell // 10)
-            pen.ellipse((middle[0] - size, middle[1] - size, middle[0] + size, middle[1] + size), fill=color)
+    outline = np.where(joined, spread(colors), np.float32(_BORDER))
+    drawing = np.where((_edges(own, line) & (own >= 0))[..., None], outline, drawing)
+    drawn = Image.fromarray(drawing.clip(0, 255).round().astype(np.uint8))
+    pen, dot = ImageDraw.Draw(drawn), max(1, side // 10)
+    for row, column in zip(*(merged & kept).nonzero(), strict=True):
+        x, y = (2 * int(column) + 1) * wide // (2 * width), (2 * int(row) + 1) * high // (2 * height)
+        pen.ellipse((x - dot, y - dot, x + dot, y + dot), fill=color_of(groups[row, column]))
     return drawn
+
+
+def _edges(labels: np.ndarray, line: int) -> np.ndarray:
+    """Return which pixels lie within `line` of one with another label, or of the image's edge."""
+    padded = np.pad(labels, line, constant_values=-1)
+    height, width = labels.shape
+    found = np.zeros(labels.shape, bool)
+    for away in range(1, line + 1):
+        for down, across in ((-away, 0), (away, 0), (0, -away), (0, away)):
+            there = padded[line + down : line + down + height, line + across : line + across + width]
+            found |= there != labels
+    return found
+
+
+def mean_colors(images: Sequence[Image.Image], groups: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return, `[height, width, 3]` for each image, the mean colour of each token's group over all of the images."""
+    cells = [
+        np.asarray(one.convert("RGB").resize(grid.shape[::-1], Image.Resampling.BOX), np.float32)
+        for one, grid in zip(images, groups, strict=True)
+    ]
+    flat = np.concatenate([grid.reshape(-1) for grid in groups]) + 1  # dropped ones are 0
+    values = np.concatenate([one.reshape(-1, 3) for one in cells])
+    count = np.maximum(1, np.bincount(flat))
+    means = np.stack([np.bincount(flat, values[:, channel]) / count for channel in range(3)], axis=1)
+    return [means[grid + 1].astype(np.float32) for grid in groups]
+
+
+def heat(image: Image.Image, scores: np.ndarray, size: tuple[int, int]) -> Image.Image:
+    """Return the image in grey under the scores of its tokens, from dark blue (low) to yellow (high).
+
+    scores: float `[height, width]`; NaN and -inf: the token has none, and stays grey. Ranks are shown, so that one very
+    high score does not hide the others.
+    """
+    wide, high = size
+    known = np.isfinite(scores)
+    level = np.zeros(scores.shape)
+    level[known] = np.argsort(np.argsort(scores[known], kind="stable"), kind="stable") / max(1, known.sum() - 1)
+    colors = np.stack([np.interp(level, _STOPS, channel) for channel in np.array(_HEAT, float).T], axis=-1)
+    rows, columns = np.arange(high) * scores.shape[0] // high, np.arange(wide) * scores.shape[1] // wide
+    grey = np.asarray(image.convert("L").resize(size, Image.Resampling.BICUBIC), np.float32)[..., None]
+    mixed = 0.35 * grey + 0.65 * colors[rows][:, columns]
+    shown = np.where(known[rows][:, columns][..., None], mixed, np.repeat(grey, 3, axis=-1))
+    return Image.fromarray(shown.clip(0, 255).round().astype(np.uint8))
+
+
+def seen_part(subject: Model, image: Image.Image) -> Image.Image | None:
+    """Return the part of an image that the model sees, at the image's own resolution; None where its processor does
+    more than to resize, crop and pad.
+
+    An image whose colours tell their places goes through the processor, and tells which of them come out.
+    """
+    width, height = image.size
+    ramp = np.zeros((height, width, 3), np.uint8)
+    ramp[..., 0], ramp[..., 1], ramp[..., 2] = np.linspace(0, 255, width), np.linspace(0, 255, height)[:, None], 255
+    inputs = subject.inputs([[Image.fromarray(ramp)]], ["?"])
+    if inputs.get("pixel_values") is None or inputs["pixel_values"].ndim != 4:
+        return image.convert("RGB")  # flattened patches (Qwen's families) are of the whole image
+    seen = np.asarray(seen_image(subject, inputs, image), float)
+    inside = seen[..., 2] > 250  # what was padded is not
+    box = []
+    for axis, length in ((1, width), (0, height)):
+        places = np.flatnonzero(inside.any(1 - axis))[2:-2]
+        if len(places) < 4:
+            return None
+        told = np.where(inside, seen[..., 1 - axis], 0).sum(1 - axis) / np.maximum(1, inside.sum(1 - axis))
+        found = told[places] / 255 * (length - 1)
+        slope, start = np.polyfit(places, found, 1)
+        if slope <= 0 or np.abs(found - slope * places - start).max() > 0.02 * length + 2:
+            return None
+        first, last = start - slope / 2 + 0.5, start + slope * (seen.shape[axis] - 0.5) + 0.5
+        edge = 0.01 * length  # 256 shades tell a place no better
+        box.append((0 if abs(first) < edge else first, length if abs(last - length) < edge else last))
+    (left, right), (top, bottom) = box
+    return image.convert("RGB").crop((round(left), round(top), round(right), round(bottom)))
 
 
 def shared(groups: np.ndarray) -> np.ndarray:
@@ -109,8 +195,3 @@ def color_of(group: int) -> tuple[int, int, int]:
     """Return a bright colour; numbers that are close get colours that are not."""
     red, green, blue = colorsys.hsv_to_rgb(float(group) * 0.61803399 % 1, 0.9, 1.0)
     return round(255 * red), round(255 * green), round(255 * blue)
-
-
-def enlarge(values: np.ndarray, cell: int) -> np.ndarray:
-    """`[height, width, ...]` of patches -> of pixels."""
-    return repeat(values, "h w ... -> (h a) (w b) ...", a=cell, b=cell)

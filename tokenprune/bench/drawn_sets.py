@@ -31,12 +31,14 @@ from tokenprune.bench.drawn_videos import (
 from tokenprune.bench.drawn_views import CAMERAS, VIEW_KINDS, draw_views, view_answers
 
 SEED = 20260102
-SETS = ("images", "videos", "views", "documents")
+SETS = ("images", "videos", "small-videos", "views", "documents")
 MOST = 96  # videos, prompts or documents of a whole set
 _GROUPS = {"still": "still ground", "noisy": "noisy ground", "pan": "panning ground", "cut": "with a cut"} | {
     layout: f"{layout}s" for layout in LAYOUTS
 }
 _SIZES = ((224, 224), (224, 160), (160, 224), (192, 192))  # every ground in every size, after 16 videos
+_SMALL = ((144, 144),)  # as large as any on which demo_qwen was trained, and no larger than eight questions need
+_VIDEOS = {"videos": (0, _SIZES), "small-videos": (5, _SMALL)}  # part of the seed, and sizes
 _PAPER = ((448, 448), (336, 448), (448, 336), (320, 448), (448, 288))  # in whole visual tokens of 16 pixels
 
 
@@ -118,14 +120,17 @@ class DrawnSet:
         for images in {one.number: one.frames or one.images for one in self.questions}.values():
             for image in images:
                 digest.update(image.tobytes())
-        said = {"name": f"drawn {self.name}", "questions": len(self.questions), "skipped": []}
+        said = {"name": f"drawn {self.name.replace('-', ' ')}", "questions": len(self.questions), "skipped": []}
         return said | {"digest": digest.hexdigest()[:16]}
 
 
 def drawn_set(name: str, limit: int) -> DrawnSet:
-    """Return the held-out set "videos", "views" or "documents". limit: how many videos, prompts or documents, each with
-    one question of every kind; 0: all."""
-    return {"videos": _videos, "views": _views, "documents": _documents}[name](min(limit or MOST, MOST))
+    """Return one of the `SETS` but "images". limit: how many videos, prompts or documents, each with one question of
+    every kind; 0: all."""
+    number = min(limit or MOST, MOST)
+    if name in _VIDEOS:
+        return _videos(name, number)
+    return {"views": _views, "documents": _documents}[name](number)
 
 
 def first_frame(question: DrawnExample) -> DrawnExample:
@@ -139,11 +144,11 @@ def shuffled(question: DrawnExample) -> DrawnExample:
     return replace(question, frames=tuple(question.frames[place] for place in order))
 
 
-def _videos(number: int) -> DrawnSet:
-    decks = _decks(dict(ANSWERS), number)
+def _videos(name: str, number: int) -> DrawnSet:
+    decks, (part, sizes) = _decks(dict(ANSWERS), number), _VIDEOS[name]
     questions = []
     for index in range(number):
-        size = _SIZES[(index + index // len(GROUNDS)) % len(_SIZES)]
+        size = sizes[(index + index // len(GROUNDS)) % len(sizes)]
         wanted = {kind: deck[index] for kind, deck in decks.items()}
 
         def drawn(
@@ -154,7 +159,7 @@ def _videos(number: int) -> DrawnSet:
         ) -> Any:
             return draw_video(np.random.default_rng(seed), size, ground, answers=wanted)
 
-        video, asked = _whole(drawn, (SEED, 0, index), VIDEO_KINDS)
+        video, asked = _whole(drawn, (SEED, part, index), VIDEO_KINDS)
         frames = tuple(video.frames)
         questions += [_example(index, one, frames=frames, ground=video.ground) for one in asked]
     controls = [
@@ -169,7 +174,7 @@ def _videos(number: int) -> DrawnSet:
     ]
     # Eight frames are four, or eight, to the decoder: far fewer than blocks are made for.
     blocks = {"sink_frames": 1, "block_frames": 1, "min_frames": 2}
-    return DrawnSet("videos", questions, VIDEO_KINDS, controls, {"pevlm": blocks})
+    return DrawnSet(name, questions, VIDEO_KINDS, controls, {"pevlm": blocks})
 
 
 def _views(number: int) -> DrawnSet:

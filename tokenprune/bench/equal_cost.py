@@ -7,12 +7,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import tokenprune
 from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
 from tokenprune.bench.plan import ESCALATE
 from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import BudgetError
-from tokenprune.registry import method_class
+from tokenprune.options import option_types
+from tokenprune.spelling import methods_of, setting_of
 
 _INSIDE = (Site.IN_LLM, Site.DECODE)
 # An image shrinks to a whole grid of patches, and this share of the target may be as near as one comes.
@@ -22,7 +22,7 @@ _NEAR = 1 / 200  # of the unpatched model's tokens, which tiles of an image, eac
 
 def setting_for(name: str, share: float) -> dict[str, Any]:
     """Return the setting, as `patch(config=...)` takes it, in which a method spends `share` of the visual tokens,
-    averaged over the decoder's layers.
+    averaged over the decoder's layers. name: of one method, maybe with options.
 
     Ahead of the decoder, and in methods that spread a budget over several cuts, `keep` counts that already; inside the
     decoder it is solved for the layer of the cut (`Budget.average_share`). A method that keeps an exact number only on
@@ -30,16 +30,16 @@ def setting_for(name: str, share: float) -> dict[str, Any]:
     share that its place cannot reach is refused where it is solved, when the method runs.
     """
     why = "it may ask twice, and the first answer decides" if name == ESCALATE else None
-    method = None if why else tokenprune.method(name)
+    method = None if why else methods_of(name)[0]
     options: dict[str, Any] = {}
-    if isinstance(method, EncoderMethod) and method.inexact and "exact" in tokenprune.method_info(name).options:
+    if isinstance(method, EncoderMethod) and method.inexact and "exact" in option_types(type(method)):
         options = {"exact": True}
         method = dataclasses.replace(method, **options)
     why = why or _no_promise(method)
     if why:
         raise BudgetError(f"{name} has no setting for a layer average of {share:g}: {why}")
-    inside = method_class(name).site in _INSIDE
-    return {"method": name, "keep": {"average_share": share} if inside else share, **options}
+    keep = {"average_share": share} if method.site in _INSIDE else share
+    return setting_of(name, keep) | options
 
 
 def _no_promise(method: Method) -> str | None:
@@ -59,7 +59,7 @@ def missed(name: str, share: float, spent: float, images: float, tokens: float) 
 
     spent: visual tokens, averaged over the decoder's layers. images, tokens: how many of them the unpatched model saw.
     """
-    allowed = _GRID * share * tokens if issubclass(method_class(name), ResizeMethod) else max(images, _NEAR * tokens)
+    allowed = _GRID * share * tokens if isinstance(methods_of(name)[0], ResizeMethod) else max(images, _NEAR * tokens)
     if abs(spent - share * tokens) <= allowed + 1e-6:
         return None
     return (

@@ -22,7 +22,7 @@ import tokenprune
 from tokenprune.accounting import DecoderShape
 from tokenprune.bench.heldout import FOLDER, heldout_of
 from tokenprune.bench.media import BadRow, check_sizes
-from tokenprune.errors import DataError, TokenPruneError
+from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 
 SHIPPED_MODELS = {name: FOLDER.with_name(name) for name in ("demo_vlm", "demo_qwen")}
@@ -142,6 +142,19 @@ class Model:
         }
 
 
+def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[Any, Any]:
+    """Return (model, processor) of a model that ships with the package, ready for `patch`; nothing is downloaded.
+
+    name: "demo_vlm", a LLaVA of 4.5 M parameters, or "demo_qwen", a Qwen2.5-VL of 4.8 M. device: where torch shall put
+    it; default: a CUDA device if there is one. They answer questions about drawn scenes, in a word.
+    Raises OptionError for another name, TokenPruneError where the installation lacks the model.
+    """
+    if name not in SHIPPED_MODELS:
+        raise OptionError(f"no model {name!r} ships with the package: take one of {', '.join(SHIPPED_MODELS)}")
+    subject = load(name, device=device)
+    return subject.model, subject.processor
+
+
 def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]:
     """Return images as parts of a chat, each behind its label where there are labels."""
     parts = [{"type": "image", "image": image} for image in images]
@@ -172,6 +185,8 @@ def load(
         processor = AutoProcessor.from_pretrained(source)
     except (OSError, ValueError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, ImportError) and "torchvision" in str(error).lower():
+            reason = "its processor needs torchvision: pip install torchvision"
         raise TokenPruneError(f"cannot load {model or 'the shipped model'}: {reason}") from error
     if getattr(processor, "chat_template", None) is None:
         raise TokenPruneError(f"the processor of {model} has no chat template, so questions cannot be put to it")

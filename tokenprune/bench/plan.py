@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +12,7 @@ from tokenprune.base import ImageChooser, Site
 from tokenprune.bench.results import MARKS, UNPATCHED
 from tokenprune.errors import OptionError
 from tokenprune.registry import method_class
+from tokenprune.spelling import draws_at_random, methods_of, setting_of, spelt
 
 BASELINES = tuple(MARKS)
 ESCALATE = "escalate"  # no method: it asks twice where the first answer is unsure (two_pass.py)
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 class Pass(NamedTuple):
     """A method, a keep and a seed, with which all questions are asked; of the unpatched model the name is
-    `UNPATCHED`."""
+    `UNPATCHED`. A method may have options, and be a stack: "divprune+fastv:layer=3" (spelling.py)."""
 
     method: str
     keep: float | int
@@ -36,16 +37,22 @@ class Pass(NamedTuple):
     @property
     def setting(self) -> dict[str, Any] | None:
         """What `patch(config=...)` takes; None: the unpatched model."""
+        return self.setting_with({})
+
+    def setting_with(self, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Return the setting, with options that methods have where the pass names none, by method."""
         if self.method.startswith(UNPATCHED):
             return None
-        return {"method": self.method, "keep": self.keep} | ({} if self.seed is None else {"seed": self.seed})
+        if self.method == ESCALATE:
+            return {"method": self.method, "keep": self.keep}
+        return setting_of(self.method, self.keep, defaults, self.seed)
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to run. The baselines are put in front of `methods`; () means all registered ones, but for those that choose
     between images where `several` is not set, and those for videos where `videos` is not. `ESCALATE` can be named
-    beside them.
+    beside them. Options and stacks are written as in spelling.py; every method of a stack gets the keep.
 
     several, videos: whether a question may have several images, or a video. images: how many held-out images (or
     videos, prompts), each with one question of every kind; 0: all. Questions that are given are all asked. seeds:
@@ -66,9 +73,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         names = self.methods or tuple(name for name in tokenprune.available_methods() if self._fits(name))
-        for name in names:
-            if name != ESCALATE:
-                method_class(name)  # raises with close matches
+        names = tuple(name if name == ESCALATE else spelt(name) for name in names)  # raises with close matches
+        stacks = [name for name in names if name != ESCALATE and len(methods_of(name)) > 1] if self.equal_cost else []
+        if stacks:
+            raise OptionError(f"{stacks[0]} is a stack, whose parts could share a cost in many ways: name methods")
         ordered = tuple(dict.fromkeys((*BASELINES, *names)))
         object.__setattr__(self, "methods", ordered)
         for keep in self.keeps:
@@ -99,12 +107,12 @@ class Plan:
 
     @staticmethod
     def _removes_nothing(name: str) -> bool:
-        return name != ESCALATE and method_class(name).site is Site.ATTENTION
+        return name != ESCALATE and all(method.site is Site.ATTENTION for method in methods_of(name))
 
 
 def passes_of(name: str, keep: float | int, seeds: Sequence[int]) -> list[Pass]:
     """Return the passes of a method at a keep: one for each seed if it draws at random, else one."""
-    drawn = name != ESCALATE and not name.startswith(UNPATCHED) and "seed" in tokenprune.method_info(name).options
+    drawn = name != ESCALATE and not name.startswith(UNPATCHED) and draws_at_random(name)
     return [Pass(name, keep, seed) for seed in (seeds if drawn else (None,))]
 
 

@@ -135,10 +135,12 @@ def profile_call(
     *,
     repeats: int = 7,
     new_tokens: int = NEW_TOKENS,
+    step: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> Profile:
     """Time one question about images, unpatched and (with a setting, as `patch(config=...)` takes it) patched.
 
-    repeats: timed runs of each, after one that does not count. new_tokens: that each run makes, at least 2.
+    repeats: timed runs of each, after one that does not count. new_tokens: that each run makes, at least 2. step:
+    called with a label, how many runs are done, and of how many, between the runs.
     Raises OptionError for numbers that are too small, and what `patch` and the processor raise.
     """
     if repeats < 1 or new_tokens < 2:
@@ -162,7 +164,8 @@ def profile_call(
             after.kv_bytes = stats.kv_bytes
     sides = [(before, None)] + ([] if after is None else [(after, setting)])
     for repeat in range(repeats + 1):
-        for side, how in sides if repeat % 2 else reversed(sides):
+        for place, (side, how) in enumerate(sides if repeat % 2 else reversed(sides)):
+            step("profile", repeat * len(sides) + place, (repeats + 1) * len(sides))
             with patched_by(subject, how):
                 run = _run(subject, ask, new_tokens, patched=how is not None)
             if repeat:

@@ -190,8 +190,8 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
     if base is None:
         raise TokenPruneError("these records hold no result of the unpatched model to compare with")
     places, metric = _places(header), METRICS[header.get("metric", "exact")]
-    answers = {id(record): _answers(record, metric.right is not None) for record in results}
-    before = {kind: _share(answers[id(base)], places[kind]).value for kind in places}
+    answers = {id(record): answers_of(record, metric.right is not None) for record in results}
+    before = {kind: share_of(answers[id(base)], places[kind]).value for kind in places}
     rivals = {(one["method"], one["keep"]): answers[id(one)] for one in results if one["method"] in MARKS}
     results = [base, *(record for record in results if record is not base)]
     groups = _places_of_groups(header)
@@ -212,7 +212,8 @@ def busy_load(results: Results) -> tuple[float, int] | None:
     return (load, cores) if load > 1.25 * cores else None
 
 
-def _answers(record: dict[str, Any], binary: bool) -> Answers:
+def answers_of(record: dict[str, Any], binary: bool) -> Answers:
+    """Return the answers of a result. binary: whether its metric knows right and wrong."""
     return Answers(scores_of(record), record["right"] if binary else None, "scores" in record)
 
 
@@ -233,7 +234,7 @@ def _places_of_groups(header: dict[str, Any]) -> dict[str, list[int]]:
 def _control(record: dict[str, Any], places: dict[str, list[int]]) -> Control:
     answers = Answers([[float(one) for one in some] for some in record["right"]], record["right"])
     chance = {kind: one for kind, one in record["chance"].items() if kind in places}
-    return Control(record["control"], {kind: _share(answers, places[kind]) for kind in chance}, chance)
+    return Control(record["control"], {kind: share_of(answers, places[kind]) for kind in chance}, chance)
 
 
 def _evidence(record: dict[str, Any], places: dict[str, list[int]]) -> dict[str, float]:
@@ -248,8 +249,8 @@ def _evidence(record: dict[str, Any], places: dict[str, list[int]]) -> dict[str,
     return found
 
 
-def _share(answers: Answers, indices: list[int] | None = None) -> Share:
-    """The mean score on these questions (default: all): of shares with Wilson's interval, of grades by bootstrap."""
+def share_of(answers: Answers, indices: list[int] | None = None) -> Share:
+    """Return the mean score on these questions (default: all), with Wilson's interval; of grades by bootstrap."""
     chosen = range(len(answers.scores[0])) if indices is None else indices
     if not answers.graded:
         return Share(*pooled_interval(["".join(one[index] for index in chosen) for one in answers.right]))
@@ -268,7 +269,7 @@ def _row(
 ) -> Row:
     kinds = {}
     for kind, indices in places.items():
-        share = _share(answers, indices)
+        share = share_of(answers, indices)
         # Not a rounding error away from the limit: 0.8 - 0.6 > 0.2 in floating point.
         kinds[kind] = replace(share, collapsed=before[kind] - share.value > COLLAPSE + 1e-9)
     name, keep = record["method"], record["keep"]
@@ -278,7 +279,7 @@ def _row(
         method=name,
         keep=keep,
         site=record["site"],
-        overall=_share(answers),
+        overall=share_of(answers),
         kinds=kinds,
         marks=marks_of(name, keep, answers, rivals),
         questions=record["questions"],
@@ -286,7 +287,7 @@ def _row(
         timing=record.get("timing"),
         versus=against,
         hard=_hard(answers, base, None if name == UNPATCHED else rivals.get(("downsample", keep))),
-        groups={group: _share(answers, indices) for group, indices in groups.items()},
+        groups={group: share_of(answers, indices) for group, indices in groups.items()},
         evidence=_evidence(record, places | groups),
         setting=record.get("setting"),
     )
@@ -296,7 +297,7 @@ def _hard(answers: Answers, base: Answers, downsample: Answers | None) -> Hard |
     if downsample is None or downsample.right is None:
         return None
     places = [index for index, right in enumerate(downsample.right[0]) if right == "0"]
-    return Hard(len(places), _share(answers, places), _share(base, places).value) if places else None
+    return Hard(len(places), share_of(answers, places), share_of(base, places).value) if places else None
 
 
 def marks_of(method: str, keep: float | int, ours: Answers, rivals: dict[tuple, Answers]) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import tokenprune
 from tokenprune.base import ImageChooser
 from tokenprune.bench.asking import Asking
 from tokenprune.bench.backend import EVIDENCE, Backend, backend_of, patched
@@ -33,7 +32,7 @@ from tokenprune.bench.plan import (
 )
 from tokenprune.bench.results import SCHEMA, UNPATCHED
 from tokenprune.errors import BudgetError, DataError, OptionError, RunError, TokenPruneError
-from tokenprune.registry import method_class
+from tokenprune.spelling import methods_of
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ class Bench:
             passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
             return self._result(name, keep, passes, None), passes
         try:
-            choosing = name != ESCALATE and issubclass(method_class(name), ImageChooser)
+            choosing = name != ESCALATE and any(isinstance(one, ImageChooser) for one in methods_of(name))
             if choosing and not any(len(getattr(one, "sources", ())) > 1 for one in self.examples):
                 raise OptionError(f"{name} chooses between the images of a prompt; these questions have one each")
             passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
@@ -202,7 +201,7 @@ class Bench:
             "method": name,
             "keep": keep,
             **self._chosen(next(iter(passes))),
-            "site": None if name in (UNPATCHED, ESCALATE) else tokenprune.method_info(name).site.name,
+            "site": None if name in (UNPATCHED, ESCALATE) else "+".join(one.site.name for one in methods_of(name)),
             "seeds": [one.seed for one in passes if one.seed is not None] or None,
             "n": {kind: kinds.count(kind) * len(right) for kind in self.kinds},
             "correct": correct,
@@ -234,12 +233,10 @@ class Bench:
     def _setting(self, one: Pass) -> dict[str, Any] | None:
         """Return the setting of a pass, with the options that a method has on this set; raises BudgetError for a method
         of which none is known to spend what all shall."""
-        setting = one.setting
-        if setting is None:
-            return None
-        if self.plan.equal_cost:
+        setting = one.setting_with(self.options)
+        if setting is not None and self.plan.equal_cost:
             setting |= setting_for(one.method, one.keep)
-        return setting | self.options.get(one.method, {})
+        return setting
 
     def _chosen(self, one: Pass) -> dict[str, Any]:
         """What a record says of its setting, where each method has one of its own; seeds stand beside it."""

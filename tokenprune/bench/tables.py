@@ -242,8 +242,9 @@ def _engine(env: dict[str, Any]) -> str:
 
 def _cost_notes(results: Results) -> list[str]:
     timing = next((row.timing for row in results.rows if row.timing), None)
-    sites = ("IN_LLM", "DECODE")
-    inside = ", ".join(dict.fromkeys(row.method for row in results.rows if row.site in sites)) or "none here"
+    sites = {"IN_LLM", "DECODE"}
+    cut_inside = (row.method for row in results.rows if row.site and sites & set(row.site.split("+")))
+    inside = ", ".join(dict.fromkeys(cut_inside)) or "none here"
     meaning = ", ".join(f"{mark} = not better than {name}" for name, mark in MARKS.items())
     how = "an exact one-sided McNemar test" if _metric(results).right is not None else "a one-sided paired bootstrap"
     vllm = "vllm" in results.header["environment"]

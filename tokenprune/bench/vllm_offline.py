@@ -106,11 +106,11 @@ class OfflineEngine:
     def counted(self) -> tuple[int, int]:
         from prometheus_client import REGISTRY
 
-        name = self.llm.model_config.served_model_name
-        before, after = (
-            REGISTRY.get_sample_value(_COUNTER, {"model_name": name, "stage": stage}) for stage in ("in", "out")
-        )
-        return int(before or 0), int(after or 0)
+        sums, name = {"in": 0.0, "out": 0.0}, self.llm.model_config.served_model_name
+        for sample in (one for metric in REGISTRY.collect() for one in metric.samples):
+            if sample.name == _COUNTER and sample.labels["model_name"] == name:  # whatever the method
+                sums[sample.labels["stage"]] += sample.value
+        return int(sums["in"]), int(sums["out"])
 
     def check(self, chat: Chat) -> None:
         pass  # that the plugin is there was seen at the start

@@ -3,41 +3,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from tokenprune import __version__
+from tokenprune.cli.app import app as open_app
 from tokenprune.cli.bench import bench
 from tokenprune.cli.calibrate import calibrate, fit_d2pruner, fit_dyrate, fit_fitprune
-from tokenprune.cli.common import get_console
+from tokenprune.cli.common import ErrorGroup
 from tokenprune.cli.draft import draft
+from tokenprune.cli.leaderboard import leaderboard
 from tokenprune.cli.methods import families, methods
+from tokenprune.cli.new_method import new_method
 from tokenprune.cli.profile import profile
+from tokenprune.cli.recommend import recommend
 from tokenprune.cli.report import report
 from tokenprune.cli.show import demo, show
 from tokenprune.cli.tune import tune
-from tokenprune.errors import TokenPruneError
-
-
-class _Group(TyperGroup):
-    """Turns our own errors into one red line and exit code 2; other exceptions are bugs and keep their traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except TokenPruneError as error:
-            from rich.text import Text
-
-            get_console(error=True).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
-            raise typer.Exit(2) from None
-
 
 app = typer.Typer(
-    cls=_Group,
+    cls=ErrorGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Prune the visual tokens of vision-language models, and see what that costs.",
 )
@@ -58,7 +45,9 @@ def _options(
     pass  # the version is answered by its callback
 
 
-_COMMANDS = (methods, families, bench, report, tune, profile, draft, demo, show, calibrate)
+_COMMANDS = (methods, families, recommend, bench, report, tune, profile, draft, demo, show, calibrate, new_method)
+app.command("app")(open_app)
+app.add_typer(leaderboard, name="leaderboard")
 for command in (*_COMMANDS, fit_dyrate, fit_d2pruner, fit_fitprune):
     app.command()(command)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenprune.cli.common import (
+    METHODS_HELP,
     BackendOption,
     BatchSizeOption,
     ColumnsOption,
@@ -29,6 +30,7 @@ from tokenprune.cli.common import (
     read_keeps,
     show_progress,
 )
+from tokenprune.cli.completion import complete_methods
 from tokenprune.cli.report import show_runs
 from tokenprune.errors import OptionError
 
@@ -45,7 +47,10 @@ if TYPE_CHECKING:
 def bench(
     model: ModelOption = None,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated names; default: all. `random` and `downsample` always run.")
+        str,
+        typer.Option(
+            help=f"{METHODS_HELP}; default: all. `random` and `downsample` always run.", autocompletion=complete_methods
+        ),
     ] = "",
     keep: Annotated[
         str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
@@ -77,8 +82,8 @@ def bench(
         str,
         typer.Option(
             "--set",
-            help="Which of our own questions: images, videos (eight frames, eight kinds), views (six images a prompt), "
-            "documents (pages, screens and charts).",
+            help="Which of our own questions: images, videos (eight frames, eight kinds), small-videos (of 144 "
+            "pixels a side, as demo_qwen knows them), views (six images a prompt), documents (pages, screens, charts).",
         ),
     ] = "images",
     evidence: Annotated[
@@ -133,6 +138,7 @@ def bench(
     from tokenprune.bench.report.runs import finished_run
     from tokenprune.bench.suite import DEFAULT_IMAGES, Plan
     from tokenprune.cli.engines import Engines
+    from tokenprune.spelling import split_methods
 
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
@@ -142,7 +148,7 @@ def bench(
     metric_named(metric)
     planned = partial(
         Plan,
-        methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+        methods=split_methods(methods),
         keeps=read_keeps(keep),
         images=DEFAULT_IMAGES if limit is None else limit,
         batch_size=batch_size,

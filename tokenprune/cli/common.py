@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from tokenprune.cli.completion import complete_models
 from tokenprune.errors import TokenPruneError
 
 if TYPE_CHECKING:
@@ -19,9 +21,15 @@ if TYPE_CHECKING:
     from tokenprune.bench.model import Model
 
 _PIPED_WIDTH = 160
+METHODS_HELP = "Names with commas between them; options (dart:pivot_text=0) and stacks (divprune+fastv) too"
 
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Directory, hub id, demo_qwen or demo_vlm; default: demo_vlm.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="Directory, hub id, demo_qwen or demo_vlm; default: demo_vlm.",
+        autocompletion=complete_models,
+    ),
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if there is one.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's choice.")]
@@ -63,6 +71,19 @@ def get_console(error: bool = False) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(stderr=error, highlight=False, width=_PIPED_WIDTH)
     return console
+
+
+class ErrorGroup(TyperGroup):
+    """Turns our own errors into one red line and exit code 2; other exceptions are bugs and keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TokenPruneError as error:
+            from rich.text import Text
+
+            get_console(error=True).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+            raise typer.Exit(2) from None
 
 
 def load_model(
@@ -110,6 +131,20 @@ def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
     return keeps
 
 
+def read_stack(text: str, keep: str) -> dict[str, Any] | None:
+    """Return a method, or a stack ("divprune+fastv:layer=3"; commas may stand for the plus signs), with its keeps, as
+    `patch(config=...)` takes it; None where none is named."""
+    from tokenprune.errors import OptionError
+    from tokenprune.spelling import methods_of, setting_of, spelt, split_methods
+
+    keeps = read_keeps(keep)
+    listed = "+".join(split_methods(text))
+    number = len(methods_of(spelt(listed))) if listed else 0
+    if len(keeps) not in (1, number):
+        raise OptionError(f"--keep has {len(keeps)} numbers for {number} methods: give one, or one for each")
+    return setting_of(listed, list(keeps) if keeps[1:] else keeps[0]) if listed else None
+
+
 @contextmanager
 def show_progress(lines: bool = True) -> Iterator[Any]:
     """Yield a function that takes (label, done, total): a bar on a terminal, else a line for each new label, or nothing
@@ -129,6 +164,7 @@ def show_progress(lines: bool = True) -> Iterator[Any]:
 
     times = (bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
     columns = (bars.TextColumn("{task.description:<18}"), bars.BarColumn(), bars.MofNCompleteColumn(), *times)
-    with bars.Progress(*columns, console=console, transient=True) as progress:
+    # Batches may take minutes each: the time left follows from all of them, not from those of the last half minute.
+    with bars.Progress(*columns, console=console, transient=True, speed_estimate_period=3600) as progress:
         task = progress.add_task("")
         yield lambda label, done, total: progress.update(task, description=label, completed=done, total=total)

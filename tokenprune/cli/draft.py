@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from tokenprune.cli.common import ModelOption, get_console, load_config, read_keeps
+from tokenprune.cli.common import ModelOption, get_console, load_config, read_stack
+from tokenprune.cli.completion import complete_methods
 
 _ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 
@@ -18,7 +19,14 @@ def draft(
         str | None, typer.Option("--draft", help="A smaller model; default: one that shares the model's weights.")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="What the draft is patched with: a name out of `tokenprune methods`, or several.")
+        str,
+        typer.Option(
+            "--methods",
+            "--method",
+            autocompletion=complete_methods,
+            help="What the draft is patched with: a name out of `tokenprune methods`, or a "
+            "stack: divprune+fastv:layer=3.",
+        ),
     ] = "divprune",
     keep: Annotated[str, typer.Option(help="Share of the visual tokens, or a whole number of them.")] = "0.1",
     tokens: Annotated[int, typer.Option(min=1, help="Visual tokens of the prompt.")] = 1024,
@@ -33,10 +41,8 @@ def draft(
     from tokenprune.config import Config
     from tokenprune.draft_cost import DraftCost
 
-    names = [name.strip() for name in method.split(",") if name.strip()]
-    keeps = read_keeps(keep)
-    setting = {"method": names[0] if len(names) == 1 else names, "keep": keeps[0] if len(keeps) == 1 else list(keeps)}
-    methods, budgets = Config(setting).steps() if names else ([], [])
+    setting = read_stack(method, keep)
+    methods, budgets = ([], []) if setting is None else Config(setting).steps()
     own = None if draft is None else load_config(draft)
     cost = DraftCost.of_configs(load_config(model), own, methods, budgets, tokens=tokens, text=text)
     counts = sorted({1, 2, drafts, 2 * drafts})

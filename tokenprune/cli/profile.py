@@ -21,7 +21,10 @@ from tokenprune.cli.common import (
     load_config,
     load_model,
     read_keeps,
+    read_stack,
+    show_progress,
 )
+from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError, TokenPruneError
 
 if TYPE_CHECKING:
@@ -36,7 +39,13 @@ def profile(
     ] = None,
     question: Annotated[str | None, typer.Option(help="What is asked of it; some methods choose by it.")] = None,
     method: Annotated[
-        str, typer.Option(help="A name out of `tokenprune methods`, or several with commas: a stack. Default: none.")
+        str,
+        typer.Option(
+            "--methods",
+            "--method",
+            autocompletion=complete_methods,
+            help="A name out of `tokenprune methods`, or a stack: divprune+fastv:layer=3. Default: none.",
+        ),
     ] = "",
     keep: Annotated[
         str, typer.Option(help="Share of the visual tokens, or a whole number of them; one, or one for each method.")
@@ -63,23 +72,14 @@ def profile(
 ) -> None:
     """Show where the time of one call goes (processor, tower, choosing, prefill, decoding), before and after a method,
     and the most that each site can save."""
-    from tokenprune.config import Config
-
-    keeps = read_keeps(keep)
-    names = [name.strip() for name in method.split(",") if name.strip()]
+    keeps, setting = read_keeps(keep), read_stack(method, keep)
     if not all(isinstance(one, int) or 0 < one <= 1 for one in keeps):
         raise OptionError(f"--keep {keep!r}: a share lies in (0, 1]")
-    if len(keeps) not in (1, len(names)):
-        raise OptionError(f"--keep has {len(keeps)} numbers for {len(names)} methods: give one, or one for each")
     if not config_only and (tokens is not None or tiles is not None):
         raise OptionError("--tokens and --tiles go with --config-only: without it the image tells")
     for path in filter(None, (html, json_file)):
         if not path.parent.is_dir():
             raise TokenPruneError(f"cannot write {path}: there is no folder {path.parent}")
-    setting: dict[str, Any] | None = None
-    if names:
-        setting = {"method": names if names[1:] else names[0], "keep": list(keeps) if keeps[1:] else keeps[0]}
-        Config(setting).steps()  # an unknown name is said before a model is loaded
     if config_only:
         if html is not None or json_file is not None:
             raise OptionError("--html and --json write measured times, and --config-only measures none")
@@ -98,8 +98,11 @@ def profile(
 
         largest = max(load_heldout(folder=subject.heldout), key=lambda one: one.image.width * one.image.height)
         images, question = [largest.image], question or largest.question
-    made = profile_call(subject, images, question or _QUESTION, setting, repeats=repeats, new_tokens=max_new_tokens)
-    share = _share(keeps, len(names), made.load.visual)
+    with show_progress(lines=False) as step:
+        made = profile_call(
+            subject, images, question or _QUESTION, setting, repeats=repeats, new_tokens=max_new_tokens, step=step
+        )
+    share = _share(keeps, _number(setting), made.load.visual)
     for table in (stage_table(made), limit_table(made.model, made.load, share)):
         _print(table)
     if html is not None:
@@ -132,6 +135,11 @@ def _from_config(
         ratio = closed.cost(load).flops / closed.predict(load, methods, budgets).flops
         names = " + ".join(one.name for one in methods)
         get_console().print(f"{names}: x{ratio:.2f} by FLOPs of tower and decoder", markup=False, soft_wrap=True)
+
+
+def _number(setting: dict[str, Any] | None) -> int:
+    """Return how many methods a setting has."""
+    return len(setting["method"]) if setting and isinstance(setting["method"], list) else int(setting is not None)
 
 
 def _share(keeps: Sequence[float | int], methods: int, visual: int) -> float:

@@ -9,8 +9,18 @@ from typing import Annotated
 
 import typer
 
-from tokenprune.cli.common import DeviceOption, ModelOption, ThreadsOption, get_console, load_model, read_keeps
-from tokenprune.errors import TokenPruneError
+from tokenprune.cli.common import (
+    METHODS_HELP,
+    DeviceOption,
+    ModelOption,
+    ThreadsOption,
+    get_console,
+    load_model,
+    read_keeps,
+    show_progress,
+)
+from tokenprune.cli.completion import complete_methods
+from tokenprune.errors import OptionError, TokenPruneError
 
 
 def demo(model: ModelOption = None, device: DeviceOption = None, threads: ThreadsOption = None) -> None:
@@ -22,11 +32,13 @@ def demo(model: ModelOption = None, device: DeviceOption = None, threads: Thread
 
     subject = load_model(model, device, threads)
     console = get_console()
-    for table in run(subject):
+    with show_progress(lines=False) as step:
+        tables = run(subject, step)
+    for table in tables:
         console.print(to_rich(table))
         for note in table.notes:
             console.print(Text(note, style="dim"))
-    console.print(f"Draw what a method keeps: tokenprune show IMAGE --method dart --keep {KEEP}")
+    console.print(f"Draw what a method keeps: tokenprune show IMAGE --methods dart,divprune --keep {KEEP}")
 
 
 def show(
@@ -34,38 +46,51 @@ def show(
         list[Path],
         typer.Argument(help="An image; or the frames of a video: a GIF, a video (with PyAV), a folder, files."),
     ],
-    method: Annotated[str, typer.Option(help="A name out of `tokenprune methods`.")] = "dart",
+    methods: Annotated[
+        str,
+        typer.Option("--methods", "--method", help=f"{METHODS_HELP}.", autocompletion=complete_methods),
+    ] = "dart",
     keep: Annotated[str, typer.Option(help="Share of the visual tokens, or a whole number of them.")] = "0.25",
     question: Annotated[str, typer.Option(help="Some methods choose by it.")] = "what color is the circle?",
+    scores: Annotated[
+        bool, typer.Option("--scores", help="Draw a map of scores, too, of methods that rank tokens by one.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("tokenprune.png"),
     frames: Annotated[int, typer.Option(min=1, help="Frames of a video to take, evenly chosen.")] = 8,
     model: ModelOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
 ) -> None:
-    """Draw which patches of an image, or of frames, a method keeps (clear), drops (dark) and merges (one colour)."""
-    from tokenprune.bench import contact_sheet
+    """Draw which patches of an image, or of frames, methods keep (outlined), drop (dark, hatched) and merge (one
+    colour), side by side, with the answers below."""
+    from tokenprune.bench import contact_sheet, side_by_side
     from tokenprune.bench.media import read_frames
-    from tokenprune.registry import method_class
+    from tokenprune.spelling import spelt, split_methods
 
-    method_class(method)
+    names = [spelt(one) for one in split_methods(methods)]
+    if not names:
+        raise OptionError("--methods names none: see `tokenprune methods`")
     (share,) = read_keeps(keep, one=True)
     read_frames(files, 1)  # a file that cannot be read is said before the model is loaded
     subject = load_model(model, device, threads, suffix="")
-    images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, method)
-    shown = contact_sheet.show(subject, images, question, method, share)
+    images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, names[0])
+    with show_progress(lines=False) as step:
+        shown = side_by_side.show(subject, images, question, names, share, scores, step)
     try:
-        shown.image.save(out)
+        shown.image().save(out)
     except (OSError, ValueError) as error:
         raise TokenPruneError(f"cannot write {out}: {error}") from error
     console = get_console()
-    if left_out:
-        console.print(left_out, markup=False)
-    console.print(f"{question}  unpatched: {shown.before!r}  {method} {share:g}: {shown.after!r}", markup=False)
-    average = shown.stats.visual_tokens_average
-    counts = f"{shown.tokens_in} → {shown.tokens_out}"
-    console.print(f"visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
-    if len(shown.frames) > 1:
-        told = " ".join(f"{kept}/{of}" for kept, of in shown.frames)
-        console.print(f"of each frame as the model has it: {told}", markup=False)
+    for line in (left_out, *shown.notes):
+        if line:
+            console.print(line, markup=False)
+    console.print(f"{question}  unpatched: {shown.before!r}", markup=False)
+    for name, seen in zip(names, shown.seen, strict=True):
+        average = seen.stats.visual_tokens_average
+        counts = f"{shown.tokens} → {int(seen.kept.sum())}"
+        console.print(f"{name} {share:g}: {seen.answer!r}", markup=False)
+        console.print(f"  visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
+        if len(seen.frames) > 1:
+            told = " ".join(f"{kept}/{of}" for kept, of in seen.kept_of_frames())
+            console.print(f"  of each frame as the model has it: {told}", markup=False)
     console.print(f"written: {out}", markup=False, soft_wrap=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenprune.cli.common import (
+    METHODS_HELP,
     BackendOption,
     BatchSizeOption,
     ColumnsOption,
@@ -30,6 +31,7 @@ from tokenprune.cli.common import (
     read_keeps,
     show_progress,
 )
+from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import ConfigError, OptionError
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def tune(
     max_kind_drop: Annotated[
         str | None, typer.Option(help="The same as --max-drop for each kind of question, without a confidence.")
     ] = None,
-    methods: Annotated[str, typer.Option(help="Comma-separated names; default: all.")] = "",
+    methods: Annotated[str, typer.Option(help=f"{METHODS_HELP}; default: all.", autocompletion=complete_methods)] = "",
     keep: Annotated[
         str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
     ] = "0.75,0.5,0.33,0.25,0.15",
@@ -109,6 +111,7 @@ def tune(
     from tokenprune.bench.run_folder import RunFolder, config_of
     from tokenprune.cli.engines import Engines
     from tokenprune.config import write_config
+    from tokenprune.spelling import spelt, split_methods
     from tokenprune.tuning import Panel, Promise, Search, Tuner, grid
     from tokenprune.tuning.objective import check_objective
     from tokenprune.tuning.panel import tunable_metric
@@ -124,7 +127,7 @@ def tune(
         raise OptionError("--objective throughput is measured with the model in this process: use --backend hf")
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
-    candidates = grid([name.strip() for name in methods.split(",") if name.strip()], read_keeps(keep))
+    candidates = grid([spelt(one) for one in split_methods(methods)], read_keeps(keep))
     if not out.parent.is_dir():  # said before the work, not after it
         raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
     if data is None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.coverage import cover, first_largest
-from tokenprune.kernels.pairs import LEAST, PickedRows, Products, Relation
+from tokenprune.kernels.coverage import cover
+from tokenprune.kernels.pairs import LEAST, PickedRows, Products, Relation, distances
+from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.temporal import density_peaks, unit
 
 _NEIGHBOURS = 7  # of a token that tell how dense it is there
@@ -59,14 +60,11 @@ def nearest(x: Tensor, mask: Tensor, centres: Tensor, most: int) -> Tensor:
     allowed = centres.gather(1, place)
     found = torch.empty_like(mask, dtype=torch.long)
     for rows in in_parts(len(x), x.shape[1] * place.shape[1]):
-        distance = torch.cdist(x[rows], gather_tokens(x[rows], place[rows], 1), compute_mode=_EXACT)
+        distance = distances(x[rows], gather_tokens(x[rows], place[rows], 1))
         distance = distance.masked_fill(~allowed[rows].unsqueeze(1), torch.inf)
         found[rows] = place[rows].gather(1, distance.min(2).indices)
     found = torch.where(centres, torch.arange(mask.shape[1], device=mask.device), found)
     return found.masked_fill(~mask | ~centres.any(1, keepdim=True), -1)
-
-
-_EXACT = "donot_use_mm_for_euclid_dist"
 
 
 def farthest_weighted(
@@ -89,14 +87,12 @@ def farthest_weighted(
 
         # A token that has no other is as far as can be.
         distance, row_of = 1 - products.of_rows(nearest_other).clamp(min=-1), PickedRows(products)
-        barred, rows = ~mask, torch.arange(len(x), device=x.device)
+        picks = Picks(mask)
         for step in range(most):
-            score = (distance * weight if step or weigh_first else distance).masked_fill(barred, -torch.inf)
-            pick = first_largest(score)
-            barred[rows, pick] = barred[rows, pick] | (step < number)
-            new = 1 - row_of(pick, score)
+            score = picks.among_left(distance * weight if step or weigh_first else distance)
+            new = 1 - row_of(picks.take_best(score), score)
             distance = new if step == 0 else torch.minimum(distance, new)
-        return barred & mask
+        return picks.first(number)
 
     weight = weight.float().nan_to_num(nan=0.0)
     return by_rows(of, x.shape[1] ** 2, x, mask, weight, number)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenprune.kernels.coverage import first_largest
 from tokenprune.kernels.dispatch import operation
 from tokenprune.kernels.pairs import PickedRows, Products
+from tokenprune.kernels.picks import Picks
 
 DEPENDENT = 1e-5  # share of a token's own variance below which it says nothing new, in float32
 
@@ -37,20 +37,19 @@ def greedy_dpp(a: Tensor, b: Tensor, mask: Tensor, number: Tensor, most: int, ri
     dimensions) come last, by their own entries of the diagonal.
     """
     products = Products(a, b)
-    own, row_of = products.diagonal().clamp_(min=0), PickedRows(products)
-    last = order_of_dependents(own)
+    own, row_of, picks = products.diagonal().clamp_(min=0), PickedRows(products), Picks(mask)
+    last, least = order_of_dependents(own), DEPENDENT * own
     # What a token adds to those taken, beside the ridge: 1 + a little would lose the little.
-    left, barred, rows = own.clone(), ~mask, torch.arange(len(own), device=own.device)
+    left, rows = own.clone(), torch.arange(len(own), device=own.device)
     factor = own.new_zeros(len(own), most, own.shape[1])
     for step in range(most):
-        new = left > DEPENDENT * own
-        score = torch.where(new, left, last).masked_fill(barred, -torch.inf)
-        pick = first_largest(score)
-        barred[rows, pick] |= step < number
-        told = torch.einsum("sk,skn->sn", factor[rows, :step, pick], factor[:, :step])
-        length = (left[rows, pick] + ridge).clamp(min=torch.finfo(own.dtype).tiny).sqrt()
-        row = (row_of(pick, score) - told) / length.unsqueeze(1)
-        row = row.masked_fill(~new[rows, pick].unsqueeze(1), 0)
+        new = left > least
+        score = picks.among_left(torch.where(new, left, last))
+        pick = picks.take_best(score)
+        one = pick.unsqueeze(1)
+        told = torch.bmm(factor[rows, :step, pick].unsqueeze(1), factor[:, :step]).squeeze(1)
+        length = (left.gather(1, one) + ridge).clamp_(min=torch.finfo(own.dtype).tiny).sqrt_()
+        row = torch.where(new.gather(1, one), (row_of(pick, score) - told) / length, 0)
         factor[:, step] = row
-        left = (left - row.square()).clamp(min=0)
-    return barred & mask
+        left = (left - row.square()).clamp_(min=0)
+    return picks.first(number)

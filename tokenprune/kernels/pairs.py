@@ -19,11 +19,25 @@ LEAST = 16  # rows of a product
 _SQUARE = 256  # tokens whose products with themselves are made at a time
 _AT_ONCE = 2**22  # products in memory at a time, where there is no table
 _STEPS = 2.0**20
+_CANCELLED = 2.0**-40
 
 
 def rounded(x: Tensor) -> Tensor:
     """`x`, which is changed, to a multiple of 2**-20: so that equal vectors have cosines of exactly 1."""
     return x.mul_(_STEPS).round_().div_(_STEPS)
+
+
+def distances(a: Tensor, b: Tensor) -> Tensor:
+    """float32 `[S, A, B]`: Euclidean distance of each vector of `a` `[S, A, D]` to each of `b` `[S, B, D]`, all finite.
+
+    By products in float64, which are an order of magnitude faster than differences, of what vectors are beside the
+    first of `b`. A squared distance below 2**-40 of the squared lengths is what cancelled: 0, as between equal ones.
+    """
+    first = b[:, :1].double()
+    a, b = a.double() - first, b.double() - first
+    both = a.square().sum(2).unsqueeze(2) + b.square().sum(2).unsqueeze(1)
+    squared = torch.baddbmm(both, a, b.transpose(1, 2), alpha=-2)
+    return squared.mul_(squared > both.mul_(_CANCELLED)).sqrt_().float()
 
 
 class Products:
@@ -50,7 +64,7 @@ class Products:
     def rows(self, segment: int, index: Tensor) -> Tensor:
         """float32 `[n, N]`: the rows of a segment with these indices, long `[n]`."""
         if "table" in self.__dict__:
-            return self.table[segment, index]
+            return self.table[segment].index_select(0, index)
         short = LEAST - len(index)
         few = index if short <= 0 or not len(index) else torch.cat([index, index[:1].expand(short)])
         return self._done(self.a[segment, few] @ self.b[segment].T)[: len(index)]
@@ -113,7 +127,7 @@ class Relation:
     def rows(self, segment: int, index: Tensor) -> Tensor:
         """`[n, N]`: the rows of a segment with these indices, long `[n]`."""
         if "table" in self.__dict__:
-            return self.table[segment, index]
+            return self.table[segment].index_select(0, index)
         return self._value(self.products.rows(segment, index), *(x[segment, index].unsqueeze(1) for x in self._each))
 
     def column(self, segment: int, place: int) -> Tensor:
@@ -146,13 +160,15 @@ class PickedRows:
         """float32 `[S, N]`: the row of each segment's pick, long `[S]`. score: `[S, N]`, that picks are chosen by."""
         if pick.device.type != "cpu":
             return self.products.row_of_each(pick)
-        found = []
-        for segment, place in enumerate(pick.tolist()):
-            held = self._held[segment]
-            if place not in held:
-                likely = score[segment].topk(min(LEAST, score.shape[1]) - 1).indices
-                index = torch.cat([pick[segment : segment + 1], likely])
-                held = dict(zip(index.tolist(), self.products.rows(segment, index), strict=True))
-                self._held[segment] = held
-            found.append(held[place])
-        return torch.stack(found)
+        places = enumerate(pick.tolist())
+        return torch.stack([self.row(segment, place, score[segment]) for segment, place in places])
+
+    def row(self, segment: int, place: int, score: Tensor) -> Tensor:
+        """float32 `[N]`: the row of one segment's pick, on the host. score: `[N]`."""
+        held = self._held[segment]
+        if place not in held:
+            likely = score.topk(min(LEAST, len(score)) - 1).indices
+            index = torch.cat([likely.new_tensor([place]), likely])
+            held = dict(zip(index.tolist(), self.products.rows(segment, index), strict=True))
+            self._held[segment] = held
+        return held[place]

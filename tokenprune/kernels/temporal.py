@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import top_mask
 
 _TINY = 1e-12
@@ -193,7 +194,7 @@ def density_peaks(x: Tensor, mask: Tensor, number: Tensor, neighbours: int, most
     count = x.shape[1]
     usable = mask & x.isfinite().all(-1)
     points = x.float().masked_fill(~usable.unsqueeze(-1), 0)
-    distance = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist") / x.shape[-1] ** 0.5
+    distance = distances(points, points) / x.shape[-1] ** 0.5
     pairs = usable.unsqueeze(1) & usable.unsqueeze(2)
     distance = distance.masked_fill(~pairs, torch.inf)
     near = distance.topk(min(neighbours, count), dim=2, largest=False).values.square()
@@ -211,12 +212,13 @@ def density_peaks(x: Tensor, mask: Tensor, number: Tensor, neighbours: int, most
     return top_mask(score.masked_fill(~usable, -torch.inf), mask, number, most)
 
 
-def unit(x: Tensor) -> Tensor:
-    """float32, of length 1 along the last axis; zeros where there is nothing to point at."""
+def unit(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """float32, of length 1 along the last axis; zeros where there is nothing to point at, or a mask (bool, an axis
+    less) is False."""
     x = x.float()
-    broken = ~x.isfinite().all(-1, keepdim=True)
-    x = x.masked_fill(broken, 0)
-    return x / x.norm(dim=-1, keepdim=True).clamp(min=_TINY)
+    length = x.norm(dim=-1, keepdim=True)  # not finite where an entry is not
+    real = length.isfinite() if mask is None else length.isfinite() & mask.unsqueeze(-1)
+    return (x / length.clamp(min=_TINY)).masked_fill_(~real, 0)
 
 
 def _steps(similarity: Tensor, frames: Tensor) -> Tensor:

@@ -36,6 +36,6 @@ class HeadMaxima(AttentionOfText):
     def _mean(self, source: TokenSource, segments: Segments, position: Tensor, mask: Tensor) -> Tensor:
         total = 0.0
         for rows, part in self._rows(source, segments, position):
-            total = total + rows.amax(1).masked_fill(~mask[:, part, None], 0).sum(1)
+            total = total + rows.amax(1).mul_(mask[:, part, None]).sum(1)
         slots = source.slots(segments.position, segments)
         return total.gather(1, slots) / mask.sum(1, keepdim=True).clamp(min=1)

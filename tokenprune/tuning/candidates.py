@@ -12,7 +12,8 @@ from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.budget import Budget
 from tokenprune.config import Config
 from tokenprune.errors import OptionError
-from tokenprune.registry import available_methods, method_info
+from tokenprune.registry import available_methods
+from tokenprune.spelling import setting_of
 from tokenprune.video import compares_frames
 
 KEEPS = (0.75, 0.5, 0.33, 0.25, 0.15)
@@ -67,13 +68,12 @@ class Candidate:
 
 
 def grid(methods: Iterable[str] = (), keeps: Sequence[float | int] = KEEPS) -> list[Candidate]:
-    """Return a candidate for each method and keep; no methods: all that are registered."""
+    """Return a candidate for each method, or stack, and keep; no methods: all that are registered."""
     if not keeps:
         raise OptionError("the tuner needs at least one keep")
     made = []
     for name in tuple(methods) or available_methods():
-        seed = {"seed": SEED} if "seed" in method_info(name).options else {}
-        made += [Candidate.of({"method": name, "keep": keep} | seed) for keep in keeps]
+        made += [Candidate.of(setting_of(name, keep, seed=SEED)) for keep in keeps]
     return list(dict.fromkeys(made))
 
 

@@ -15,11 +15,12 @@ from PIL import Image, ImageOps
 import tokenprune
 from tokenprune.bench import contact_sheet, draw
 from tokenprune.bench.lines import read_lines, write_whole
+from tokenprune.bench.plan import ESCALATE
 from tokenprune.bench.report.samples import FILE, FOLDER, SCHEMA
 from tokenprune.bench.results import UNPATCHED, scores_of
 from tokenprune.bench.run_folder import PREDICTIONS
 from tokenprune.errors import OptionError, RunError, TokenPruneError
-from tokenprune.registry import method_class
+from tokenprune.spelling import setting_of
 
 if TYPE_CHECKING:
     from tokenprune.bench.model import Model
@@ -169,8 +170,10 @@ def _drawable(
 
 
 def _setting(record: dict[str, Any], seed: int | None) -> dict[str, Any]:
-    given = record.get("setting") or {"method": record["method"], "keep": record["keep"]}
-    return given | ({} if seed is None else {"seed": seed})
+    if record["method"] == ESCALATE:
+        return {"method": ESCALATE, "keep": record["keep"]}
+    keep = (record.get("setting") or record)["keep"]
+    return setting_of(record["method"], keep, seed=seed) | record.get("setting", {})
 
 
 def _draw(
@@ -183,7 +186,7 @@ def _draw(
         if setting["method"] == UNPATCHED:
             image, entry[counted] = _whole(subject, question)
         else:
-            image, entry[counted] = _look(subject, question, **setting)
+            image, entry[counted] = _look(subject, question, setting)
     except TokenPruneError as error:
         entry["note"] = str(error).splitlines()[0]
         return
@@ -209,15 +212,15 @@ def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
     return contact_sheet.row([ImageOps.contain(frame, (side, side)) for frame in frames]), subject.visual_tokens(inputs)
 
 
-def _look(subject: Model, question: Any, method: str, keep: Any, **options: Any) -> tuple[Image.Image, int]:
-    draw.check_drawable(method)
+def _look(subject: Model, question: Any, setting: dict[str, Any]) -> tuple[Image.Image, int]:
+    methods = draw.check_drawable(setting)
     video, text = question.is_video, question.question
-    if video and method_class(method).site is tokenprune.Site.PRE_ENCODER:
+    if video and any(method.site is tokenprune.Site.PRE_ENCODER for method in methods):
         raise TokenPruneError("it acts on the pixels of the video, before there are tokens")
     frames = question.video if video else question.images
     side = SIDE if len(frames) == 1 and not video else FRAME_SIDE
     labels = getattr(question, "labels", ())
-    return contact_sheet.look(subject, frames, text, method, keep, video, side, labels, **options)
+    return contact_sheet.look(subject, frames, text, setting, video, side, labels)
 
 
 def _answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tuple, dict[str, Any]]:

@@ -12,8 +12,16 @@ from typing import Any
 from tokenprune.errors import UnsupportedSetupError
 
 TESTED = "0.32.0"
-# Private parts of vLLM that this package builds on, with the parameters that it passes or takes.
+# By its sources alone: nothing of it has run (dev/vllm_hooks.py).
+READ = ("0.33.0",)
+# Private parts of vLLM that this package builds on, with the parameters that it passes or takes; without any where only
+# the name counts.
 HOOKS = {
+    "vllm.plugins:load_general_plugins": "",
+    "vllm.config.model:ModelConfig.multimodal_config": "",
+    "vllm.config.multimodal:MultiModalConfig": "mm_processor_kwargs video_pruning_rate",
+    "vllm.config:VllmConfig.use_v2_model_runner": "",
+    "vllm.model_executor.models.registry:_ModelRegistry": "models",
     "vllm.config.model:ModelConfig.__post_init__": "self mm_processor_kwargs video_pruning_rate",
     "vllm.config.multimodal:MultiModalConfig.is_multimodal_pruning_enabled": "self",
     "vllm.config:VllmConfig.__post_init__": "self",
@@ -31,7 +39,12 @@ HOOKS = {
     "vllm.multimodal.processing:BaseMultiModalProcessor._maybe_apply_prompt_updates": "self mm_items mm_res",
     "vllm.multimodal.processing:BaseMultiModalProcessor.get_dummy_mm_inputs": "self mm_counts",
     "vllm.multimodal.processing:BaseMultiModalProcessor.apply": "self inputs",
+    "vllm.multimodal.processing:BaseProcessingInfo": "ctx",
+    "vllm.multimodal.processing:BaseProcessingInfo.get_hf_processor": "self kwargs",
+    "vllm.multimodal.processing:BaseProcessingInfo.get_hf_config": "self",
+    "vllm.multimodal.processing.processor:ProcessorInputs": "prompt mm_data_items hf_processor_mm_kwargs",
     "vllm.multimodal.processing.processor:PromptReplacement": "modality target replacement",
+    "vllm.multimodal.processing.processor:PromptInsertion": "modality target insertion",
     "vllm.multimodal.processing.processor:PromptUpdate._resolve_content": "self item_idx",
     "vllm.multimodal.processing.processor:PromptUpdateDetails": "full is_embed",
     "vllm.multimodal.processing.processor:MultiModalProcessingResult": "prompt_updates",
@@ -40,6 +53,8 @@ HOOKS = {
     "vllm.multimodal.parse:ImageProcessorItems": "data",
     "vllm.multimodal.parse:VideoProcessorItems.get_num_frames": "self item_idx",
     "vllm.multimodal.parse:ImageProcessorItems.get_item_for_hash": "self index",
+    "vllm.multimodal.parse:ImageProcessorItems.get_image_size": "self item_idx",
+    "vllm.multimodal.parse:EmbeddingItems": "",
     "vllm.multimodal.inputs:MultiModalFieldElem": "data field",
     "vllm.multimodal.inputs:MultiModalBatchedField": "keep_on_cpu",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "data modality identifier mm_position",
@@ -48,6 +63,32 @@ HOOKS = {
     "vllm.model_executor.models.interfaces:SupportsMultiModalPruning.recompute_mrope_positions": (
         "self input_ids multimodal_embeddings mrope_positions num_computed_tokens"
     ),
+}
+# In the worker's process, when a model is made. Those of a model runner count where vLLM has loaded that one.
+WORKER_HOOKS = {
+    "vllm.model_executor.layers.attention:MMEncoderAttention.forward_native": "self query key value",
+    "vllm.model_executor.models.interfaces:SupportsMultiModal.embed_multimodal": "self kwargs",
+    "vllm.model_executor.models.interfaces:SupportsMultiModal.get_language_model": "self",
+    "vllm.model_executor.models.interfaces:SupportsMRoPE.get_mrope_input_positions": "self input_tokens mm_features",
+    "vllm.model_executor.models.interfaces:SupportsEncoderCudaGraph.get_encoder_cudagraph_config": "self",
+    "vllm.model_executor.models.llava_next:get_anyres_image_grid_shape": "",
+    "vllm.model_executor.models.llava_next:LlavaNextProcessingInfo": "ctx",
+    "vllm.model_executor.models.llava_next:LlavaNextForConditionalGeneration._merge_image_patch_embeddings": (
+        "self image_size patch_embeddings strategy"
+    ),
+    "vllm.model_executor.models.llava_onevision:LlavaOnevisionForConditionalGeneration._merge_image_patch_embeddings": (
+        "self image_size patch_embeddings image_newline strategy"
+    ),
+    "vllm.model_executor.models.qwen2_vl:Qwen2VisionTransformer.prepare_encoder_metadata": "self",
+    "vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VisionTransformer.prepare_encoder_metadata": "self",
+    "vllm.model_executor.models.qwen3_vl:Qwen3_VisionTransformer.prepare_encoder_metadata": "self",
+    "vllm.model_executor.models.utils:StageMissingLayer": "",
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner._gather_mm_embeddings": "self",
+    "vllm.v1.worker.gpu_model_runner:group_and_batch_mm_kwargs": "mm_kwargs",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._gather_mm_embeddings": "self",
+    "vllm.v1.worker.gpu.mm.encoder_runner:group_and_batch_mm_kwargs": "mm_kwargs",
+    "vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner.execute_mm_encoder": "self mm_kwargs",
+    "vllm.v1.worker.gpu.model_states.mm_pruning:MultiModalPruner.recompute": "self mm_embeds input_batch req_states",
 }
 
 
@@ -60,7 +101,7 @@ def missing_hooks(hooks: Mapping[str, str] | None = None) -> list[str]:
             found: Any = importlib.import_module(module)
             for name in path.split("."):
                 found = getattr(found, name)
-            parameters = inspect.signature(found).parameters
+            parameters = inspect.signature(found).parameters if wanted else ()
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             problems.append(f"{path} ({error})")
             continue

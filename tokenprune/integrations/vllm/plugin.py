@@ -54,7 +54,9 @@ def _wrap(owner: type, name: str, after: Any) -> None:
 
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.setting.configuration import configure
+    from tokenprune.integrations.vllm.front.metrics import listen
+    from tokenprune.integrations.vllm.front.profiles import attach
+    from tokenprune.integrations.vllm.setting.configuration import configure, offered
     from tokenprune.integrations.vllm.setting.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}
@@ -64,6 +66,8 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
     if vllm_version() != TESTED:
         logger.warning("tokenprune was tested with vLLM %s; this is %s, whose hooks fit", TESTED, vllm_version())
     configure(model_config)
+    attach(offered(model_config))
+    listen(model_config)
     return result
 
 

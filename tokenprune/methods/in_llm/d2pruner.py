@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.coverage import first_largest
 from tokenprune.kernels.pairs import PickedRows, Products
 from tokenprune.kernels.take import settle, top_mask
 from tokenprune.kernels.temporal import unit
@@ -114,7 +113,7 @@ class D2Pruner(Pruner):
         free, taken, row_of = left, torch.zeros_like(left), PickedRows(Products(unit(tokens.hidden)))
         for step in range(most):
             best = importance.masked_fill(~free, -torch.inf)
-            pick = first_largest(best)
+            pick = best.argmax(1)
             alike = self.alpha * row_of(pick, best)
             if self.alpha < 1:
                 alike = alike + (1 - self.alpha) * self._near(cells, cells[rows, pick])

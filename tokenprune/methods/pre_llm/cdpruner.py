@@ -37,14 +37,14 @@ class CDPruner(Pruner):
     center: as in `divprune` (Cen-Prune): cosines without the image's mean, relevance times how distinct a token is.
 
     Source: "Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in MLLMs", the section
-    on the method and the authors' code; `theta` as OpenVINO defines it; `center` arXiv 2608.30263.
+    on the method and the authors' code; `theta` as a comment in that code has it; `center` arXiv 2608.30263.
 
     Differs from the paper: relevance is measured between projected tokens and the input embeddings of the text, as
     other implementations do on Qwen-VL, because the paper's form for LLaVA needs the text tower of CLIP, which no such
-    model holds. There the sign is contested (the authors negate CLIP's similarity), so it is an option; the default of
-    `theta`, 0.5, is OpenVINO's, and the authors' is 1. Relevance has the range of one image (the code's is that of all
-    tiles of a batch); where all tokens are equally relevant, or there is no text, none weighs less than another; what
-    depends on the picks is never picked twice but comes last, by relevance; tokens keep their positions.
+    model holds. There the sign is contested (the authors negate CLIP's similarity), so it is an option; the authors'
+    `theta` is 1. Relevance has the range of one image (the code's is that of all tiles of a batch); where all tokens
+    are equally relevant, or there is no text, none weighs less than another; what depends on the picks is never picked
+    twice but comes last, by relevance; tokens keep their positions.
     """
 
     query_free: ClassVar[Mapping[str, Any]] = {"theta": 0}

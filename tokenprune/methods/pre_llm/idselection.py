@@ -4,14 +4,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from annotated_types import Ge
 from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike, first_largest
+from tokenprune.kernels.coverage import alike
 from tokenprune.kernels.pairs import PickedRows
+from tokenprune.kernels.picks import Picks
 from tokenprune.methods.scores import saliency, stretched
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -51,14 +51,13 @@ class IDSelection(Pruner):
         most = max(tokens.keep)
 
         def of(x: Tensor, mask: Tensor, number: Tensor, score: Tensor) -> Tensor:
-            barred, rows, row_of = ~mask, torch.arange(len(x), device=x.device), PickedRows(alike(x, mask))
-            for step in range(most):
-                free = score.masked_fill(barred, -torch.inf)
-                pick = first_largest(free)
-                barred[rows, pick] |= step < number
-                lowers = (-self.gamma * (1 - row_of(pick, free)).square()).exp()
-                score = score - lowers * score[rows, pick].unsqueeze(1)
-            return barred & mask
+            picks, row_of = Picks(mask), PickedRows(alike(x, mask))
+            for _ in range(most):
+                left = picks.among_left(score)
+                pick = picks.take_best(left)
+                lowers = (-self.gamma * (1 - row_of(pick, left)).square()).exp()
+                score = score - lowers * score.gather(1, pick.unsqueeze(1))
+            return picks.first(number)
 
         score = stretched(saliency(tokens), tokens.mask)
         given = (tokens.hidden, tokens.mask, tokens.budget, score)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike, cover, real_unit
+from tokenprune.kernels.coverage import alike, cover
 from tokenprune.kernels.pairs import Products, Relation
 from tokenprune.kernels.temporal import unit
 from tokenprune.options import check_options
@@ -69,7 +69,7 @@ class MMTok(Pruner):
         text, words = (tokens.text.hidden, tokens.text.mask) if self.question else (x[:, :0], mask[:, :0])
 
         def of(x: Tensor, z: Tensor, mask: Tensor, number: Tensor, text: Tensor, words: Tensor) -> Tensor:
-            said = shared(Products(unit(text), real_unit(x, mask)), self.text_temperature, 1.0, mask, words)
+            said = shared(Products(unit(text), unit(x, mask)), self.text_temperature, 1.0, mask, words)
             seen = shared(alike(z, mask), self.temperature, self.alpha, mask, mask)
             return cover([said, seen], mask, number, most)
 

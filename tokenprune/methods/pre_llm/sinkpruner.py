@@ -132,7 +132,8 @@ def different(x: Tensor, mask: Tensor, taken: Tensor, number: Tensor, most: int,
     for rows in in_parts(len(x), x.shape[1] ** 2):
         direction, chosen, left = unit(x[rows]), taken[rows], mask[rows]
         alike = direction @ direction.transpose(1, 2)
-        nearest = alike.masked_fill(~chosen[:, None], -torch.inf).amax(2)
+        # Adding takes a fifth of the time of filling.
+        nearest = (alike + torch.zeros_like(alike[:, 0]).masked_fill_(~chosen, -torch.inf)[:, None]).amax(2)
         for _ in range(0, most, at_once):
             room = (number[rows] - chosen.sum(1)).clamp(min=0, max=at_once)
             new = top_mask(-nearest, left & ~chosen, room, at_once)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import Coverage, alike, first_largest
+from tokenprune.kernels.coverage import Coverage, alike
 from tokenprune.kernels.pairs import Relation
+from tokenprune.kernels.picks import Picks
 from tokenprune.methods.scores import saliency
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -53,22 +54,19 @@ class Tops(Pruner):
         most = max(tokens.keep)
 
         def of(x: Tensor, mask: Tensor, number: Tensor, salient: Tensor) -> Tensor:
-            coverage, rows = Coverage([Relation(alike(x, mask))], start=-1.0), torch.arange(len(x), device=x.device)
-            barred, score = ~mask, salient
-            for step in range(most):
-                pick = first_largest(score.masked_fill(barred, -torch.inf))
-                barred[rows, pick] |= step < number
-                coverage.take(pick)  # which is covered by itself, as well as can be
-                near, gain = coverage.cover[0], coverage.gain
-                score = over_mean(salient, ~barred) + self.coverage * over_mean(gain, ~barred)
-                score = score + self.diversity * over_mean((1 - near).clamp(min=0), ~barred)
-            return barred & mask
+            coverage, picks, score = Coverage([Relation(alike(x, mask))], start=-1.0), Picks(mask), salient
+            for _ in range(most):
+                coverage.take(picks.take_best(picks.among_left(score)))  # which is covered by itself, as well as can be
+                criteria = torch.stack([salient, coverage.gain, (1 - coverage.cover[0]).clamp_(min=0)])
+                relevance, gain, distance = over_mean(criteria, picks.left)
+                score = relevance + self.coverage * gain + self.diversity * distance
+            return picks.first(number)
 
         given = (tokens.hidden, tokens.mask, tokens.budget, saliency(tokens))
         return Selection(by_rows(of, 2 * tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
 
 
 def over_mean(value: Tensor, left: Tensor) -> Tensor:
-    """float `[S, N]`: `value`, at least 0, divided by its mean where `left` (bool `[S, N]`); 0 where that is 0."""
-    mean = value.masked_fill(~left, 0).sum(1, keepdim=True) / left.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(mean > 0, value / mean.masked_fill(mean <= 0, 1), 0)
+    """float `[..., S, N]`: `value`, at least 0, divided by its mean where `left` (bool `[S, N]`); 0 where that is 0."""
+    mean = (value * left).sum(-1, keepdim=True) / left.sum(1, keepdim=True).clamp(min=1)
+    return value / mean.masked_fill_(mean <= 0, torch.inf)

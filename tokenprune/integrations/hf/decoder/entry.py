@@ -74,6 +74,6 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         kwargs["attention_mask"] = masks.gather_token_mask(mask[:, -length:], layout.index, layout.valid)
     elif layout.valid is not None:
         kwargs["attention_mask"] = layout.valid.long()
-    elif call.cache is None:
+    if kwargs.get("attention_mask") is None and call.cache is None:
         # Without mask and cache transformers takes gaps in position_ids for borders of packed sequences.
         kwargs["attention_mask"] = torch.ones_like(layout.index)

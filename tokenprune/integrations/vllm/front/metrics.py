@@ -1,25 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters beside vLLM's own at /metrics, in the process that has the processor and answers there."""
+"""Counters beside vLLM's own at /metrics, in the process that has the processor and answers there.
+
+What a label can say is bounded, whatever clients send: names of methods and profiles, and shares in hundredths.
+"""
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter as Sums
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import REGISTRY, Counter
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from tokenprune.integrations.vllm.log import tell
+from tokenprune.integrations.vllm.setting.configuration import SECONDS, offered
+from tokenprune.integrations.vllm.setting.offer import LimitError, ProfileError
+
+COUNTERS = {
+    "tokenprune:visual_tokens": (
+        "Visual tokens of requests: what the model makes of their images and videos (in), and what is left (out).",
+        ("model_name", "stage", "method", "keep"),
+    ),
+    "tokenprune:requests": (
+        "Requests with images or videos, by the profile in force: the server's own setting is default, and one that "
+        "the request wrote is request.",
+        ("model_name", "profile"),
+    ),
+    "tokenprune:refusals": (
+        "Requests that were refused: for a profile that is not there, a limit of the server's (min_keep, methods), any "
+        "other fault of the setting, or an input that cannot be served under it.",
+        ("model_name", "reason"),
+    ),
+}
+
+# Of the workers, which have no page of their own: read from their files.
+SUMS = {
+    "tokenprune:selection_seconds": (
+        "Seconds in which the tokens of images and videos were chosen, behind the vision tower, on the device.",
+        ("model_name", "method"),
+    ),
+    "tokenprune:selections": (
+        "Images and videos whose tokens were chosen; those that come from the encoder's cache are not chosen again.",
+        ("model_name", "method"),
+    ),
+}
 
 
 @cache
-def _counter() -> Counter:
+def _counter(name: str) -> Counter:
     # Made at the first request: by then vLLM has decided whether several processes answer at /metrics together.
-    return Counter(
-        "tokenprune:visual_tokens",
-        "Visual tokens of requests: what the model makes of their images and videos (in), and what is left (out).",
-        ["model_name", "stage"],
-    )
+    return Counter(name, *COUNTERS[name])
 
 
-def count(model_config: Any, before: int, after: int) -> None:
-    """Add one request's visual tokens."""
-    for stage, tokens in (("in", before), ("out", after)):
-        _counter().labels(model_config.served_model_name, stage).inc(tokens)
+def count(model_config: Any, stage: str, method: str, keep: str, tokens: int) -> None:
+    """Add visual tokens of a request. stage: "in" or "out". method, keep: see `Setting.label`."""
+    labels = model_config.served_model_name, stage, method, keep
+    _counter("tokenprune:visual_tokens").labels(*labels).inc(tokens)
+
+
+def chose(model_config: Any, profile: str) -> None:
+    """Add a request that is served under a profile."""
+    _counter("tokenprune:requests").labels(model_config.served_model_name, profile).inc()
+
+
+def refused(model_config: Any, error: Exception, what: str) -> None:
+    """Add a request that was refused, and log it where the server does. what: "setting" or "input", where the error
+    itself does not tell."""
+    reason = "profile" if isinstance(error, ProfileError) else "limit" if isinstance(error, LimitError) else what
+    _counter("tokenprune:refusals").labels(model_config.served_model_name, reason).inc()
+    if offered(model_config).log:
+        tell("refusal", reason=reason)
+
+
+class _OfWorkers(Collector):
+    """Adds up what the workers wrote (see worker/clock.py), when it is asked for."""
+
+    def __init__(self) -> None:
+        self.folders: list[tuple[Path, str]] = []
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        sums = {name: Sums() for name in SUMS}
+        for folder, model in self.folders:
+            for file in folder.iterdir() if folder.is_dir() else ():
+                try:
+                    found = json.loads(file.read_bytes())
+                except (OSError, ValueError):  # while it is being written for the first time
+                    continue
+                for method, values in found.items():
+                    for name, value in zip(SUMS, values, strict=True):
+                        sums[name][model, method] += value
+        for name, (text, labels) in SUMS.items():
+            family = CounterMetricFamily(name, text, labels=labels)
+            for key, value in sums[name].items():
+                family.add_metric(key, value)
+            yield family
+
+
+@cache
+def _of_workers() -> _OfWorkers:
+    made = _OfWorkers()
+    REGISTRY.register(made)
+    return made
+
+
+def listen(model_config: Any) -> None:
+    """Make a folder for what the workers of this model have to say; it goes when this process ends."""
+    folder = tempfile.mkdtemp(prefix="tokenprune-")
+    atexit.register(_remove, folder, os.getpid())
+    setattr(model_config.multimodal_config, SECONDS, folder)
+    _of_workers().folders.append((Path(folder), model_config.served_model_name))
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:  # not one that was forked
+        shutil.rmtree(folder, ignore_errors=True)

@@ -6,32 +6,62 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
 from vllm.multimodal.parse import VideoProcessorItems
 from vllm.multimodal.processing import BaseMultiModalProcessor
-from vllm.multimodal.processing.processor import PromptReplacement, PromptUpdate, PromptUpdateDetails
+from vllm.multimodal.processing.processor import (
+    PromptInsertion,
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+)
 
-from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.front import metrics
 from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
-from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of
-from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower
-from tokenprune.integrations.vllm.setting.plan import Plan, field_name
-from tokenprune.integrations.vllm.setting.settings import KEY, Setting, check_override
+from tokenprune.integrations.vllm.front.units import kept_units
+from tokenprune.integrations.vllm.log import tell
+from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
+from tokenprune.integrations.vllm.setting.merge_checks import check_reachable, merges_in_tower
+from tokenprune.integrations.vllm.setting.offer import PROFILE
+from tokenprune.integrations.vllm.setting.plan import MODALITIES, Plan, field_name
+from tokenprune.integrations.vllm.setting.position_checks import longest, original_positions
+from tokenprune.integrations.vllm.setting.settings import KEY, Setting
 from tokenprune.integrations.vllm.setting.tower_checks import check_items, reads_tower
+from tokenprune.integrations.vllm.setting.unit_checks import drops_units
 from tokenprune.video import compares_frames
+
+# How an item is put into the prompt, and the field that says what is written.
+_WRITTEN = {PromptReplacement: "replacement", PromptInsertion: "insertion"}
 
 
 @dataclasses.dataclass
 class CountedDetails(PromptUpdateDetails):
-    """What is written for an item, with its number of visual tokens before and after; vLLM keeps it with the item, so a
-    hit of its cache knows them too."""
+    """What is written for an item, with its number of visual tokens before and after, how many of them left between
+    the vision tower and the prompt, and the names of its setting in metrics; vLLM keeps it with the item, so a hit of
+    its cache knows them too."""
 
     before: int = 0
     after: int = 0
+    left: int = 0
+    label: tuple[str, str] = ("off", "1")
+
+
+class _TooLong(OptionError):
+    """A prompt whose full length is beyond the positions of a model. hashes: of its items, which the front end has
+    counted as sent to the engine."""
+
+    def __init__(self, message: str, hashes: Sequence[str]) -> None:
+        super().__init__(message)
+        self.hashes = hashes
+
+
+# What is written for the items of the request that this thread processes.
+_written: ContextVar[list[CountedDetails]] = ContextVar("written")
 
 
 class ReducingProcessor(BaseMultiModalProcessor):
@@ -49,13 +79,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
                     f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
                 )
             return None
-        setting = Setting.of(server)
-        if KEY in kwargs:
-            request = Setting.of(server, kwargs[KEY], trusted=False)
-            check_override(setting, request)
-            setting = request
-        if self._dummy:
-            setting = Setting()
+        setting = Setting() if self._dummy else offered(self.info.ctx.model_config).setting(kwargs.get(KEY, {}))
         try:
             check_model(setting, self.info.ctx.model_config)
         except UnsupportedSetupError as error:
@@ -63,16 +87,21 @@ class ReducingProcessor(BaseMultiModalProcessor):
         return setting
 
     def check_pixels(self) -> None:
-        """Raise OptionError if the server's own setting asks for smaller images where they save nothing."""
-        setting = self._setting({})
-        if setting is not None and setting.pixels is not None:
-            Shrinker(setting, self.info, {}).check()
+        """Raise OptionError if the server's setting or a profile asks for smaller images where they save nothing."""
+        model_config = self.info.ctx.model_config
+        for name in () if configured(model_config) is None else offered(model_config).profiles:
+            setting = self._setting({KEY: {PROFILE: name}})
+            if setting.pixels is not None:
+                Shrinker(setting, self.info, {}).check()
 
     def _get_mm_hashes(self, inputs: Any) -> Any:
         setting = self._setting(inputs.hf_processor_mm_kwargs)
         if setting is not None:
             # The setting in force, not only what the request says: caches may outlive or be shared by servers.
-            kwargs = {**inputs.hf_processor_mm_kwargs, KEY: setting.cache_key()}
+            key = setting.cache_key()
+            if original_positions(self.info.ctx.model_config):
+                key |= {"positions": "original"}  # which travel with an item's embeddings
+            kwargs = {**inputs.hf_processor_mm_kwargs, KEY: key}
             inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super()._get_mm_hashes(inputs)
 
@@ -95,40 +124,71 @@ class ReducingProcessor(BaseMultiModalProcessor):
         )
         if setting is None:
             return updates
-        return [self._reduced(update, setting, mm_items, out_mm_kwargs) for update in updates]
+        return [
+            self._reduced(update, setting, mm_items, _without(hf_processor_mm_kwargs), out_mm_kwargs)
+            if update.modality in MODALITIES
+            else update
+            for update in updates
+        ]
 
-    def _reduced(self, update: PromptUpdate, setting: Setting, mm_items: Any, out_mm_kwargs: Any) -> PromptUpdate:
-        if not isinstance(update, PromptReplacement):
+    def _reduced(
+        self, update: PromptUpdate, setting: Setting, mm_items: Any, kwargs: Mapping[str, object], out_mm_kwargs: Any
+    ) -> PromptUpdate:
+        name = next((name for kind, name in _WRITTEN.items() if isinstance(update, kind)), None)
+        if name is None:
             raise UnsupportedSetupError(f"{type(self).__name__} puts images into the prompt by {update.mode}")
 
-        def replacement(index: int) -> PromptUpdateDetails:
+        def content_of(index: int) -> PromptUpdateDetails:
             content = update._resolve_content(index)
             embeds = None if content.is_embed is None else content.is_embed(content.full).tolist()
             family, compares = family_of(self.info.ctx.model_config), compares_frames(setting.method)
             # Images stay as they are where frames are compared.
             own = setting.without_method() if compares and update.modality == "image" else setting
-            asked = update.modality == "video" and (compares or setting.per == "frame")
+            merges = merges_in_tower(own.method) and not own.removes_nothing
+            asked = update.modality == "video" and (compares or merges or setting.per == "frame")
             frames = _frames(mm_items, out_mm_kwargs, index) if asked else 1
             plan = Plan.make(own, content.full, embeds, family.per_run, frames, family.behind_video or 0)
+            if merges:
+                config = self.info.ctx.model_config.hf_config
+                check_reachable(own, config, plan.counts, update.modality == "video")
+            item = out_mm_kwargs[update.modality][index]
+            if drops_units(own.method) and not own.removes_nothing:
+                kept = kept_units(own, item, update.modality, self.info, kwargs, sum(plan.counts))
+                plan = dataclasses.replace(plan, kept=kept)
             # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
             element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
-            out_mm_kwargs[update.modality][index][field_name(update.modality)] = element
+            item[field_name(update.modality)] = element
             if plan.reduces:
                 content = PromptUpdateDetails.select_token_id(plan.reduced(), plan.placeholder)
             items = mm_items[update.modality]
             full = items.full[index] if isinstance(items, SmallerImages) else sum(plan.counts)
-            return CountedDetails(content.full, content.is_embed, full, sum(plan.keep))
+            counts = full, sum(plan.keep), sum(plan.counts) - sum(plan.keep)
+            return CountedDetails(content.full, content.is_embed, *counts, own.label())
 
-        return dataclasses.replace(update, replacement=replacement)
+        return dataclasses.replace(update, **{name: content_of})
 
     def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> Any:
         applied = super()._maybe_apply_prompt_updates(mm_items, mm_res)
         details = [update[0].content for items in mm_res.prompt_updates.values() for update in items if update]
-        counted = [one for one in details if isinstance(one, CountedDetails)]
-        if counted and not self._dummy:
-            before, after = sum(one.before for one in counted), sum(one.after for one in counted)
-            metrics.count(self.info.ctx.model_config, before, after)
+        counted = [one for one in details if isinstance(one, CountedDetails) and not self._dummy]
+        if original_positions(self.info.ctx.model_config):
+            self._check_length(sum(one.left for one in counted), mm_res.hashes)
+        for one in counted:
+            metrics.count(self.info.ctx.model_config, "in", *one.label, one.before)
+            metrics.count(self.info.ctx.model_config, "out", *one.label, one.after)
+            _written.get([]).append(one)
         return applied
+
+    def _check_length(self, left: int, hashes: Mapping[str, Sequence[str]]) -> None:
+        """Raise _TooLong if rope may have no angles for the answer to a prompt without `left` of its visual tokens."""
+        model_config = self.info.ctx.model_config
+        spare = longest(model_config) - model_config.max_model_len
+        if left and left >= spare:
+            raise _TooLong(
+                f"{left} visual tokens are left out of this prompt, and their positions stay empty: this model has "
+                f"positions for less than {spare}. Send fewer or smaller images, or keep more of them",
+                [one for of_modality in hashes.values() for one in of_modality],
+            )
 
     def get_dummy_mm_inputs(self, *args: Any, **kwargs: Any) -> Any:
         self._dummy = configured(self.info.ctx.model_config) is not None
@@ -138,14 +198,46 @@ class ReducingProcessor(BaseMultiModalProcessor):
             self._dummy = False
 
     def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # Before anything is cached: vLLM's caches in two processes must hear of the same items.
-        model_config = self.info.ctx.model_config
-        if configured(model_config) is not None and family_of(model_config).mrope and not self._dummy:
-            _check_placeholders(inputs.prompt, inputs.mm_data_items.get_all_counts(), self.info.get_hf_config())
-        setting = self._setting(inputs.hf_processor_mm_kwargs)
-        if setting is not None and (reads_tower(setting.method) or merges_in_tower(setting.method)):
-            check_items(setting.method, setting, inputs.mm_data_items, self.info)
-        return super().apply(inputs, *args, **kwargs)
+        model_config, what = self.info.ctx.model_config, "setting"
+        if configured(model_config) is None or self._dummy:
+            self._setting(inputs.hf_processor_mm_kwargs)
+            return super().apply(inputs, *args, **kwargs)
+        items: list[CountedDetails] = []
+        _written.set(items)
+        try:
+            setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
+            # Before anything is cached: vLLM's caches in two processes must hear of the same items.
+            if family_of(model_config).mrope:
+                _check_placeholders(inputs.prompt, inputs.mm_data_items.get_all_counts(), self.info.get_hf_config())
+            if reads_tower(setting.method) or merges_in_tower(setting.method):
+                check_items(setting.method, setting, inputs.mm_data_items, self.info)
+            made = super().apply(inputs, *args, **kwargs)
+        except TokenPruneError as error:
+            metrics.refused(model_config, error, what)
+            if isinstance(error, _TooLong) and inputs.cache is not None:
+                for one in error.hashes:
+                    inputs.cache.invalidate(one)
+            raise
+        offer = offered(model_config)
+        profile = offer.label(inputs.hf_processor_mm_kwargs.get(KEY))
+        metrics.chose(model_config, profile)
+        if offer.log:
+            _log(profile, setting, inputs.mm_data_items.get_all_counts(), items)
+        return made
+
+
+def _log(profile: str, setting: Setting, counts: Mapping[str, int], items: list[CountedDetails]) -> None:
+    """Log a request that is served. counts: of items by modality. items: what is written for each."""
+    tell(
+        "request",
+        profile=profile,
+        method=setting.label()[0],
+        keep=setting.whole_keep,
+        images=counts.get("image", 0),
+        videos=counts.get("video", 0),
+        tokens_in=sum(one.before for one in items),
+        tokens_out=sum(one.after for one in items),
+    )
 
 
 def _frames(mm_items: Any, out_mm_kwargs: Any, index: int) -> int:

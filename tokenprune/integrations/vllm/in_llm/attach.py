@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.in_llm import limits
-from tokenprune.integrations.vllm.setting.configuration import configured
+from tokenprune.integrations.vllm.setting.configuration import configured, offered
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, Setting
 
 
@@ -20,10 +20,18 @@ class RefusedRequestError(VLLMValidationError, OptionError):
 
 def configure(vllm_config: Any) -> None:
     """Check the whole configuration of a server, and choose its scheduler."""
-    setting = Setting.of(configured(vllm_config.model_config))
-    limits.check_engine(vllm_config, setting)
+    setting, free_kv = _asked(vllm_config)
+    if free_kv:
+        require_hooks(missing_hooks(limits.KV_HOOKS))
+    limits.check_engine(vllm_config, setting, free_kv)
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = limits.SCHEDULERS[bool(scheduler.async_scheduling)]
+
+
+def _asked(vllm_config: Any) -> tuple[Setting, bool]:
+    """The server's setting, and whether layers behind the cut are to hold no KV cache for tokens that left."""
+    model_config = vllm_config.model_config
+    return Setting.of(configured(model_config)), offered(model_config).free_kv
 
 
 def check_request(params: Any) -> None:
@@ -38,9 +46,9 @@ def check_request(params: Any) -> None:
 
 def attach(model: Any, vllm_config: Any) -> Any:
     """Hang the reduction into a model that was just made; returns what the runner asks it for."""
-    setting = Setting.of(configured(vllm_config.model_config))
+    setting, free_kv = _asked(vllm_config)
     require_hooks(missing_hooks(limits.WORKER_HOOKS))
-    limits.check_engine(vllm_config, setting)
+    limits.check_engine(vllm_config, setting, free_kv)
     if vllm_config.scheduler_config.scheduler_cls not in limits.SCHEDULERS.values():
         raise UnsupportedSetupError(f"{IN_LLM} needs its own scheduler, which was replaced: leave --scheduler-cls out")
     from tokenprune.integrations.vllm.in_llm import runner
@@ -48,5 +56,9 @@ def attach(model: Any, vllm_config: Any) -> Any:
 
     decoder = decoder_of(model)
     limits.check_layers(decoder)
+    if free_kv:
+        from tokenprune.integrations.vllm.in_llm.kv_cache import split
+
+        split(decoder, setting.method.cut_layer)
     runner.install()
     return runner.InLLM(model, Reducer(decoder, setting.method), vllm_config.cache_config.enable_prefix_caching)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from tokenprune.errors import TokenPruneError
+from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.settings import Setting
 
@@ -56,6 +57,18 @@ def kept(setting: Setting, count: int, block: int | None) -> int:
     return count - block * max(0, min((count - wanted) // block, count // block - 1))
 
 
+def plans_of(features: Sequence[Any]) -> list[tuple[Plan, int, str]]:
+    """Return plan, place and modality of vLLM's features of a prompt, one for each multimodal item."""
+    return [(_plan(one), one.mm_position.offset, one.modality) for one in features]
+
+
+def _plan(feature: Any) -> Plan:
+    plan = Plan.of_item(feature.data, feature.modality)
+    if plan is None or len(plan.tokens) != feature.mm_position.length:
+        raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan that fits its place")
+    return plan
+
+
 def pieces_of(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list[Piece]:
     """Return the pieces of a prompt. plans: of each multimodal item in order, with its place and modality."""
     pieces: list[Piece] = []
@@ -66,6 +79,36 @@ def pieces_of(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list
             pieces.append(Piece(tuple(places[:count]), keep, item, len(pieces), modality))
             places = places[count:]
     return pieces
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which blocks of the KV cache the layers behind the cut hold of a request.
+
+    gaps:  columns of the request's full block table whose blocks they do without.
+    drops: (end, number) of the tokens that each piece loses, where tokens are packed without gaps: the table gets
+           shorter instead.
+    items: how many multimodal items the request had when this was found out; a session of vLLM may add some.
+    """
+
+    gaps: frozenset[int] = frozenset()
+    drops: tuple[tuple[int, int], ...] = ()
+    items: int = 0
+
+    @staticmethod
+    def of(pieces: Sequence[Piece], block: int | None, items: int) -> Held:
+        """block: size of the blocks of which items lose whole ones, or None where tokens are packed (see `kept`)."""
+        if block is None:
+            return Held(drops=tuple((piece.end, piece.drop) for piece in pieces if piece.drop), items=items)
+        return Held(frozenset(column for piece in pieces for column in _columns_out(piece, block)), items=items)
+
+    def columns(self, tokens: int, block: int) -> int:
+        """How many columns the table has when `tokens` of the prompt and answer have a slot."""
+        return -(-(tokens - sum(number for end, number in self.drops if end <= tokens)) // block)
+
+    def blocks(self, columns: Collection[int]) -> int:
+        """How many of these columns hold a block."""
+        return sum(column not in self.gaps for column in columns)
 
 
 @dataclass(frozen=True)
@@ -154,7 +197,13 @@ def _blocks_out(pieces: itertools.chain[Piece], block_size: int) -> list[tuple[i
     """(first, number) of the blocks that each piece loses, counted as the table stands after those before it."""
     out, shift = [], 0
     for piece in pieces:
-        blocks = piece.drop // block_size
-        out.append((piece.first // block_size + 1 - shift, blocks))
-        shift += blocks
+        columns = _columns_out(piece, block_size)
+        out.append((columns.start - shift, len(columns)))
+        shift += len(columns)
     return out
+
+
+def _columns_out(piece: Piece, block_size: int) -> range:
+    """Columns of the full block table whose blocks a piece loses: all within it."""
+    first = piece.first // block_size + 1
+    return range(first, first + piece.drop // block_size)

@@ -10,6 +10,7 @@ from tokenprune.base import Method
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.integrations.vllm.setting.configuration import family_of
+from tokenprune.integrations.vllm.setting.offer import FREE_KV
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, Setting
 
 _PLACE = "tokenprune.integrations.vllm.in_llm.scheduler"
@@ -41,7 +42,33 @@ WORKER_HOOKS = {
 }
 
 
-def check_engine(vllm_config: Any, setting: Setting) -> None:
+# Where layers behind the cut are to hold no KV cache for tokens that left.
+KV_HOOKS = {
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": (
+        "kvcache_spec_cls manager_class uniform_type_base_spec"
+    ),
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered": "",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec.merge": "specs",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec.is_uniform_with_collection": "self kv_cache_specs",
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.get_num_blocks_to_allocate": (
+        "self request_id num_tokens new_computed_blocks"
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.allocate_new_blocks": (
+        "self request_id num_tokens num_tokens_main_model"
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.pop_blocks_for_free": "self request_id",
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.find_longest_cache_hit": (
+        "block_hashes max_length kv_cache_group_ids block_pool kv_cache_spec"
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager._get_num_evictable_blocks": "blocks",
+    "vllm.v1.core.block_pool:BlockPool.get_new_blocks": "self num_blocks",
+    "vllm.v1.core.block_pool:BlockPool.get_cached_block": "self block_hash kv_cache_group_ids",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "self request num_new_tokens",
+    "vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec": "self vllm_config",
+}
+
+
+def check_engine(vllm_config: Any, setting: Setting, free_kv: bool = False) -> None:
     """Raise UnsupportedSetupError with all that does not fit, and what to change."""
     model_config = vllm_config.model_config
     if not family_of(model_config).in_llm:
@@ -52,6 +79,8 @@ def check_engine(vllm_config: Any, setting: Setting) -> None:
         )
     problems = [*_of_engine(vllm_config), *_of_batches(vllm_config, setting.method)]
     problems += _of_layer(model_config, setting.method.cut_layer)
+    if free_kv:
+        problems += _of_groups(vllm_config)
     if problems:
         raise UnsupportedSetupError(f"{IN_LLM} does not go with this server:\n- " + "\n- ".join(problems))
 
@@ -121,6 +150,19 @@ def _of_batches(vllm_config: Any, method: Method) -> Iterator[str]:
         yield "images that are computed in parts: start with --disable-chunked-mm-input"
     if scheduler.long_prefill_token_threshold > 0:
         yield "images that are longer than a chunk may be: leave out --long-prefill-token-threshold"
+
+
+def _of_groups(vllm_config: Any) -> Iterator[str]:
+    """What does not go with KV cache groups of the layers' own."""
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield f"{FREE_KV} with one KV cache group for all layers: leave out --disable-hybrid-kv-cache-manager"
+    if vllm_config.model_config.multimodal_config.mm_processor_cache_type == "shm":
+        yield f"{FREE_KV} with items that only workers see: leave out --mm-processor-cache-type shm"
+    events = vllm_config.kv_events_config
+    if events is not None and events.enable_kv_cache_events:
+        yield f"{FREE_KV} with events of the KV cache, which tell of whole blocks: leave out --kv-events-config"
+    if vllm_config.cache_config.kv_cache_dtype_skip_layers:
+        yield f"{FREE_KV} with KV caches of several types: leave out --kv-cache-dtype-skip-layers"
 
 
 def check_layers(decoder: Any) -> None:

@@ -66,7 +66,7 @@ class Reducer:
         layers = list(decoder.layers)
         self.attention: nn.Module = layers[method.cut_layer - 1].self_attn.attn
         # The layers that see fewer tokens, by the names under which vLLM keeps what belongs to their attention.
-        self.names = [layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]]
+        self.names = {layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]}
         if observables_of(method.needs, Where.LAYER_BEFORE):
             self.attention.register_forward_pre_hook(self._observe)
         if observables_of(method.needs, Where.INPUT_BEFORE):

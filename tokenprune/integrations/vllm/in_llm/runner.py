@@ -13,10 +13,9 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
-from tokenprune.integrations.vllm.in_llm.layout import Layout, Piece, Share, lay_out, pieces_of
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.vllm.in_llm.layout import Layout, Piece, Share, lay_out, pieces_of, plans_of
 from tokenprune.integrations.vllm.in_llm.reducer import Cut, Reducer, Step, grids_of
-from tokenprune.integrations.vllm.setting.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +57,17 @@ class InLLM:
         shares = self._shares(runner)
         if not any(share.cut or share.gone for share in shares):
             return None
-        table = runner.input_batch.block_table[0]
-        full = table.get_device_tensor(len(shares))
-        layout = lay_out(shares, full.shape[1], table.block_size, self.aligned)
+        tables = runner.input_batch.block_table
+        layout = lay_out(shares, tables[0].max_num_blocks_per_req, tables[0].block_size, self.aligned)
         context = get_forward_context()
-        slots, metadata = _metadata(runner, layout, full, table.block_size)
-        for name in self.reducer.names:
-            context.attn_metadata[name] = metadata
-            context.slot_mapping[name] = slots
+        for group, one in enumerate(runner.kv_cache_config.kv_cache_groups):
+            names = [name for name in one.layer_names if name in self.reducer.names]
+            if not names:
+                continue
+            slots, metadata = _metadata(runner, layout, group)
+            for name in names:
+                context.attn_metadata[name] = metadata
+                context.slot_mapping[name] = slots
         starts = runner.query_start_loc.np
         cuts = [self._cut(runner, row, int(starts[row]), share) for row, share in enumerate(shares) if share.cut]
         if not cuts:
@@ -90,7 +92,7 @@ class InLLM:
         return shares
 
     def _find(self, features: list[Any], runner: Any) -> list[Piece]:
-        items = [(_plan(one), one.mm_position.offset, one.modality) for one in features]
+        items = plans_of(features)
         block = runner.input_batch.block_table[0].block_size if self.aligned else None
         pieces = pieces_of(items, block)
         for piece in pieces:
@@ -120,16 +122,10 @@ class InLLM:
         return Cut(start, start + end - share.computed, share, grids)
 
 
-def _plan(feature: Any) -> Plan:
-    plan = Plan.of_item(feature.data, feature.modality)
-    if plan is None or len(plan.tokens) != feature.mm_position.length:
-        raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan that fits its place")
-    return plan
-
-
-def _metadata(runner: Any, layout: Layout, full: torch.Tensor, block_size: int) -> tuple[torch.Tensor, Any]:
-    """Slots of the tokens behind the cut, and what the attention of these layers has to know. full: block table `[R,
-    W]`."""
+def _metadata(runner: Any, layout: Layout, group: int) -> tuple[torch.Tensor, Any]:
+    """Slots of the tokens behind the cut in a group of layers, and what the attention of these has to know."""
+    requests, whole = len(layout.lengths), runner.input_batch.block_table[group]
+    full, block_size = whole.get_device_tensor(requests), whole.block_size  # [R, W]
     device = full.device
 
     def to_device(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -140,10 +136,9 @@ def _metadata(runner: Any, layout: Layout, full: torch.Tensor, block_size: int) 
     slots = table[row, column].long() * block_size + offset
     lengths = torch.from_numpy(layout.lengths.astype(np.int32))
     starts = torch.from_numpy(layout.starts)
-    batch, requests = runner.input_batch, len(layout.lengths)
+    batch = runner.input_batch
     computed = batch.num_computed_tokens_cpu_tensor[:requests]
-    group = runner.attn_groups[0][0]
-    metadata = group.build_metadata(
+    metadata = runner.attn_groups[group][0].build_metadata(
         CommonAttentionMetadata(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.vllm.setting.configuration import configured
+from tokenprune.integrations.vllm.setting.configuration import configured, offered
 from tokenprune.integrations.vllm.setting.settings import Setting
 
 
@@ -18,23 +19,30 @@ class WholeImages:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        groups = self.kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
+        groups, model_config = self.kv_cache_config.kv_cache_groups, self.vllm_config.model_config
+        self._holdings: Any = None
+        if offered(model_config).free_kv:
+            from tokenprune.integrations.vllm.in_llm.kv_cache import Holdings
+
+            block = self.cache_config.block_size if self.cache_config.enable_prefix_caching else None
+            self._holdings = Holdings(self.kv_cache_manager, block)
+        elif len(groups) != 1:
             raise UnsupportedSetupError(
                 f"experimental_in_llm needs one group of KV caches, and this model has {len(groups)}: serve it with a "
                 "method that acts before the language model"
             )
-        setting = Setting.of(configured(self.vllm_config.model_config))
+        setting = Setting.of(configured(model_config))
         self._whole_prompts = setting.method is not None and not setting.method.prefix_cache_safe
         # vLLM strips items of what the worker will not encode, but for models with M-RoPE: their plans are needed here.
         self.model_uses_mrope = True
         self._found = self.kv_cache_manager.get_computed_blocks
         self.kv_cache_manager.get_computed_blocks = self._cut_back
 
-    def _cut_back(self, request: Any) -> Any:
+    def _cut_back(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """A hit of the prefix cache that ends inside an image ends before it instead: which of its tokens went on
         behind the cut is not known any more."""
-        blocks, hit, boundary = self._found(request)
+        with nullcontext() if self._holdings is None else self._holdings.search(request):
+            blocks, hit, boundary = self._found(request, *args, **kwargs)
         shorter = before_images(hit, request.mm_features, self.cache_config.block_size)
         if shorter == hit:
             return blocks, hit, boundary

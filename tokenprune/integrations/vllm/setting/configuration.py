@@ -9,18 +9,28 @@ from typing import Any
 
 from tokenprune.config import read_config
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.families import FAMILIES, Family
+from tokenprune.integrations.vllm.families import FAMILIES, Family, refusal
 from tokenprune.integrations.vllm.setting.merge_checks import check_merging, merges_in_tower
+from tokenprune.integrations.vllm.setting.offer import Offer, check_spelling, split
+from tokenprune.integrations.vllm.setting.position_checks import arrange
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, Setting
 from tokenprune.integrations.vllm.setting.tower_checks import check_method, reads_tower
+from tokenprune.integrations.vllm.setting.unit_checks import check_dropping, drops_units
 from tokenprune.video import compares_frames
 
 logger = logging.getLogger(__name__)
+_OFFER = f"{KEY}_offer"
+SECONDS = f"{KEY}_seconds"  # of a multimodal config: the folder in which workers say how long they chose
 
 
 def configured(model_config: Any) -> dict[str, Any] | None:
     """Return the server's setting, or None if it has none."""
     return getattr(model_config.multimodal_config, KEY, None)
+
+
+def offered(model_config: Any) -> Offer:
+    """Return what a server with a setting offers to requests."""
+    return getattr(model_config.multimodal_config, _OFFER)
 
 
 def in_llm(model_config: Any) -> bool:
@@ -33,8 +43,7 @@ def family_of(model_config: Any) -> Family:
     architecture = model_config.architecture
     if architecture not in FAMILIES:
         raise UnsupportedModelError(
-            f"{KEY} does not serve {architecture}: it serves {', '.join(FAMILIES)}. Leave the {KEY} setting out "
-            "to serve the model as it is"
+            f"{KEY} {refusal(architecture)}. Leave the {KEY} setting out to serve the model as it is"
         )
     return FAMILIES[architecture]
 
@@ -51,6 +60,8 @@ def check_model(setting: Setting, model_config: Any) -> None:
         check_method(setting.method, model_config)
     if merges_in_tower(setting.method):
         check_merging(setting, model_config)
+    if drops_units(setting.method):
+        check_dropping(setting, model_config)
 
 
 def _read(layer: Any, model_config: Any) -> Any:
@@ -75,26 +86,38 @@ def configure(model_config: Any) -> None:
     multimodal = model_config.multimodal_config
     checkpoint = getattr(model_config.hf_config, KEY, None)
     kwargs = dict((multimodal.mm_processor_kwargs if multimodal is not None else None) or {})
-    layers = [_read(layer, model_config) for layer in (checkpoint, kwargs.pop(KEY, None)) if layer is not None]
-    if not layers:
+    given = [split(layer) for layer in (checkpoint, kwargs.pop(KEY, None)) if layer is not None]
+    if not given:
         return
     if multimodal is None:
         raise UnsupportedModelError(f"{KEY} is set, but {model_config.model} takes no images: leave the setting out")
-    setting = Setting.of(*layers)
-    family_of(model_config)
-    check_model(setting, model_config)
+    layers = [_read(layer, model_config) for layer, _ in given if layer is not None]
+    family = family_of(model_config)
+    for layer in layers:
+        check_spelling(layer)
+
+    def whole(*profile: Any) -> Setting:
+        setting = Setting.of(*layers, *(_read(layer, model_config) for layer in profile))
+        check_model(setting, model_config)
+        return setting
+
+    setting = whole()
+    offer = Offer.of({key: value for _, one in given for key, value in one.items()}, setting, whole)
     if multimodal.video_pruning_rate:
         raise OptionError(
             f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
             f'({{"{KEY}": {{"off": true}}}} needs no video_pruning_rate either)'
         )
+    arrange(offer.positions, model_config, family, setting.in_llm)
     # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
     multimodal.mm_processor_kwargs = kwargs or None
     setattr(multimodal, KEY, setting.as_dict())
+    setattr(multimodal, _OFFER, offer)
 
 
-def check_engine(vllm_config: Any, family: Family) -> None:
-    """Refuse what does not go together, once the whole configuration is known."""
+def check_engine(vllm_config: Any, family: Family, original: bool = False) -> None:
+    """Refuse what does not go together, once the whole configuration is known. original: whether a model with one axis
+    of positions keeps those of the full prompt."""
     lora = vllm_config.lora_config
     if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
         raise UnsupportedSetupError(
@@ -106,7 +129,17 @@ def check_engine(vllm_config: Any, family: Family) -> None:
             f"{KEY} does not go with a compiled vision tower, whose attention it cannot read: start without "
             "compile_mm_encoder"
         )
-    if family.mrope and vllm_config.speculative_config is not None:
+    if not (family.mrope or original):
+        return
+    what = "on a model with M-RoPE" if family.mrope else 'with "positions": "original"'
+    leave = "" if family.mrope else ", or leave positions out"
+    if vllm_config.speculative_config is not None:
         raise UnsupportedSetupError(
-            f"{KEY} does not go with speculative decoding on a model with M-RoPE: start without a draft model"
+            f"{KEY} does not go with speculative decoding {what}: start without --speculative-config{leave}"
+        )
+    # Where kept tokens stand is known to the stage that runs the vision tower; vLLM does not tell the others.
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise UnsupportedSetupError(
+            f"{KEY} does not go with pipeline parallelism {what}, whose later stages do not hear where kept tokens "
+            f"stand: use --tensor-parallel-size instead of --pipeline-parallel-size{leave}"
         )

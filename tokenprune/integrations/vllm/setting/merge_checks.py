@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,12 +11,17 @@ from typing import Any
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Tower
-from tokenprune.errors import UnsupportedSetupError
+from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.fingerprint import Fingerprint
 from tokenprune.integrations.shared.tower_scores import read_block
 from tokenprune.integrations.vllm.setting.tower_checks import CLASS_TOKENS, check_whole, depth_of, kind_of
 
 _CLASSES = {"clip_vision_model": "CLIPVisionModel", "siglip_vision_model": "SiglipVisionModel"}
+# Of towers that lay the patches of all images end to end, and merge whole units of them, by the model type.
+_PACKED = {
+    "qwen2_vl": "Qwen2VisionTransformerPretrainedModel",
+    "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
+}
 
 
 def merges_in_tower(method: Method | None) -> bool:
@@ -37,6 +43,9 @@ class ServedTower(Tower):
 def tower_of(method: EncoderMethod, config: Any) -> ServedTower:
     """Return what `method` gets to know of the tower of a model with this config."""
     vision = config.vision_config
+    if config.model_type in _PACKED:
+        depth = depth_of(vision)
+        return ServedTower(1, 0, depth, depth, claimed=method.calibrated_for)  # how many units, only the image tells
     protected, depth = CLASS_TOKENS[kind_of(config)], depth_of(vision)
     tokens = (vision.image_size // vision.patch_size) ** 2 + protected
     return ServedTower(tokens, protected, depth, read_block(config, depth) + 1, claimed=method.calibrated_for)
@@ -45,23 +54,44 @@ def tower_of(method: EncoderMethod, config: Any) -> ServedTower:
 def check_merging(setting: Any, model_config: Any) -> None:
     """Raise UnsupportedSetupError, OptionError or BudgetError if this model's tower cannot merge by `setting`."""
     method, config = setting.method, model_config.hf_config
+    kind = _PACKED.get(config.model_type) or _row_tower(method, config)
+    check_whole(method, model_config)
+    if setting.removes_nothing:
+        return
+    tower = tower_of(method, config)
+    method.check_served(kind, str(model_config.dtype).removeprefix("torch."), tower.blocks)
+    method.plan(Budget.of(setting.keep), tower)
+
+
+def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: bool) -> None:
+    """Raise BudgetError for an image of so many visual tokens, or a video of so many in each frame, of which merging in
+    the tower cannot leave what `setting` says; OptionError where that is a number of tokens of a video."""
+    if config.model_type not in _PACKED:
+        return  # all images are alike, and looked at when the server starts
+    if video and isinstance(setting.keep, int):
+        raise OptionError(
+            f"{setting.method.name} merges within each frame of a video: keep must be a share, as 0.5, not "
+            f"{setting.keep} tokens"
+        )
+    for count in set(counts):
+        setting.method.plan(Budget.of(setting.keep), tower_of(setting.method, config).of(count))
+
+
+def _row_tower(method: Method, config: Any) -> str:
+    """Return the class of a tower whose images are rows of their own, of patches that are visual tokens; raises
+    UnsupportedSetupError for any other."""
     if config.model_type != "llava" or kind_of(config) not in _CLASSES or _strategy(config) != "default":
         raise UnsupportedSetupError(
             f"{method.name} merges inside the vision tower. vLLM has to know before how many tokens that leaves, which "
-            f"can be told of LLaVA-1.5 alone (with CLIP or SigLIP, and a visual token for each patch), not of this "
-            f"{config.model_type!r}; use a method that acts behind the tower, such as divprune"
+            f"can be told of LLaVA-1.5 (with CLIP or SigLIP, and a visual token for each patch), Qwen2-VL and "
+            f"Qwen2.5-VL, not of this {config.model_type!r}; use a method that acts behind the tower, such as divprune"
         )
     if not isinstance(config.vision_feature_layer, int):
         raise UnsupportedSetupError(
             f"{method.name}: this model joins the features of several tower layers ({config.vision_feature_layer}), "
             "which merge differently; use a method that acts behind the tower, such as divprune"
         )
-    check_whole(method, model_config)
-    if setting.removes_nothing:
-        return
-    tower = tower_of(method, config)
-    method.check_served(_CLASSES[kind_of(config)], str(model_config.dtype).removeprefix("torch."), tower.blocks)
-    method.plan(Budget.of(setting.keep), tower)
+    return _CLASSES[kind_of(config)]
 
 
 def _strategy(config: Any) -> str:

@@ -18,8 +18,12 @@ from torch import Tensor
 
 from tokenprune.errors import OptionError
 from tokenprune.frames import frame_counts, tokens_per_frame
+from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower
 from tokenprune.integrations.vllm.setting.settings import KEY, Setting
 from tokenprune.video import compares_frames
+
+# Of what a prompt may hold beside text, these lose tokens; anything else (audio) is left alone.
+MODALITIES = ("image", "video")
 
 
 def field_name(modality: str) -> str:
@@ -34,8 +38,9 @@ class Plan:
     tokens:  ids of the item's text in the prompt, placeholders and what stands between them.
     embeds:  which of them are placeholders, and get a row of the encoder's output.
     per_run: see `Family`.
+    kept:    of a method that decides by pixels which placeholders stay, in their order; None: the model decides.
     frames:  of a video how many it has, where they have a budget each and stand in one run, or the method compares
-             them; else 1.
+             them; else 1. Methods that merge in the tower do so frame by frame.
     """
 
     setting: Setting
@@ -43,6 +48,7 @@ class Plan:
     embeds: tuple[bool, ...]
     per_run: bool
     frames: int = 1
+    kept: tuple[bool, ...] | None = None
 
     @cached_property
     def runs(self) -> list[int]:
@@ -54,7 +60,7 @@ class Plan:
         """Rows of the encoder's output in each segment, the pieces that have a budget each."""
         if self.per_run:
             return self.runs
-        return frame_counts(sum(self.runs), self.frames if self.setting.per == "frame" else 1)
+        return frame_counts(sum(self.runs), self.frames if _by_frame(self.setting) else 1)
 
     def frame_sizes(self, behind: int | None) -> list[list[int] | None]:
         """Return how many tokens each frame of each segment has, None where that is not known. behind: tokens of a
@@ -64,7 +70,14 @@ class Plan:
 
     @cached_property
     def keep(self) -> list[int]:
+        if self.kept is not None:
+            return [int(piece.sum()) for piece in self.mask.split(self.counts)]
         return [self.setting.count(count) for count in self.counts]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """`kept` as bool `[tokens]`."""
+        return torch.tensor(self.kept)
 
     @property
     def reduces(self) -> bool:
@@ -111,6 +124,8 @@ class Plan:
         pairs = zip(self.tokens, self.embeds, strict=True)
         lengths = [[token, int(embed), len(list(group))] for (token, embed), group in itertools.groupby(pairs)]
         content = {"setting": self.setting.as_dict(), "tokens": lengths, "per_run": self.per_run, "frames": self.frames}
+        if self.kept is not None:
+            content["kept"] = [[int(stays), len(list(group))] for stays, group in itertools.groupby(self.kept)]
         text = json.dumps(content)
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
@@ -135,7 +150,7 @@ class Plan:
         whole = Plan(setting, tuple(tokens), tuple(bool(embed) for embed in embeds), per_run)
         if compares_frames(setting.method):
             return whole._compared(frames, behind)
-        if per_run or frames == 1 or setting.per != "frame":
+        if per_run or frames == 1 or not _by_frame(setting):
             return whole
         if len(whole.runs) == frames:  # time stamps between them
             return dataclasses.replace(whole, per_run=True)
@@ -157,9 +172,14 @@ class Plan:
         return dataclasses.replace(self, frames=frames)
 
 
+def _by_frame(setting: Setting) -> bool:
+    """Whether every frame of a video has a budget for itself."""
+    return setting.per == "frame" or merges_in_tower(setting.method)
+
+
 def _size(plan: Plan) -> int:
     """About how many bytes a decoded plan takes, with the list of its runs."""
-    return 1024 + 64 * len(plan.tokens)
+    return 1024 + 72 * len(plan.tokens)
 
 
 _decoded: LRUCache[Any, Plan] = LRUCache(64 * 2**20, _size)
@@ -173,4 +193,8 @@ def _decode(data: bytes) -> Plan:
     for token, embed, length in content["tokens"]:
         tokens += [token] * length
         embeds += [bool(embed)] * length
-    return Plan(Setting.of(content["setting"]), tuple(tokens), tuple(embeds), content["per_run"], content["frames"])
+    kept = content.get("kept")
+    if kept is not None:
+        kept = tuple(bool(stays) for stays, length in kept for _ in range(length))
+    setting = Setting.of(content["setting"])
+    return Plan(setting, tuple(tokens), tuple(embeds), content["per_run"], content["frames"], kept)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import lru_cache
 
 from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.budget import Budget
@@ -33,17 +35,21 @@ def check_method(method: Method, in_llm: bool = False) -> None:
 
 def servable(in_llm: bool = False) -> list[str]:
     """Return the names of the methods that can be served with their default options."""
-    reason = _unservable_in_llm if in_llm else _unservable
-    return [name for name in available_methods() if not (_uncounted(one := method_class(name)()) or reason(one))]
+    return [name for name in available_methods() if _is_served(method_class(name), in_llm)]
+
+
+# To know it each method is run, and the answer to a refused request names all of them: the front end is not to run them
+# each time.
+@lru_cache(maxsize=1024)
+def _is_served(cls: type[Method], in_llm: bool) -> bool:
+    method = cls()
+    return not (_uncounted(method) or (_unservable_in_llm(method) if in_llm else _unservable(method)))
 
 
 def _uncounted(method: Method) -> str | None:
     """Return why vLLM cannot tell ahead how many tokens a method leaves; None if it can."""
     if isinstance(method, UnitDropper):
-        return (
-            "it drops patches ahead of the vision tower, and the towers of vLLM take whole grids; use the Hugging Face "
-            "engine"
-        )
+        return None  # by pixels alone, which the front end has
     if method.by_content_count or not method.least:
         return "what it sees decides how many tokens stay, and vLLM has to know before; use the Hugging Face engine"
     return None
@@ -70,6 +76,8 @@ def _unservable(method: Method) -> str | None:
         if method.reads_question:
             return "with question_guard it reads the question, and an image is shared by all prompts that hold it"
         return None
+    if isinstance(method, UnitDropper):
+        return None
     if isinstance(method, EncoderMethod):
         if method.vtu != "off":
             return f"vtu={method.vtu} changes attention inside the language model; leave it out"
@@ -92,7 +100,9 @@ def _unservable(method: Method) -> str | None:
         instead = f"; {method.name} does without with {less}" if less else ""
         return f"it needs {', '.join(missing)}, and vLLM's fused layers give no such thing{instead}"
     if method.query_aware:
-        return "it reads the question, but an image's features are shared by all prompts that hold it"
+        options = _written(method.query_free)
+        instead = f"; {method.name} does without with {options}" if options else ""
+        return f"it reads the question, but an image's features are shared by all prompts that hold it{instead}"
     try:
         probe(method)
     except TokenPruneError as error:
@@ -102,8 +112,12 @@ def _unservable(method: Method) -> str | None:
 
 def _options(method: Method) -> str:
     """Return the options that switch the others off, as a request writes them; empty if there are none."""
-    options = ", ".join(f"{name}={json.dumps(value)}" for name, value in method.query_free.items())
+    options = _written(method.query_free)
     return f" ({method.name}: {options})" if options else ""
+
+
+def _written(options: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
 
 
 def _stages(method: Method) -> list[Method]:

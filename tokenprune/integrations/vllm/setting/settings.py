@@ -77,6 +77,18 @@ class Setting:
         scope = ({} if self.per == "image" else {"per": self.per}) | ({IN_LLM: True} if self.in_llm else {})
         return (methods[0] | {"keep": keeps[0]} if len(methods) == 1 else {"method": methods, "keep": keeps}) | scope
 
+    def label(self) -> tuple[str, str]:
+        """Return what metrics call it: its methods and the share it keeps in hundredths, of which there is a bounded
+        number."""
+        used = "+".join(step.name for step in (self.pixels, self.method) if step is not None)
+        share = "tokens" if isinstance(self.keep, int) else f"{round(self.whole_keep, 2):g}"
+        return used or "off", share
+
+    @property
+    def whole_keep(self) -> float | int:
+        """What its methods keep together: a share, or a number of tokens."""
+        return self.keep if isinstance(self.keep, int) else round(self.share * self.keep, 4)
+
     def cache_key(self) -> dict[str, Any]:
         """What has to be part of a cache key of whatever was made under this setting."""
         return {"algorithm": ALGORITHM} | self.as_dict() | {name: digest for name, _, digest in self.files}

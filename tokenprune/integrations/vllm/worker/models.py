@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -18,14 +20,17 @@ from tokenprune.integrations.shared.tower_scores import Encoded
 from tokenprune.integrations.vllm.families import Family
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
 from tokenprune.integrations.vllm.setting.configuration import check_engine, configured, in_llm
-from tokenprune.integrations.vllm.setting.plan import Plan, field_name
+from tokenprune.integrations.vllm.setting.plan import MODALITIES, Plan, field_name
+from tokenprune.integrations.vllm.setting.position_checks import original_positions
 from tokenprune.integrations.vllm.setting.tower_checks import is_known, reads_tower
 from tokenprune.integrations.vllm.worker import positions
+from tokenprune.integrations.vllm.worker.clock import Clock
+from tokenprune.integrations.vllm.worker.rope import prepare_decoder
 from tokenprune.integrations.vllm.worker.runner import prepare_runner
 from tokenprune.integrations.vllm.worker.tower import TowerReader
-from tokenprune.integrations.vllm.worker.tower_merging import TowerMerger, merging, stretches
+from tokenprune.integrations.vllm.worker.tower_merging import merging, stretches, tower_merger
+from tokenprune.integrations.vllm.worker.unit_dropping import UnitDrop, dropping
 
-_MODALITIES = ("image", "video")
 # Of a tower as transformers 5 names it: what stands in `vision_tower.vision_model` of vLLM's model.
 _NESTED = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm", "head")
 # What the models' own rules of positions read of an item.
@@ -40,10 +45,12 @@ class ReducingModel:
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.tokenprune_active = configured(vllm_config.model_config) is not None
+        self.tokenprune_original = self.tokenprune_active and original_positions(vllm_config.model_config)
         if self.tokenprune_active:
-            check_engine(vllm_config, self.tokenprune_family)
+            check_engine(vllm_config, self.tokenprune_family, self.tokenprune_original)
             prepare_runner(vllm_config)
             self.tokenprune_tower = TowerReader(self) if is_known(self.config) else None
+            self.tokenprune_clock = Clock.of(vllm_config)
         if in_llm(vllm_config.model_config):
             from tokenprune.integrations.vllm.in_llm.attach import attach
 
@@ -51,15 +58,17 @@ class ReducingModel:
         self.tokenprune_width = vllm_config.model_config.hf_text_config.hidden_size
 
     def embed_multimodal(self, **kwargs: object) -> Any:
-        encoded = {modality: kwargs.pop(field_name(modality), None) for modality in _MODALITIES}
+        encoded = {modality: kwargs.pop(field_name(modality), None) for modality in MODALITIES}
         if not self.tokenprune_active:
             return super().embed_multimodal(**kwargs)
         modality, data = next(((name, data) for name, data in encoded.items() if data is not None), ("image", ()))
         plans = [Plan.decode(one) for one in data]
+        if not plans and self.tokenprune_family.audio:
+            return super().embed_multimodal(**kwargs)
         rows: list[Tensor] = []
         for start, end in stretches(plans):
             whole = end - start == len(plans)
-            part = kwargs if whole else {name: value[start:end] for name, value in kwargs.items()}
+            part = kwargs if whole else {n: _part(value, kwargs, modality, start, end) for n, value in kwargs.items()}
             rows += self._embed(super().embed_multimodal, plans[start:end], part, modality)
         return tuple(rows)
 
@@ -71,7 +80,10 @@ class ReducingModel:
         readers = [plan.setting.method for plan in plans if plan.reduces and reads_tower(plan.setting.method)]
         seen, merged = {}, None
         if plans and merging(plans[0]):
-            with TowerMerger(self, plans[0].setting.method, plans[0].setting.keep) as merged:
+            with tower_merger(self, plans[0].setting.method, plans[0].setting.keep) as merged:
+                outputs = embed(**kwargs)
+        elif plans and dropping(plans[0]):
+            with UnitDrop(self.visual, plans):
                 outputs = embed(**kwargs)
         elif readers:
             with self.tokenprune_tower.reading(readers, kwargs, modality) as seen:
@@ -87,7 +99,15 @@ class ReducingModel:
                 told = self.tokenprune_tower.encoded(plan.setting.method, seen, index, outputs, kwargs, modality)
             elif merged is not None:
                 told = merged.kept[index]
-            reduced.append(self._reduce(plan, rows, modality, _item(kwargs, index), told))
+            elif plan.kept is not None:
+                told = plan.mask.to(rows.device)
+            item = _item(kwargs, index)
+            if plan.reduces:
+                log = {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
+                with self.tokenprune_clock.timing(plan.setting.method.name, rows.device, keep=plan.setting.keep, **log):
+                    reduced.append(self._reduce(plan, rows, modality, item, told))
+            else:
+                reduced.append(self._reduce(plan, rows, modality, item))
         return reduced
 
     def _reduce(
@@ -108,7 +128,8 @@ class ReducingModel:
                     plan.counts, self._grid(item, modality), modality, rows.device, self._image_grid,
                     plan.frame_sizes(self.tokenprune_family.behind_video),
                 )  # fmt: skip
-                norm = getattr(getattr(self.get_language_model(), "model", None), "norm", None)
+                decoder = self.get_language_model()
+                norm = getattr(getattr(decoder, "model", decoder), "norm", None)
                 kept, rows = choose(plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm, told)
             first, end = plan.span
             within = torch.arange(len(plan.tokens), device=rows.device)
@@ -146,13 +167,42 @@ class ReducingModel:
         return self.tokenprune_family.image_grid(count, self.config)
 
     def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
-        """Tell the rows where they stand; one axis of positions is counted by vLLM itself."""
-        return rows
+        """Tell the rows where they stand in the full prompt, for a runner that asks for it."""
+        raise NotImplementedError
 
     def get_encoder_cudagraph_config(self) -> Any:
         config = super().get_encoder_cudagraph_config()
         # A captured encoder would go past embed_multimodal.
         return dataclasses.replace(config, modalities=[]) if self.tokenprune_active else config
+
+
+class ReducingLineModel(ReducingModel):
+    """For models with one axis of positions, which vLLM counts itself unless original ones are asked for. Then it takes
+    the model for one with M-RoPE."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if self.tokenprune_original:
+            self.supports_mrope = self.supports_multimodal_pruning = True  # of this object, not of the class
+            prepare_decoder(self.get_language_model(), vllm_config.model_config)
+
+    def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
+        if not self.tokenprune_original:
+            return rows
+        _check_span(len(plan.tokens) - 1)
+        return torch.cat([rows, positions.to_columns(places[None], rows.dtype)], dim=1)
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
+        return positions.of_line(input_tokens, mm_features)
+
+    def recompute_mrope_positions(
+        self,
+        input_ids: list[int] | Tensor,
+        multimodal_embeddings: Sequence[Tensor],
+        mrope_positions: Tensor,
+        num_computed_tokens: int,
+    ) -> tuple[Sequence[Tensor], Tensor, int]:
+        return positions.place_line(multimodal_embeddings, mrope_positions, num_computed_tokens)
 
 
 class ReducingMropeModel(ReducingModel):
@@ -171,8 +221,7 @@ class ReducingMropeModel(ReducingModel):
 
     def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
         within = positions.within_item(self._rule, plan, item, modality)
-        if int(within.max()) >= 256**2:
-            raise TokenPruneError(f"an item spans {int(within.max())} positions; at most {256**2} can be told")
+        _check_span(int(within.max()))
         within = within.to(rows.device)[:, places]
         return torch.cat([rows, positions.to_columns(within, rows.dtype)], dim=1)
 
@@ -196,6 +245,20 @@ class ReducingMropeModel(ReducingModel):
         return positions.place(input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens, placeholders)
 
 
+def _check_span(last: int) -> None:
+    if last >= 256**2:
+        raise TokenPruneError(f"an item spans {last} positions; at most {256**2} can be told")
+
+
+def _part(value: Any, kwargs: Mapping[str, Any], modality: str, start: int, end: int) -> Any:
+    """Return of an argument of `embed_multimodal` what belongs to the items from `start` to `end` (exclusive)."""
+    grids = kwargs.get(f"{modality}_grid_thw")
+    if grids is not None and len(value) != len(grids):  # rows for patches, of all items end to end
+        ends = [0, *itertools.accumulate(math.prod(torch.as_tensor(one).tolist()) for one in grids)]
+        return value[ends[start] : ends[end]]
+    return value[start:end]
+
+
 def _item(kwargs: Mapping[str, Any], index: int) -> MultiModalKwargsItem:
     """The shapes of one item of a batch."""
     field = MultiModalBatchedField()
@@ -206,7 +269,7 @@ def _item(kwargs: Mapping[str, Any], index: int) -> MultiModalKwargsItem:
 @cache
 def reducing_class(base: type, family: Family) -> type:
     """Return `base` with the reduction mixed in, under the same name."""
-    mixin = ReducingMropeModel if family.mrope else ReducingModel
+    mixin = ReducingMropeModel if family.mrope else ReducingLineModel
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "tokenprune_family": family}
     if family.nested:
         # Behind vLLM's own, which bring all names to begin with "vision_tower.".

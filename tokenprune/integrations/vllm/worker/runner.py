@@ -8,14 +8,21 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tokenprune.integrations.vllm.compat import WORKER_HOOKS, missing_hooks, require_hooks
 from tokenprune.integrations.vllm.setting.plan import Plan
 
+# Model Runner V1's module, and V2's for the encoder.
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.mm.encoder_runner")
 _CPU = "vllm.v1.worker.cpu_model_runner"
 
 
 def prepare_runner(vllm_config: Any) -> None:
-    """Bound the encoder's batches, and make the CPU runner heed the switch that the GPU runner reads."""
+    """Bound the encoder's batches, and make V1's CPU runner heed the switch that the others read.
+
+    Raises UnsupportedSetupError where this vLLM's runners are not what this package knows.
+    """
+    loaded = {where: names for where, names in WORKER_HOOKS.items() if where.partition(":")[0] in sys.modules}
+    require_hooks(missing_hooks(loaded) + [f"{' and '.join(_RUNNERS)}"] * (not any(map(sys.modules.get, _RUNNERS))))
     limit = vllm_config.scheduler_config.max_num_encoder_input_tokens
     for name in _RUNNERS:
         if (module := sys.modules.get(name)) is not None:

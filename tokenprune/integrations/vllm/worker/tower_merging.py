@@ -5,9 +5,10 @@ The blocks' own forward runs, with the hooks of `integrations.shared.block_mergi
 neither MLP nor attention in what is left of the tower. Fused attention takes no bias, so while tokens are merged
 proportionally, or rows are padded, the blocks attend by PyTorch's. Hooks are attached for one call, and gone after it.
 
-LLaVA-1.5 alone: an image is one row of its tower, and its visual tokens are the row's patches, so that their number
-is known beforehand. Tiles that are cropped behind the tower (LLaVA-NeXT, LLaVA-OneVision) and units of several patches
-(pixel shuffle, pooling, Qwen) merge on the Hugging Face side only.
+LLaVA-1.5: an image is one row of its tower, and its visual tokens are the row's patches, so that their number is known
+beforehand. Towers of Qwen2-VL and Qwen2.5-VL: see packed_merging.py. Tiles that are cropped behind the tower
+(LLaVA-NeXT, LLaVA-OneVision) and other units of several patches (pixel shuffle, pooling) merge on the Hugging Face side
+only.
 """
 
 from __future__ import annotations
@@ -27,19 +28,27 @@ from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower, tower_of
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.tower_checks import heads_of
+from tokenprune.integrations.vllm.worker.packed_merging import PackedTowerMerger
 from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, heads_first
+from tokenprune.integrations.vllm.worker.unit_dropping import dropping
 
 
 def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
-    """Cut the plans of a call where the merging in the tower changes: (start, end) of each piece, at least one."""
+    """Cut the plans of a call where what is done in the tower changes: (start, end) of each piece, at least one."""
     pieces, start = [], 0
-    for _, group in groupby(plans, key=lambda plan: plan.setting.as_dict() if merging(plan) else None):
+    for _, group in groupby(plans, key=lambda plan: plan.setting.as_dict() if merging(plan) else dropping(plan)):
         pieces.append((start, start := start + len(list(group))))
     return pieces or [(0, 0)]
 
 
 def merging(plan: Plan) -> bool:
     return plan.reduces and merges_in_tower(plan.setting.method)
+
+
+def tower_merger(model: nn.Module, method: EncoderMethod, keep: float | int) -> TowerMerger | PackedTowerMerger:
+    """Return what merges in the tower of vLLM's `model` while it is entered, and then has `kept`, for each item which
+    of its features stay."""
+    return (PackedTowerMerger if model.tokenprune_family.packed else TowerMerger)(model, method, keep)
 
 
 class TowerMerger(Merger):

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the tables of docs/leaderboard.md, from our runs in benchmarks/results and the entries in leaderboard/entries.
+
+python dev/leaderboard_page.py            # rewrite the page, after a run, a new entry or a new method
+python dev/leaderboard_page.py --check    # exit with 1 where the page is not what this would write
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenprune.base import Site
+from tokenprune.bench.leaderboard.checks import read_entry
+from tokenprune.bench.leaderboard.entry import Entry, Line, entry_of
+from tokenprune.bench.results import read_records
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/leaderboard.md"
+ENTRIES = ROOT / "leaderboard/entries"
+RESULTS = ROOT / "benchmarks/results"
+OURS = ("all_methods-demo_qwen.jsonl", "all_methods-demo_vlm.jsonl")
+SPEED = RESULTS / "cpu/efficiency.jsonl"
+# The published budget, of 576 tokens, that comes nearest to a share; see docs/all-methods.md.
+PUBLISHED = {0.25: 128, 0.11: 64}
+COLUMNS = (
+    "method", "model", "keep", "right, %", "lost", "tokens, %", "first token", "KV, %", "papers' rank", "acts",
+    "query-aware", "vLLM",
+)  # fmt: skip
+FILTERS = ("model", "keep", "acts", "query-aware", "vLLM")
+_BLOCK = re.compile(r"(<!-- board:begin[^\n]*-->\n).*?(<!-- board:end -->)", re.DOTALL)
+
+
+class Run(NamedTuple):
+    """An entry, and the file it stands in."""
+
+    entry: Entry
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """What the table calls its model."""
+        return self.entry.model.removesuffix(" (shipped)")
+
+
+def runs() -> list[Run]:
+    """Return the entries of others, by model, then our own runs."""
+    theirs = [Run(read_entry(path), path) for path in sorted(ENTRIES.glob("*.json"))]
+    return [*sorted(theirs, key=lambda one: (one.name.lower(), one.path.name)), *map(ours, OURS)]
+
+
+def ours(name: str) -> Run:
+    path = RESULTS / name
+    return Run(entry_of(read_records(path), by="the project"), path)
+
+
+def board(found: list[Run]) -> str:
+    """Return the table of all lines, those of one model and keep together, the best first."""
+    lines = [_row(COLUMNS), "|---" * len(COLUMNS) + "|"]
+    for run in found:
+        for line in sorted(run.entry.lines, key=lambda one: (-one.keep, -one.score[0], one.method)):
+            lines.append(_row(cells(run, line)))
+    return "\n".join(lines)
+
+
+def cells(run: Run, line: Line) -> Iterator[str]:
+    """Yield the cells of a line."""
+    value, low, high = line.score
+    name, colon, options = line.method.partition(":")
+    known = "+" not in line.method and (ROOT / f"docs/methods/{name}.md").is_file()
+    yield f"[`{name}`](methods/{name}.md){_plain(colon + options)}" if known else _plain(line.method)
+    yield _plain(run.name)
+    yield f"{100 * line.keep:g} %" if line.keep <= 1 and not isinstance(line.keep, int) else f"{line.keep} tokens"
+    marks = "".join(f" {mark}" for mark in line.marks)
+    yield f"{100 * value:.1f} [{100 * low:.0f}–{100 * high:.0f}]{marks}"
+    yield f"{100 * (run.entry.unpatched[0] - value):.1f}"
+    yield f"{100 * line.tokens:.1f}"
+    yield f"{line.ttft:.2f}" if line.ttft is not None else _elsewhere(run, line)
+    yield f"{100 * line.kv:.0f}" if line.kv is not None else ""
+    yield _published(line)
+    yield ", ".join(Site(part).words for part in dict.fromkeys(line.site.split("+")))
+    yield "yes" if line.query_aware else "no"
+    yield served().get(line.method, "no" if known and not options else "")
+
+
+def _elsewhere(run: Run, line: Line) -> str:
+    """The time of a method at equal cost on another decoder, where this run took none."""
+    fits = run.entry.equal_cost and line.keep == 0.11
+    return f"{first_tokens()[line.method]:.2f}†" if fits and line.method in first_tokens() else ""
+
+
+@cache
+def first_tokens() -> dict[str, float]:
+    """Return how long a prefill with 64 of 576 tokens takes, averaged over layers, as a share of the unpatched one."""
+    _, *records = [json.loads(line) for line in SPEED.read_text().splitlines()]
+    timed = [one for one in records if (one["visual"], one["keep"]) == (576, 64) and "speedup" in one]
+    return {one["method"]: 1 / one["speedup"]["p50"] for one in timed}
+
+
+@cache
+def ranks(budget: int) -> Mapping[str, str]:
+    """Return "2 of 12" for each method of ours that papers print a number of, at so many of 576 tokens."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from rank_agreement import published_scores
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    import tokenprune
+
+    scores = published_scores(tokenprune.available_methods(), budget)
+    return {
+        name: f"{1 + sum(other > score for other in scores.values())} of {len(scores)}"
+        for name, score in scores.items()
+    }
+
+
+def _published(line: Line) -> str:
+    return ranks(PUBLISHED[line.keep]).get(line.method, "") if line.keep in PUBLISHED else ""
+
+
+@cache
+def served() -> dict[str, str]:
+    """Return which methods vLLM serves with their default options: "yes", or "in_llm" with experimental_in_llm."""
+    from tokenprune.integrations.vllm.setting.servable import servable
+
+    return {**dict.fromkeys(servable(in_llm=True), "in_llm"), **dict.fromkeys(servable(), "yes")}
+
+
+def sources(found: list[Run]) -> str:
+    """Return the table of the runs: who ran what on what."""
+    columns = ("model", "unpatched, %", "asked", "tokens, layers", "ran on", "by", "file")
+    lines = [_row(columns), "|---" * len(columns) + "|"]
+    for run in found:
+        one = run.entry
+        value, low, high = one.unpatched
+        asked = f"{one.questions} questions ({one.data}, {one.metric}), seeds {', '.join(map(str, one.seeds))}"
+        versions = ", ".join(f"{name} {version}" for name, version in one.versions.items())
+        cost = "at equal cost" if one.equal_cost else "at one keep"
+        told = f"{one.by}, {one.date[:10]}" + (f": {one.note}" if one.note else "")
+        lines.append(
+            _row(
+                [
+                    _plain(run.name),
+                    f"{100 * value:.1f} [{100 * low:.0f}–{100 * high:.0f}]",
+                    _plain(f"{asked}, {cost}"),
+                    f"{one.visual_tokens:.0f}, {one.layers}",
+                    _plain(f"{one.device}, {one.dtype}, {versions}"),
+                    _plain(told),
+                    f"[{run.path.name}](../{run.path.relative_to(ROOT).as_posix()})",
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    """Return a text of others such that it is nothing but text in a table of Markdown."""
+    return re.sub(r"[\\`*\[\]|~#]|\b_|_\b", lambda match: f"&#{ord(match[0])};", html.escape(text, quote=False))
+
+
+def _row(parts: object) -> str:
+    return f"| {' | '.join(parts)} |"
+
+
+def page(text: str) -> str:
+    """Return the page with its generated part as it has to be."""
+    found = runs()
+    marker = f'<div id="board" data-filters="{",".join(FILTERS)}"></div>'
+    made = "\n\n".join([marker, board(found), "## Runs", sources(found)])
+    return _BLOCK.sub(lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    old = PAGE.read_text(encoding="utf-8")
+    new = page(old)
+    if parser.parse_args().check:
+        sys.exit(old != new)
+    PAGE.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

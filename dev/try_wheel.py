@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build sdist and wheel, install the wheel into a clean environment, and try it there as a new user would.
+
+python dev/try_wheel.py                              # everything is made in a temporary folder
+python dev/try_wheel.py --out dist --extras app      # what .github/workflows/release.yml does
+python dev/try_wheel.py --out dist --tag v0.2.0      # ends with 1 where the wheel has another version than the tag
+
+The wheel is built of the sdist. Without any extra it tries the version, `methods`, `recommend`, `demo`, `show`, and a
+package of `new-method` with its test; then, with --extras app, whether `app` answers. It needs hatchling, and an index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "tokenprune-vlm"
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")  # of 22.3 or newer, for --python
+PATIENCE = 900  # seconds that a command may take: an environment has a gigabyte to download
+APP_PATIENCE = 600  # a machine may be busy
+
+
+class Failed(Exception):
+    """A step did not do what it has to."""
+
+
+def run(command: Sequence[str | Path], cwd: Path, env: dict[str, str] | None = None) -> str:
+    """Return what a command prints; raises Failed with the end of it where it fails."""
+    try:
+        done = subprocess.run(
+            list(map(str, command)), cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=PATIENCE,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"{' '.join(map(str, command))} took more than {PATIENCE} s") from error
+    if done.returncode:
+        raise Failed(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def require(condition: object, message: str) -> None:
+    if not condition:
+        raise Failed(message)
+
+
+def build(out: Path) -> Path:
+    """Build sdist and wheel into an empty folder, and return the wheel."""
+    require(importlib.util.find_spec("hatchling"), "hatchling builds the package: pip install 'hatchling>=1.27'")
+    out.mkdir(parents=True, exist_ok=True)
+    require(not any(out.iterdir()), f"{out} is not empty: all that lies there would be published")
+    run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", out], ROOT)
+    (sdist,) = out.glob("*.tar.gz")
+    run([*PIP, "wheel", "--no-deps", "-w", out, sdist], out)
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def version_of(wheel: Path) -> str:
+    """Return the version in the name of a wheel."""
+    return wheel.name.split("-")[1]
+
+
+def check_tag(version: str, tag: str) -> None:
+    """Raise Failed where a tag is not that of the version; "" is none."""
+    require(tag in ("", f"v{version}"), f"the tag {tag} is not v{version}, which the wheel has")
+
+
+class Environment:
+    """A virtual environment with nothing in it, beside a folder from which its commands run."""
+
+    def __init__(self, folder: Path, constraints: Path | None) -> None:
+        self.folder = folder / "away"  # from the checkout, which must not be imported
+        self.folder.mkdir(parents=True)
+        self._bin = folder / "env" / ("Scripts" if os.name == "nt" else "bin")
+        self._constraints = ["-c", str(constraints.resolve())] if constraints else []
+        venv.create(folder / "env", symlinks=os.name != "nt")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        self.env = kept | {"HF_HUB_OFFLINE": "1", "PATH": f"{self._bin}{os.pathsep}{os.environ['PATH']}"}
+
+    def command(self, name: str, *arguments: str | Path) -> list[str | Path]:
+        return [self._bin / name, *arguments]
+
+    def run(self, name: str, *arguments: str | Path) -> str:
+        return run(self.command(name, *arguments), self.folder, self.env)
+
+    def install(self, *what: str | Path) -> None:
+        pip = [*PIP, "--python", self._bin / "python", "install", "--quiet", "--no-compile", *self._constraints]
+        run([*pip, *what], self.folder)
+
+    def has(self, module: str) -> bool:
+        code = f"import importlib.util; print(importlib.util.find_spec({module!r}) is not None)"
+        return self.run("python", "-c", code).strip() == "True"
+
+
+def try_version(env: Environment, version: str) -> None:
+    told = env.run("tokenprune", "--version").strip()
+    require(told == f"tokenprune {version}", f"--version says {told!r}")
+    where = env.run("python", "-c", "import tokenprune; print(tokenprune.__file__)").strip()
+    require("site-packages" in where, f"another tokenprune is imported, {where}")
+
+
+def try_lists(env: Environment) -> None:
+    require("divprune" in env.run("tokenprune", "methods"), "`tokenprune methods` does not list divprune")
+    require("patch(" in env.run("tokenprune", "recommend", "demo_vlm"), "`tokenprune recommend` names no setting")
+
+
+def try_demo(env: Environment) -> None:
+    models = ("demo_vlm", "demo_qwen") if env.has("torchvision") else ("demo_vlm",)  # Qwen's processors need it
+    for model in models:
+        require("unpatched" in env.run("tokenprune", "demo", "--model", model), f"`demo --model {model}` shows nothing")
+
+
+def try_show(env: Environment) -> None:
+    code = "from tokenprune.bench.heldout import FOLDER; print(min(FOLDER.rglob('*.jpg')))"
+    image = env.run("python", "-c", code).strip()
+    env.run("tokenprune", "show", image, "--methods", "divprune,tome", "--out", "shown.png")
+    found = (env.folder / "shown.png").read_bytes()[:8]
+    require(found == b"\x89PNG\r\n\x1a\n", "`tokenprune show` wrote no PNG")
+
+
+def try_new_method(env: Environment) -> None:
+    env.run("tokenprune", "new-method", "tried_out")
+    env.install("./tokenprune-tried-out[test]")
+    told = env.run("python", "-m", "pytest", "-q", "tokenprune-tried-out")
+    require("2 passed" in told, f"the test of a new method says:\n{told}")
+    require("tried_out" in env.run("tokenprune", "methods"), "`tokenprune methods` does not list a method of a package")
+
+
+def try_app(env: Environment) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = env.folder / "app.log"
+    with log.open("w") as said:
+        command = list(map(str, env.command("tokenprune", "app", "--no-open", "--port", str(port))))
+        server = subprocess.Popen(command, cwd=env.folder, env=env.env, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            told = answer(f"http://127.0.0.1:{port}/config", server)
+        except Failed as error:
+            raise Failed(f"{error}:\n{log.read_text()[-4000:]}") from error
+        finally:
+            server.terminate()
+            server.wait(timeout=30)
+    require(json.loads(told).get("components"), "`tokenprune app` answers, and its page is empty")
+
+
+def answer(url: str, server: subprocess.Popen) -> bytes:
+    """Return what a server that is starting answers; raises Failed where it ends, or does not answer in time."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine needs no proxy to reach itself
+    end = time.monotonic() + APP_PATIENCE
+    while time.monotonic() < end:
+        if server.poll() is not None:
+            raise Failed(f"`tokenprune app` ended with {server.returncode}")
+        try:
+            return opener.open(url, timeout=10).read()
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise Failed(f"`tokenprune app` did not answer in {APP_PATIENCE} s")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, help="empty folder for sdist and wheel; default: a temporary one")
+    made.add_argument("--extras", default="", help="extras to try behind the wheel alone, with commas: app")
+    made.add_argument("--tag", default="", help="of git; the wheel must have its version")
+    made.add_argument("--constraints", type=Path, help="versions for pip, such as constraints.txt")
+    return made
+
+
+def main() -> None:
+    args, began = parser().parse_args(), time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  {what}", flush=True)
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="try-wheel-") as scratch:
+            wheel = build((args.out or Path(scratch) / "dist").resolve())
+            version = version_of(wheel)
+            check_tag(version, args.tag)
+            say(f"built {wheel.name}, {wheel.stat().st_size / 2**20:.1f} MiB")
+            env = Environment(Path(scratch), args.constraints)
+            env.install("torch")  # first, so that no other package brings another build of it
+            env.install(wheel)
+            say("installed, without extras")
+            try_version(env, version)
+            for check in (try_lists, try_demo, try_show, try_new_method):
+                check(env)
+                say(f"{check.__name__.removeprefix('try_')}: as it should be")
+            if args.extras:
+                env.install(f"{PACKAGE}[{args.extras}] @ {wheel.as_uri()}")
+                say(f"installed, with {args.extras}")
+            if env.has("gradio"):
+                try_app(env)
+                say("app: as it should be")
+            else:
+                say("app: not tried, gradio is not installed (--extras app)")
+    except Failed as error:
+        sys.exit(f"failed: {error}")
+
+
+if __name__ == "__main__":
+    main()

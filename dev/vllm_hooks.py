@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads from the sources of a vLLM, without installing it, whether it has what the plugin builds on.
+
+    python dev/vllm_hooks.py vllm-0.33.0-...whl            # or a folder that holds `vllm`
+    python dev/vllm_hooks.py vllm-0.33.0-...whl --write    # and keeps what it found in dev/vllm_hooks/0.33.0.json
+
+vLLM's wheels for GPUs cannot run everywhere, and weigh hundreds of megabytes. The files that --write makes stand for
+them in tests (tests/vllm/test_hooks.py). `make vllm-hooks` downloads a wheel and does this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "dev" / "vllm_hooks"
+REGISTRY = "vllm.model_executor.models.registry"
+TABLES = (
+    "compat:HOOKS",
+    "compat:WORKER_HOOKS",
+    "front.profiles:HOOKS",
+    "in_llm.limits:ENGINE_HOOKS",
+    "in_llm.limits:WORKER_HOOKS",
+    "in_llm.limits:KV_HOOKS",
+)
+# What stands in the place of a hook is called by vLLM, so it has to take all that vLLM may pass.
+_PROCESSOR = "vllm.multimodal.processing:BaseMultiModalProcessor"
+_MODEL = "vllm.model_executor.models.interfaces"
+_OURS = "tokenprune.integrations.vllm"
+REPLACED = {
+    **{
+        f"{_PROCESSOR}.{name}": f"{_OURS}.front.processor:ReducingProcessor.{name}"
+        for name in (
+            "_apply_hf_processor_main", "_get_mm_fields_config", "_get_prompt_updates", "_get_mm_hashes",
+            "_maybe_apply_prompt_updates", "get_dummy_mm_inputs", "apply",
+        )
+    },
+    "vllm.multimodal.parse:ImageProcessorItems.get_item_for_hash": (
+        f"{_OURS}.front.pixels:SmallerImages.get_item_for_hash"
+    ),
+    f"{_MODEL}:SupportsMultiModal.embed_multimodal": f"{_OURS}.worker.models:ReducingModel.embed_multimodal",
+    f"{_MODEL}:SupportsEncoderCudaGraph.get_encoder_cudagraph_config": (
+        f"{_OURS}.worker.models:ReducingModel.get_encoder_cudagraph_config"
+    ),
+    f"{_MODEL}:SupportsMRoPE.get_mrope_input_positions": (
+        f"{_OURS}.worker.models:ReducingMropeModel.get_mrope_input_positions"
+    ),
+    f"{_MODEL}:SupportsMultiModalPruning.recompute_mrope_positions": (
+        f"{_OURS}.worker.models:ReducingMropeModel.recompute_mrope_positions"
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": (
+        f"{_OURS}.in_llm.scheduler:WholeImages._try_schedule_encoder_inputs"
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": (
+        f"{_OURS}.in_llm.scheduler:WholeImages._cut_back"
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": f"{_OURS}.in_llm.kv_cache:Holdings._allocate_held",
+    **{
+        f"vllm.v1.kv_cache_interface:FullAttentionSpec.{name}": f"{_OURS}.in_llm.kv_cache:CutSpec.{name}"
+        for name in ("merge", "is_uniform_with_collection")
+    },
+    **{
+        f"vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.{name}": (
+            f"{_OURS}.in_llm.kv_cache:CutManager.{name}"
+        )
+        for name in (
+            "get_num_blocks_to_allocate", "allocate_new_blocks", "pop_blocks_for_free", "find_longest_cache_hit",
+        )
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Found:
+    """A definition, and the module that it stands in."""
+
+    node: ast.AST
+    module: str
+
+
+class Sources:
+    """The Python files of a wheel, or of a folder that packages lie in."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self._modules: dict[str, ast.Module | None] = {}
+
+    @cached_property
+    def _zip(self) -> zipfile.ZipFile | None:
+        return None if self.place.is_dir() else zipfile.ZipFile(self.place)
+
+    @property
+    def version(self) -> str:
+        """Of vLLM, by the folder of metadata beside it; another distribution's name does not matter."""
+        names = [path.name for path in self.place.iterdir()] if self._zip is None else self._zip.namelist()
+        found = [match[1] for name in names if (match := re.match(r"vllm(?:_cpu)?-([^/-]+)\.dist-info", name))]
+        if not found:
+            raise SystemExit(f"{self.place} holds no vLLM")
+        return found[0].partition("+")[0]
+
+    def module(self, name: str) -> ast.Module | None:
+        """Return a module's syntax tree, or None if there is no such module."""
+        if name not in self._modules:
+            path = name.replace(".", "/")
+            texts = (self._text(f"{path}/__init__.py"), self._text(f"{path}.py"))
+            text = next((one for one in texts if one is not None), None)
+            self._modules[name] = None if text is None else ast.parse(text)
+        return self._modules[name]
+
+    def is_package(self, name: str) -> bool:
+        return self._text(f"{name.replace('.', '/')}/__init__.py") is not None
+
+    def _text(self, path: str) -> str | None:
+        try:
+            return (self.place / path).read_text() if self._zip is None else self._zip.read(path).decode()
+        except (FileNotFoundError, KeyError):
+            return None
+
+    def find(self, where: str) -> Found | None:
+        """Return the definition of `package.module:Class.method`, wherever it is imported or inherited from."""
+        module, _, path = where.partition(":")
+        names = path.split(".")
+        found = self._named(module, names[0])
+        for name in names[1:]:
+            found = None if found is None else self._member(found, name)
+        return found
+
+    def _named(self, module: str, name: str) -> Found | None:
+        """A name that comes from a package that is not here is found where it is imported."""
+        tree = self.module(module)
+        for node in () if tree is None else statements(tree.body):
+            if name in defines(node):
+                return Found(node, module)
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        origin = self._origin(module, node)
+                        if self.module(origin.partition(".")[0]) is None:
+                            return Found(node, module)
+                        return self._named(origin, alias.name)
+        return None
+
+    def _origin(self, module: str, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module
+        parts = module.split(".")
+        package = parts[: len(parts) - node.level + self.is_package(module)]
+        return ".".join([*package, *([node.module] if node.module else [])])
+
+    def _classes(self, found: Found) -> Iterator[Found]:
+        """A class and those that it inherits from, as far as they are here, in order."""
+        yield found
+        for base in found.node.bases:
+            base = base.value if isinstance(base, ast.Subscript) else base
+            above = self._named(found.module, base.id) if isinstance(base, ast.Name) else None
+            if above is not None and isinstance(above.node, ast.ClassDef):
+                yield from self._classes(above)
+
+    def _member(self, found: Found, name: str) -> Found | None:
+        if not isinstance(found.node, ast.ClassDef):
+            return None
+        for one in self._classes(found):
+            for node in statements(one.node.body):
+                if name in defines(node):
+                    return Found(node, one.module)
+        return None
+
+    def parameters(self, found: Found) -> list[str] | None:
+        """Names that a function or a class takes, with stars where it has them; None of what is neither."""
+        if isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef):
+            of = found.node.args
+            names = [one.arg for one in [*of.posonlyargs, *of.args, *of.kwonlyargs]]
+            stars = [star + one.arg for star, one in (("*", of.vararg), ("**", of.kwarg)) if one is not None]
+            return names + stars
+        if not isinstance(found.node, ast.ClassDef):
+            return None
+        init = self._member(found, "__init__")
+        if init is not None:
+            return self.parameters(init)[1:]
+        fields = [
+            node.target.id
+            for one in reversed(list(self._classes(found)))
+            for node in one.node.body
+            if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation)
+        ]
+        return list(dict.fromkeys(fields))
+
+    def architectures(self) -> list[str]:
+        """Names of all models in vLLM's registry."""
+        tables = [node.value for node in self.module(REGISTRY).body if isinstance(node, ast.Assign)]
+        return sorted(
+            {
+                key.value
+                for table in tables
+                if isinstance(table, ast.Dict)
+                for key, value in zip(table.keys, table.values, strict=True)
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
+            }
+        )
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a body, and those within its `if` and `try`."""
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "finalbody") if isinstance(node, ast.If | ast.Try) else ():
+            yield from statements(getattr(node, part, []))
+
+
+def defines(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [one.id for one in targets if isinstance(one, ast.Name)]
+
+
+def hooks() -> dict[str, str]:
+    """All that the plugin builds on, with the parameters that it passes or takes. Read, too: some of it needs vLLM."""
+    mine = Sources(ROOT)
+    return {k: v for table in TABLES for k, v in ast.literal_eval(mine.find(f"{_OURS}.{table}").node.value).items()}
+
+
+def read(place: Path, wanted: dict[str, str]) -> dict[str, Any]:
+    """Return what a vLLM has: its version, the parameters of each hook that there is, and its models' names."""
+    sources = Sources(place)
+    found = {where: sources.find(where) for where in wanted}
+    parameters = {where: sources.parameters(one) for where, one in sorted(found.items()) if one is not None}
+    return {"vllm": sources.version, "hooks": parameters, "architectures": sources.architectures()}
+
+
+def lacks(has: dict[str, Any], wanted: dict[str, str], architectures: list[str]) -> list[str]:
+    """Return, in words, what a vLLM lacks by what was read of it; empty if nothing."""
+    problems = [f"no {where}" for where in wanted if where not in has["hooks"]]
+    for where, names in wanted.items():
+        taken = [name.lstrip("*") for name in has["hooks"].get(where) or []]
+        if where in has["hooks"] and (absent := [name for name in names.split() if name not in taken]):
+            problems.append(f"{where} takes no {', '.join(absent)}")
+    problems += [f"no model {name}" for name in architectures if name not in has["architectures"]]
+    return problems + list(_too_narrow(has))
+
+
+def _too_narrow(has: dict[str, Any]) -> Iterator[str]:
+    """What of ours does not take all that vLLM may pass."""
+    mine = Sources(ROOT)
+    for where, own in REPLACED.items():
+        takes = mine.parameters(mine.find(own))
+        more = [name for name in has["hooks"].get(where) or () if name not in takes]
+        if more and [name.count("*") for name in takes if "*" in name] != [1, 2]:
+            yield f"{where} takes {', '.join(more)}, and {own} does not"
+
+
+def written(has: dict[str, Any]) -> str:
+    """JSON with a line for each hook, so that a change can be read."""
+    lines = ",\n".join(f"  {json.dumps(where)}: {json.dumps(names)}" for where, names in has["hooks"].items())
+    names = ",\n".join(f"  {json.dumps(name)}" for name in has["architectures"])
+    return f'{{"vllm": "{has["vllm"]}",\n"hooks": {{\n{lines}\n}},\n"architectures": [\n{names}\n]}}\n'
+
+
+def main(argv: list[str] | None = None) -> int:
+    from tokenprune.integrations.vllm.families import FAMILIES
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("place", type=Path, help="a wheel of vLLM, or the folder that it is installed in")
+    parser.add_argument("--write", action="store_true", help="keep what was found, for the tests")
+    args = parser.parse_args(argv)
+    wanted = hooks()
+    has = read(args.place, wanted)
+    problems = lacks(has, wanted, list(FAMILIES))
+    print("\n".join([f"vLLM {has['vllm']}: {len(wanted)} hooks, {len(problems)} problems", *problems]))
+    if args.write:
+        KEPT.mkdir(exist_ok=True)
+        (KEPT / f"{has['vllm']}.json").write_text(written(has))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods with options, and stacks, on one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tokenprune
+from tokenprune.errors import OptionError, UnknownMethodError
+from tokenprune.spelling import draws_at_random, methods_of, setting_of, spelt, split_methods
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ()),
+        ("dart, tome ,", ("dart", "tome")),
+        ("dart:pivot_text=0,pivot_image=8,tome", ("dart:pivot_text=0,pivot_image=8", "tome")),
+        ("divprune+fastv:layer=3,query=all,uniform", ("divprune+fastv:layer=3,query=all", "uniform")),
+        ("pevlm:dense_layers=[0,1],dart", ("pevlm:dense_layers=[0,1]", "dart")),
+        ('dymu:thresholds="a,b.safetensors",dart', ('dymu:thresholds="a,b.safetensors"', "dart")),
+    ],
+)
+def test_a_list_is_cut_between_settings(text: str, parts: tuple[str, ...]) -> None:
+    assert split_methods(text) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("dart", {"method": "dart"}),
+        ("dart:pivot_text=0", {"method": "dart", "pivot_text": 0}),
+        ("dart: exact = False , layer = 3", {"method": "dart", "exact": False, "layer": 3}),
+        (
+            "divprune + fastv:layer=3,query=all",
+            {"method": [{"method": "divprune"}, {"method": "fastv", "layer": 3, "query": "all"}]},
+        ),
+        ("sparsevlm:version=+", {"method": "sparsevlm", "version": "+"}),
+        ("sparsevlm:version=1", {"method": "sparsevlm", "version": "1"}),  # a text, as its type says
+        ("sparsevlm:version=++tome", {"method": [{"method": "sparsevlm", "version": "+"}, {"method": "tome"}]}),
+        ("pevlm:dense_layers=[0,1]", {"method": "pevlm", "dense_layers": [0, 1]}),
+        ("dymu:max_r=None", {"method": "dymu", "max_r": None}),
+        ("sparsevlm:recycle=5e-1", {"method": "sparsevlm", "recycle": 0.5}),
+    ],
+)
+def test_a_line_means_a_setting_that_patch_takes(text: str, setting: dict) -> None:
+    assert setting_of(text) == setting
+    assert setting_of(text, 0.5) == setting | {"keep": 0.5}
+    assert setting_of(spelt(text)) == setting and spelt(spelt(text)) == spelt(text)
+    assert [method.name for method in methods_of(text)] == [
+        one["method"] for one in ([setting] if isinstance(setting["method"], str) else setting["method"])
+    ]
+
+
+def test_one_setting_has_one_spelling() -> None:
+    assert spelt(" dart : layer=3 ,exact=False") == spelt("dart:layer=3,exact=false") == "dart:layer=3,exact=false"
+    assert spelt('divprune+fastv:query="all"') == "divprune+fastv:query=all"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("dartt", UnknownMethodError, "did you mean 'dart'"),
+        ("divprune+dartt", UnknownMethodError, "did you mean 'dart'"),
+        ("dart:pivottext=0", OptionError, "did you mean 'pivot_text'"),
+        ("dart:pivot_text=some", OptionError, "must be an int"),
+        ("dart:pivot_text=1.5", OptionError, "must be an int"),
+        ("fastv:layer=0", OptionError, "int >= 1"),
+        ("dart:pivot_text", OptionError, "is no option: write it as in"),
+        ("dart:keep=0.5", OptionError, "give it with --keep"),
+        ("dart:layer=2,layer=3", OptionError, "twice"),
+        ("dart,pivot_text=0", OptionError, "write methods and their options as in"),
+        ("divprune+vispruner", OptionError, "act at the same place"),
+        ("fastv+dart", OptionError, "act at the same place"),
+        ("pevlm:dense_layers=[0,1", OptionError, "left open"),
+        ("dymu:thresholds=none.safetensors", OptionError, "cannot read"),
+        (":layer=3", OptionError, "write methods and their options as in"),
+    ],
+)
+def test_what_cannot_be_is_said(text: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        spelt(text)
+
+
+def test_two_methods_inside_the_decoder_stack_at_two_layers() -> None:
+    assert spelt("fastv+dart:layer=3") == "fastv+dart:layer=3"
+
+
+def test_a_file_with_odd_letters_is_quoted(tmp_path: Path) -> None:
+    path = tmp_path / "a,b+c.safetensors"
+    assert setting_of(f'dymu:thresholds="{path}"') == {"method": "dymu", "thresholds": str(path)}
+
+
+def test_seeds_and_defaults_are_filled_in_where_the_line_has_none() -> None:
+    assert draws_at_random("random") and not draws_at_random("random:seed=1") and not draws_at_random("dart")
+    assert setting_of("random", 0.5, seed=2) == {"method": "random", "keep": 0.5, "seed": 2}
+    assert setting_of("random:seed=1", 0.5, seed=2) == {"method": "random", "keep": 0.5, "seed": 1}
+    assert setting_of("random+fastv", seed=2)["method"] == [{"method": "random", "seed": 2}, {"method": "fastv"}]
+    assert setting_of("fastv+dart:layer=4", None, {"dart": {"layer": 3, "pivot_text": 0}})["method"][1] == {
+        "method": "dart",
+        "layer": 4,
+        "pivot_text": 0,
+    }
+
+
+def test_settings_on_a_line_patch_a_model(model) -> None:
+    with tokenprune.patched(model, config=setting_of("divprune+fastv:layer=1", [0.5, 0.5])):
+        assert "divprune(), keep=0.5" in repr(model) and "fastv(layer=1), keep=0.5" in repr(model)

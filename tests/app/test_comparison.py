@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the app asks, tells and gives to copy; no browser and no gradio here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import pytest
+from PIL import Image
+
+import tokenprune
+from tests.api.test_cli import refused
+from tokenprune.app import snippets
+from tokenprune.app.comparison import LONGEST, checked, compare
+from tokenprune.bench import contact_sheet
+from tokenprune.bench.drawn_sets import drawn_set
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import Model, load
+from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
+
+
+@pytest.fixture(scope="module")
+def subject() -> Model:
+    return load("demo_qwen", device="cpu")
+
+
+def test_two_settings_side_by_side(subject: Model) -> None:
+    asked = load_heldout(folder=subject.heldout, limit=1)[0]
+    steps: list[tuple[int, int, str]] = []
+    one, two = compare(
+        subject, [asked.image], asked.question, ["divprune", "tome+fastv"], 0.5, lambda *step: steps.append(step)
+    )
+    assert [one.spelling, two.spelling] == ["divprune", "tome+fastv"] and not tokenprune.is_patched(subject.model)
+    assert one.shown.before == two.shown.before and one.shown.tokens_out == one.shown.tokens_in // 2
+    assert two.shown.tokens_out == two.shown.tokens_in // 4
+    direct = contact_sheet.show(subject, [asked.image], asked.question, "divprune", 0.5)
+    assert direct.image.tobytes() == one.shown.image.tobytes() and direct.after == one.shown.after
+    assert one.faster > 0 and [done for done, total, _ in steps] == [0, 1, 2, 3] and {s[1] for s in steps} == {4}
+
+
+def test_a_video_is_a_video(subject: Model) -> None:
+    question = drawn_set("small-videos", 1).questions[-1]
+    (one,) = compare(subject, question.frames, question.question, ["vidcom2"], 0.5)
+    assert len(one.shown.frames) == 4  # pairs of frames
+    assert one.shown.tokens_out == one.shown.tokens_in // 2
+
+
+@pytest.mark.parametrize(
+    ("images", "question", "methods", "keep", "error", "said"),
+    [
+        (0, "what?", ["dart"], 0.5, OptionError, "no image"),
+        (1, "  ", ["dart"], 0.5, OptionError, "no question"),
+        (1, "x" * (LONGEST + 1), ["dart"], 0.5, OptionError, "too long"),
+        (1, "what?", [], 0.5, OptionError, "no method"),
+        (1, "what?", ["dat"], 0.5, UnknownMethodError, "dart"),
+        (1, "what?", ["dart", "divprune+pool"], 0.5, OptionError, "same place"),
+        (1, "what?", ["dart"], 0.0, TokenPruneError, "keep"),
+        (1, "what?", ["dart"], 1.5, TokenPruneError, "keep"),
+        (1, "what?", ["dart:keep=0.1"], 0.5, OptionError, "no option"),
+        (1, "what?", ["divprune:" + "x" * LONGEST], 0.5, OptionError, "too long"),
+    ],
+)
+def test_what_cannot_be_asked(
+    subject: Model, images: int, question: str, methods: list[str], keep: float, error: type, said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        compare(subject, [Image.new("RGB", (128, 128))] * images, question, methods, keep)
+    assert not tokenprune.is_patched(subject.model)
+
+
+@pytest.mark.parametrize("text", ["dymu:thresholds=/etc/passwd", "tome+fitprune:recipe=/x"])
+def test_a_page_names_no_files(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenprune.files.File.read", lambda *_: pytest.fail("a file was opened"))
+    with pytest.raises(OptionError, match="opens no files"):
+        checked(text, 0.5)
+
+
+def test_what_is_copied_does_what_was_shown() -> None:
+    stack = checked("downsample+divprune", 0.5)
+    assert snippets.python(checked("dart", 0.25)) == 'tokenprune.patch(model, "dart", keep=0.25)'
+    assert snippets.python(stack).endswith(", processor=processor)")
+    flag = shlex.split(snippets.vllm(checked("divprune", 0.25)))
+    assert flag[:4] == ["vllm", "serve", "MODEL", "--mm-processor-kwargs"]
+    assert json.loads(flag[4]) == {"tokenprune": {"method": "divprune", "keep": 0.25}}
+    assert snippets.vllm(checked("dart", 0.25)).startswith("# dart cannot be served")
+    assert snippets.bench("divprune+fastv:layer=3", 0.25, "demo_qwen") == (
+        "tokenprune bench --model demo_qwen --methods divprune+fastv:layer=3 --keep 0.25"
+    )
+
+
+def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.delitem(sys.modules, "tokenprune.app.page", raising=False)
+    assert "tokenprune-vlm[app]" in refused("app", "--no-open")

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The leaderboard: what `leaderboard add` takes and refuses, every committed entry, and the page made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from report_runs import QUESTIONS, header, result, timing
+from tests.docs.test_docs import generator
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.leaderboard import checks, entry
+from tokenprune.bench.leaderboard.checks import as_plain, check_entry, file_name, read_entry
+from tokenprune.bench.leaderboard.run import read_run
+from tokenprune.bench.run_folder import SCHEMA
+from tokenprune.cli import app
+from tokenprune.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+ENTRIES = sorted((ROOT / "leaderboard/entries").glob("*.json"))
+ABOUT = dict(
+    model="an-org/A_Model", model_type="llava", weights="", device="a GPU", dtype="bfloat16", cores=2, threads=1,
+    python="3.11.7", torch="2.13.0", transformers="5.19.0", tokenprune="0.1.0", machine="x86_64",
+)  # fmt: skip
+VERSIONS = {name: ABOUT[name] for name in ("python", "torch", "transformers", "tokenprune")}
+Records = list[dict[str, Any]]
+
+
+def records() -> Records:
+    """A run of three methods at a quarter of the tokens."""
+    random = result("random", 0.25, 60, 60, seeds=[0, 1, 2])
+    random["right"] *= 3
+    fast = result("fastv", 0.25, 90, 80, site="IN_LLM", timing=timing(0.7))
+    results = [result("unpatched", 1.0, 100, 90), random, result("downsample", 0.25, 50, 50, site="PRE_ENCODER"), fast]
+    head = header(plan=dict(seeds=[0, 1, 2], equal_cost=True), rows=5, metric="exact")
+    head["environment"] = dict(ABOUT)
+    skipped = dict(record="skipped", method="dart", keep=0.25, reason="no")
+    return [head, *(one | dict(environment=dict(ABOUT)) for one in results), skipped]
+
+
+def write(folder: Path, lines: Records, **config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    about = dict(schema=SCHEMA, versions=VERSIONS, fingerprint="bfloat16:abc") | config
+    (folder / "config.json").write_text(json.dumps(about))
+    (folder / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write(tmp_path / "run", records())
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> entry.Entry:
+    return read_run(write(tmp_path_factory.mktemp("good"), records()), by="<b>|me")
+
+
+def add(run: Path, to: Path, *more: str, code: int = 0) -> Result:
+    done = CliRunner().invoke(app, ["leaderboard", "add", str(run), "--by", "A. N. Other", "--to", str(to), *more])
+    assert done.exit_code == code, done.output
+    return done
+
+
+# -- adding a run ----------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_says_what_the_run_does(run: Path, tmp_path: Path) -> None:
+    done = add(run, tmp_path, "--note", "500 of them")
+    (path,) = tmp_path.glob("*.json")
+    assert f"written: {path}\n" in done.stdout and re.fullmatch(r"an-org-a-model-[0-9a-f]{12}\.json", path.name)
+    made = read_entry(path)
+    assert (made.by, made.note, made.model, made.weights) == (
+        "A. N. Other",
+        "500 of them",
+        ABOUT["model"],
+        "bfloat16:abc",
+    )
+    assert (made.versions, made.seeds, made.questions, made.layers) == (VERSIONS, [0, 1, 2], QUESTIONS, 2)
+    assert made.equal_cost and made.engine == "hf" and (made.data, made.digest) == ("shipped", None)
+    assert made.unpatched[0] == 0.95 and made.visual_tokens == 100
+    random, downsample, fastv = made.lines
+    assert (random.method, random.score[0], random.tokens, random.kv) == ("random", 0.6, 0.25, 0.25)
+    assert (fastv.site, fastv.query_aware, fastv.ttft, fastv.marks) == ("IN_LLM", True, 0.7, [])
+    assert (downsample.site, downsample.query_aware, downsample.ttft) == ("PRE_ENCODER", False, None)
+    assert downsample.marks == ["≤rnd"]
+    again = add(run, tmp_path, code=2)
+    assert "was added before" in again.stderr and list(tmp_path.glob("*.json")) == [path]
+
+
+def test_what_bench_writes_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real run, of two questions; one cut short is not."""
+    monkeypatch.setattr(checks, "LEAST_QUESTIONS", 2)
+    folder, data = tmp_path / "run", tmp_path / "mine.jsonl"
+    asked = load_heldout(kinds=("colour", "word"), limit=1)
+    rows = [{"image": str(one.path), "question": one.question, "answer": one.answer} for one in asked]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fixed = "bench --methods random --keep 0.25 --repeats 0 --samples 0 --device cpu --metric anls"
+    done = CliRunner().invoke(app, [*fixed.split(), "--data", str(data), "--run", str(folder)])
+    assert done.exit_code == 0, done.output
+    add(folder, tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    made = read_entry(path)
+    assert [line.method for line in made.lines] == ["random", "downsample"] and made.questions == 2
+    assert made.model == "demo_vlm (shipped)" and made.weights and not made.equal_cost
+    assert (made.data, made.metric) == ("mine.jsonl", "anls") and len(made.digest) == 16
+    assert str(tmp_path) not in path.read_text()
+    lines = (folder / "results.jsonl").read_text().splitlines(keepends=True)
+    (folder / "results.jsonl").write_text("".join(lines[:-1]))
+    assert "has 2 of its 3 rows" in add(folder, tmp_path, code=2).stderr
+
+
+def _other(place: int, **changes: Any) -> Callable[[Records], None]:
+    return lambda lines: lines[place].update(changes)
+
+
+def _about(place: int, **changes: Any) -> Callable[[Records], None]:
+    return lambda lines: lines[place]["environment"].update(changes)
+
+
+def _all(**changes: Any) -> Callable[[Records], Any]:
+    return lambda lines: [one["environment"].update(changes) for one in lines[:-1]]
+
+
+def _one_seed(lines: Records) -> None:
+    lines[0]["plan"] = dict(seeds=[0])
+    lines[2] |= dict(seeds=[0], right=lines[2]["right"][:1])
+
+
+def _short(lines: Records) -> None:
+    lines[0]["kind_of_question"] = "01" * 20
+    for one in lines[1:-1]:
+        one |= dict(questions=40, right=[some[:40] for some in one["right"]])
+
+
+BROKEN: dict[str, tuple[Callable[[Records], Any], str]] = {
+    "another schema": (_other(0, schema=7), "has schema 7"),
+    "no header": (lambda lines: lines.pop(0), "its first line is no header"),
+    "no unpatched row": (lambda lines: lines.pop(1), "no row of the unpatched model"),
+    "a row is missing": (lambda lines: lines.pop(4), "has 4 of its 5 rows"),
+    "no answers": (_other(0, evidence_only=True), "asked nothing for its answer"),
+    "an answer is missing": (lambda lines: lines[4]["right"].append(lines[4]["right"].pop()[:-1]), "damaged"),
+    "an answer is neither": (lambda lines: lines[4].update(right=["7" * QUESTIONS]), "neither right"),
+    "another number of questions": (_other(4, questions=10), "has not 200 answers"),
+    "too few questions": (_short, "40 questions are too few: ask 50"),
+    "a seed is missing": (lambda lines: lines[2]["right"].pop(), "each of the seeds"),
+    "other seeds": (_other(2, seeds=[0, 1, 5]), "each of the seeds"),
+    "one seed": (_one_seed, "1 seeds are too few"),
+    "another model": (_about(4, model="b"), "fastv ran with model 'b', not 'an-org/A_Model'"),
+    "other weights": (_about(3, weights="b"), "downsample ran with weights 'b'"),
+    "other versions": (_about(3, torch="1.0"), "downsample ran with other versions"),
+    "versions of another run": (_all(torch="1"), "name other versions"),
+    "nothing to compare with": (lambda lines: (lines.pop(2), lines[0].update(rows=4)), "no line of random"),
+    "a folder of one machine": (_all(model="/data/models/x"), "with --model-name"),
+    "an unknown method": (_other(4, method="mine"), "unknown method 'mine'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_run_that_does_not_fit_together_is_refused(what: str, tmp_path: Path) -> None:
+    change, told = BROKEN[what]
+    lines = records()
+    change(lines)
+    run, to = write(tmp_path / "run", lines), tmp_path / "entries"
+    to.mkdir()
+    assert told in " ".join(add(run, to, code=2).stderr.split()) and not any(to.iterdir())
+
+
+def test_a_model_in_a_folder_gets_a_name(tmp_path: Path) -> None:
+    lines = records()
+    _all(model="/data/models/x")(lines)
+    assert read_run(write(tmp_path / "run", lines), by="me", model="org/x").model == "org/x"
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
+    (tmp_path / "entries").mkdir()
+    for folder in (tmp_path, tmp_path / "none", run / "results.jsonl"):
+        assert "is no folder of a run" in add(folder, tmp_path / "entries", code=2).stderr
+    assert "there is no folder" in add(run, tmp_path / "nowhere", code=2).stderr
+    assert "has schema 1, and this version reads" in add(write(run, records(), schema=1), tmp_path, code=2).stderr
+    (run / "config.json").write_text("{")
+    assert "config.json is damaged" in add(run, tmp_path, code=2).stderr
+    assert not list(tmp_path.glob("*.json"))
+
+
+# -- entries ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_committed_entry_is_sound() -> None:
+    for path in ENTRIES:
+        read_entry(path)
+    others = set((ROOT / "leaderboard/entries").iterdir()) - set(ENTRIES)
+    assert {path.name for path in others} <= {".gitkeep"}
+
+
+def _line(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda given: given["lines"][2].update(changes)
+
+
+UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another schema": (lambda given: given.update(schema=2), "its schema is 2"),
+    "a field too few": (lambda given: given.pop("seeds"), "it lacks seeds"),
+    "a field too many": (_line(extra=1), "line 2: it has no field extra"),
+    "another type": (lambda given: given.update(questions="200"), "questions='200' must be an int >= 1"),
+    "no number": (_line(tokens=float("nan")), "tokens=nan must be a number"),
+    "a better score": (_line(score=[0.95, 0.8, 0.9]), "0.95 does not lie between"),
+    "a narrower interval": (_line(score=[0.85, 0.84, 0.86]), "is not the interval of 0.85 of 200 questions"),
+    "more than all": (_line(score=[1.2, 1.1, 1.3]), "1.2 is no share"),
+    "twice": (lambda given: given["lines"].append(given["lines"][2]), "stands there twice"),
+    "no site": (_line(site="MOON"), "is none of PRE_ENCODER"),
+    "another mark": (_line(marks=["best"]), "marks are"),
+    "a long note": (lambda given: given.update(note="x" * 301), "note is one line of at most 300"),
+    "two lines": (lambda given: given.update(by="a\nb"), "by is one line"),
+    "nobody": (lambda given: given.update(by=" "), "must say something"),
+    "no version": (lambda given: given["versions"].pop("tokenprune"), "that of tokenprune"),
+    "no version of the engine": (lambda given: given.update(engine="vllm"), "that of vllm"),
+    "another metric": (lambda given: given.update(metric="mine"), "metric='mine' is none of exact"),
+    "no date": (lambda given: given.update(date="yesterday"), "is no date"),
+    "no lines": (lambda given: given.update(lines=[]), "has no lines"),
+    "another name": (lambda given: given.update(run="0" * 12), "its name must be"),
+}
+
+
+@pytest.mark.parametrize("what", UNSOUND)
+def test_an_entry_that_is_not_sound_is_refused(what: str, good: entry.Entry, tmp_path: Path) -> None:
+    change, told = UNSOUND[what]
+    given = json.loads(json.dumps(as_plain(good)))
+    change(given)
+    path = tmp_path / file_name(good)
+    path.write_text(json.dumps(given))
+    with pytest.raises(DataError, match=f"{re.escape(str(path))}: .*{re.escape(told)}"):
+        read_entry(path)
+
+
+def test_an_entry_is_read_as_it_was_written(good: entry.Entry, tmp_path: Path) -> None:
+    path = tmp_path / file_name(good)
+    path.write_text(json.dumps(as_plain(good)))
+    assert read_entry(path) == good
+
+
+def test_the_template_names_every_field() -> None:
+    template = json.loads((ROOT / "leaderboard/template.json").read_text())
+    assert list(template) == [field.name for field in dataclasses.fields(entry.Entry)]
+    assert list(template["lines"][0]) == [field.name for field in dataclasses.fields(entry.Line)]
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return generator("leaderboard_page")
+
+
+def test_the_page_is_current(script: Any) -> None:
+    """`python dev/leaderboard_page.py` would change nothing, and our own runs are as sound as entries have to be."""
+    text = script.PAGE.read_text()
+    assert script.page(text) == text, "run python dev/leaderboard_page.py"
+    for run in map(script.ours, script.OURS):
+        check_entry(dataclasses.replace(run.entry, run="0" * 12))
+
+
+def test_a_row_says_what_its_line_does(script: Any, good: entry.Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "served", lambda: {"random": "yes", "fastv": "in_llm"})
+    one = script.Run(good, ROOT / "leaderboard/entries/x.json")
+    table = script.board([one]).splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == [
+        f"| [`{n}`](methods/{n}.md)" for n in ("fastv", "random", "downsample")
+    ]
+    fastv = table[2].strip("| ").split(" | ")
+    low, high = (round(100 * end) for end in one.entry.lines[2].score[1:])
+    assert fastv[1:] == [
+        "an-org/A_Model", "25 %", f"85.0 [{low}–{high}]", "10.0", "25.0", "0.70", "25", "11 of 12",
+        "in the language model",
+        "yes", "in_llm",
+    ]  # fmt: skip
+    assert all(line.count(" | ") == len(script.COLUMNS) - 1 for line in table if "---" not in line)
+    assert "&lt;b&gt;&#124;me" in script.sources([one])
+
+
+def test_a_time_of_elsewhere_is_marked_and_stands_at_its_share_alone(script: Any) -> None:
+    own = script.ours(script.OURS[0])
+    for line in own.entry.lines:
+        told = list(script.cells(own, line))[6]
+        assert told == (f"{script.first_tokens()[line.method]:.2f}†" if told else "")
+        assert not told or line.keep == 0.11
+    assert any("†" in cell for line in own.entry.lines for cell in script.cells(own, line))
+
+
+def test_the_script_is_ours_and_knows_its_columns(script: Any) -> None:
+    """It fetches nothing, and filters by columns that there are."""
+    code = (ROOT / "docs/javascripts/leaderboard.js").read_text()
+    assert not re.search(r"https?:|fetch\(|import |innerHTML|storage", code, re.IGNORECASE)
+    assert set(script.FILTERS) <= set(script.COLUMNS)
+    text = script.PAGE.read_text()
+    assert f'<div id="board" data-filters="{",".join(script.FILTERS)}"></div>' in text
+    assert 'getElementById("board")' in code and not re.search(r"^#+ board$", text, re.IGNORECASE | re.MULTILINE)

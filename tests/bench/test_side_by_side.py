@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `tokenprune show` draws of several methods, and the figure of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import tokenprune
+from tokenprune.bench import draw, side_by_side
+from tokenprune.bench.model import Model, load
+from tokenprune.errors import AlreadyPatchedError, OptionError
+
+QUESTION = "is there a star?"
+
+
+@pytest.fixture(scope="module")
+def subject() -> Model:
+    return load("demo_vlm", device="cpu")
+
+
+def ramp(width: int, height: int) -> Image.Image:
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[..., 0], pixels[..., 1] = np.linspace(0, 255, width), np.linspace(0, 255, height)[:, None]
+    return Image.fromarray(pixels)
+
+
+def test_methods_and_a_stack_stand_side_by_side_with_what_they_cost(subject: Model) -> None:
+    names = ["divprune", "tome", "divprune+fastv:layer=3"]
+    steps = []
+    shown = side_by_side.show(subject, [ramp(600, 400)], QUESTION, names, 0.25, step=lambda *told: steps.append(told))
+    titles = [panel.title for panel in shown.panels]
+    assert titles == ["unpatched", *(f"{name}, keep 0.25" for name in names)]
+    assert shown.panels[0].lines == ("256 visual tokens", f"answer: {shown.before}")
+    assert shown.panels[3].lines[0].startswith("256 to 16 visual tokens, 40 on average")
+    assert shown.caption == ("demo_vlm (shipped)", f"Q: {QUESTION}")
+    assert steps[0] == ("unpatched", 0, 4) and steps[-1] == (names[-1], 3, 4)
+    image = shown.image()
+    assert image.width == 3 * shown.panels[0].image.width + 2 * 24 + 2 * 24  # three in a line, the fourth below
+    assert not tokenprune.is_patched(subject.model)
+
+
+def test_the_drawing_has_the_pixels_of_the_part_that_the_model_sees(subject: Model) -> None:
+    """LLaVA's processor crops the middle of a wide image: a square of its own 600 pixels a side, not of 224."""
+    image = ramp(1000, 600)
+    part = draw.seen_part(subject, image)
+    assert part.size == pytest.approx((600, 600), abs=12)
+    middle = np.asarray(image.crop((200, 0, 800, 600)), int)
+    assert np.abs(np.asarray(part.resize((600, 600)), int) - middle).mean() < 3
+    (panel, _) = side_by_side.show(subject, [image], QUESTION, ["uniform"], 0.25).panels
+    assert panel.image.size == part.size
+
+
+def test_dropped_is_told_from_kept_on_a_black_image(subject: Model) -> None:
+    shown = side_by_side.show(subject, [Image.new("RGB", (512, 512))], QUESTION, ["uniform"], 0.25)
+    cells = np.asarray(shown.panels[1].image, int).reshape(16, 32, 16, 32, 3).transpose(0, 2, 1, 3, 4)
+    inner = cells[:, :, 3:-3, 3:-3].max((2, 3, 4)).reshape(-1)
+    edge = cells[:, :, 0].min((2, 3)).reshape(-1)
+    kept = shown.seen[0].kept
+    assert (inner[kept] == 0).all() and (inner[~kept] > 40).all()  # hatched
+    assert (edge[kept] == 255).all() and (edge[~kept] == 0).all()  # outlined
+
+
+def test_merged_patches_have_their_mean_colour() -> None:
+    image = Image.new("RGB", (64, 32))
+    image.paste((200, 0, 0), (0, 0, 16, 32))
+    image.paste((0, 100, 0), (16, 0, 32, 32))
+    groups = np.array([[0, 0, 2, 3], [-1, -1, 2, 7]])
+    kept = np.array([[True, False, True, True], [False, False, False, True]])
+    drawn = np.asarray(draw.draw(image, kept, groups, size=(256, 128)), int)
+    assert drawn[20, 100].tolist() == [100, 50, 0]  # of both halves of group 0
+    assert drawn[20, 220].tolist() == [0, 0, 0]  # alone: as it is
+    assert tuple(drawn[20, 0]) == draw.color_of(0) and tuple(drawn[20, 255]) == (255, 255, 255)
+
+
+def test_scores_are_mapped_where_a_method_ranks_by_one(subject: Model) -> None:
+    shown = side_by_side.show(subject, [ramp(224, 224)], QUESTION, ["fastv", "divprune"], 0.25, scores=True)
+    assert [panel.title for panel in shown.panels][2] == "fastv: scores" and len(shown.panels) == 4
+    assert shown.notes == ("divprune ranks no tokens by a score: there is no map of it",)
+    fastv = shown.seen[0]
+    assert fastv.scores[fastv.kept].min() >= fastv.scores[~fastv.kept].max()  # it keeps the highest
+    stack = side_by_side.show(subject, [ramp(224, 224)], QUESTION, ["divprune+fastv:layer=3"], 0.5, scores=True).seen[0]
+    assert np.isfinite(stack.scores).sum() == 128 and np.isfinite(stack.scores[stack.kept]).all()
+
+
+def test_a_map_of_scores_goes_from_dark_to_yellow() -> None:
+    grey = Image.new("RGB", (10, 10), (100, 100, 100))
+    drawn = np.asarray(draw.heat(grey, np.array([[0.1, np.nan], [5.0, 0.2]]), (10, 10)), int)
+    low, none, high, middle = drawn[0, 0], drawn[0, 9], drawn[9, 0], drawn[9, 9]
+    assert none.tolist() == [100, 100, 100]
+    assert low.sum() < middle.sum() < high.sum() and high[0] > 150 and high[2] < high[0]
+
+
+def test_plot_returns_a_figure_and_leaves_the_model_alone(subject: Model) -> None:
+    figure = tokenprune.plot(subject.model, subject.processor, ramp(300, 200), QUESTION, "dart:pivot_text=0,uniform")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert len(titles) == 3 and titles[1].startswith("dart:pivot_text=0, keep 0.25\n256 to 64 visual tokens")
+    assert QUESTION in figure._suptitle.get_text() and not tokenprune.is_patched(subject.model)
+    with tokenprune.patched(subject.model, "dart"), pytest.raises(AlreadyPatchedError, match="unpatch"):
+        tokenprune.plot(subject.model, subject.processor, ramp(300, 200), QUESTION)
+    with pytest.raises(OptionError, match="at least one method"):
+        tokenprune.plot(subject.model, subject.processor, ramp(300, 200), QUESTION, "")

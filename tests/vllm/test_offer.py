@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server offers to requests: profiles, limits, and profiles under load. For the server see tests_vllm/."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tokenprune import available_methods, method_info
+from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
+from tokenprune.integrations.vllm.setting.offer import LimitError, Offer, ProfileError, check_spelling, split
+from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.methods.pre_llm.divprune import DivPrune
+
+SERVER = {"method": "divprune", "keep": 0.25}
+PROFILES = {"fast": {"keep": 0.11}, "ocr": {"off": True}, "small": {"method": "dynres", "keep": 0.5}}
+
+
+def offer(server: Any = SERVER, **given: Any) -> Offer:
+    """As `configure` makes it."""
+    layers = [] if server is None else [server]
+    return Offer.of(given, Setting.of(*layers), lambda profile: Setting.of(*layers, profile))
+
+
+def test_a_servers_setting_is_split() -> None:
+    assert split(SERVER | {"min_keep": 0.1}) == (SERVER, {"min_keep": 0.1})
+    assert split({"profiles": PROFILES}) == (None, {"profiles": PROFILES})
+    assert split("file.json") == ("file.json", {}) and split({}) == ({}, {})
+
+
+def test_profiles_stand_over_the_server_and_under_the_request() -> None:
+    made = offer(profiles=PROFILES)
+    assert made.names == ["fast", "ocr", "small"]
+    assert made.setting() == made.setting({"profile": "default"}) == Setting(DivPrune(), 0.25)
+    assert made.setting({"profile": "fast"}) == Setting(DivPrune(), 0.11)
+    assert made.setting({"profile": "ocr"}) == made.setting({"profile": "fast", "off": True}) == Setting()
+    assert made.setting({"profile": "small"}) == Setting.of({"method": "dynres", "keep": 0.5})
+    assert made.setting({"profile": "fast", "method": "pool"}) == Setting.of({"method": "pool", "keep": 0.11})
+    assert made.setting({"keep": 0.5}) == Setting(DivPrune(), 0.5)
+    # The same reduction, however it was asked for, has the same key in caches.
+    assert made.setting({"profile": "fast"}).cache_key() == made.setting({"keep": 0.11}).cache_key()
+    assert made.setting({"profile": "fast"}).cache_key() != made.setting().cache_key()
+
+
+def test_layers_give_memory_back_where_a_server_says_so() -> None:
+    inside = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
+    made = offer(inside, experimental_free_kv=True)
+    assert made.free_kv and not offer(inside).free_kv and not offer(inside, experimental_free_kv=False).free_kv
+    # Which tokens stay is the same, and so are keys in caches; a request has no say in it.
+    assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == Setting()
+    with pytest.raises(OptionError, match="experimental_free_kv belongs to the server's setting"):
+        made.setting({"experimental_free_kv": False})
+
+
+def test_nothing_is_removed_where_only_profiles_are_named() -> None:
+    made = offer(None, profiles={"fast": SERVER})
+    assert made.setting() == Setting() and made.setting({"profile": "fast"}) == Setting(DivPrune(), 0.25)
+
+
+@pytest.mark.parametrize("name", ["fsat", "", "FAST", 3, None, ["fast"], {"a": 1}, "x" * 10_000, "\ud800"])
+def test_an_unknown_profile_is_refused(name: Any) -> None:
+    with pytest.raises(ProfileError, match=r"has no profile.*it has fast, ocr, small, and default") as caught:
+        offer(profiles=PROFILES).setting({"profile": name})
+    assert len(str(caught.value)) < 300
+    str(caught.value).encode()
+    with pytest.raises(ProfileError, match="it names none"):
+        offer().setting({"profile": name})
+
+
+def test_a_request_is_held_to_the_limits() -> None:
+    made = offer(profiles=PROFILES, min_keep=0.1, methods=["divprune", "dynres"])
+    assert made.setting({"keep": 0.1}) == Setting(DivPrune(), 0.1)
+    assert made.setting({"off": True}) == Setting()
+    for asked in ({"keep": 0.09}, {"profile": "fast", "keep": 0.09}, {"method": ["dynres", "divprune"], "keep": 0.3}):
+        with pytest.raises(LimitError, match=r"0\.09 is less than this server allows: min_keep is 0\.1"):
+            made.setting(asked)
+    with pytest.raises(LimitError, match="keep must be a share too, not 64 tokens"):
+        made.setting({"keep": 64})
+    for asked in ({"method": "pool"}, {"method": ["downsample", "divprune"], "keep": 0.9}):
+        with pytest.raises(LimitError, match=r"does not allow (pool|downsample); allowed are divprune, dynres"):
+            made.setting(asked)
+    with pytest.raises(OptionError, match="min_keep belongs to the server's setting"):
+        made.setting({"min_keep": 0.01, "keep": 0.02})
+    with pytest.raises(LimitError):  # the method's own default counts too
+        offer({"off": True}, min_keep=0.3).setting({"method": "divprune"})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"profiles": ["fast"]}, "profiles must be an object"),
+        ({"profiles": {"fast": {"keep": 2.0}}}, "profile 'fast': .*no share"),
+        ({"profiles": {"fast": {"profiles": {}}}}, "profile 'fast': profiles holds for the whole server"),
+        ({"profiles": {"fast": 3}}, "profile 'fast': .*must be an object"),
+        ({"profiles": {"default": {"keep": 0.1}}}, "cannot be the name of a profile"),
+        ({"profiles": {"request": {"keep": 0.1}}}, "cannot be the name of a profile"),
+        ({"profiles": {"a b": {"keep": 0.1}}}, "cannot be the name of a profile"),
+        ({"profiles": {str(one): {"keep": 0.1} for one in range(33)}}, "32 at most"),
+        ({"profiles": {"x": {"method": "dart", "experimental_in_llm": True, "pivot_text": 0}}}, "'x': .*whole server"),
+        ({"experimental_free_kv": 1}, "experimental_free_kv must be true or false"),
+        ({"experimental_free_kv": True}, 'goes with "experimental_in_llm": true'),
+        ({"min_keep": 1}, "min_keep must be a share"),
+        ({"min_keep": 0.0}, "min_keep must be a share"),
+        ({"min_keep": None}, "min_keep must be a share"),
+        ({"min_keep": 0.3}, "profile 'default': .*less than this server allows"),
+        ({"profiles": PROFILES, "min_keep": 0.2}, "profile 'fast': .*own settings have to keep to it"),
+        ({"methods": []}, "methods must be a list"),
+        ({"methods": "divprune"}, "methods must be a list"),
+        ({"methods": ["pool"]}, "profile 'default': .*does not allow divprune"),
+        ({"overload": 3}, "overload must be"),
+        ({"overload": {"in_flight": [4], "profiles": []}}, "overload must be"),
+        ({"overload": {"in_flight": [4], "profiles": ["fsat"]}, "profiles": PROFILES}, "default, fast, ocr.*'fsat'"),
+        ({"overload": {"in_flight": [8, 4], "profiles": ["fast", "ocr"]}, "profiles": PROFILES}, "ascending"),
+        ({"overload": {"in_flight": [0], "profiles": ["fast"]}, "profiles": PROFILES}, "whole numbers from 1"),
+        ({"overload": {"in_flight": [True], "profiles": ["fast"]}, "profiles": PROFILES}, "whole numbers from 1"),
+        ({"overload": {"in_flight": [0.5], "profiles": ["fast"]}, "profiles": PROFILES}, "whole numbers from 1"),
+    ],
+)
+def test_a_bad_offer_stops_the_server(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        offer(**given)
+    with pytest.raises(UnknownMethodError, match="did you mean 'divprune'"):
+        offer(methods=["divprun"])
+
+
+def test_a_profile_stands_in_under_load() -> None:
+    made = offer(profiles=PROFILES, overload={"in_flight": [4, 16], "profiles": ["small", "fast"]})
+    assert [made.at(number) for number in (0, 3, 4, 15, 16, 10**6)] == [
+        "default", "default", "small", "small", "fast", "fast",
+    ]  # fmt: skip
+    assert offer().at(10**6) == "default"
+
+
+def test_positions_are_the_servers() -> None:
+    assert offer().positions is None and offer(positions="original").positions == "original"
+    for wrong in ("orginal", None, 3, ["original"]):
+        with pytest.raises(OptionError, match='positions must be "original"'):
+            offer(positions=wrong)
+    with pytest.raises(OptionError, match="positions belongs to the server's setting"):
+        offer(positions="original").setting({"positions": "original"})
+    with pytest.raises(OptionError, match="profile 'a': positions holds for the whole server"):
+        offer(profiles={"a": {"positions": "original"}})
+
+
+def test_a_key_that_is_misspelt() -> None:
+    for key, meant in (("position", "positions"), ("min_kep", "min_keep"), ("profile", "profiles")):
+        with pytest.raises(OptionError, match=f"no key '{key}': did you mean '{meant}'"):
+            check_spelling(SERVER | {key: 1})
+    # Nothing else is its business: options, good and bad, files, and what is no setting at all.
+    for layer in (SERVER, {"method": "fastv", "layer": 2}, {"method": "x", "kep": 1}, "file.json", 3, {3: 4}):
+        check_spelling(layer)
+
+
+def test_metrics_know_few_names() -> None:
+    made = offer(profiles=PROFILES)
+    asked = [None, {}, {"profile": "fast"}, {"profile": "fast", "keep": 0.5}, {"keep": 0.123456}]
+    assert [made.label(one) for one in asked] == ["default", "default", "fast", "request", "request"]
+    assert Setting().label() == ("off", "1")
+    assert Setting.of({"method": "pool", "keep": 0.123456}).label() == ("pool", "0.12")
+    assert Setting.of({"method": "pool", "keep": 64}).label() == ("pool", "tokens")
+    assert Setting.of({"method": ["divprune", "dynres"], "keep": 0.5}).label() == ("dynres+divprune", "0.25")
+
+
+NAMES = available_methods()
+OPTIONS = sorted({option for name in NAMES for option in method_info(name).options})
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from(NAMES),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(["method", "keep", "per", "off", "profile", "profiles", "min_keep", "overload", *OPTIONS])
+MEANT = st.fixed_dictionaries(
+    {},
+    optional={
+        "profile": st.sampled_from([*PROFILES, "default", "fsat"]),
+        "method": st.sampled_from(available_methods()) | st.lists(st.sampled_from(available_methods()), max_size=3),
+        "keep": st.floats(0, 1) | st.integers(-1, 600) | st.lists(st.floats(0, 1), max_size=3),
+        "per": st.sampled_from(["image", "frame", "prompt"]),
+        "off": st.booleans(),
+    },
+)
+HOSTILE = VALUES | st.dictionaries(KEYS | st.text(max_size=8), VALUES, max_size=4) | MEANT
+LIMITED = offer(profiles=PROFILES, min_keep=0.1, methods=["divprune", "dynres", "pool"])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(asked=HOSTILE)
+@example(asked={"profile": "fast", "keep": 0.10000000001})
+@example(asked={"profile": "ocr", "keep": 0.5})
+@example(asked={"profile": "small", "config": "/etc/passwd"})
+def test_a_request_gets_a_setting_or_our_error(asked: Any) -> None:
+    """Never another error; never less than the server allows; and what it gets can be written and read again."""
+    try:
+        setting = LIMITED.setting(asked)
+    except TokenPruneError as error:
+        assert isinstance(error, ValueError)  # which vLLM answers with HTTP 400
+        str(error).encode()
+        return
+    if setting != Setting():
+        assert setting.share * setting.keep >= 0.0999 and isinstance(setting.keep, float)
+        assert {one.name for one in (setting.pixels, setting.method) if one} <= {"divprune", "dynres", "pool"}
+    assert Setting.of(json.loads(json.dumps(setting.as_dict()))) == setting
+    assert LIMITED.label(asked) in {"default", "request", *PROFILES}
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(given=st.dictionaries(st.sampled_from(["profiles", "min_keep", "methods", "overload"]), VALUES, max_size=4))
+def test_a_server_gets_an_offer_or_our_error(given: Any) -> None:
+    try:
+        made = offer(**given)
+    except TokenPruneError as error:
+        assert isinstance(error, ValueError)
+    else:
+        assert made.setting() == Setting(DivPrune(), 0.25)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder deploy/: a dashboard that asks for counters that are there, and a stack whose parts find each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+import yaml
+
+from test_plugin import config
+from tokenprune.integrations.vllm import compat
+from tokenprune.integrations.vllm.front.metrics import COUNTERS, SUMS
+from tokenprune.integrations.vllm.setting.configuration import offered
+
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+OURS = {f"{name}_total": set(labels) for name, (_, labels) in (COUNTERS | SUMS).items()}
+VALUES = {"stage": {"in", "out"}}
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((DEPLOY / "grafana/dashboards/tokenprune.json").read_text())
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+def queries() -> list[str]:
+    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+
+
+@pytest.mark.parametrize("query", queries())
+def test_a_panel_asks_for_what_is_there(query: str) -> None:
+    """Counters and labels that the plugin or vLLM registers, under the names that Prometheus gives them."""
+    assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
+    found = re.findall(r"((?:vllm|tokenprune):\w+)\{([^}]*)\}", query)
+    assert found and len(found) == len(re.findall(r"(?:vllm|tokenprune):", query))
+    loggers = (Path(vllm.__file__).parent / "v1/metrics/loggers.py").read_text()
+    by = {label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")}
+    for name, filters in found:
+        labels = dict(re.findall(r'(\w+)=~?"([^"]*)"', filters))
+        if name in OURS:
+            assert set(labels) | by <= OURS[name], name
+        else:
+            bare = re.sub(r"_(total|bucket)$", "", name)
+            assert f'name="{bare}"' in loggers, name
+            assert set(labels) <= {"model_name"} and by <= {"le"}
+        assert labels["model_name"] == "$model"
+        for label, values in VALUES.items():
+            assert labels.get(label, min(values)) in values
+
+
+def test_every_counter_is_shown() -> None:
+    shown = set(re.findall(r"tokenprune:\w+", " ".join(queries())))
+    assert shown == set(OURS)
+
+
+def test_panels_do_not_cover_each_other() -> None:
+    panels = dashboard()["panels"]
+    places = [panel["gridPos"] for panel in panels]
+    rows = [range(one["y"], one["y"] + one["h"]) for one in places]
+    cells = [
+        (x, y) for one, row in zip(places, rows, strict=True) for x in range(one["x"], one["x"] + one["w"]) for y in row
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_the_parts_find_each_other() -> None:
+    services = read("compose.yaml")["services"]
+    (source,) = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    used = [one["datasource"] for one in dashboard()["panels"] + dashboard()["templating"]["list"]]
+    assert {one["uid"] for one in used} == {source["uid"]} and source["url"] == "http://prometheus:9090"
+    (job,) = read("prometheus.yaml")["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    assert target == "vllm:8000" and {"vllm", "prometheus", "grafana"} == set(services)
+    (provider,) = read("grafana/provisioning/dashboards/tokenprune.yaml")["providers"]
+    mounts = dict(one.split(":")[:2] for one in services["grafana"]["volumes"] if one.startswith("."))
+    assert mounts == {
+        "./grafana/provisioning": "/etc/grafana/provisioning", "./grafana/dashboards": provider["options"]["path"],
+    }  # fmt: skip
+    for service in services.values():
+        for one in service.get("volumes", ()):
+            assert not one.startswith(".") or (DEPLOY / one.split(":")[0]).exists()
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    build = services["vllm"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Containerfile")
+
+
+def test_the_image_is_of_the_tested_version() -> None:
+    (base,) = [line for line in (DEPLOY / "Containerfile").read_text().splitlines() if line.startswith("FROM")]
+    assert base.endswith(f":v{compat.TESTED}")
+
+
+def test_the_servers_command_starts(folder: Any) -> None:
+    """As far as its arguments and its setting go, on a model of the family that it names."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command = [str(one) for one in read("compose.yaml")["services"]["vllm"]["command"]]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(command)
+    assert args.served_model_name == ["served", "served:normal", "served:fast", "served:full"]
+    offer = offered(config(folder("qwen2_5_vl"), args.mm_processor_kwargs["tokenprune"]))
+    assert [f"served:{name}" for name in offer.names] == args.served_model_name[1:]
+    assert [offer.at(number) for number in (0, 16, 64)] == ["default", "normal", "fast"]

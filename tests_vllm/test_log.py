@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of requests and selections, without a server; see test_profiles.py for what a server writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.config
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import CHECKPOINTS
+from conftest import DIVPRUNE
+from test_pixels import photos, processor
+from test_plugin import config
+from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.integrations.vllm import log
+from tokenprune.integrations.vllm.setting.configuration import SECONDS
+from tokenprune.integrations.vllm.worker.clock import Clock
+
+SETTING = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}, "methods": ["divprune", "downsample"]}
+CPU = torch.device("cpu")
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """Return what was logged since the last call, without the times."""
+    found = [json.loads(one.getMessage()) for one in caplog.records if one.name == log.NAME]
+    assert [one.tokenprune for one in caplog.records if one.name == log.NAME] == found
+    caplog.clear()
+    for one in found:
+        assert datetime.fromisoformat(one.pop("time")).utcoffset() is not None
+    return found
+
+
+def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    """One line for each, the same where the cache has the images; none while memory is measured."""
+    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
+
+    checkpoint = CHECKPOINTS["qwen2_5_vl"]
+    made = processor(folder("qwen2_5_vl"), SETTING | {"log": "json"}, served_model_name="logging")
+    cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
+    token = made.info.get_hf_config().image_token_id
+
+    def ask(count: int, asked: Any = None, prompt: int | None = None) -> int:
+        items = made.info.parse_mm_data({"image": photos(checkpoint)[:count]})
+        kwargs = {} if asked is None else {"tokenprune": asked}
+        written = checkpoint.prompt(count if prompt is None else prompt)
+        return made(written, items, hf_processor_mm_kwargs=kwargs, cache=cache)["prompt_token_ids"].count(token)
+
+    lines(caplog)
+    made.get_dummy_mm_inputs({"image": 1})
+    assert lines(caplog) == []
+    full = {count: ask(count, {"profile": "ocr"}) for count in (1, 2)}
+    assert lines(caplog) == [
+        {"event": "request", "profile": "ocr", "method": "off", "keep": 1.0, "images": count, "videos": 0,
+         "tokens_in": full[count], "tokens_out": full[count]}
+        for count in (1, 2)
+    ]  # fmt: skip
+    asked = [(None, "default", 0.25), ({"profile": "fast"}, "fast", 0.11), ({"keep": 5}, "request", 5)]
+    for one, profile, keep in 2 * asked:
+        left = ask(2, one)
+        assert lines(caplog) == [
+            {"event": "request", "profile": profile, "method": "divprune", "keep": keep, "images": 2, "videos": 0,
+             "tokens_in": full[2], "tokens_out": left}
+        ]  # fmt: skip
+    ask(1, {"method": ["downsample", "divprune"], "keep": [0.5, 0.5]})
+    (line,) = lines(caplog)
+    assert (line["method"], line["keep"]) == ("downsample+divprune", 0.25)
+    assert line["tokens_in"] == full[1] > line["tokens_out"]
+
+    secret = "/etc/passwd my\nquestion"
+    refused = [({"profile": secret}, "profile"), ({"method": "uniform"}, "limit"), ({"method": secret}, "setting")]
+    for one, reason in refused:
+        with pytest.raises(TokenPruneError):
+            ask(1, one)
+        assert lines(caplog) == [{"event": "refusal", "reason": reason}]
+    with pytest.raises(OptionError):
+        ask(1, prompt=2)
+    assert lines(caplog) == [{"event": "refusal", "reason": "input"}]
+
+
+def test_nothing_is_logged_unless_asked_for(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = CHECKPOINTS["qwen2_5_vl"]
+    made = processor(folder("qwen2_5_vl"), SETTING)
+    items = made.info.parse_mm_data({"image": photos(checkpoint)[:1]})
+    made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={})
+    with pytest.raises(OptionError, match="has no profile"):
+        made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={"tokenprune": {"profile": "fsat"}})
+    with Clock.of(worker(made.info.ctx.model_config)).timing("divprune", CPU):
+        pass
+    assert lines(caplog) == []
+
+
+def test_only_the_server_decides(folder: Callable[[str], Path]) -> None:
+    for value in ("xml", True, ["json"], None):
+        with pytest.raises(ValueError, match='log must be "json", or left out'):
+            config(folder("llava"), DIVPRUNE | {"log": value})
+    with pytest.raises(ValueError, match=r"profile 'fast': .*log"):
+        config(folder("llava"), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11, "log": "json"}}})
+    made = processor(folder("llava"), SETTING | {"log": "json"})
+    with pytest.raises(OptionError, match="log belongs to the server's setting, not to a request"):
+        made._setting({"tokenprune": {"log": "json"}})
+
+
+def worker(model_config: Any, rank: int = 0) -> Any:
+    return SimpleNamespace(model_config=model_config, parallel_config=SimpleNamespace(rank=rank))
+
+
+def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    """With the counters' file or without; of workers that share a model, by one."""
+    model_config = config(folder("llava"), {"off": True, "log": "json"})
+    seconds = Path(getattr(model_config.multimodal_config, SECONDS))
+    item = {"keep": 0.25, "modality": "video", "tokens_in": 36, "tokens_out": 9}
+    for rank, place in ((0, seconds), (0, seconds / "elsewhere"), (1, seconds)):
+        setattr(model_config.multimodal_config, SECONDS, str(place))
+        lines(caplog)
+        with Clock.of(worker(model_config, rank)).timing("evs", CPU, **item):
+            torch.zeros(9)
+        found = lines(caplog)
+        if rank:
+            assert found == []
+        else:
+            assert 0 <= found[0].pop("ms") < 1000
+            assert found == [{"event": "selection", "method": "evs"} | item]
+    (file,) = seconds.iterdir()
+    assert json.loads(file.read_bytes())["evs"][1] == 1
+
+
+def as_unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep our lines from the handlers that pytest puts at the root when a test begins."""
+    monkeypatch.setattr(logging.getLogger("tokenprune"), "propagate", False)
+    log._stderr.cache_clear()
+
+
+def test_lines_go_to_stderr_bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    as_unconfigured(monkeypatch)
+    log.tell("request", method="divprune", tokens_in=36)
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith("\n") and err.count("\n") == 1
+    line = json.loads(err)
+    assert set(line) == {"time", "event", "method", "tokens_in"}
+
+
+def test_operators_configure_the_logger(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As by vLLM's VLLM_LOGGING_CONFIG_PATH: to a file of their own, with their form; or off."""
+    as_unconfigured(monkeypatch)
+    above = logging.getLogger("tokenprune")
+    file = {"class": "logging.FileHandler", "filename": str(tmp_path / "log"), "formatter": "own"}
+    form = {"format": "%(levelname)s %(name)s %(message)s"}
+    configured = {"version": 1, "disable_existing_loggers": False, "formatters": {"own": form}}
+    try:
+        logging.config.dictConfig(
+            configured | {"handlers": {"own": file}, "loggers": {"tokenprune": {"handlers": ["own"]}}}
+        )
+        log.tell("refusal", reason="limit")
+        log.logger.setLevel(logging.WARNING)
+        log.tell("refusal", reason="profile")
+    finally:
+        log.logger.setLevel(logging.INFO)
+        for handler in above.handlers[:]:
+            above.removeHandler(handler)
+            handler.close()
+    level, name, line = (tmp_path / "log").read_text().split(maxsplit=2)
+    assert (level, name) == ("INFO", log.NAME) and json.loads(line)["reason"] == "limit"
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`"positions": "original"` where positions have one axis: the words of the patched Hugging Face model, whose kept
+tokens stand where they stood. Tiles with a budget each are in test_families.py, text within an image in
+test_caching.py, other decoders in test_more_families.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
+
+from conftest import DIVPRUNE, ORIGINAL, Engine, same
+from test_plugin import config
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm.families import FAMILIES
+from tokenprune.integrations.vllm.setting.plan import Plan, field_name
+from tokenprune.integrations.vllm.setting.position_checks import arrange, original_positions
+from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.worker.positions import DIGITS, of_line, place_line, to_columns
+from tokenprune.methods.pre_llm.divprune import DivPrune
+
+NAME, CHUNK, BLOCK = "llava_onevision", 24, 32
+HALF = {"method": "divprune", "keep": 0.5}
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Engine]) -> Engine:
+    """Chunks split every image, and long answers to several prompts do not fit into the KV cache together."""
+    options = dict(max_num_batched_tokens=CHUNK, num_gpu_blocks_override=16, max_model_len=480)
+    return start(NAME, HALF | ORIGINAL, **options)
+
+
+def check(reference: Any, output: Any, prompt: str, images: list, setting: Any, videos: Any = ()) -> None:
+    steps = len(output.outputs[0].token_ids)
+    same(output, *reference(NAME).greedy(prompt, images, steps, setting, videos, original=True))
+
+
+def test_mixed_requests_and_the_prefix_cache(engine: Engine, reference: Any) -> None:
+    engine.forget()
+    checkpoint, images = engine.checkpoint, engine.checkpoint.images(2)
+    two, side, first = checkpoint.prompt(2), "look: <image><image> what? ", "<image> or <image>, what? "
+    asked: list[tuple[str, list, Any, list]] = [(prompt, images, HALF, []) for prompt in (two, side, first)]
+    asked += [(two, images, None, []), (side, images, {"method": "vscan", "stage2": False, "keep": 0.25}, [])]
+    asked += [("what? " * 8, [], HALF, []), (two, images, HALF | {"keep": 1.0}, [])]
+    asked += [(checkpoint.prompt(1, video=True), images[:1], DIVPRUNE | {"per": "frame"}, [checkpoint.clip()])]
+    asked += [(checkpoint.prompt(1, video=True), images[:1], {"method": "evs", "keep": 0.4}, [checkpoint.clip()])]
+    requests = [
+        engine.request(prompt, some, {"off": True} if setting is None else setting, videos)
+        for prompt, some, setting, videos in asked
+    ]
+    outputs = engine.generate(requests, 12)
+    for (prompt, some, setting, videos), output in zip(asked, outputs, strict=True):
+        check(reference, output, prompt, some, setting, videos)
+    # And not those of positions that are counted anew.
+    logprobs = reference(NAME).greedy(two, images, 1, HALF)[1]
+    likely = outputs[0].outputs[0].logprobs[0]
+    assert max(abs(one.logprob - float(logprobs[0, token])) for token, one in likely.items()) > 0.01
+
+    # From the cache, which ends within an image, and the same images before another question.
+    other = checkpoint.prompt(2, "something else altogether? ")
+    engine.generate(requests[:1])
+    for prompt in (two, other):
+        (output,) = engine.generate([engine.request(prompt, images, HALF)])
+        assert output.num_cached_tokens >= BLOCK
+        check(reference, output, prompt, images, HALF)
+
+
+def test_requests_that_are_read_again(engine: Engine, reference: Any, preempted: list[str]) -> None:
+    """What is read the second time holds some of the answer, too."""
+    engine.forget()
+    checkpoint = engine.checkpoint
+    asked = [(checkpoint.prompt(2, f"case {n}? "), checkpoint.images(2, seed=n)) for n in range(4)]
+    outputs = engine.generate([engine.request(*one) for one in asked], 55)
+    again = {name.partition("-")[0] for name in preempted}
+    compared = [(*one, output) for one, output in zip(asked, outputs, strict=True) if output.request_id in again]
+    assert compared
+    for prompt, images, output in compared:
+        check(reference, output, prompt, images, HALF)
+
+
+def test_prompts_beyond_the_positions_of_the_model(
+    engine: Engine, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.forget()
+    prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm.model_config.hf_text_config, "max_position_embeddings", 121)
+        with pytest.raises(OptionError, match=r"positions for less than 4\. Send fewer or smaller images"):
+            engine.generate([engine.request(prompt, images)])
+        engine.generate([engine.request(prompt, images, {"off": True})])
+    (output,) = engine.generate([engine.request(prompt, images)])
+    check(reference, output, prompt, images, HALF)
+
+
+def test_a_request_cannot_choose_positions(engine: Engine) -> None:
+    with pytest.raises(OptionError, match="positions belongs to the server's setting"):
+        engine.generate([engine.request("<image> what? ", engine.checkpoint.images(1), {"positions": "renumbered"})])
+
+
+def test_the_setting(folder: Any) -> None:
+    """What vLLM gets to know, and what is so already."""
+    llava = config(folder("llava"), DIVPRUNE | ORIGINAL)
+    assert llava.uses_mrope and llava.hf_text_config.rope_parameters["mrope_section"] == [16, 0, 0]
+    for setting in (DIVPRUNE, DIVPRUNE | {"positions": "renumbered"}):
+        plain = config(folder("llava"), setting)
+        assert not plain.uses_mrope and not original_positions(plain)
+    assert llava.compute_hash() != plain.compute_hash()  # compiled graphs are kept under it
+    alone = config(folder("llava"), ORIGINAL)
+    assert alone.uses_mrope and alone.multimodal_config.tokenprune == {"off": True}
+    qwen = config(folder("qwen2_5_vl"), DIVPRUNE | ORIGINAL)
+    assert qwen.hf_text_config.rope_parameters["mrope_section"] == [4, 6, 6] and not original_positions(qwen)
+    dart = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
+    assert not config(folder("llava"), dart | ORIGINAL).uses_mrope
+    for name, setting, says in (
+        ("qwen2_5_vl", DIVPRUNE | {"positions": "renumbered"}, "Qwen2_5_VL.*M-RoPE: leave positions out"),
+        ("llava", dart | {"positions": "renumbered"}, "experimental_in_llm: leave positions out"),
+        ("llava", DIVPRUNE | {"positions": "orginal"}, "must be .original. .*not 'orginal'"),
+        ("llava", DIVPRUNE | {"position": "original"}, "no key 'position': did you mean 'positions'"),
+        ("llava", DIVPRUNE | {"profiles": {"a": ORIGINAL}}, "profile 'a': positions holds for the whole server"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            config(folder(name), setting)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model_type": "internlm2"}, "'internlm2', it is not known that"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope is scaled .'llama3'"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "layers have different ropes"),
+        ({"rope_parameters": {"rope_type": "default", "use_fope": True}}, "rope has use_fope"),
+        ({"sliding_window": 1023}, "start with --max-model-len 1023 or less"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, r"other kinds \(linear_attention\)"),
+        ({"llama_4_scaling": {"beta": 1.0}}, "in another way .llama_4_scaling"),
+    ],
+)
+def test_what_is_not_exact(folder: Any, changed: dict[str, Any], says: str) -> None:
+    made = config(folder("llava"), DIVPRUNE)
+    for name, value in changed.items():
+        setattr(made.hf_text_config, name, value)
+    with pytest.raises(UnsupportedSetupError, match=f"(?s)LlavaForConditional.*here.*{says}.*leave positions out"):
+        arrange("original", made, FAMILIES[made.architecture], False)
+    assert not made.uses_mrope
+    made.hf_text_config.sliding_window = made.max_model_len  # which nothing outgrows
+    if "sliding_window" in changed:
+        arrange("original", made, FAMILIES[made.architecture], False)
+        assert made.uses_mrope
+
+
+@pytest.mark.parametrize("keep", [0.3, 1.0])
+@pytest.mark.parametrize("per_run", [False, True])
+def test_every_split(keep: float, per_run: bool) -> None:
+    """Against a naive account of the full prompt, however it is cut into chunks: images at both ends and side by side,
+    one of them with text around it and within."""
+    generator = torch.Generator().manual_seed(0)
+    tokens: list[int] = []
+    wanted, features, rows = [], [], []  # wanted: the place in the full prompt of each token
+    full = 0
+    for text, behind in (("#" * 8, 0), ("ab########c########d", 0), ("#" * 6, 3), ("#" * 12, 0)):
+        placeholders = [letter == "#" for letter in text]
+        plan = Plan.make(Setting(DivPrune(), keep), [9 if one else 50 for one in placeholders], placeholders, per_run)
+        stays = torch.tensor(placeholders)
+        for segment, kept in zip(stays.nonzero().flatten().split(plan.counts), plan.keep, strict=True):
+            stays[segment[torch.randperm(len(segment), generator=generator)[kept:]]] = False
+        within = stays.clone()
+        if plan.between:  # text within comes with the rows
+            first, end = plan.span
+            within[first:end] |= ~torch.tensor(placeholders[first:end])
+        written = plan.reduced() if plan.reduces else list(plan.tokens)
+        data = {field_name("image"): MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField())}
+        features.append(MultiModalFeatureSpec(data, "image", "", PlaceholderRange(len(tokens), len(written))))
+        left = (stays | ~torch.tensor(placeholders)).nonzero().flatten()
+        wanted += [full + int(place) for place in left]
+        assert len(left) == len(written)
+        of_rows = within.nonzero().T if plan.between else stays.nonzero().T
+        marked = [bool(within[place]) for place in left]
+        rows.append((torch.cat([torch.zeros(of_rows.shape[1], 5), to_columns(of_rows, torch.bfloat16)], 1), marked))
+        tokens += [*written, *[50] * behind]
+        wanted += range(full + len(text), full + len(text) + behind)
+        full += len(text) + behind
+    provisional, delta = of_line(tokens, features)
+    assert delta == full - len(tokens) and int(provisional.max()) == full
+    is_row = torch.zeros(len(tokens), dtype=torch.bool)
+    for feature, (_, marked) in zip(features, rows, strict=True):
+        at = feature.mm_position
+        is_row[at.offset : at.offset + at.length] = torch.tensor(marked)
+    every = torch.cat([one for one, _ in rows])
+    for size in range(1, len(tokens) + 1):
+        for skipped in (0, len(tokens) // 2):  # a hit of the prefix cache
+            positions = provisional.clone()
+            for computed in [*range(skipped, len(tokens), size), skipped]:  # and a request that is read again
+                before, after = int(is_row[:computed].sum()), int(is_row[: computed + size].sum())
+                cut, positions, told = place_line([every[before:after]], positions, computed)
+                assert cut[0].shape == (after - before, 5) and every.shape[1] == 5 + DIGITS and told == delta
+            assert positions[0, skipped:].tolist() == wanted[skipped:]
+    assert place_line([], provisional, 3)[1] is provisional

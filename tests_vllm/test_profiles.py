@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles, chosen on a server that trusts no request's processor arguments: by the model's name, by key, by load."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from checkpoints import CHECKPOINTS
+from conftest import DIVPRUNE, stop
+from server import CALL, Server, serve
+from test_server import NAME, ask, check, nested
+
+PROFILES = {"half": {"keep": 0.5}, "fast": {"keep": 0.11}, "ocr": {"off": True}}
+SETTING = DIVPRUNE | {
+    "profiles": PROFILES, "min_keep": 0.1, "methods": ["divprune"],
+    "overload": {"in_flight": [1, 2], "profiles": ["half", "fast"]}, "log": "json",
+}  # fmt: skip
+LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 35}  # tokens of an image
+
+
+@pytest.fixture(scope="module")
+def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    stop()
+    arguments = ["--served-model-name", "tiny", "tiny:half", "tiny:fast", "tiny:ocr", "tiny:fsat"]
+    arguments += ["--mm-processor-kwargs", json.dumps({"tokenprune": SETTING})]
+    with serve(folder(NAME), tmp_path_factory.mktemp("profiles"), *arguments) as running:
+        yield running
+
+
+def image(seed: int) -> list[Any]:
+    return CHECKPOINTS[NAME].images(1, seed=seed)
+
+
+def test_requests_choose_by_name_and_by_key(server: Server, reference: Any) -> None:
+    text = ask(server, [], "what is it? ").usage.prompt_tokens
+    assert ask(server, [], "what is it? ", model="tiny:fast").usage.prompt_tokens == text
+    asked = [(profile, {"model": f"tiny:{profile}"}) for profile in PROFILES]
+    asked += [(profile, {"override": {"profile": profile}}) for profile in [*PROFILES, "default"]]
+    asked += [("default", {}), ("default", {"override": {}})]
+    asked += [("half", {"override": {"profile": "half"}, "model": "tiny:fast"})]
+    lengths = set()
+    for profile, how in asked:
+        reply = ask(server, image(0), "what is it? ", **how)
+        check(reply, reference, image(0), "what is it? ", PROFILES.get(profile))
+        lengths.add((profile, reply.usage.prompt_tokens - LEFT[profile]))
+    assert len({rest for _, rest in lengths}) == 1 and len(lengths) == 4
+
+
+def test_other_ways_to_ask(server: Server) -> None:
+    """Responses and messages come through the same place."""
+    url = data_url(image(0))
+    part = {"type": "input_image", "image_url": url, "detail": "auto"}
+    response = {"max_output_tokens": 1, "input": [{"role": "user", "content": [part]}]}
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    message = {"role": "user", "content": [{"type": "image", "source": source}]}
+    asked = (("/v1/responses", response), ("/v1/messages", {"max_tokens": 1, "messages": [message]}))
+    lengths = [
+        post(server, path, body | {"model": f"tiny:{one}"})["usage"]["input_tokens"]
+        for path, body in asked
+        for one in PROFILES
+    ]
+    assert [one - lengths[0] for one in lengths] == 2 * [0, LEFT["fast"] - LEFT["half"], LEFT["ocr"] - LEFT["half"]]
+
+
+def data_url(images: list[Any]) -> str:
+    buffer = io.BytesIO()
+    images[0].save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def post(server: Server, path: str, body: Any) -> Any:
+    """Return the answer, or the status if it is none."""
+    data = json.dumps(body).encode() if not isinstance(body, bytes) else body
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=CALL) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        assert error.code < 500, server.story(error.read().decode())
+        return error.code
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"override": {"profile": "fsat"}}, "has no profile 'fsat'; it has half, fast, ocr, and default"),
+        ({"model": "tiny:fsat"}, "has no profile 'fsat'"),
+        ({"override": {"profile": ["fast"]}}, "has no profile"),
+        ({"override": {"profile": "fast", "keep": 0.5}}, "can choose a profile alone, one of half, fast, ocr"),
+        ({"override": {"keep": 0.5}}, "can choose a profile alone"),
+        ({"override": {"off": True}}, "can choose a profile alone"),
+        ({"override": "fast"}, "can choose a profile alone"),
+        ({"mm_processor_kwargs": {"tokenprune": {"profile": "fast"}, "min_pixels": 1}}, "disabled by default"),
+        ({"mm_processor_kwargs": {"min_pixels": 1}}, "disabled by default"),
+        ({"media_io_kwargs": {"image": {"mode": "L"}}, "model": "tiny:fast"}, "disabled by default"),
+    ],
+)
+def test_all_else_is_refused(server: Server, reference: Any, how: dict[str, Any], says: str) -> None:
+    """With HTTP 400, and no more of vLLM's own arguments open than before; without an image too."""
+    for images in (image(0), []):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(server, images, "what? ", **how)
+        assert caught.value.status_code == 400 and says in str(caught.value)
+    check(ask(server, image(0), "what? "), reference, image(0), "what? ", None)
+
+
+def test_a_profile_shares_all_with_itself(server: Server) -> None:
+    """And nothing with another: one image, by what vLLM's cache of processed images says."""
+
+    def hits(**how: Any) -> float:
+        before = sum(server.counted("vllm:mm_cache_hits_total").values())
+        ask(server, image(900), "again? ", **how)
+        return sum(server.counted("vllm:mm_cache_hits_total").values()) - before
+
+    assert [hits(), hits(model="tiny:fast"), hits(model="tiny:ocr")] == [0, 0, 0]
+    again = {"override": {"profile": "fast"}}, {"override": {"profile": "default"}}, {"model": "tiny:ocr"}
+    assert [hits(**how) for how in again] == [1, 1, 1]
+
+
+def test_the_profile_follows_the_load(server: Server) -> None:
+    """Where a request chooses nothing; streams that are read or dropped no longer count."""
+    alone = ask(server, image(1), "how many? ").usage.prompt_tokens
+    more = {"messages": [{"role": "user", "content": "go on "}], "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+
+    def added(**how: Any) -> int:
+        return ask(server, image(1), "how many? ", **how).usage.prompt_tokens - alone
+
+    streams = []
+    for profile in ("half", "fast"):
+        streams.append(server.client.chat.completions.create(model="tiny", stream=True, **more))
+        next(iter(streams[-1]))
+        assert added() == LEFT[profile] - LEFT["default"]
+    assert added(override={"profile": "default"}) == 0
+    assert added(model="tiny:half") == LEFT["half"] - LEFT["default"]
+    for stream in streams:
+        stream.close()
+    for _ in range(20):
+        if added() == 0:
+            break
+    else:
+        raise AssertionError(server.story("dropped streams still count"))
+
+
+def test_hostile_requests(server: Server, reference: Any) -> None:
+    """Answered or refused, never an error of the server's; what a request must not touch is closed."""
+    draw, url = random.Random(1), data_url(image(0))
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
+    names = [*map(json.dumps, [*PROFILES, "x" * 10**5]), "1e400", "[" * 3000 + "]" * 3000, "null", "{}"]
+    names += ['"\\ud800"', '"\\u0000"']
+    asked = [nested(draw) for _ in range(12)] + [f'{{"profile": {one}}}' for one in names]
+    answered = []
+    for one in asked:
+        models = ["tiny", *(f"tiny:{profile}" for profile in [*PROFILES, "fsat"])]
+        body = {"model": draw.choice(models), "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        text = json.dumps(body | {"mm_processor_kwargs": {"tokenprune": "SETTING"}}).replace('"SETTING"', one)
+        answer = post(server, "/v1/chat/completions", text.encode())
+        answered.append(answer if isinstance(answer, int) else 200)
+    assert set(answered) == {200, 400}, dict(zip(asked, answered, strict=True))
+    check(ask(server, image(0), "what? "), reference, image(0), "what? ", None)
+
+
+def test_profiles_are_counted(server: Server) -> None:
+    """Last, when all the others have asked."""
+    assert set(server.counted("tokenprune:requests_total")) == {
+        f'model_name="tiny",profile="{one}"' for one in [*PROFILES, "default"]
+    }
+    assert set(server.counted("tokenprune:refusals_total")) == {
+        f'model_name="tiny",reason="{one}"' for one in ("profile", "setting")
+    }
+    settings = {("divprune", "0.25"), ("divprune", "0.5"), ("divprune", "0.11"), ("off", "1")}
+    assert set(server.counted("tokenprune:visual_tokens_total")) == {
+        f'keep="{keep}",method="{method}",model_name="tiny",stage="{stage}"'
+        for method, keep in settings
+        for stage in ("in", "out")
+    }
+    selected = server.counted("tokenprune:selections_total")
+    seconds = server.counted("tokenprune:selection_seconds_total")
+    assert set(selected) == set(seconds) == {'method="divprune",model_name="tiny"'}
+    assert 3 <= sum(selected.values()) < 60 and 0 < sum(seconds.values()) < CALL
+
+
+def test_the_log_says_what_was_counted(server: Server) -> None:
+    """Of the front end and of the engine, each a process; beside vLLM's own lines."""
+    told = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
+    requests = [one for one in told if one["event"] == "request"]
+    for profile in [*PROFILES, "default"]:
+        (count,) = (
+            value
+            for labels, value in server.counted("tokenprune:requests_total").items()
+            if f'profile="{profile}"' in labels
+        )
+        mine = [one for one in requests if one["profile"] == profile]
+        assert len(mine) == count and {one["tokens_out"] for one in mine if one["images"] == 1} == {LEFT[profile]}
+    for event, name in (("refusal", "refusals"), ("selection", "selections")):
+        assert sum(one["event"] == event for one in told) == sum(server.counted(f"tokenprune:{name}_total").values())
+    assert "profile" not in {key for one in told if one["event"] == "refusal" for key in one}

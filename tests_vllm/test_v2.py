@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model Runner V2, which is vLLM's default wherever Triton is: the part of the suite that `make test-vllm` runs through
+it. Its kernels are interpreted here (v2/sitecustomize.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from checkpoints import Checkpoint
+from conftest import DIVPRUNE, OPTIONS, Engine, same
+from tokenprune.errors import UnsupportedSetupError
+
+pytestmark = pytest.mark.only_v2
+CHUNK, BLOCK = 24, 32
+# What each family adds: reading the tower, and merging in it.
+OVERRIDES = {
+    "qwen2_5_vl": [{}, {"off": True}, {"keep": 30}, {"method": "vscan", "stage2": False, "keep": 0.5}],
+    "llava": [{}, {"off": True}, {"method": "visionzip", "keep": 30}, {"method": "tome", "keep": 0.5}],
+}
+
+
+@pytest.fixture(scope="module", params=OVERRIDES)
+def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engine:
+    """Chunks split every image, and long answers to several prompts do not fit into the KV cache together."""
+    return start(request.param, DIVPRUNE, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=16, max_model_len=480)
+
+
+@pytest.fixture
+def checkpoint(engine: Engine) -> Checkpoint:
+    return engine.checkpoint
+
+
+def expected(override: dict[str, Any]) -> dict[str, Any] | None:
+    if override.get("off"):
+        return None
+    return override if "method" in override else DIVPRUNE | override
+
+
+def test_these_tests_run_through_it(engine: Engine) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    assert isinstance(runner, GPUModelRunner)
+    # Positions change where a model has three axes of them, and nowhere else.
+    assert (runner.model_state.mm_pruner is not None) == engine.checkpoint.mrope
+
+
+def test_mixed_requests_and_once_more_from_the_prefix_cache(
+    engine: Engine, reference: Any, checkpoint: Checkpoint
+) -> None:
+    engine.forget()
+    prompt, images = checkpoint.prompt(2), checkpoint.images(2)
+    asked = [(prompt, images, override, []) for override in OVERRIDES[checkpoint.name]]
+    if checkpoint.video is not None:
+        asked += [(checkpoint.prompt(1, video=True), images[:1], {"keep": 0.5}, [checkpoint.clip()])]
+    requests = [engine.request(*one) for one in asked]
+    for outputs in (engine.generate(requests), engine.generate(requests)):
+        for (prompt, images, override, videos), output in zip(asked, outputs, strict=True):
+            tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 6, expected(override), videos)
+            same(output, tokens, logprobs)
+    assert all(output.num_cached_tokens >= BLOCK for output in outputs)
+
+
+def test_requests_that_are_read_again(
+    engine: Engine, reference: Any, checkpoint: Checkpoint, preempted: list[str]
+) -> None:
+    """What is read the second time holds some of the answer, too."""
+    if not checkpoint.mrope:
+        pytest.skip("positions of one axis are vLLM's own")
+    engine.forget()
+    asked = [(checkpoint.prompt(2, f"case {n}? "), checkpoint.images(2, seed=n)) for n in range(4)]
+    outputs = engine.generate([engine.request(*one, {"keep": 0.9}) for one in asked], 55)
+    again = {name.partition("-")[0] for name in preempted}  # the engine's own names go on behind a hyphen
+    compared = [(*one, output) for one, output in zip(asked, outputs, strict=True) if output.request_id in again]
+    assert compared
+    for prompt, images, output in compared:
+        tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 55, DIVPRUNE | {"keep": 0.9})
+        same(output, tokens, logprobs)
+
+
+def test_the_encoder_gets_what_its_memory_was_measured_for(
+    engine: Engine, checkpoint: Checkpoint, encoded: list[int]
+) -> None:
+    engine.generate([engine.request(checkpoint.prompt(2), checkpoint.images(2), {"keep": 2})])
+    assert encoded == [1, 1]
+
+
+def test_reduction_inside_the_language_model_is_refused_by_name(folder: Any) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    dart = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
+    arguments = OPTIONS | {"mm_processor_kwargs": {"tokenprune": dart}, "disable_chunked_mm_input": True}
+    with pytest.raises(UnsupportedSetupError, match=r"V2 model runner: start with .*VLLM_USE_V2_MODEL_RUNNER=0"):
+        EngineArgs(str(folder("llava")), **arguments).create_engine_config()

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets vLLM's Model Runner V2 run without a GPU: Triton's kernels are interpreted, and vLLM is told that Triton has a
+backend for CPUs. Python imports this file at its start, in each process that has this folder in PYTHONPATH
+(`conftest.py`)."""
+
+import os
+from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.backends import backends
+
+
+class Driver:
+    """What vLLM and Triton ask a backend before they use it."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+# The kernels are not compiled.
+backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page: what is asked on the left, what methods make of it on the right."""
+
+from __future__ import annotations
+
+import html
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from PIL import Image
+
+import tokenprune
+from tokenprune.app import snippets
+from tokenprune.app.comparison import LONGEST, Asked, compare
+from tokenprune.base import ImageChooser
+from tokenprune.bench import contact_sheet
+from tokenprune.bench.drawn_sets import drawn_set
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.media import read_frames
+from tokenprune.bench.model import Model
+from tokenprune.errors import TokenPruneError
+
+FIRST, SECOND, KEEP = "divprune", "fastv", 0.25
+FRAMES = 8  # of a video, evenly chosen
+_EXAMPLES = 6
+_FONTS = ["system-ui", "sans-serif"]  # of the machine that looks: a page loads nothing from elsewhere
+_CSS = """
+.tokenprune-table table {width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums}
+.tokenprune-table th, .tokenprune-table td {text-align: left; padding: .35em .7em .35em 0}
+.tokenprune-table .wide {overflow-x: auto}
+"""
+_ABOUT = (
+    "Drop an image or a video, ask, and see what methods keep of its visual tokens. Clear patches stay, dark ones are "
+    "dropped, those of one colour are merged."
+)
+
+
+def build(subject: Model) -> gr.Blocks:
+    """Return the page for a model; `launch` opens it."""
+    video = contact_sheet.takes_video(subject)
+    with gr.Blocks(title="tokenprune", analytics_enabled=False) as page:
+        gr.Markdown(f"# tokenprune\n{_ABOUT} Model: `{subject.name}`.")
+        with gr.Row():
+            with gr.Column(scale=1, min_width=300):
+                image = gr.Image(type="pil", label="Image", sources=["upload", "clipboard"], height=260)
+                file = gr.File(label="or a video, or a GIF", type="filepath", height=110, visible=video)
+                question = gr.Textbox(label="Question", max_length=LONGEST)
+                first, second = (
+                    gr.Dropdown(
+                        choices=choices, value=value, label=label, info=info, allow_custom_value=True, filterable=True
+                    )
+                    for choices, value, label, info in (
+                        (_drawable(video), FIRST, "Method", "options and stacks too: dart:pivot_text=0, tome+fastv"),
+                        (["", *_drawable(video)], SECOND, "and another", "leave it empty for one alone"),
+                    )
+                )
+                keep = gr.Slider(0.05, 1.0, value=KEEP, step=0.05, label="Share of the visual tokens that is kept")
+                button = gr.Button("Compare", variant="primary")
+            with gr.Column(scale=2, min_width=300):
+                table = gr.HTML(elem_classes="tokenprune-table")
+                drawings = [gr.Image(label=FIRST, buttons=["download", "fullscreen"], visible=False) for _ in range(2)]
+                layers = gr.HTML()
+                with gr.Tabs():
+                    lines = [_copied(label, language) for label, language in (
+                        ("Python", "python"), ("vLLM", "shell"), ("Benchmark", "shell"))]  # fmt: skip
+        gr.Examples(_examples(subject), [image, question], label="Held-out images")
+        if video:
+            gr.Examples(_video_examples(), [file, question], label="A drawn video")
+        inputs, outputs = [image, file, question, first, second, keep], [table, *drawings, layers, *lines]
+        answer = partial(_answer, subject)
+        # One at a time: a model is patched for everybody.
+        gr.on(
+            [button.click, question.submit, keep.release, first.input, second.input], answer, inputs, outputs,
+            concurrency_limit=1, trigger_mode="always_last", api_name="compare",
+        )  # fmt: skip
+    return page
+
+
+def launch(page: gr.Blocks, host: str, port: int, open_browser: bool, block: bool = True) -> Any:
+    """Serve the page until it is stopped, shared with nobody. Raises TokenPruneError where the port is taken."""
+    try:
+        return page.queue(default_concurrency_limit=1, max_size=16).launch(
+            server_name=host, server_port=port, inbrowser=open_browser, share=False, quiet=True, ssr_mode=False,
+            footer_links=[], css=_CSS, theme=gr.themes.Default(font=_FONTS, font_mono=["ui-monospace", "monospace"]),
+            max_file_size="64mb", prevent_thread_lock=not block, app_kwargs={"docs_url": None, "redoc_url": None},
+        )  # fmt: skip
+    except OSError as error:
+        raise TokenPruneError(f"cannot listen at {host}:{port} ({error}): choose another --port") from error
+
+
+def _drawable(video: bool) -> list[str]:
+    """The methods of which something can be drawn, by name."""
+    infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
+    return [
+        info.name
+        for info in infos
+        if not issubclass(info.cls, ImageChooser) and info.site is not tokenprune.Site.ATTENTION
+        and (video or "frames" not in info.needs)
+    ]  # fmt: skip
+
+
+def _examples(subject: Model) -> list[list[Any]]:
+    """Images of the held-out set, each with a question of another kind."""
+    asked, found = load_heldout(folder=subject.heldout, limit=_EXAMPLES), {}
+    for one in asked:
+        if one.number not in found and one.kind not in {other.kind for other in found.values()}:
+            found[one.number] = one
+    return [[str(one.path), one.question] for one in found.values()]
+
+
+def _video_examples() -> list[list[Any]]:
+    """A drawn video, as a GIF, with one of its questions."""
+    one = next(one for one in drawn_set("small-videos", 1).questions if one.kind == "change")
+    file = Path(tempfile.mkdtemp(prefix="tokenprune-")) / "drawn.gif"
+    one.frames[0].save(file, save_all=True, append_images=list(one.frames[1:]), duration=400, loop=0)
+    return [[str(file), one.question]]
+
+
+def _copied(label: str, language: str) -> gr.Code:
+    with gr.Tab(label):
+        return gr.Code(language=language, label="", show_label=False, interactive=False, wrap_lines=True)
+
+
+def _answer(
+    subject: Model,
+    image: Image.Image | None,
+    file: str | None,
+    question: str,
+    first: str | None,
+    second: str | None,
+    keep: float,
+    progress: gr.Progress = gr.Progress(),  # noqa: B008 - how gradio hands it over
+) -> list[Any]:
+    methods = [text.strip() for text in (first, second) if text and text.strip()]
+    try:
+        images, note = _seen(subject, image, file, question, methods)
+        step = lambda done, total, label: progress((done, total), desc=label)  # noqa: E731
+        asked = compare(subject, images, question, methods, keep, step)
+    except TokenPruneError as error:
+        raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
+    drawings = [
+        gr.Image(value=one.shown.image, label=f"{one.spelling}, keep {one.keep:g}", visible=True) for one in asked
+    ]
+    drawings += [gr.Image(value=None, visible=False)] * (2 - len(asked))
+    name = subject.name.partition(" ")[0]
+    lines = [
+        "\n".join(snippets.python(one.setting) for one in asked),
+        "\n".join(snippets.vllm(one.setting) for one in asked),
+        "\n".join(snippets.bench(one.spelling, one.keep, name) for one in asked),
+    ]
+    return [_table(question, asked, note), *drawings, _layers(asked), *lines]
+
+
+def _seen(
+    subject: Model, image: Image.Image | None, file: str | None, question: str, methods: Sequence[str]
+) -> tuple[list[Image.Image], str | None]:
+    """Return the image, or frames of the file that fit into the model's context; and how many did not, in words."""
+    if not file or not methods:
+        return ([] if image is None else [image.convert("RGB")]), None
+    return contact_sheet.fitting(subject, partial(read_frames, [Path(file)]), FRAMES, question, methods[0])
+
+
+def _table(question: str, asked: Sequence[Asked], note: str | None) -> str:
+    """Answers and costs, as HTML; whatever a user or a model wrote is escaped."""
+    head = ("", "answer", "visual tokens", "mean of the layers", "KV cache", "first token")
+    shown, ttft = asked[0].shown, asked[0].ttft
+    kv, before = shown.stats.kv_bytes_full, shown.tokens_in
+    rows: list[tuple] = [("unpatched", shown.before, before, before, _size(kv), _ms(ttft, "_unpatched"))]
+    for one in asked:
+        stats, tokens = one.shown.stats, f"{one.shown.tokens_in} → {one.shown.tokens_out}"
+        average, first = round(stats.visual_tokens_average), f"{_ms(one.ttft, '')}, ×{one.faster:.2f}"
+        rows.append((f"{one.spelling} {one.keep:g}", one.shown.after, tokens, average, _size(stats.kv_bytes), first))
+    warnings = [*([note] if note else []), *(_warnings(asked))]
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    title = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    said = "".join(f"<p>⚠ {html.escape(text)}</p>" for text in warnings)
+    return f"<h3>{html.escape(question)}</h3><div class=wide><table><tr>{title}</tr>{cells}</table></div>{said}"
+
+
+def _warnings(asked: Sequence[Asked]) -> list[str]:
+    said = []
+    for one in asked:
+        if one.faster < 1:
+            said.append(f"{one.spelling} is not faster here: choosing costs what is saved, as with few tokens")
+        said += [f"{one.spelling}: {text}" for text in one.shown.stats.notes]
+    return said
+
+
+def _layers(asked: Sequence[Asked]) -> str:
+    """Visual tokens that each layer sees, as bars in HTML."""
+    parts = []
+    for one in asked:
+        layers = one.shown.stats.visual_tokens_per_layer
+        most = max(one.shown.tokens_in, 1)
+        bars = "".join(
+            f'<span title="layer {number}: {count}" style="flex:1;margin-right:2px;background:var(--color-accent);'
+            f'height:{max(2, round(48 * count / most))}px"></span>'
+            for number, count in enumerate(layers)
+        )
+        parts.append(
+            f"<p>{html.escape(one.spelling)}: visual tokens in layers 0 to {len(layers) - 1}: "
+            f'{", ".join(map(str, layers))}</p><div style="display:flex;align-items:flex-end;height:50px">{bars}</div>'
+        )
+    return "".join(parts)
+
+
+def _size(number: float) -> str:
+    return f"{number / 1024:.0f} KiB" if number < 10 * 2**20 else f"{number / 2**20:.0f} MiB"
+
+
+def _ms(ttft: dict[str, Any], side: str) -> str:
+    return f"{ttft[f'ttft_ms{side}']['p50']:.0f} ms"

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which profile a request to the server has: of the name under which it asks for the model (`NAME:PROFILE`), of its own
+key, or by how many requests are in flight. None of these needs --trust-request-mm-kwargs.
+
+vLLM offers a plugin no place between a request and its processor, and the processor sees neither the model's name nor
+a key that vLLM does not trust. So `OnlineRenderer.preprocess_chat`, through which chat completions, responses and
+messages come, is replaced by itself behind a look at the request; and `AsyncLLM` says how many requests it has.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
+from tokenprune.integrations.vllm.front import metrics
+from tokenprune.integrations.vllm.setting.configuration import configured, offered
+from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
+from tokenprune.integrations.vllm.setting.settings import KEY
+
+logger = logging.getLogger(__name__)
+HOOKS = {
+    "vllm.renderers.online_renderer:OnlineRenderer": "model_config renderer trust_request_mm_kwargs",
+    "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat": "self request messages",
+    "vllm.renderers.online_renderer:validate_request_mm_kwargs": (
+        "mm_processor_kwargs media_io_kwargs trust_request_mm_kwargs"
+    ),
+    "vllm.v1.engine.async_llm:AsyncLLM": "vllm_config",
+    "vllm.v1.engine.async_llm:AsyncLLM.get_num_unfinished_requests": "self",
+}
+_LOAD = f"{KEY}_load"
+
+
+@dataclass
+class Load:
+    """Requests that one of the server's front ends has: being written out, and in the engine, running or waiting."""
+
+    rendering: int = 0
+    engine: Any = None  # a weak reference, so that whoever drops the engine ends it
+
+    @property
+    def in_flight(self) -> int:
+        engine = self.engine and self.engine()
+        return self.rendering + (engine.get_num_unfinished_requests() if engine is not None else 0)
+
+
+def load_of(renderer: Any) -> Load:
+    """Return the load of a front end by vLLM's `BaseRenderer`, of which it has one."""
+    if not hasattr(renderer, _LOAD):
+        setattr(renderer, _LOAD, Load())
+    return getattr(renderer, _LOAD)
+
+
+def attach(offer: Offer) -> None:
+    """Let requests choose a profile, from now on. Raises UnsupportedSetupError if there are profiles, and
+    this vLLM lacks what it takes."""
+    if problems := missing_hooks(HOOKS):
+        if offer.names:
+            require_hooks(problems)
+        logger.debug("requests cannot choose profiles in this vLLM: %s", "; ".join(problems))
+        return
+    from vllm.renderers.online_renderer import OnlineRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if hasattr(OnlineRenderer.preprocess_chat, "_tokenprune"):
+        return
+    preprocess, start = OnlineRenderer.preprocess_chat, AsyncLLM.__init__
+
+    @functools.wraps(preprocess)
+    async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if configured(self.model_config) is None:
+            return await preprocess(self, request, *args, **kwargs)
+        load = load_of(self.renderer)
+        renderer = _with_profile(self, request, load.in_flight)
+        load.rendering += 1
+        try:
+            return await preprocess(renderer, request, *args, **kwargs)
+        finally:
+            load.rendering -= 1
+
+    @functools.wraps(start)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        load_of(self.renderer).engine = weakref.ref(self)
+
+    preprocess_chat._tokenprune = True
+    OnlineRenderer.preprocess_chat, AsyncLLM.__init__ = preprocess_chat, init
+
+
+def _with_profile(renderer: Any, request: Any, in_flight: int) -> Any:
+    """Write the profile of a request into its `mm_processor_kwargs`; return the renderer that takes it.
+
+    renderer: vLLM's `OnlineRenderer`. Raises OptionError, which is answered with HTTP 400.
+    """
+    from vllm.renderers.online_renderer import validate_request_mm_kwargs
+
+    model_config, offer = renderer.model_config, offered(renderer.model_config)
+    given = getattr(request, "mm_processor_kwargs", None) or {}
+    trusted = renderer.trust_request_mm_kwargs
+    # What is not ours is vLLM's to allow.
+    others = {key: value for key, value in given.items() if key != KEY}
+    media = getattr(request, "media_io_kwargs", None)
+    validate_request_mm_kwargs(
+        mm_processor_kwargs=others, media_io_kwargs=media, trust_request_mm_kwargs=renderer.trust_request_mm_kwargs
+    )
+    try:
+        asked = given.get(KEY, {})
+        if not trusted:
+            _check_only_profile(asked, offer)
+        asked = choose(asked, offer, getattr(request, "model", None), model_config.served_model_name, in_flight)
+    except TokenPruneError as error:
+        metrics.refused(model_config, error, "setting")
+        raise
+    if not asked:
+        return renderer
+    request.mm_processor_kwargs = others | {KEY: asked}
+    if trusted:
+        return renderer
+    renderer = copy.copy(renderer)  # for this request, of which all has been checked
+    renderer.trust_request_mm_kwargs = True
+    return renderer
+
+
+def _check_only_profile(asked: Any, offer: Offer) -> None:
+    if isinstance(asked, Mapping) and set(asked) <= {PROFILE}:
+        return
+    there = f"one of {', '.join(offer.names)}" if offer.names else "and it names none"
+    raise OptionError(
+        f"{KEY}: of this server a request can choose a profile alone, {there}: "
+        f'{{"{PROFILE}": "{next(iter(offer.names), DEFAULT)}"}}. Start it with --trust-request-mm-kwargs to let '
+        "requests write settings"
+    )
+
+
+def choose(asked: Any, offer: Offer, model: str | None, served: str, in_flight: int) -> Any:
+    """Return what stands for a request under our key, once its profile is in it; empty if it chooses nothing.
+
+    asked: what the request itself says there. model: the name under which it asks for the model. served: the model's
+    first name. in_flight: how many other requests there are. Raises ProfileError.
+    """
+    if not isinstance(asked, Mapping):
+        return asked  # the processor refuses it
+    if PROFILE not in asked:
+        name, _, suffix = (model or "").rpartition(":")
+        if offer.names and name and (suffix in offer.profiles or name == served):
+            asked = {PROFILE: suffix} | dict(asked)
+        elif not asked and offer.steps:
+            asked = {PROFILE: offer.at(in_flight)}
+    if PROFILE in asked:
+        offer.profile(asked[PROFILE])
+    return asked

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server's setting says beside a reduction: which ones it offers by name (`profiles`), how far a request may go
+on its own (`min_keep`, `methods`), which profile holds under load (`overload`), whether requests are logged (`log`),
+whether a cut inside the language model gives memory back (`experimental_free_kv`), and where kept tokens stand
+(`positions`)."""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, Setting, check_override
+from tokenprune.registry import available_methods, method_class, method_info
+from tokenprune.setting import SCOPE, plain, short
+
+FREE_KV = "experimental_free_kv"
+# Keys of a server's setting, of no request's.
+OFFER = ("profiles", "min_keep", "methods", "overload", "log", FREE_KV, "positions")
+POSITIONS = ("original", "renumbered")
+PROFILE = "profile"  # the key by which a request names one
+DEFAULT = "default"  # the profile that every server has: its own setting
+REQUEST = "request"  # what metrics call the setting of a request's own
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_NOTHING: Mapping[str, Any] = {}
+_MOST = 32  # profiles, methods or steps
+
+
+class ProfileError(OptionError):
+    """A request names a profile that the server does not offer."""
+
+
+class LimitError(OptionError):
+    """A request asks for more than the server allows."""
+
+
+def split(layer: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a server's setting without what it offers, and that. None for a setting that has nothing else."""
+    if not isinstance(layer, Mapping) or not set(layer) & set(OFFER):
+        return layer, {}
+    rest = {key: value for key, value in layer.items() if key not in OFFER}
+    return rest or None, {key: value for key, value in layer.items() if key in OFFER}
+
+
+def check_spelling(layer: Any) -> None:
+    """Raise OptionError for a key of a server's setting that is spelt almost like one of ours, and is no option of any
+    method."""
+    for key in layer if isinstance(layer, Mapping) else ():
+        if isinstance(key, str) and key not in SCOPE and (close := difflib.get_close_matches(key, OFFER, 1, 0.75)):
+            options = (option for name in available_methods() for option in method_info(name).options)
+            if key not in options:
+                raise OptionError(f"{KEY} has no key {short(key)}: did you mean {close[0]!r}?")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What requests may choose, and what they find.
+
+    profiles: whole settings by name, the server's own as "default".
+    min_keep: the least share of visual tokens that a setting may keep; None: any.
+    methods:  names of those that a setting may use; None: any that can be served.
+    steps, under_load: from so many requests in flight on, ascending, these profiles stand in for the default.
+    log:      whether requests and selections are logged (see log.py).
+    free_kv:  whether layers behind a cut inside the language model hold no KV cache for tokens that left.
+    positions: "original" if kept tokens stand where they stood in the full prompt, "renumbered" if tokens are counted
+              anew; None: not said, so what the model's family does.
+    """
+
+    profiles: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    min_keep: float | None = None
+    methods: tuple[str, ...] | None = None
+    steps: tuple[int, ...] = ()
+    under_load: tuple[str, ...] = ()
+    log: bool = False
+    free_kv: bool = False
+    positions: str | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], server: Setting, read: Callable[[Any], Setting]) -> Offer:
+        """Check what a server's setting offers beside `server`. read: makes a whole setting of one profile, which
+        stands over the server's own. Raises OptionError."""
+        given = plain(given, KEY)
+        profiles = given.get("profiles", {})
+        _check(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
+        _check(len(profiles) <= _MOST, "profiles", f"{_MOST} at most, not {len(profiles)}")
+        made = {DEFAULT: server}
+        for name, layer in profiles.items():
+            if name in (DEFAULT, REQUEST) or not _NAME.fullmatch(name):
+                raise OptionError(
+                    f"{KEY}: {short(name)} cannot be the name of a profile: use letters, digits, '.', '_' and '-', and "
+                    f'neither "{DEFAULT}", which is the setting beside the profiles, nor "{REQUEST}"'
+                )
+            own = sorted(set(layer) & set(OFFER)) if isinstance(layer, Mapping) else ()
+            try:
+                if own:
+                    raise OptionError(f"{', '.join(own)} holds for the whole server: put it beside the profiles")
+                made[name] = read(layer)
+                check_override(server, made[name])
+            except TokenPruneError as error:
+                raise OptionError(f"profile {name!r}: {error}") from error
+        steps, under_load = _overload(given.get("overload"), made)
+        said = _log(given), _free_kv(given, server), _positions(given)
+        offer = cls({}, _min_keep(given), _methods(given), steps, under_load, *said)
+        for name, setting in made.items():
+            try:
+                offer.check(setting)
+            except OptionError as error:
+                raise OptionError(f"profile {name!r}: {error}; the server's own settings have to keep to it") from error
+        return replace(offer, profiles={name: one.as_dict() for name, one in made.items()})
+
+    @property
+    def names(self) -> list[str]:
+        """The profiles that the operator named."""
+        return [name for name in self.profiles if name != DEFAULT]
+
+    def profile(self, name: Any) -> dict[str, Any]:
+        """Return the whole setting of a profile; raises ProfileError."""
+        if isinstance(name, str) and name in self.profiles:
+            return self.profiles[name]
+        there = f"it has {', '.join(self.names)}" if self.names else "it names none"
+        raise ProfileError(f"{KEY}: this server has no profile {short(name)}; {there}, and {DEFAULT}")
+
+    def setting(self, asked: Any = _NOTHING) -> Setting:
+        """Return the setting in force for what a request says under our key, if anything.
+
+        Raises ProfileError, LimitError, OptionError, UnknownMethodError or BudgetError, which are ValueErrors.
+        """
+        if not isinstance(asked, Mapping):
+            return Setting.of(asked, trusted=False)  # raises
+        server = self.profile(asked.get(PROFILE, DEFAULT))
+        if own := sorted(set(asked) & set(OFFER)):
+            raise OptionError(f"{KEY}: {', '.join(own)} belongs to the server's setting, not to a request")
+        rest = {key: value for key, value in asked.items() if key != PROFILE}
+        if not rest:
+            return Setting.of(server)
+        setting = Setting.of(server, rest, trusted=False)
+        check_override(Setting.of(server), setting)
+        self.check(setting)
+        return setting
+
+    def label(self, asked: Any) -> str:
+        """Return what metrics call the choice of a request: a profile's name, or "request" for a setting of its own."""
+        if not asked:
+            return DEFAULT
+        return asked[PROFILE] if set(asked) == {PROFILE} else REQUEST
+
+    def at(self, in_flight: int) -> str:
+        """Return the profile for a request that chooses none, when so many others are in flight."""
+        step = bisect.bisect_right(self.steps, in_flight)
+        return self.under_load[step - 1] if step else DEFAULT
+
+    def check(self, setting: Setting) -> None:
+        """Raise LimitError for a setting beyond `min_keep` and `methods`."""
+        used = [step.name for step in (setting.pixels, setting.method) if step is not None]
+        for name in used:
+            if self.methods is not None and name not in self.methods:
+                raise LimitError(f"{KEY}: this server does not allow {name}; allowed are {', '.join(self.methods)}")
+        if self.min_keep is None or not used:
+            return
+        if isinstance(setting.keep, int):
+            raise LimitError(
+                f"{KEY}: this server's limit is a share, min_keep={self.min_keep}, so keep must be a share too, not "
+                f"{setting.keep} tokens"
+            )
+        if setting.share * setting.keep < self.min_keep * (1 - 1e-9):
+            raise LimitError(
+                f"{KEY}: keep={setting.share * setting.keep:g} is less than this server allows: min_keep is "
+                f"{self.min_keep}"
+            )
+
+
+def _check(condition: bool, key: str, wanted: str) -> None:
+    if not condition:
+        raise OptionError(f"{KEY}: {key} must be {wanted}")
+
+
+def _min_keep(given: Mapping[str, Any]) -> float | None:
+    value = given.get("min_keep")
+    if "min_keep" not in given:
+        return None
+    _check(isinstance(value, float) and 0 < value <= 1, "min_keep", f"a share in (0, 1], as 0.1, not {short(value)}")
+    return value
+
+
+def _methods(given: Mapping[str, Any]) -> tuple[str, ...] | None:
+    names = given.get("methods")
+    if "methods" not in given:
+        return None
+    _check(isinstance(names, list) and 0 < len(names) <= _MOST, "methods", f"a list of methods, not {short(names)}")
+    return tuple(method_class(name).name for name in names)
+
+
+def _log(given: Mapping[str, Any]) -> bool:
+    if "log" not in given:
+        return False
+    _check(given["log"] == "json", "log", f'"json", or left out, not {short(given["log"])}')
+    return True
+
+
+def _free_kv(given: Mapping[str, Any], server: Setting) -> bool:
+    value = given.get(FREE_KV, False)
+    _check(isinstance(value, bool), FREE_KV, f"true or false, not {short(value)}")
+    if value and not server.in_llm:
+        raise OptionError(
+            f"{KEY}: {FREE_KV} gives back what layers behind a cut inside the language model do not need, so it goes "
+            f'with "{IN_LLM}": true; a method that acts before the language model saves all of it anyway'
+        )
+    return value
+
+
+def _positions(given: Mapping[str, Any]) -> str | None:
+    value = given.get("positions")
+    if "positions" not in given:
+        return None
+    known = isinstance(value, str) and value in POSITIONS
+    _check(known, "positions", f'"original" (where they stood) or "renumbered" (counted anew), not {short(value)}')
+    return value
+
+
+def _overload(given: Any, profiles: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    if given is None:
+        return (), ()
+    wanted = '{"in_flight": [8, 32], "profiles": ["normal", "fast"]}: a profile for each number of requests'
+    _check(isinstance(given, dict) and set(given) == {"in_flight", "profiles"}, "overload", wanted)
+    steps, names = given["in_flight"], given["profiles"]
+    _check(isinstance(steps, list) and isinstance(names, list), "overload", wanted)
+    _check(0 < len(steps) == len(names) <= _MOST, "overload", wanted)
+    whole = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
+    _check(whole and steps[0] > 0, "overload", f"of whole numbers from 1 on, not {short(steps)}")
+    _check(all(a < b for a, b in itertools.pairwise(steps)), "overload", f"ascending, not {short(steps)}")
+    for name in names:
+        known = isinstance(name, str) and name in profiles
+        _check(known, "overload", f"of profiles that are there ({', '.join(profiles)}), not {short(name)}")
+    return tuple(steps), tuple(names)

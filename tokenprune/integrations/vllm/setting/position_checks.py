@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Original positions where a model has one axis of them: which models may, and what vLLM has to be told.
+
+vLLM counts the tokens of a prompt that are there, and lets a model say otherwise with M-RoPE alone. M-RoPE of which the
+first axis has all frequencies is RoPE, so a model with RoPE is declared as such a one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm.families import Family
+from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY
+
+# Model types of decoders that read positions in RoPE alone, and in every layer.
+DECODERS = ("aria_text", "gemma", "llama", "mistral", "qwen2", "qwen3")
+_MARK = f"{KEY}_original_positions"
+# vLLM's table of angles with M-RoPE, in lengths that the config names (`max_position_embeddings`).
+_TABLE = 4
+_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_INSTEAD = "leave positions out, and kept tokens are counted anew"
+
+
+def original_positions(model_config: Any) -> bool:
+    """Whether this model has one axis of positions, and kept tokens stand where they stood in the full prompt."""
+    return getattr(model_config.multimodal_config, _MARK, False)
+
+
+def longest(model_config: Any) -> int:
+    """Return how many positions vLLM's table of angles has for a model with original positions."""
+    return _TABLE * model_config.hf_text_config.max_position_embeddings
+
+
+def arrange(positions: str | None, model_config: Any, family: Family, in_llm: bool) -> None:
+    """Make ready for a server's `positions` (see `Offer`): nothing is to do but for original ones in a model with one
+    axis. Raises UnsupportedSetupError where they would not be exact, and OptionError where the others cannot be had."""
+    if family.mrope or in_llm:
+        if positions == "renumbered":
+            why = f"with {IN_LLM}" if in_llm else f"in {model_config.architecture}, which has M-RoPE"
+            raise OptionError(f"{KEY}: kept tokens have their original positions {why}: leave positions out")
+        return  # so they are
+    if positions != "original":
+        return
+    if problems := list(_problems(model_config)):
+        raise UnsupportedSetupError(
+            f'{KEY}: "positions": "original" does not go with {model_config.architecture} here:\n- '
+            + "\n- ".join(problems)
+        )
+    decoder = model_config.hf_text_config
+    rope = dict(decoder.rope_parameters or {})
+    turned = int(model_config.get_head_size() * rope.get("partial_rotary_factor", 1.0))
+    decoder.rope_parameters = rope | {"mrope_section": [turned // 2, 0, 0]}
+    setattr(model_config.multimodal_config, _MARK, True)
+
+
+def _problems(model_config: Any) -> Iterator[str]:
+    """Yield in words what would not be exact, and what to do instead."""
+    decoder = model_config.hf_text_config
+    if decoder.model_type not in DECODERS:
+        yield (
+            f"of its language model, {decoder.model_type!r}, it is not known that it reads positions in rope alone (of "
+            f"{', '.join(DECODERS)} it is): {_INSTEAD}"
+        )
+        return
+    rope = getattr(decoder, "rope_parameters", None) or {}
+    if isinstance(rope.get("full_attention"), dict):
+        yield f"its layers have different ropes: {_INSTEAD}"
+    elif (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        yield f"its rope is scaled ({kind!r}), of which it is not known that vLLM does the same by axes: {_INSTEAD}"
+    elif odd := sorted(set(rope) - _ROPE):
+        yield f"its rope has {', '.join(odd)}: {_INSTEAD}"
+    window, length = model_config.get_sliding_window(), model_config.max_model_len
+    if window is not None and window < length:
+        yield (
+            f"its sliding window of {window} tokens counts those that are there, not their positions: start with "
+            f"--max-model-len {window} or less, or {_INSTEAD}"
+        )
+    layers = set(getattr(decoder, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if layers:
+        yield f"it has layers of other kinds ({', '.join(sorted(layers))}): {_INSTEAD}"
+    for name in ("llama_4_scaling", "dual_chunk_attention_config"):
+        if getattr(decoder, name, None) is not None:
+            yield f"its attention uses positions in another way ({name}): {_INSTEAD}"
