@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw docs/images/sites.svg, the six sites where a method may act, with the methods that the registry has for each, and
-sites-short.svg, with their number.
+"""Draw docs/images/sites.svg, the six sites where a method may act, with the methods that the registry has for each,
+and sites-short.svg, with their number.
 
 python dev/figure_sites.py            # draw it
 python dev/figure_sites.py --check    # exit with 1 if a file is not what this would draw

@@ -39,7 +39,7 @@ def cells() -> list[tuple[Any, str]]:
 
 
 def shown(subject: Any, example: Any, method: str) -> tuple[dict[str, Any], Any]:
-    """Return what is told of a cell, and the drawing of what is kept."""
+    """Return the record of a cell, and the drawing of what is kept."""
     from tokenprune.bench import side_by_side
 
     found = side_by_side.show(subject, [example.image], example.question, [method], KEEP)

@@ -54,6 +54,8 @@ def _figure(one: dict[str, Any]) -> str:
         for when, said in (("before", "The image"), ("after", f"What {method} keeps of it"))
     )
     counts = f"{one['before']['tokens']} → {one['after']['tokens']} tokens"
+    if (average := one["after"]["average"]) != one["after"]["tokens"]:  # cut inside the decoder
+        counts += f", {average:.0f} averaged over layers"
     asked = f"“{one['question']}” {_answer(one, 'before')} → {_answer(one, 'after')}"
     said = f"[`{method}`](methods/{method}.md), {counts}<br>{asked}"
     return f"<figure markdown>\n\n{images}\n\n<figcaption markdown>\n\n{said}\n\n</figcaption>\n\n</figure>"
