@@ -15,6 +15,7 @@ from lmms_eval.utils import simple_parse_args_string
 import tokenprune
 from tokenprune import Budget, BudgetError, OptionError, UnknownMethodError
 from tokenprune.lmms_eval.arguments import Setting, read
+from tokenprune.lmms_eval.bases import TESTED
 
 BASE = ("pretrained", "device", "dtype")
 
@@ -137,7 +138,8 @@ def test_the_recipes_lines_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("sys.argv", shlex.split(line))
         _, args = parse_eval_args()
         assert args.model == "tokenprune" and {args.tasks} <= tasks
-        setting = parsed(args.model_args, (*BASE, "device_map"))
-        assert setting.rest["base"] in ("llava_hf", "qwen2_5_vl")
+        given = simple_parse_args_string(args.model_args)
+        assert given.pop("base") in TESTED
+        setting = read(given, "some_base", (*BASE, "device_map"))
         kept.append(setting.patch and setting.patch.get("keep"))
     assert kept == [[Budget(keep=64)], [Budget(keep=0.25)], [Budget(average_tokens=192)], None]
