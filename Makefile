@@ -58,7 +58,7 @@ test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration,
 
 # Under a load of other work a cell may take longer than the minute or less that it needs.
 test-app: .venv-app/.setup-done ## run the tests of `tokenprune app`, in the system's Chromium (constraints-app.txt)
-	$(TEST_ENV) .venv-app/bin/python -m pytest tests/app $(PYTEST_ARGS)
+	$(TEST_ENV) .venv-app/bin/python -m pytest tests/app tests/docs/test_screenshots.py $(PYTEST_ARGS)
 
 app: .venv-app/.setup-done ## open a page in the browser that shows what methods keep
 	HF_HUB_OFFLINE=1 .venv-app/bin/tokenprune app --model demo_qwen

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
-    "README.md": "index.md",
+    "README.md": "on-one-page.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "dev/README.md": "tools.md",

@@ -19,7 +19,9 @@ sys.path.insert(0, str(ROOT / "dev"))
 import accuracy_pages  # noqa: E402
 import front_page  # noqa: E402
 import kernel_page  # noqa: E402
+import landing_page  # noqa: E402
 import performance  # noqa: E402
+import recipe_numbers  # noqa: E402
 
 ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
@@ -224,6 +226,11 @@ PAGES = {
         "methods": front_page.methods,
     },
     "docs/serving.md": {"serving": serving, "kv-blocks": kv_blocks},
+    "docs/index.md": {"landing": landing_page.landing, "gallery": landing_page.gallery},
+    "docs/recipes/documents.md": {"documents-recipe": recipe_numbers.documents},
+    "docs/recipes/chat.md": {"chat-recipe": recipe_numbers.chat},
+    "docs/recipes/long-video.md": {"video-recipe": recipe_numbers.video},
+    "docs/recipes/vllm-profiles.md": {"vllm-recipe": recipe_numbers.served},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/video-bench.md": {
         "small-videos": accuracy_pages.small_videos,

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from lmms_eval.utils import simple_parse_args_string
 import tokenprune
 from tokenprune import Budget, BudgetError, OptionError, UnknownMethodError
 from tokenprune.lmms_eval.arguments import Setting, read
+from tokenprune.lmms_eval.bases import TESTED
 
 BASE = ("pretrained", "device", "dtype")
 
@@ -119,3 +123,23 @@ def test_a_tuned_configuration(tmp_path: Any) -> None:
     setting = parsed(f"config={path},guard=auto")
     assert setting.patch == {"config": str(path), "guard": "auto"}
     assert setting.acts_on_pixels
+
+
+def test_the_recipes_lines_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of docs/recipes/lmms-eval.md: options of lmms-eval, tasks and bases of it, arguments of ours."""
+    from lmms_eval.__main__ import parse_eval_args
+    from lmms_eval.tasks import TaskManager
+
+    page = (Path(__file__).parents[1] / "docs/recipes/lmms-eval.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^python -m (lmms_eval .*)$", page, re.MULTILINE)
+    tasks = set(TaskManager().all_tasks)
+    kept = []
+    for line in lines:
+        monkeypatch.setattr("sys.argv", shlex.split(line))
+        _, args = parse_eval_args()
+        assert args.model == "tokenprune" and {args.tasks} <= tasks
+        given = simple_parse_args_string(args.model_args)
+        assert given.pop("base") in TESTED
+        setting = read(given, "some_base", (*BASE, "device_map"))
+        kept.append(setting.patch and setting.patch.get("keep"))
+    assert kept == [[Budget(keep=64)], [Budget(keep=0.25)], [Budget(average_tokens=192)], None]

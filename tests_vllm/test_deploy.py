@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,18 @@ def test_the_servers_command_starts(folder: Any) -> None:
     offer = offered(config(folder("qwen2_5_vl"), args.mm_processor_kwargs["tokenprune"]))
     assert [f"served:{name}" for name in offer.names] == args.served_model_name[1:]
     assert [offer.at(number) for number in (0, 16, 64)] == ["default", "normal", "fast"]
+
+
+def test_the_recipes_server_starts(folder: Any) -> None:
+    """The command of docs/recipes/vllm-profiles.md, as far."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    page = (DEPLOY.parent / "docs/recipes/vllm-profiles.md").read_text()
+    command = re.search(r"^vllm serve (.*?)^```$", page.replace("\\\n", " "), re.DOTALL | re.MULTILINE)[1]
+    model, *rest = shlex.split(command)
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model, *rest])
+    offer = offered(config(folder("qwen2_5_vl"), args.mm_processor_kwargs["tokenprune"]))
+    first, *others = args.served_model_name
+    assert [f"{first}:{name}" for name in offer.names] == others == ["qwen:fast", "qwen:ocr"]
+    assert (offer.setting().keep, offer.min_keep) == (0.25, 0.1)

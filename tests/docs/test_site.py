@@ -25,7 +25,7 @@ SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Pages that dev/mkdocs_hooks.py makes of files outside docs/.
 FROM_ELSEWHERE = {
-    "index.md", "changelog.md", "contributing.md", "tests.md", "tools.md", "training.md", "training-qwen.md",
+    "on-one-page.md", "changelog.md", "contributing.md", "tests.md", "tools.md", "training.md", "training-qwen.md",
 }  # fmt: skip
 
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated parts of docs/index.md, from the committed raw files; dev/readme.py writes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import front_page
+from accuracy_pages import FAIR, RESULTS, link
+
+import tokenprune
+
+GALLERY = RESULTS / "gallery.json"
+
+
+def landing() -> str:
+    """What the library is, in three sentences."""
+    header, *_ = front_page.records("cpu/efficiency.jsonl")
+    whole, cut = front_page.prefill("unpatched"), front_page.prefill("divprune")
+    full, quarter = front_page.fair("", None), front_page.fair("divprune", 0.25)
+    visual, text = whole["visual"], int(header["text"])
+    return (
+        f"Most of what a vision-language model reads is image: {visual} tokens beside {text} of text are "
+        f"{100 * visual / (visual + text):.0f} % of a prompt. **tokenprune drops or merges visual tokens in any "
+        "Hugging Face model and on vLLM's server, without training, in one line, and tells what it saves and costs.** "
+        f"With {cut['keep']} of {visual} tokens a decoder of {header['parameters'] / 1e6:.0f} M parameters reads its "
+        f"prompt on a CPU in {cut['ms']['p50']:.0f} ms in place of {whole['ms']['p50']:.0f} ms, and with a quarter of "
+        f"the tokens a small model answers {100 * quarter.overall.value:.1f} % of {full.questions} questions right, "
+        f"{100 * full.overall.value:.1f} % with all.\n\n"
+        f"{len(tokenprune.available_methods())} [methods](methods/README.md) from papers, one interface. Raw data: "
+        f"[speed](../benchmarks/results/cpu/efficiency.jsonl), [answers](../benchmarks/results/{FAIR.name})."
+    )
+
+
+def gallery() -> str:
+    """Each photograph before and after, with what was asked and answered."""
+    told = json.loads(GALLERY.read_text())
+    figures = [_figure(one) for one in told["shown"]]
+    before, after = (sum(not _is_right(one, when) for one in told["shown"]) for when in ("before", "after"))
+    note = (
+        f"Outlined tokens stay, dark ones are dropped, those of one flat colour became one. Photographs with drawn "
+        f"things on them, which {told['model']} had not seen; images, questions and methods were fixed before it was "
+        f"asked, and of these {len(figures)} answers {before} {'is' if before == 1 else 'are'} wrong with all tokens, "
+        f"{after} with a quarter. By `python dev/gallery.py`; raw data: {link(GALLERY, '../')}."
+    )
+    return "\n\n".join(['<div class="gallery" markdown>', *figures, "</div>", note])
+
+
+def _figure(one: dict[str, Any]) -> str:
+    method = one["method"]
+    images = " ".join(
+        f"![{said}](images/gallery/{method}-{when}.webp){{ loading=lazy }}"
+        for when, said in (("before", "The image"), ("after", f"What {method} keeps of it"))
+    )
+    counts = f"{one['before']['tokens']} → {one['after']['tokens']} tokens"
+    if (average := one["after"]["average"]) != one["after"]["tokens"]:  # cut inside the decoder
+        counts += f", {average:.0f} averaged over layers"
+    asked = f"“{one['question']}” {_answer(one, 'before')} → {_answer(one, 'after')}"
+    said = f"[`{method}`](methods/{method}.md), {counts}<br>{asked}"
+    return f"<figure markdown>\n\n{images}\n\n<figcaption markdown>\n\n{said}\n\n</figcaption>\n\n</figure>"
+
+
+def _answer(one: dict[str, Any], when: str) -> str:
+    answer = one[when]["answer"].strip()
+    return f"**{answer}**" + ("" if _is_right(one, when) else f" ✗ (right: {one['right']})")
+
+
+def _is_right(one: dict[str, Any], when: str) -> bool:
+    return one[when]["answer"].strip().lower() == one["right"]

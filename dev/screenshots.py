@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Photograph pages of the built site at two widths, light and dark, and say what is wrong with them.
+
+make docs && python dev/screenshots.py build/site OUT     # needs Playwright and a Chromium; CHROMIUM=path of another
+
+Exits with 1 where a page writes an error to the console, asks for anything that is not on this machine, has an image
+that does not load, is wider than the window, or has a table that is cut off. Look at the images yourself, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+PAGES = ("index.html", "recipes/index.html", "recipes/documents.html", "guide/which-method.html", "leaderboard.html")
+SIZES = ((1280, 900), (400, 800))
+SCHEMES = ("light", "dark")
+# What sticks out of the window, and is in no box that scrolls.
+LOOK = """() => {
+  const wide = document.documentElement.clientWidth, found = [];
+  const scrolls = (one) => { for (let box = one; (box = box.parentElement);)
+    if (['auto', 'scroll'].includes(getComputedStyle(box).overflowX)) return true; };
+  if (document.documentElement.scrollWidth > wide) found.push('the page is wider than the window');
+  for (const table of document.querySelectorAll('table')) {
+    const own = ['auto', 'scroll'].includes(getComputedStyle(table).overflowX);
+    const box = table.getBoundingClientRect();
+    if (box.right > wide + 1 && !scrolls(table) || !own && !scrolls(table) && table.scrollWidth > table.clientWidth + 1)
+      found.push('a table is cut off: ' + table.textContent.trim().slice(0, 40));
+  }
+  for (const image of document.images)
+    if (!image.complete || !image.naturalWidth) found.push('an image does not load: ' + image.getAttribute('src'));
+  return found;
+}"""
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Write no line for each request."""
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder on this machine alone, and yield its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def check(browser: Any, folder: Path, pages: Sequence[str] = PAGES, out: Path | None = None) -> list[str]:
+    """Open each page in each size and scheme, and return what is wrong. out: folder for the images, if wanted."""
+    found = []
+    with served(folder) as address:
+        for page in pages:
+            for width, height in SIZES:
+                for scheme in SCHEMES:
+                    size = {"width": width, "height": height}
+                    context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
+                    where = f"{page} at {width}, {scheme}"
+                    found += [f"{where}: {one}" for one in _opened(context, address, page, out and _name(out, where))]
+                    context.close()
+    return found
+
+
+def _name(out: Path, where: str) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    return out / (where.replace("/", "-").replace(".html at ", "-").replace(", ", "-") + ".png")
+
+
+def _opened(context: Any, address: str, page: str, image: Path | None) -> list[str]:
+    found: list[str] = []
+
+    def asked(route: Any) -> None:
+        if route.request.url.startswith((address, "data:", "blob:")):
+            route.continue_()
+        else:
+            found.append(f"asks for {route.request.url}")
+            route.abort()
+
+    context.route("**/*", asked)
+    tab = context.new_page()
+    tab.on("console", lambda told: found.append(f"console: {told.text}") if told.type == "error" else None)
+    tab.on("pageerror", lambda error: found.append(f"error: {error}"))
+    tab.goto(address + page, wait_until="networkidle")
+    tab.evaluate("() => document.querySelectorAll('img[loading]').forEach((one) => { one.loading = 'eager'; })")
+    tab.wait_for_load_state("networkidle")
+    tab.wait_for_function("() => [...document.images].every((one) => one.complete)")
+    found += tab.evaluate(LOOK)
+    if image is not None:
+        tab.screenshot(path=image, full_page=True)
+    return found
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("site", type=Path, help="the built site")
+    parser.add_argument("out", type=Path, help="where images go")
+    parser.add_argument("--pages", nargs="+", default=PAGES, metavar="PAGE.html")
+    args = parser.parse_args()
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        found = check(browser, args.site, args.pages, args.out)
+        browser.close()
+    sys.exit("\n".join(found) or None)
+
+
+if __name__ == "__main__":
+    main()

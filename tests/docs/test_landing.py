@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front page of the site: what its gallery shows is what the committed script draws and the model answers."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from PIL import Image
+
+from tests.docs.test_docs import ROOT, generator
+
+PAGE = (ROOT / "docs/index.md").read_text()
+gallery = generator("gallery")
+RECORDED = json.loads(gallery.OUT.read_text())
+
+
+def test_the_gallery_is_of_the_questions_that_were_fixed_before() -> None:
+    asked = [(one.path.relative_to(ROOT).as_posix(), one.question, method) for one, method in gallery.cells()]
+    assert asked == [(one["image"], one["question"], one["method"]) for one in RECORDED["shown"]]
+    assert len(asked) == len(gallery.CELLS)
+
+
+def test_an_image_of_the_gallery_is_what_the_model_makes_of_it() -> None:
+    from tokenprune.bench.model import load
+
+    subject = load("demo_qwen")
+    assert subject.weights == RECORDED["weights"], "run python dev/gallery.py"
+    told, _ = gallery.shown(subject, *gallery.cells()[0])
+    recorded = dict(RECORDED["shown"][0])
+    del recorded["size"]
+    assert told == recorded
+
+
+def test_the_page_shows_each_before_and_after_and_has_three_doors() -> None:
+    shown = re.findall(r"\]\((images/gallery/[\w-]+\.webp)\)", PAGE)
+    assert len(shown) == 2 * len(RECORDED["shown"]) == len(list(gallery.FOLDER.iterdir()))
+    for before, after in zip(shown[::2], shown[1::2], strict=True):
+        with Image.open(ROOT / "docs" / before) as one, Image.open(ROOT / "docs" / after) as other:
+            assert one.size == other.size and max(one.size) <= gallery.SIDE
+    assert re.findall(r"^- \*\*(.*)\*\*$", PAGE, re.MULTILINE) == ["Try it", "Choose a method", "Serve it"]
+    assert PAGE.index("tokenprune.patch(model") < PAGE.index("images/sites-short.svg") < PAGE.index("gallery:begin")
+    assert generator().PAGES["docs/index.md"]["gallery"]() in PAGE, "run python dev/readme.py"
