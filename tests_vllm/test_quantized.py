@@ -15,9 +15,10 @@ from conftest import ALL, DIVPRUNE, Engine, same
 from test_in_llm import DART, aligned, setting
 
 pytestmark = pytest.mark.only_v1("weights are the model's matter, not the runner's")
-# int8: an activation at the border of two of its 255 values may fall to another side than in the reference. AWQ runs in
-# bfloat16, where `uniform` keeps the same tokens for sure. Seen were 2e-6 and 0.04.
-NEAR = {"int8": 0.01, "awq": 0.15}
+# int8: an activation at the border of two of its 255 values may fall to another side than in the reference, whose own
+# answers move by 0.035 if norms are scaled by 1 + 1e-6. AWQ runs in bfloat16, where `uniform` keeps the same tokens for
+# sure. Seen were 0.03 and 0.04; other choices of tokens are asserted to be thrice as far as is allowed.
+NEAR = {"int8": 0.08, "awq": 0.15}
 UNIFORM = {"method": "uniform", "keep": 0.25}
 
 
