@@ -51,7 +51,8 @@ FEW_FAMILIES = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--few-families", action="store_true", help=f"run each test on {', '.join(FEW_FAMILIES)} alone")
+    few = f"run each test on {', '.join(FEW_FAMILIES)} alone, and leave thorough ones out"
+    parser.addoption("--few-families", action="store_true", help=few)
 
 
 def family_of(item: pytest.Item) -> str | None:
@@ -75,7 +76,9 @@ def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--few-families"):
-        config.hook.pytest_deselected(items=leave_out_families(items))
+        thorough = [item for item in items if item.get_closest_marker("thorough")]
+        items[:] = [item for item in items if item not in thorough]
+        config.hook.pytest_deselected(items=thorough + leave_out_families(items))
     for item, skip in skips(items):
         item.add_marker(skip)
     items.sort(key=lambda item: item.get_closest_marker("last") is not None)
@@ -160,11 +163,12 @@ _running: list[Engine] = []
 
 @pytest.fixture(scope="session")
 def start(folder: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
-    """start(name, setting, **options): an engine; the one before is closed."""
+    """start(name, setting, checkpoint, **options): an engine; the one before is closed. checkpoint: another folder than
+    that of the model type."""
 
-    def get(name: str, setting: dict[str, Any] | None = None, **options: Any) -> Engine:
+    def get(name: str, setting: dict[str, Any] | None = None, checkpoint: Path | None = None, **options: Any) -> Engine:
         stop()
-        _running.append(Engine(name, folder(name), setting, **options))
+        _running.append(Engine(name, checkpoint or folder(name), setting, **options))
         return _running[0]
 
     yield get

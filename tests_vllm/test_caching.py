@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoints import Checkpoint
 from conftest import DIVPRUNE, ORIGINAL, Engine, same
@@ -116,3 +117,21 @@ def test_many_at_once_answer_as_alone(engine: Engine, checkpoint: Checkpoint) ->
             for token in mine.keys() & theirs.keys():
                 assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
         assert list(alone.outputs[0].token_ids) == list(answer.outputs[0].token_ids)
+
+
+@pytest.mark.only_v1("V2 was not tried")
+def test_weights_that_are_read_again(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """As behind a sleep that gave them up (level 2). On CPU vLLM leaves them where they are, so they are wiped here."""
+    prompt, images = checkpoint.prompt(2), checkpoint.images(2)
+    requests = [engine.request(prompt, images, override) for override in ({}, VSCAN)]
+    engine.generate(requests, 1)
+    engine.llm.sleep(2)
+    with torch.no_grad():
+        for weight in engine.model.parameters():
+            weight.fill_(float("nan"))
+    engine.llm.wake_up()
+    engine.llm.collective_rpc("reload_weights")
+    engine.llm.llm_engine.reset_mm_cache()
+    for override, output in zip(({}, VSCAN), engine.generate(requests), strict=True):
+        expect(reference, engine, output, prompt, images, DIVPRUNE | override)
+        assert output.num_cached_tokens == 0
