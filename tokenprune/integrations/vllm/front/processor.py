@@ -26,7 +26,7 @@ from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
 from tokenprune.integrations.vllm.front.units import kept_units
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
-from tokenprune.integrations.vllm.setting.merge_checks import check_reachable, merges_in_tower
+from tokenprune.integrations.vllm.setting.merge_checks import check_reachable, merges_in_tower, tiles_of
 from tokenprune.integrations.vllm.setting.offer import PROFILE
 from tokenprune.integrations.vllm.setting.plan import MODALITIES, Plan, field_name
 from tokenprune.integrations.vllm.setting.position_checks import longest, original_positions
@@ -147,9 +147,11 @@ class ReducingProcessor(BaseMultiModalProcessor):
             merges = merges_in_tower(own.method) and not own.removes_nothing
             asked = update.modality == "video" and (compares or merges or setting.per == "frame")
             frames = _frames(mm_items, out_mm_kwargs, index) if asked else 1
+            config = self.info.ctx.model_config.hf_config
+            if merges and not asked:
+                frames = tiles_of(own.method, config, len(content.full) if embeds is None else sum(embeds))
             plan = Plan.make(own, content.full, embeds, family.per_run, frames, family.behind_video or 0)
             if merges:
-                config = self.info.ctx.model_config.hf_config
                 check_reachable(own, config, plan.counts, update.modality == "video")
             item = out_mm_kwargs[update.modality][index]
             if drops_units(own.method) and not own.removes_nothing:
