@@ -210,7 +210,8 @@ class ReducingProcessor(BaseMultiModalProcessor):
             setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
             # Before anything is cached: vLLM's caches in two processes must hear of the same items.
             if family_of(model_config).mrope:
-                _check_placeholders(inputs.prompt, inputs.mm_data_items.get_all_counts(), self.info.get_hf_config())
+                counts, config = inputs.mm_data_items.get_all_counts(), self.info.get_hf_config()
+                _check_placeholders(inputs.prompt, counts, config, not setting.removes_nothing)
             if reads_tower(setting.method) or merges_in_tower(setting.method):
                 check_items(setting.method, setting, inputs.mm_data_items, self.info)
             made = super().apply(inputs, *args, **kwargs)
@@ -256,9 +257,9 @@ def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
     return {key: value for key, value in kwargs.items() if key != KEY}
 
 
-def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any) -> None:
+def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any, reduces: bool) -> None:
     """Positions of kept tokens follow from the placeholders that a prompt holds, and counted from the text before them:
-    there have to be no others, and there has to be some text."""
+    there have to be no others, and there has to be some text. Those of the answer follow from the text behind."""
     tokens = {"image": config.image_token_id, "video": config.video_token_id}
     for modality, token in tokens.items():
         found, wanted = prompt.count(token), items.get(modality, 0)
@@ -270,6 +271,11 @@ def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config:
         raise OptionError(
             "two images stand side by side without a token between them; put the model's start and end tags around "
             "each, as its chat template does"
+        )
+    if reduces and prompt[-1:] and prompt[-1] in tokens.values():
+        raise OptionError(
+            "the prompt ends with an image, so that nothing tells where its answer stands; put the model's end tag "
+            "behind it, as its chat template does"
         )
 
 

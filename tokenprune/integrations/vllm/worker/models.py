@@ -35,7 +35,7 @@ from tokenprune.integrations.vllm.worker.unit_dropping import UnitDrop, dropping
 _NESTED = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm", "head")
 # What the models' own rules of positions read of an item.
 _SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-# Under which models are told how many tiles each image has.
+# Names under which a model gets how many tiles each image has.
 _TILES = ("num_patches", "image_num_patches")
 
 
