@@ -15,6 +15,7 @@ from conftest import DIVPRUNE, ORIGINAL, Engine, same
 CHUNK, BLOCK = 24, 32
 ONE = {"keep": 30}  # more than a chunk, whatever the family
 VSCAN = {"method": "vscan", "stage2": False}  # reads the tower
+TOME = {"method": "tome", "keep": 0.7}  # merges there
 
 
 @pytest.fixture(scope="module", params=["llava", "qwen2_5_vl", "qwen3_vl", "mistral3"])
@@ -37,10 +38,10 @@ def expect(reference: Any, engine: Engine, output: Any, prompt: str, images: lis
 def test_chunks_split_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     engine.forget()
     prompt, images = checkpoint.prompt(2), checkpoint.images(2)
-    requests = [engine.request(prompt, images, override) for override in (ONE, {"off": True}, {}, VSCAN)]
-    outputs = engine.generate(requests)
-    for setting, output in zip((DIVPRUNE | ONE, None, DIVPRUNE, DIVPRUNE | VSCAN), outputs, strict=True):
-        expect(reference, engine, output, prompt, images, setting)
+    overrides = [ONE, {"off": True}, {}, VSCAN, *([] if checkpoint.name == "mistral3" else [TOME])]
+    outputs = engine.generate([engine.request(prompt, images, override) for override in overrides])
+    for override, output in zip(overrides, outputs, strict=True):
+        expect(reference, engine, output, prompt, images, None if "off" in override else DIVPRUNE | override)
 
 
 def test_chunks_split_videos(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:

@@ -49,6 +49,8 @@ def asked(checkpoint: Checkpoint) -> list[tuple[str, list[Any], list[Any], dict[
         beside = images[:1] if checkpoint.mixes else []
         both = checkpoint.prompt(len(beside), video=True)
         cases += [(both, beside, [checkpoint.clip()], over) for over in ({}, {"method": "evs"}, {"per": "frame"})]
+    if checkpoint.name in ("qwen3_vl_moe", "qwen3_5"):  # for the others see test_tower.py
+        cases.append((prompt, images, [], {"method": "tome", "keep": 0.3}))
     if checkpoint.name == "glm4v":  # for Qwen see test_pixels.py
         cases.append((prompt, [page(140, 196), *images[1:]], [], {"method": "pixelprune", "keep": 0.9}))
     return cases

@@ -44,6 +44,8 @@ def test_mixed_requests_and_the_prefix_cache(engine: Engine, reference: Any) -> 
     two, side, first = checkpoint.prompt(2), "look: <image><image> what? ", "<image> or <image>, what? "
     asked: list[tuple[str, list, Any, list]] = [(prompt, images, HALF, []) for prompt in (two, side, first)]
     asked += [(two, images, None, []), (side, images, {"method": "vscan", "stage2": False, "keep": 0.25}, [])]
+    # At the end, where this method keeps the last token; where another does not, the Hugging Face side has it stay.
+    asked += [("what is it? <image>", images[:1], {"method": "uniform", "keep": 0.6}, [])]
     asked += [("what? " * 8, [], HALF, []), (two, images, HALF | {"keep": 1.0}, [])]
     asked += [(checkpoint.prompt(1, video=True), images[:1], DIVPRUNE | {"per": "frame"}, [checkpoint.clip()])]
     asked += [(checkpoint.prompt(1, video=True), images[:1], {"method": "evs", "keep": 0.4}, [checkpoint.clip()])]

@@ -13,13 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import tokenprune
 from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, Method, OptionError, Site, Thresholds, UnsupportedSetupError
 from tokenprune.encoder import Tower
+from tokenprune.integrations.shared.patch_grid import PatchSource
 from tokenprune.integrations.vllm.setting import tower_checks
+from tokenprune.integrations.vllm.setting.plan import MODALITIES
 from tokenprune.integrations.vllm.setting.servable import check_method
+from tokenprune.integrations.vllm.worker.tower import blocks_of
 from tokenprune.registry import available_methods, method_class, register
 from tokenprune.video import compares_frames
 
@@ -69,7 +73,8 @@ SETTINGS = [
 ]
 
 
-PACKED = ("qwen2_vl", "qwen2_5_vl")  # whose towers merge units
+PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # whose towers merge units of one sequence
+TILES = ("idefics3", "smolvlm", "internvl", "gemma3")  # and these of square tiles
 DYMU = {"method": "dymu", "keep": 0.5, "exact": True}
 
 
@@ -78,11 +83,13 @@ def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
     """By hand, so that units merge in each block, and images need more and fewer merges than `keep` says."""
 
     def get(name: str) -> Path:
-        tower = reference(name).model.model.visual
-        blocks = len(tower.blocks)
+        model = reference(name).model
+        towers = (getattr(model.model, one, None) for one in ("visual", "vision_tower", "vision_model"))
+        tower, blocks = next(filter(None, towers)), tower_checks.depth_of(model.config.vision_config)
         values = {0.5: torch.tensor([0.9, 0.5, 1.0, 0.7][:blocks])}
         path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
-        Thresholds(values, Tower(1, 0, blocks, blocks, tower).fingerprint, 1).save(path)
+        unit = PatchSource(None, model.config).unit_side ** 2
+        Thresholds(values, Tower(1, 0, blocks, blocks, tower, unit).fingerprint, 1).save(path)
         return path
 
     return get
@@ -91,7 +98,7 @@ def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.fixture(scope="module", params=FAMILIES)
 def engine(request: pytest.FixtureRequest, start: Callable[..., Engine], thresholds: Any) -> Engine:
     profiles = {}
-    if request.param in PACKED:  # a request cannot name a file
+    if request.param in PACKED + TILES:  # a request cannot name a file
         profiles = {"profiles": {"dymu": DYMU | {"thresholds": str(thresholds(request.param))}}}
     return start(request.param, VSCAN | profiles)
 
@@ -190,25 +197,34 @@ def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Chec
 
 
 def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any) -> None:
-    """Of images of several sizes in one call, and of each frame of a video."""
-    if checkpoint.name not in PACKED:
+    """Of images of several sizes in one call, of each frame of a video, and beside images that stay whole."""
+    if checkpoint.name not in PACKED + TILES:
         pytest.skip("its tower has no units, or merges them on the Hugging Face side alone")
     tome, dymu = {"method": "tome", "keep": 0.5}, DYMU | {"thresholds": str(thresholds(checkpoint.name))}
-    cases = [(2, tome), (3, tome | {"keep": 0.7, "proportional": False}), (2, dymu), (1, tome | {"keep": 20})]
+    few = tome | {"keep": 20 if checkpoint.name in PACKED else 3}
+    cases = [(2, tome), (3, tome | {"keep": 0.7, "proportional": False}), (2, dymu), (1, few), (2, {"off": True})]
     asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
-    asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), tome, [checkpoint.clip()]))
+    if checkpoint.name in PACKED:
+        asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), tome, [checkpoint.clip()]))
     requests = [engine.request(p, i, {"profile": "dymu"} if one is dymu else one, v) for p, i, one, v in asked]
     engine.forget()
     last: list[int] = []  # patches in the tower's last MLP
-    handle = engine.model.visual.blocks[-1].mlp.register_forward_hook(lambda m, args, out: last.append(len(args[0])))
+    config = engine.model.config
+    ahead = tower_checks.CLASS_TOKENS[tower_checks.kind_of(config)]  # of each tile
+
+    def count(module: Any, args: tuple, output: Tensor) -> None:
+        last.append(args[0][:, ahead:].shape[:-1].numel())
+
+    handle = blocks_of(engine.model)[-1].mlp.register_forward_hook(count)
     outputs = engine.generate(requests)
     handle.remove()
     for one, output in zip(asked, outputs, strict=True):
         check(reference(checkpoint.name), output, *one)
-    config = engine.model.config
     tokens = [token for output in outputs for token in output.prompt_token_ids]
-    assert sum(last) == 4 * sum(map(tokens.count, (config.image_token_id, config.video_token_id)))
-    assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.visual.modules())
+    shown = [getattr(config, f"{kind}_token_id", None) for kind in MODALITIES]
+    side = getattr(config.vision_config, "spatial_merge_size", PatchSource(None, config).unit_side)
+    assert sum(last) == side**2 * sum(map(tokens.count, shown))
+    assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 
 
 def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
@@ -258,6 +274,8 @@ def test_items_that_cannot_be_traced(folder: Any) -> None:
     info = SimpleNamespace(get_hf_config=lambda: config(folder("internvl")).hf_config)
     with pytest.raises(OptionError, match=r"do not tell which patches.*behind the tower"):
         tower_checks.check_items(Seer(), None, {"video": ["frames"]}, info)
+    with pytest.raises(OptionError, match=r"do not tell which patches.*behind the tower"):
+        tower_checks.check_items(tokenprune.method("tome"), None, {"video": ["frames"]}, info)
     with pytest.raises(OptionError, match="pass pixels, not embeddings"):
         tower_checks.check_items(Seer(), None, {"image": ImageEmbeddingItems([torch.zeros(4, 64)])}, info)
     tower_checks.check_items(Seer(), None, {"image": ["image"], "video": []}, info)

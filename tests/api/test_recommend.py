@@ -85,7 +85,9 @@ def test_a_tower_that_is_most_of_the_work_gets_what_acts_in_or_before_it() -> No
     assert found.served and not found.why_not and f'"method": "{found.method}"' in found.vllm
     assert tokenprune.method_info(recommend("demo_qwen", task="chat", goal="memory").method).site == "PRE_LLM"
     narrow = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512}
-    found = recommend(AutoConfig.for_model("smolvlm", text_config=narrow), task="chat", goal="ttft")
+    even = AutoConfig.for_model("smolvlm", text_config=narrow, vision_config={"image_size": 256})  # whole units
+    assert recommend(even, task="chat", goal="ttft").served
+    found = recommend(AutoConfig.for_model("llava_next", text_config=narrow), task="chat", goal="ttft")
     assert not found.served and "merges inside the vision tower" in found.why_not and found.vllm is None
     assert f"not served: {found.why_not}" in str(found)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import subprocess
@@ -14,16 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
 
 import tokenprune
 import zoo
 from tokenprune import Method, Site, registry
 from tokenprune.base import Selection
+from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError, UnsupportedSetupError
+from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.vllm.families import FAMILIES, REFUSED
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
-from tokenprune.integrations.vllm.setting.merge_checks import check_merging
+from tokenprune.integrations.vllm.setting.merge_checks import check_merging, tower_of
 from tokenprune.integrations.vllm.setting.plan import Plan, _decoded, field_name
 from tokenprune.integrations.vllm.setting.settings import Setting, servable
 from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
@@ -132,16 +133,23 @@ def test_bad_settings(bad, error, says) -> None:
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, TokenPruneError)
 
 
-@pytest.mark.parametrize("name", [one for one in zoo.FAMILIES if one not in ("llava", "qwen2_vl", "qwen2_5_vl")])
-@pytest.mark.parametrize("method", ["tome", "dymu"])
-def test_merging_in_towers_that_are_not_served_is_refused_by_name(name: str, method: str) -> None:
-    """The Hugging Face side merges in all of these towers; the plugin says of which it does not."""
-    family = zoo.FAMILIES[name]
-    config = CONFIG_MAPPING[family.kind](**copy.deepcopy(family.config))
-    setting = SimpleNamespace(method=tokenprune.method(method), keep=0.5, removes_nothing=False)
-    model_config = SimpleNamespace(hf_config=config, dtype=torch.float32)
-    with pytest.raises(UnsupportedSetupError, match=f"{method} merges inside.*Qwen2.5-VL, not of this '{name}'"):
-        check_merging(setting, model_config)
+@pytest.mark.parametrize("name", zoo.FAMILIES)
+def test_a_tower_is_what_the_other_side_says_or_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the plugin merges, a config tells a method of the tower what the Hugging Face side finds in the model."""
+    model, method, served = zoo.FAMILIES[name].build(), tokenprune.method("tome"), []
+    monkeypatch.setattr(type(method), "check_served", lambda self, *told: served.append(told))
+    setting = SimpleNamespace(method=method, keep=0.5, removes_nothing=False)
+    parallel = SimpleNamespace(mm_encoder_tp_mode="weights")
+    model_config = SimpleNamespace(hf_config=model.config, dtype=torch.float32, multimodal_config=parallel)
+    if name in ("llava_next", "llava_onevision"):  # which crop their tiles behind the tower
+        with pytest.raises(UnsupportedSetupError, match=f"tome merges inside.*Qwen3.5, not of this '{name}'"):
+            check_merging(setting, model_config)
+        return
+    check_merging(setting, model_config)
+    theirs, ours = tower_patch(adapter_for(model), method, Budget.of(0.5)).shape, tower_of(method, model.config)
+    for fact in ("tokens", "protected", "blocks", "read", "unit"):
+        assert getattr(ours, fact) == getattr(theirs, fact), fact
+    assert served == [(type(theirs.module).__name__, "float32", theirs.blocks)]
 
 
 def test_methods_by_the_towers_attention_are_served_as_they_are() -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Attachable:
-    """Base of the parts of a patch. A subclass installs everything in `_attach`, and only by the methods below."""
+    """Base of the parts of a patch. A subclass installs everything in `_attach`, and only by the methods below. Entered
+    as a context, a part is attached within."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -32,6 +33,13 @@ class Attachable:
         """Remove everything that `attach` installed, in reverse; nothing where that was done already."""
         while self._undo:
             self._undo.pop()()
+
+    def __enter__(self) -> Self:
+        self.attach()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
 
     def _attach(self) -> None:
         raise NotImplementedError

@@ -164,6 +164,13 @@ class Packed:
         return into[:-1] if merges else None
 
 
+def mean_of_groups(x: Tensor, owner: Tensor) -> Tensor:
+    """`[N, D]`: each row becomes the mean of the rows with its owner."""
+    total = torch.zeros(len(owner), x.shape[1], device=x.device).index_add(0, owner, x.float())
+    count = total.new_zeros(len(owner)).index_add(0, owner, total.new_ones(len(owner)))
+    return (total / count.clamp(min=1)[:, None])[owner].to(x.dtype)
+
+
 def keeps(keep: float | int, frames: int) -> list[float | int]:
     """Return the keep of each of the frames of a video: a number of tokens is for all of them."""
     if isinstance(keep, int):

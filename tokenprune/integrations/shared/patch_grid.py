@@ -78,6 +78,12 @@ class PatchSource:
         return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
 
 
+def patches_of(vision: Any) -> int:
+    """Return the patches of an image of the size that a tower's config names."""
+    image, patch = ((of, of) if isinstance(of, int) else tuple(of) for of in (vision.image_size, vision.patch_size))
+    return math.prod(pixels // of for pixels, of in zip(image, patch, strict=True))
+
+
 @dataclass(frozen=True)
 class Placed:
     """Visual tokens of all images of a call, end to end.

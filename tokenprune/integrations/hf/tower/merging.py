@@ -8,7 +8,6 @@ wholes, patch by patch (units.py).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from tokenprune.integrations.shared.attachable import with_output
 from tokenprune.integrations.shared.block_merging import Block, Merging
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
+from tokenprune.integrations.shared.patch_grid import patches_of
 from tokenprune.integrations.shared.units import Units
 from tokenprune.observable_registry import find_observable
 
@@ -80,7 +80,7 @@ class EncoderPatch(TowerPatch):
         blocks = [
             Block(layer, getattr(layer, kind.norm), getattr(layer, kind.end), scale=kind.scale) for layer in layers
         ]
-        tokens, side = _patches(adapter.config.vision_config) + kind.protected, adapter.unit_side
+        tokens, side = patches_of(adapter.config.vision_config) + kind.protected, adapter.unit_side
         shape, units = Tower(tokens, kind.protected, len(layers), read, self.tower), None
         if side > 1:
             units = Units(side, kind.protected)
@@ -176,14 +176,6 @@ class EncoderPatch(TowerPatch):
                 "patches they were made of; leave them out of the prompt, or use a method that acts behind the tower"
             )
         return groups
-
-
-def _patches(vision: Any) -> int:
-    """Patches of an image of the size that the config names."""
-    image, patch = (
-        (of, of) if isinstance(of, int) else tuple(of) for of in (vision.image_size, vision.patch_size)
-    )
-    return math.prod(pixels // of for pixels, of in zip(image, patch, strict=True))
 
 
 def _read_layer(adapter: Adapter, name: str) -> int:

@@ -22,7 +22,7 @@ from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.block_merging import Block, check_checkpointing
 from tokenprune.integrations.shared.packed_features import first_of_group
-from tokenprune.integrations.shared.packed_merging import Packed
+from tokenprune.integrations.shared.packed_merging import Packed, mean_of_groups
 
 BLOCKS = frozenset(
     f"{name}VisionBlock" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
@@ -98,7 +98,7 @@ class PackedTowerPatch(TowerPatch):
         self.leave_tokens(output, owners, [count * self.unit for count in state.counts])
         features = getattr(output, "deepstack_features", None)
         if features:  # of blocks at which not all members of a group were one yet
-            output.deepstack_features = [_mean_of_groups(x, torch.cat(owners)) for x in features]
+            output.deepstack_features = [mean_of_groups(x, torch.cat(owners)) for x in features]
         return output
 
     # -- behind the tower
@@ -165,10 +165,3 @@ def window_order(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tenso
 
     grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
     return get_vision_window_index(grids, tower.spatial_merge_size, tower.window_size, tower.patch_size)[0]
-
-
-def _mean_of_groups(x: Tensor, owner: Tensor) -> Tensor:
-    """`[N, D]`: each row becomes the mean of the rows with its owner."""
-    total = torch.zeros(len(owner), x.shape[1], device=x.device).index_add(0, owner, x.float())
-    count = total.new_zeros(len(owner)).index_add(0, owner, total.new_ones(len(owner)))
-    return (total / count.clamp(min=1)[:, None])[owner].to(x.dtype)

@@ -26,7 +26,7 @@ from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
 from tokenprune.integrations.vllm.front.units import kept_units
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
-from tokenprune.integrations.vllm.setting.merge_checks import check_reachable, merges_in_tower
+from tokenprune.integrations.vllm.setting.merge_checks import check_reachable, merges_in_tower, tiles_of
 from tokenprune.integrations.vllm.setting.offer import PROFILE
 from tokenprune.integrations.vllm.setting.plan import MODALITIES, Plan, field_name
 from tokenprune.integrations.vllm.setting.position_checks import longest, original_positions
@@ -147,9 +147,11 @@ class ReducingProcessor(BaseMultiModalProcessor):
             merges = merges_in_tower(own.method) and not own.removes_nothing
             asked = update.modality == "video" and (compares or merges or setting.per == "frame")
             frames = _frames(mm_items, out_mm_kwargs, index) if asked else 1
+            config = self.info.ctx.model_config.hf_config
+            if merges and not asked:
+                frames = tiles_of(own.method, config, len(content.full) if embeds is None else sum(embeds))
             plan = Plan.make(own, content.full, embeds, family.per_run, frames, family.behind_video or 0)
             if merges:
-                config = self.info.ctx.model_config.hf_config
                 check_reachable(own, config, plan.counts, update.modality == "video")
             item = out_mm_kwargs[update.modality][index]
             if drops_units(own.method) and not own.removes_nothing:
@@ -208,7 +210,8 @@ class ReducingProcessor(BaseMultiModalProcessor):
             setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
             # Before anything is cached: vLLM's caches in two processes must hear of the same items.
             if family_of(model_config).mrope:
-                _check_placeholders(inputs.prompt, inputs.mm_data_items.get_all_counts(), self.info.get_hf_config())
+                counts, config = inputs.mm_data_items.get_all_counts(), self.info.get_hf_config()
+                _check_placeholders(inputs.prompt, counts, config, not setting.removes_nothing)
             if reads_tower(setting.method) or merges_in_tower(setting.method):
                 check_items(setting.method, setting, inputs.mm_data_items, self.info)
             made = super().apply(inputs, *args, **kwargs)
@@ -254,9 +257,9 @@ def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
     return {key: value for key, value in kwargs.items() if key != KEY}
 
 
-def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any) -> None:
+def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any, reduces: bool) -> None:
     """Positions of kept tokens follow from the placeholders that a prompt holds, and counted from the text before them:
-    there have to be no others, and there has to be some text."""
+    there have to be no others, and there has to be some text. Those of the answer follow from the text behind."""
     tokens = {"image": config.image_token_id, "video": config.video_token_id}
     for modality, token in tokens.items():
         found, wanted = prompt.count(token), items.get(modality, 0)
@@ -268,6 +271,11 @@ def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config:
         raise OptionError(
             "two images stand side by side without a token between them; put the model's start and end tags around "
             "each, as its chat template does"
+        )
+    if reduces and prompt[-1:] and prompt[-1] in tokens.values():
+        raise OptionError(
+            "the prompt ends with an image, so that nothing tells where its answer stands; put the model's end tag "
+            "behind it, as its chat template does"
         )
 
 

@@ -13,14 +13,26 @@ from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.fingerprint import Fingerprint
+from tokenprune.integrations.shared.patch_grid import PatchSource, patches_of
 from tokenprune.integrations.shared.tower_scores import read_block
+from tokenprune.integrations.shared.units import Units
 from tokenprune.integrations.vllm.setting.tower_checks import CLASS_TOKENS, check_whole, depth_of, kind_of
 
-_CLASSES = {"clip_vision_model": "CLIPVisionModel", "siglip_vision_model": "SiglipVisionModel"}
+_CLASSES = {
+    "clip_vision_model": "CLIPVisionModel",
+    "siglip_vision_model": "SiglipVisionModel",
+    "idefics3_vision": "Idefics3VisionTransformer",
+    "smolvlm_vision": "SmolVLMVisionTransformer",
+    "internvl_vision": "InternVLVisionModel",
+}
 # Of towers that lay the patches of all images end to end, and merge whole units of them, by the model type.
 _PACKED = {
     "qwen2_vl": "Qwen2VisionTransformerPretrainedModel",
     "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
+    "qwen3_vl": "Qwen3VLVisionModel",
+    "qwen3_vl_moe": "Qwen3VLMoeVisionModel",
+    "qwen3_5": "Qwen3_5VisionModel",
+    "qwen3_5_moe": "Qwen3_5MoeVisionModel",
 }
 
 
@@ -47,8 +59,21 @@ def tower_of(method: EncoderMethod, config: Any) -> ServedTower:
         depth = depth_of(vision)
         return ServedTower(1, 0, depth, depth, claimed=method.calibrated_for)  # how many units, only the image tells
     protected, depth = CLASS_TOKENS[kind_of(config)], depth_of(vision)
-    tokens = (vision.image_size // vision.patch_size) ** 2 + protected
-    return ServedTower(tokens, protected, depth, read_block(config, depth) + 1, claimed=method.calibrated_for)
+    tokens, read, units = patches_of(vision) + protected, read_block(config, depth) + 1, units_of(config)
+    if units is None:
+        return ServedTower(tokens, protected, depth, read, claimed=method.calibrated_for)
+    return ServedTower(units.count(tokens), 0, depth, read, unit=units.size, claimed=method.calibrated_for)
+
+
+def units_of(config: Any) -> Units | None:
+    """Return the patches that become one visual token, of a tower whose images are rows; None where each does."""
+    side = PatchSource(None, config).unit_side
+    return Units(side, CLASS_TOKENS[kind_of(config)]) if side > 1 else None
+
+
+def tiles_of(method: EncoderMethod, config: Any, count: int) -> int:
+    """Return how many rows of the tower an image of so many visual tokens is made of; 1 where it has no rows."""
+    return 1 if config.model_type in _PACKED else max(1, count // tower_of(method, config).patches)
 
 
 def check_merging(setting: Any, model_config: Any) -> None:
@@ -78,23 +103,26 @@ def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: boo
 
 
 def _row_tower(method: Method, config: Any) -> str:
-    """Return the class of a tower whose images are rows of their own, of patches that are visual tokens; raises
-    UnsupportedSetupError for any other."""
-    if config.model_type != "llava" or kind_of(config) not in _CLASSES or _strategy(config) != "default":
+    """Return the class of a tower whose images or tiles are rows of their own, of patches or squares of them that are
+    visual tokens; raises UnsupportedSetupError for any other."""
+    known = PatchSource(None, config).patch_layout == "tiles" and kind_of(config) in _CLASSES
+    if not known or not _shows_patches(config):
         raise UnsupportedSetupError(
             f"{method.name} merges inside the vision tower. vLLM has to know before how many tokens that leaves, which "
-            f"can be told of LLaVA-1.5 (with CLIP or SigLIP, and a visual token for each patch), Qwen2-VL and "
-            f"Qwen2.5-VL, not of this {config.model_type!r}; use a method that acts behind the tower, such as divprune"
+            "can be told of LLaVA-1.5 (with CLIP or SigLIP, and a visual token for each patch), Idefics3, SmolVLM, "
+            "InternVL in Hugging Face's format, Gemma 3 and Qwen2-VL to Qwen3.5, not of this "
+            f"{config.model_type!r}; use a method that acts behind the tower, such as divprune"
         )
-    if not isinstance(config.vision_feature_layer, int):
+    layer = getattr(config, "vision_feature_layer", -1)
+    if not isinstance(layer, int):
         raise UnsupportedSetupError(
-            f"{method.name}: this model joins the features of several tower layers ({config.vision_feature_layer}), "
-            "which merge differently; use a method that acts behind the tower, such as divprune"
+            f"{method.name}: this model joins the features of several tower layers ({layer}), which merge differently; "
+            "use a method that acts behind the tower, such as divprune"
         )
     return _CLASSES[kind_of(config)]
 
 
-def _strategy(config: Any) -> str:
-    """ "default" if visual tokens are the patches, without the class token."""
-    chosen = config.vision_feature_select_strategy
-    return "default" if (chosen == "full") == (not CLASS_TOKENS[kind_of(config)]) else chosen
+def _shows_patches(config: Any) -> bool:
+    """Whether visual tokens are made of all patches, and not of the class token."""
+    chosen = getattr(config, "vision_feature_select_strategy", None)  # None: the model has no such choice
+    return chosen is None or (chosen == "full") == (not CLASS_TOKENS[kind_of(config)])

@@ -40,7 +40,7 @@ class Plan:
     per_run: see `Family`.
     kept:    of a method that decides by pixels which placeholders stay, in their order; None: the model decides.
     frames:  of a video how many it has, where they have a budget each and stand in one run, or the method compares
-             them; else 1. Methods that merge in the tower do so frame by frame.
+             them; else 1. Methods that merge in the tower do so frame by frame. A tile is a frame to them.
     """
 
     setting: Setting
@@ -150,16 +150,16 @@ class Plan:
         whole = Plan(setting, tuple(tokens), tuple(bool(embed) for embed in embeds), per_run)
         if compares_frames(setting.method):
             return whole._compared(frames, behind)
-        if per_run or frames == 1 or not _by_frame(setting):
+        if (per_run and not merges_in_tower(setting.method)) or frames == 1 or not _by_frame(setting):
             return whole
-        if len(whole.runs) == frames:  # time stamps between them
+        if len(whole.runs) == frames:  # time stamps between them, or names of tiles
             return dataclasses.replace(whole, per_run=True)
         if len(whole.runs) > 1 or frame_counts(sum(whole.runs), frames) is None:
             raise OptionError(
                 'nothing tells which tokens of the video belong to which frame: use "per": "image", so that the whole '
                 "video shares its budget"
             )
-        return dataclasses.replace(whole, frames=frames)
+        return dataclasses.replace(whole, per_run=False, frames=frames)
 
     def _compared(self, frames: int, behind: int) -> Plan:
         count = sum(self.runs)

@@ -35,6 +35,8 @@ from tokenprune.integrations.vllm.worker.unit_dropping import UnitDrop, dropping
 _NESTED = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm", "head")
 # What the models' own rules of positions read of an item.
 _SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+# Names under which a model gets how many tiles each image has.
+_TILES = ("num_patches", "image_num_patches")
 
 
 class ReducingModel:
@@ -92,13 +94,18 @@ class ReducingModel:
             outputs = embed(**kwargs)
         if len(outputs) and len(plans) != len(outputs):
             raise PlaceholderMismatchError(f"{len(outputs)} items came with {len(plans)} plans")
+        kept = None
+        if merged is not None:
+            kept = merged.kept.split([rows.numel() // rows.shape[-1] for rows in outputs])
+            if merged.left != (wanted := sum(sum(plan.keep) for plan in plans)):
+                raise PlaceholderMismatchError(f"the tower left {merged.left} tokens where the prompt has {wanted}")
         reduced = []
         for index, (plan, rows) in enumerate(zip(plans, outputs, strict=False)):
             told, rows = None, rows.reshape(-1, rows.shape[-1])
             if plan.reduces and reads_tower(plan.setting.method):
                 told = self.tokenprune_tower.encoded(plan.setting.method, seen, index, outputs, kwargs, modality)
-            elif merged is not None:
-                told = merged.kept[index]
+            elif kept is not None:
+                told = kept[index]
             elif plan.kept is not None:
                 told = plan.mask.to(rows.device)
             item = _item(kwargs, index)
@@ -170,6 +177,26 @@ class ReducingModel:
         """Tell the rows where they stand in the full prompt, for a runner that asks for it."""
         raise NotImplementedError
 
+    def recompute_mrope_positions(
+        self,
+        input_ids: list[int] | Tensor,
+        multimodal_embeddings: Sequence[Tensor],
+        mrope_positions: Tensor,
+        num_computed_tokens: int,
+    ) -> tuple[Sequence[Tensor], Tensor, int]:
+        if not self.tokenprune_active:
+            return super().recompute_mrope_positions(
+                input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens
+            )
+        return self._place(input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens)
+
+    def _place(
+        self, tokens: Any, embeddings: Sequence[Tensor], known: Tensor, computed: int
+    ) -> tuple[Sequence[Tensor], Tensor, int]:
+        """Take off the embeddings what `_placed` told; see `positions.place`. known: positions so far. computed: tokens
+        of the prompt that are read."""
+        raise NotImplementedError
+
     def get_encoder_cudagraph_config(self) -> Any:
         config = super().get_encoder_cudagraph_config()
         # A captured encoder would go past embed_multimodal.
@@ -195,14 +222,8 @@ class ReducingLineModel(ReducingModel):
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         return positions.of_line(input_tokens, mm_features)
 
-    def recompute_mrope_positions(
-        self,
-        input_ids: list[int] | Tensor,
-        multimodal_embeddings: Sequence[Tensor],
-        mrope_positions: Tensor,
-        num_computed_tokens: int,
-    ) -> tuple[Sequence[Tensor], Tensor, int]:
-        return positions.place_line(multimodal_embeddings, mrope_positions, num_computed_tokens)
+    def _place(self, tokens: Any, embeddings: Sequence[Tensor], known: Tensor, computed: int) -> tuple:
+        return positions.place_line(embeddings, known, computed)
 
 
 class ReducingMropeModel(ReducingModel):
@@ -230,19 +251,9 @@ class ReducingMropeModel(ReducingModel):
             return super().get_mrope_input_positions(input_tokens, mm_features)
         return positions.of_prompt(self._rule, input_tokens, mm_features)
 
-    def recompute_mrope_positions(
-        self,
-        input_ids: list[int] | Tensor,
-        multimodal_embeddings: Sequence[Tensor],
-        mrope_positions: Tensor,
-        num_computed_tokens: int,
-    ) -> tuple[Sequence[Tensor], Tensor, int]:
-        if not self.tokenprune_active:
-            return super().recompute_mrope_positions(
-                input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens
-            )
+    def _place(self, tokens: Any, embeddings: Sequence[Tensor], known: Tensor, computed: int) -> tuple:
         placeholders = [self.config.image_token_id, self.config.video_token_id]
-        return positions.place(input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens, placeholders)
+        return positions.place(tokens, embeddings, known, computed, placeholders)
 
 
 def _check_span(last: int) -> None:
@@ -252,9 +263,11 @@ def _check_span(last: int) -> None:
 
 def _part(value: Any, kwargs: Mapping[str, Any], modality: str, start: int, end: int) -> Any:
     """Return of an argument of `embed_multimodal` what belongs to the items from `start` to `end` (exclusive)."""
-    grids = kwargs.get(f"{modality}_grid_thw")
-    if grids is not None and len(value) != len(grids):  # rows for patches, of all items end to end
-        ends = [0, *itertools.accumulate(math.prod(torch.as_tensor(one).tolist()) for one in grids)]
+    if isinstance(value, Tensor) and not value.ndim:
+        return value  # it is the same for all
+    sizes = next((kwargs[name] for name in (f"{modality}_grid_thw", *_TILES) if kwargs.get(name) is not None), None)
+    if sizes is not None and len(value) != len(sizes):  # rows for patches or tiles, of all items end to end
+        ends = [0, *itertools.accumulate(math.prod(torch.as_tensor(one).flatten().tolist()) for one in sizes)]
         return value[ends[start] : ends[end]]
     return value[start:end]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside the vision towers of Qwen2-VL and Qwen2.5-VL, which lay the patches of a call's images end to end.
+"""Merging inside the vision towers of Qwen2-VL to Qwen3.5, which lay the patches of a call's images end to end.
 
 What merges, and how, is `integrations.shared.packed_merging`, as on the Hugging Face side. Here is what stands around
 vLLM's blocks: a block gets borders and rotary places of the units that are left, its second norm the merged patches,
@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Matcher
-from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.packed_features import first_of_group
-from tokenprune.integrations.shared.packed_merging import Packed
+from tokenprune.integrations.shared.packed_merging import Packed, mean_of_groups
 from tokenprune.integrations.vllm.setting.merge_checks import tower_of
 from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, heads_first
-from tokenprune.integrations.vllm.worker.unit_dropping import longest
+from tokenprune.integrations.vllm.worker.unit_dropping import check_lengths, longest
 
 
 class PackedTowerMerger(Attachable):
     """Merges in the tower of vLLM's `model` between `attach` and `detach`. Afterwards `kept` tells what is left.
 
-    kept: for each image or video bool `[units]`, True for the first unit of each merged one.
+    kept: bool, of the units of all images and videos end to end; True for the first of each merged one. left: how
+    many these are.
     """
 
     def __init__(self, model: nn.Module, method: EncoderMethod, keep: float | int) -> None:
@@ -38,16 +38,11 @@ class PackedTowerMerger(Attachable):
         self.tower, self.attentions = model.visual, attentions_of(model)
         self.method, self.keep, self.shape = method, keep, tower_of(method, model.config)
         self.heads = self.tower.num_heads
-        self.kept: list[Tensor] = []
+        self.kept: Tensor | None = None
+        self.left = 0
         self._state: Packed | None = None
         self._order: Tensor | None = None
-
-    def __enter__(self) -> PackedTowerMerger:
-        self.attach()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.detach()
+        self._width = 0  # of the features that enter the language model
 
     def _attach(self) -> None:
         # No hooks of modules: vLLM calls the forward of some by itself.
@@ -58,17 +53,15 @@ class PackedTowerMerger(Attachable):
             self.wrap(attention, "forward", partial(partial, self._attend, attention))
             self.wrap(block.norm2, "forward", partial(partial, self._merge, index))
             self.wrap(block.mlp, "forward", partial(partial, self._run_branch))
+        for merger in getattr(self.tower, "deepstack_merger_list", ()):
+            self.wrap(merger, "forward", partial(partial, self._show))
         self.wrap(self.tower.merger, "forward", partial(partial, self._leave))
+        self.wrap(self.tower, "forward", partial(partial, self._encode))
 
     def _describe(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         def describe(grid_thw: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             known = prepare(grid_thw, *args, **kwargs)
-            if any(known.get(f"sequence_lengths{which}") is not None for which in ("", "_full", "_window")):
-                raise UnsupportedSetupError(
-                    f"{self.method.name} does not merge in a vision tower that attends by FlashInfer, which takes "
-                    "lengths in a form of its own: start with --mm-encoder-attn-backend FLASH_ATTN, or use a method "
-                    "behind the tower, such as divprune"
-                )
+            check_lengths(known, f"{self.method.name} does not merge in")
             self._order = known.get("window_index")  # Qwen2.5-VL: units stand window by window
             grids = torch.as_tensor(grid_thw).tolist()
             device, unit = known["rotary_pos_emb_cos"].device, self.tower.spatial_merge_size**2
@@ -139,10 +132,25 @@ class PackedTowerMerger(Attachable):
         state.output, state.merged = state.merged + output, None
         return output.new_zeros(1)  # for the block to add to the patches before the merge
 
+    def _show(self, forward: Any, x: Tensor) -> Tensor:
+        """Return features for a deeper layer: for each unit that entered those of what it is part of by now."""
+        return forward(x)[self._state.owner]
+
     def _leave(self, forward: Any, x: Tensor) -> Tensor:
         """Return for each unit that entered the row of the one that it is part of."""
+        rows = forward(x)[self._state.owner]
+        self._width = rows.shape[1]
+        return rows
+
+    def _encode(self, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Note what is left, and let what became one at last have one feature for each of the deeper layers, too."""
+        rows = forward(*args, **kwargs)
         state, self._state = self._state, None
         owners = state.owners_by_rows(self._order)
-        firsts = (first_of_group(owner[None], len(state.owner))[0] for owner in owners)
-        self.kept += [first == torch.arange(len(first), device=first.device) for first in firsts]
-        return forward(x)[state.owner]
+        firsts = [first_of_group(owner[None], len(state.owner))[0] for owner in owners]
+        self.left += sum(state.left)
+        self.kept = torch.cat([first == torch.arange(len(first), device=first.device) for first in firsts])
+        deeper = rows[:, self._width :]
+        if not deeper.shape[1]:
+            return rows
+        return torch.cat([rows[:, : self._width], mean_of_groups(deeper, torch.cat(owners))], dim=1)

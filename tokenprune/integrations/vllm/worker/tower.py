@@ -162,6 +162,18 @@ def _grids(kwargs: Mapping[str, Any], modality: str) -> list[tuple[int, int, int
 
 def attentions_of(model: nn.Module) -> list[nn.Module]:
     """Return the fused attention of each block of a model's tower, in order; none if the server takes no images."""
+    return [attentions_in(block)[0] for block in blocks_of(model)]
+
+
+def attentions_in(block: nn.Module) -> list[nn.Module]:
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+
+    return [module for module in block.modules() if isinstance(module, MMEncoderAttention)]
+
+
+def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the blocks of a model's tower, in order, each of which has one fused attention; none if the server takes
+    no images. What is returned is the list that the tower runs through."""
     from vllm.model_executor.layers.attention import MMEncoderAttention
     from vllm.model_executor.models.utils import StageMissingLayer
 
@@ -173,10 +185,9 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
             for module in tower.modules() if tower is not None else ():
                 if not isinstance(module, nn.ModuleList) or not len(module):
                     continue
-                found = [[m for m in block.modules() if isinstance(m, MMEncoderAttention)] for block in module]
                 takes = inspect.signature(MMEncoderAttention.forward_native).parameters
-                if all(len(of_block) == 1 for of_block in found) and {"query", "key", "value"} <= set(takes):
-                    return [of_block[0] for of_block in found]
+                if all(len(attentions_in(block)) == 1 for block in module) and {"query", "key", "value"} <= set(takes):
+                    return module
     raise UnsupportedSetupError(
         f"tokenprune does not find the attention that it knows of vLLM {TESTED} in the vision tower of "
         f"{type(model).__name__}; install that version, or leave out the tokenprune setting"

@@ -5,10 +5,10 @@ The blocks' own forward runs, with the hooks of `integrations.shared.block_mergi
 neither MLP nor attention in what is left of the tower. Fused attention takes no bias, so while tokens are merged
 proportionally, or rows are padded, the blocks attend by PyTorch's. Hooks are attached for one call, and gone after it.
 
-LLaVA-1.5: an image is one row of its tower, and its visual tokens are the row's patches, so that their number is known
-beforehand. Towers of Qwen2-VL and Qwen2.5-VL: see packed_merging.py. Tiles that are cropped behind the tower
-(LLaVA-NeXT, LLaVA-OneVision) and other units of several patches (pixel shuffle, pooling) merge on the Hugging Face side
-only.
+An image or tile is one row of its tower, all of one size, and its visual tokens are the row's patches (LLaVA-1.5) or
+squares of them (pixel shuffle and pooling: Idefics3, SmolVLM, InternVL, Gemma 3), which then merge as wholes; so their
+number is known beforehand. Towers of Qwen: see packed_merging.py. Tiles that are cropped behind the tower (LLaVA-NeXT,
+LLaVA-OneVision) merge on the Hugging Face side only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod
 from tokenprune.integrations.shared.block_merging import Block, Merger
 from tokenprune.integrations.shared.packed_features import first_of_group
-from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower, tower_of
+from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower, tower_of, units_of
 from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.tower_checks import heads_of
+from tokenprune.integrations.vllm.setting.tower_checks import heads_of, kind_of
 from tokenprune.integrations.vllm.worker.packed_merging import PackedTowerMerger
-from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, heads_first
+from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, blocks_of, heads_first
 from tokenprune.integrations.vllm.worker.unit_dropping import dropping
+
+# Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.
+_NAMES = {"internvl_vision": ("layernorm_after", "lambda_2")}
 
 
 def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
@@ -46,34 +49,29 @@ def merging(plan: Plan) -> bool:
 
 
 def tower_merger(model: nn.Module, method: EncoderMethod, keep: float | int) -> TowerMerger | PackedTowerMerger:
-    """Return what merges in the tower of vLLM's `model` while it is entered, and then has `kept`, for each item which
-    of its features stay."""
+    """Return what merges in the tower of vLLM's `model` while it is entered, and then has `kept`, which features stay
+    of all items end to end."""
     return (PackedTowerMerger if model.tokenprune_family.packed else TowerMerger)(model, method, keep)
 
 
 class TowerMerger(Merger):
     """Merges in the tower of vLLM's `model` between `attach` and `detach`. Afterwards `kept` tells what is left.
 
-    kept: bool `[images, patches]`, True for one patch of each merged token, the first.
+    kept: bool, of the patches or units of all images end to end; True for the first of each merged token. left: how
+    many these are.
     """
 
     def __init__(self, model: nn.Module, method: EncoderMethod, keep: float | int) -> None:
-        self.model, self.heads = model, heads_of(model.config.vision_config)
-        self.tower, self.attentions = model.vision_tower, attentions_of(model)
-        self.encoder = next(module for module in self.tower.modules() if hasattr(module, "layers"))
-        layers = list(self.encoder.layers)
-        blocks = [Block(layer, layer.layer_norm2, layer.mlp) for layer in layers]
-        super().__init__(method, Budget.of(keep), blocks, tower_of(method, model.config))
+        layers = blocks_of(model)
+        self.heads, self.attentions = heads_of(model.config.vision_config), attentions_of(model)
+        self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
+        norm, scale = _NAMES.get(kind_of(model.config), ("layer_norm2", ""))
+        blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
+        super().__init__(method, Budget.of(keep), blocks, tower_of(method, model.config), units_of(model.config))
         self.kept: Tensor | None = None
+        self.left = 0
         self._bias: Tensor | None = None
         self._entered: torch.Size | None = None
-
-    def __enter__(self) -> TowerMerger:
-        self.attach()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.detach()
 
     def _attach(self) -> None:
         super()._attach()
@@ -109,6 +107,11 @@ class TowerMerger(Merger):
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         state = self.end()
         owners = state.owners[-1]
-        first = first_of_group(owners[:, self.shape.protected :], owners.shape[1])
-        self.kept = first == torch.arange(first.shape[1], device=first.device)
+        if self.units is None:
+            left = [count - self.shape.protected for count in state.left]
+            first = first_of_group(owners[:, self.shape.protected :], owners.shape[1])
+        else:
+            left, first = self.units.left(state.left), self.units.owners(owners)
+        self.left += sum(left)
+        self.kept = (first == torch.arange(first.shape[1], device=first.device)).flatten()
         return state.restore(output)

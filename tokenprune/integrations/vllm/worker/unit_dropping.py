@@ -41,13 +41,6 @@ class UnitDrop(Attachable):
         kept = [torch.ones(sum(plan.counts), dtype=torch.bool) if plan.kept is None else plan.mask for plan in plans]
         self.kept = torch.cat(kept)
 
-    def __enter__(self) -> UnitDrop:
-        self.attach()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.detach()
-
     def _attach(self) -> None:
         self.wrap(self.tower.patch_embed, "forward", self._embed)
         self.wrap(self.tower, "prepare_encoder_metadata", self._describe)
@@ -72,12 +65,7 @@ class UnitDrop(Attachable):
 
     def _shrunk(self, known: dict[str, Any]) -> dict[str, Any]:
         """Return what the tower knows of its sequence, for the kept units of it."""
-        if any(known.get(f"sequence_lengths{which}") is not None for which in ("", "_full", "_window")):
-            raise UnsupportedSetupError(
-                "units cannot be dropped ahead of a vision tower that attends by FlashInfer, which takes lengths in a "
-                "form of its own: start with --mm-encoder-attn-backend FLASH_ATTN, or use a method behind the tower, "
-                "such as divprune"
-            )
+        check_lengths(known, "units cannot be dropped ahead of")
         window = known.get("window_index")  # Qwen2.5-VL: units stand window by window
         in_order = self.kept if window is None else self.kept[window.cpu()]
         places = in_order.nonzero()[:, 0]
@@ -104,6 +92,16 @@ class UnitDrop(Attachable):
         """Return the borders of what attends to itself, in patches of kept units; what is empty disappears."""
         left = torch.searchsorted(places, borders.cpu().long() // self.unit)  # kept units before each border
         return (left * self.unit).unique_consecutive().to(borders)
+
+
+def check_lengths(known: dict[str, Any], refused: str) -> None:
+    """Raise UnsupportedSetupError where a tower's attention takes lengths that do not follow from borders. known: what
+    the tower knows of its sequence. refused: what then cannot be done, up to the tower."""
+    if any(known.get(f"sequence_lengths{which}") is not None for which in ("", "_full", "_window")):
+        raise UnsupportedSetupError(
+            f"{refused} a vision tower that attends by FlashInfer, which takes lengths in a form of its own: start "
+            "with --mm-encoder-attn-backend FLASH_ATTN, or use a method behind the tower, such as divprune"
+        )
 
 
 def longest(before: Tensor | None, borders: Tensor) -> Tensor | None:
