@@ -52,7 +52,7 @@ KEEPS = (0.25, 0.11)
 METHODS = ("divprune", "uniform")
 CONTROL = "nothing"
 RANK = 8
-WARM_UP = 10
+WARM_UP = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def lesson(subject: Model, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Return the model's arguments for questions with their answers, and labels: the answer and the end alone."""
     inputs = subject.inputs([one.image for one in batch], [one.question for one in batch])
     tokenizer = subject.processor.tokenizer
-    told = [tokenizer(one.answer, add_special_tokens=False).input_ids + [tokenizer.eos_token_id] for one in batch]
+    told = [[*tokenizer(one.answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for one in batch]
     longest = max(map(len, told))
 
     def row(fill: int, values: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -236,18 +236,18 @@ def _spent(begin: tuple[float, float]) -> dict[str, float]:
     return {"seconds": round(wall, 1), "cpu_seconds": round(cpu, 1), "load": round(os.getloadavg()[0], 2)}
 
 
-def choose(tower: FrozenTower, rates: Sequence[float], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Try learning rates on the first steps of `METHODS[0]`, and measure each on the validation draw."""
+def tried(tower: FrozenTower, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Tune under `METHODS[0]` for a few steps with each learning rate, and measure on the validation draw."""
     drawn, others = draw(TUNING, args.images), draw(VALIDATION, args.validation)
-    for rate in rates:
+    for rate in args.rates:
         subject = loaded(tower)
-        told = tune(subject, METHODS[0], drawn, steps=args.steps, batch=args.batch, rate=rate)
+        told = tune(subject, METHODS[0], drawn, steps=args.try_steps, batch=args.batch, rate=rate)
         loss = validation_loss(subject, METHODS[0], others, 4 * args.validation)
         yield {"record": "tried", "under": METHODS[0], "validation_loss": loss, **told}
 
 
 def run(tower: FrozenTower, args: argparse.Namespace, known: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield a header if none is known, then the answers before and after each tuning that are not known."""
+    """Yield what `known` lacks: a header, tries of learning rates, then the answers before and after each tuning."""
     subject = loaded(tower)
     examples = load_heldout(limit=args.heldout, folder=subject.heldout)
     if not known:
@@ -255,14 +255,21 @@ def run(tower: FrozenTower, args: argparse.Namespace, known: Sequence[dict[str, 
             "record": "header", **subject.environment(), "questions": len(examples), "seed": SEED,
             "kinds": [one.kind for one in examples], "images": args.images, "rank": RANK,
         }  # fmt: skip
+    tries = [one for one in known if one["record"] == "tried"]
+    if not tries:
+        for record in tried(tower, args):
+            tries.append(record)
+            yield record
+    rate = min(tries, key=lambda one: one["validation_loss"])["rate"]
     done = {(one["tuned"], one["method"], one["keep"]) for one in known if one["record"] == "result"}
     pruned = [(method, keep) for method in METHODS for keep in KEEPS]
     for tuned in (None, *METHODS, CONTROL):
-        settings = [one for one in [(CONTROL, 1.0), *pruned] if tuned in (None, CONTROL, one[0]) or one[0] == CONTROL]
+        settings = [one for one in pruned if tuned in (None, CONTROL, one[0])]
+        settings += [(CONTROL, 1.0)] if tuned in (None, METHODS[0]) else []  # whole images take long
         if all((tuned, *one) in done for one in settings):
             continue
         if tuned is not None:
-            subject, rate = loaded(tower), args.rate
+            subject = loaded(tower)
             told = tune(subject, tuned, draw(TUNING, args.images), steps=args.steps, batch=args.batch, rate=rate)
             yield {"record": "tuned", "under": tuned, **told}
         for method, keep in settings:
@@ -274,19 +281,19 @@ def run(tower: FrozenTower, args: argparse.Namespace, known: Sequence[dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--images", type=int, default=240, help="to tune on, each with some twenty questions")
-    add("--validation", type=int, default=32, help="images of the validation draw, for --try")
-    add("--heldout", type=int, default=60, help="held-out images, each with nine questions; 200 at most")
-    add("--steps", type=int, default=160)
+    add("--images", type=int, default=96, help="to tune on, each with some twenty questions")
+    add("--validation", type=int, default=12, help="images of the validation draw, each asked four questions")
+    add("--heldout", type=int, default=32, help="held-out images, each with nine questions; 200 at most")
+    add("--steps", type=int, default=36)
     add("--batch", type=int, default=16)
-    add("--rate", type=float, default=2e-3)
-    add("--try", dest="rates", type=float, nargs="+", default=(), help="learning rates to try, in place of the run")
+    add("--rates", type=float, nargs="+", default=(1e-3, 3e-3), help="learning rates; the best is taken")
+    add("--try-steps", type=int, default=8, help="steps with each rate before that is decided")
     add("--json", type=Path, required=True, help="goes on where this file ends")
     args = parser.parse_args()
     torch.set_num_threads(1)
     known = [json.loads(line) for line in args.json.read_text().splitlines()] if args.json.exists() else []
     console, tower = Console(), FrozenTower()
-    for record in choose(tower, args.rates, args) if args.rates else run(tower, args, known):
+    for record in run(tower, args, known):
         with args.json.open("a") as file:
             file.write(json.dumps(record) + "\n")
         said = {k: v for k, v in record.items() if k not in ("kinds", "losses", "right")}

@@ -20,6 +20,7 @@ import accuracy_pages  # noqa: E402
 import front_page  # noqa: E402
 import kernel_page  # noqa: E402
 import performance  # noqa: E402
+import recover_page  # noqa: E402
 
 ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
@@ -224,6 +225,7 @@ PAGES = {
         "methods": front_page.methods,
     },
     "docs/serving.md": {"serving": serving, "kv-blocks": kv_blocks},
+    "docs/guide/recover.md": {"recover": recover_page.recover},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/video-bench.md": {
         "small-videos": accuracy_pages.small_videos,
