@@ -9,43 +9,48 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/recover.jsonl"
-CONTROL = "nothing"  # as in benchmarks/recover.py
+PRUNED, CONTROL = "pruning", "nothing"  # as in benchmarks/recover.py: what a model was tuned under
 
 
 def recover() -> str:
     """What was tuned how, and right answers before and after, with intervals of the differences."""
     header, *records = (json.loads(line) for line in RESULTS.read_text().splitlines())
     tuned = {one["under"]: one for one in records if one["record"] == "tuned"}
-    right = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
-    settings = [(method, keep) for name, method, keep in right if name is None and method != CONTROL]
+    results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
     lines = [
-        "| answered with | before | tuned under pruning | gain | tuned without (control) | gain of the control "
-        "| under pruning over control |",
+        "| answered with | as shipped | tuned under pruning | gain | tuned without (control) | gain "
+        "| the first over the control |",
         "|---" * 7 + "|",
     ]
-    for method, keep in settings:
-        before, after, control = (right[name, method, keep]["right"] for name in (None, method, CONTROL))
-        gains = [_gain(after, before), _gain(control, before), _gain(after, control)]
-        name = f"`{method}`, keep {keep:g} ({right[None, method, keep]['tokens']:.0f} tokens)"
-        cells = [name, _share(before), _share(after), gains[0], _share(control), gains[1], gains[2]]
-        lines.append(f"| {' | '.join(cells)} |")
-    before, *whole = [one for (_, method, _), one in right.items() if method == CONTROL]
-    said = [f"Answered with all {before['tokens']:.0f} tokens: {_share(before['right'])} as shipped"]
-    said += [
-        f"{_share(one['right'])} tuned under `{one['tuned']}` ({_gain(one['right'], before['right'])})" for one in whole
-    ]
-    return "\n\n".join([_setting(header, tuned), "\n".join(lines), ", ".join(said) + ".", _source()])
+    for method, keep in [place[1:] for place in results if place[0] is None]:
+        shipped, ours, control = (results[name, method, keep]["right"] for name in (None, PRUNED, CONTROL))
+        tokens = f"{results[None, method, keep]['tokens']:.0f} tokens"
+        name = f"all {tokens}" if method == CONTROL else f"`{method}`, keep {keep:g} ({tokens})"
+        cells = [_share(shipped), _share(ours), _gain(ours, shipped), _share(control), _gain(control, shipped)]
+        lines.append(f"| {' | '.join([name, *cells, _gain(ours, control)])} |")
+    tries = [one for one in records if one["record"] == "tried"]
+    return "\n\n".join([_setting(header, tuned), "\n".join(lines), _tries(tries), _source()])
 
 
 def _setting(header: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
-    one = next(iter(tuned.values()))
+    one = tuned[PRUNED]
     cpu, wall = (_range([run[name] / 60 for run in tuned.values()]) for name in ("cpu_seconds", "seconds"))
     return (
         f"{header['model']}, {one['parameters'] / 1e6:.2f} M parameters tuned (LoRA of rank {header['rank']} on the "
         f"decoder, and the projector) on {one['steps'] * one['batch']} questions about {header['images']} drawn "
-        f"images: {one['steps']} steps of {one['batch']}, learning rate {one['rate']:g}, AdamW; {cpu} minutes of one "
-        f"CPU core each, {wall} by the clock of a busy machine. Percent right of {header['questions']} held-out "
-        "questions with 95 % intervals (Wilson); gains in points, with the interval of the paired difference."
+        f"images: {one['steps']} steps of {one['batch']}, under both methods and keeps in turn, AdamW, learning rate "
+        f"{one['rate']:g}; {cpu} minutes of a CPU core each, {wall} by the clock of a busy machine. Percent right of "
+        f"{header['questions']} held-out questions with 95 % intervals (Wilson); gains in points, with the interval "
+        "of the paired difference."
+    )
+
+
+def _tries(tries: list[dict[str, Any]]) -> str:
+    losses = [f"{one['validation_loss']:.2f} at {one['rate']:g}" for one in tries if one["rate"]]
+    (shipped,) = (one["validation_loss"] for one in tries if not one["rate"])
+    return (
+        f"Learning rates were tried for {tries[-1]['steps']} steps. The loss on the validation draw, {shipped:.2f} as "
+        f"shipped, was then {', '.join(losses)}."
     )
 
 
