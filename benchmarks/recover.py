@@ -66,8 +66,11 @@ class Drawn:
     answer: str
 
 
-def draw(part: int, images: int) -> list[list[Drawn]]:
-    """Draw images of any size, and all questions about each."""
+Drawings = Sequence[Sequence[Drawn]]  # for each image all questions about it
+
+
+def draw(part: int, images: int) -> Drawings:
+    """Draw images of any size."""
     drawn = []
     for number in range(images):
         rng = np.random.default_rng((SEED, part, number))
@@ -78,7 +81,7 @@ def draw(part: int, images: int) -> list[list[Drawn]]:
     return drawn
 
 
-def batches(drawn: Sequence[Sequence[Drawn]], size: int, seed: tuple[int, ...]) -> Iterator[list[Drawn]]:
+def batches(drawn: Drawings, size: int, seed: tuple[int, ...]) -> Iterator[list[Drawn]]:
     """Draw batches for ever: a question each about `size` images, of a kind drawn first."""
     rng = np.random.default_rng(seed)
     while True:
@@ -173,13 +176,7 @@ def under(model: Any, method: str, keep: float) -> Any:
 
 
 def tune(
-    subject: Model,
-    settings: Sequence[tuple[str, float]],
-    drawn: Sequence[Sequence[Drawn]],
-    *,
-    steps: int,
-    batch: int,
-    rate: float,
+    subject: Model, settings: Sequence[tuple[str, float]], drawn: Drawings, *, steps: int, batch: int, rate: float
 ) -> dict[str, Any]:
     """Tune `subject` in place under methods and keeps in turn; returns how it went. rate: the highest, reached after
     `WARM_UP` steps and falling to 0."""
@@ -208,7 +205,7 @@ def tune(
 
 
 @torch.no_grad()
-def validation_loss(subject: Model, drawn: Sequence[Sequence[Drawn]], questions: int) -> float:
+def validation_loss(subject: Model, drawn: Drawings, questions: int) -> float:
     """The mean loss under `PRUNED`, of questions that tuning has not seen."""
     source, size, losses = batches(drawn, 16, (SEED, VALIDATION)), -(-questions // 16), []
     asked = [lesson(subject, next(source)) for _ in range(size)]
@@ -272,30 +269,27 @@ def run(tower: FrozenTower, args: argparse.Namespace, known: Sequence[dict[str, 
         settings = [one for one in (*PRUNED, *WHOLE) if (tuned, *one) not in done]
         if not settings:
             continue
+        subject = loaded(tower)
         if tuned is not None:
-            subject = loaded(tower)
             told = tune(
                 subject, TUNINGS[tuned], draw(TUNING, args.images), steps=args.steps, batch=args.batch, rate=rate
             )
             yield {"record": "tuned", "under": tuned, **told}
-        else:
-            subject = loaded(tower)
         for method, keep in settings:
-            yield {"record": "result", "tuned": tuned, "method": method, "keep": keep} | ask(
-                subject, examples, method, keep
-            )
+            said = ask(subject, examples, method, keep)
+            yield {"record": "result", "tuned": tuned, "method": method, "keep": keep, **said}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--images", type=int, default=64, help="to tune on, each with some twenty questions")
-    add("--validation", type=int, default=8, help="images of the validation draw, each asked four questions")
-    add("--heldout", type=int, default=20, help="held-out images, each with nine questions; 200 at most")
-    add("--steps", type=int, default=32)
-    add("--batch", type=int, default=12)
+    add("--images", type=int, default=96, help="to tune on, each with some twenty questions")
+    add("--validation", type=int, default=12, help="images of the validation draw, each asked four questions")
+    add("--heldout", type=int, default=30, help="held-out images, each with nine questions; 200 at most")
+    add("--steps", type=int, default=80)
+    add("--batch", type=int, default=16)
     add("--rates", type=float, nargs="+", default=(0.0, 1e-4, 3e-4), help="learning rates; the best is taken")
-    add("--try-steps", type=int, default=8, help="steps with each rate before that is decided")
+    add("--try-steps", type=int, default=20, help="steps with each rate before that is decided")
     add("--json", type=Path, required=True, help="goes on where this file ends")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import accuracy_pages
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/recover.jsonl"
 PRUNED, CONTROL = "pruning", "nothing"  # as in benchmarks/recover.py: what a model was tuned under
@@ -14,6 +16,8 @@ PRUNED, CONTROL = "pruning", "nothing"  # as in benchmarks/recover.py: what a mo
 
 def recover() -> str:
     """What was tuned how, and right answers before and after, with intervals of the differences."""
+    if not RESULTS.exists():
+        return accuracy_pages.UNMEASURED
     header, *records = (json.loads(line) for line in RESULTS.read_text().splitlines())
     tuned = {one["under"]: one for one in records if one["record"] == "tuned"}
     results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
