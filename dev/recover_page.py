@@ -33,7 +33,8 @@ def recover() -> str:
         cells = [_share(shipped), _share(ours), _gain(ours, shipped), _share(control), _gain(control, shipped)]
         lines.append(f"| {' | '.join([name, *cells, _gain(ours, control)])} |")
     tries = [one for one in records if one["record"] == "tried"]
-    return "\n\n".join([_setting(header, tuned), "\n".join(lines), _tries(tries), _source()])
+    kinds = _kinds(header["kinds"], results)
+    return "\n\n".join([_setting(header, tuned), "\n".join(lines), kinds, _tries(tries), _source()])
 
 
 def _setting(header: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
@@ -47,6 +48,21 @@ def _setting(header: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
         f"{header['questions']} held-out questions with 95 % intervals (Wilson); gains in points, with the interval "
         "of the paired difference."
     )
+
+
+def _kinds(kinds: list[str], results: dict[Any, dict[str, Any]]) -> str:
+    """Gains over the model as shipped by kind of question, averaged over all methods and keeps."""
+    from tokenprune.bench.paired import Answers, versus
+
+    def answers(tuned: str | None, kind: str) -> Answers:
+        pruned = [one["right"] for (name, method, _), one in results.items() if name == tuned and method != CONTROL]
+        return Answers([[float(x) for x, its in zip(one, kinds, strict=True) if its == kind] for one in pruned], None)
+
+    lines = ["| gain by kind of question, pruned | under pruning | without (control) |", "|---|---|---|"]
+    for kind in dict.fromkeys(kinds):
+        found = [versus(answers(tuned, kind), answers(None, kind)) for tuned in (PRUNED, CONTROL)]
+        lines.append(f"| `{kind}` | {' | '.join(map(_interval, found))} |")
+    return "\n".join(lines)
 
 
 def _tries(tries: list[dict[str, Any]]) -> str:
@@ -74,6 +90,10 @@ def _gain(ours: str, theirs: str) -> str:
     from tokenprune.bench.paired import Answers, versus
 
     found = versus(*(Answers([[float(one) for one in right]], [right]) for right in (ours, theirs)))
+    return _interval(found)
+
+
+def _interval(found: Any) -> str:
     return f"{100 * found.difference:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
 
 
