@@ -22,6 +22,7 @@ import kernel_page  # noqa: E402
 import landing_page  # noqa: E402
 import performance  # noqa: E402
 import recipe_numbers  # noqa: E402
+import recover_page  # noqa: E402
 
 ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
@@ -231,6 +232,7 @@ PAGES = {
     "docs/recipes/chat.md": {"chat-recipe": recipe_numbers.chat},
     "docs/recipes/long-video.md": {"video-recipe": recipe_numbers.video},
     "docs/recipes/vllm-profiles.md": {"vllm-recipe": recipe_numbers.served},
+    "docs/guide/recover.md": {"recover": recover_page.recover},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/video-bench.md": {
         "small-videos": accuracy_pages.small_videos,

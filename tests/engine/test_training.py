@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tokenprune
+from basics import snapshot
 from oracle import close, reduced, survivors
+from tests.api.test_patch import forget_rope_deltas
 from tokenprune import UnsupportedSetupError
 from zoo import FAMILIES, Family
 
@@ -105,3 +108,61 @@ def test_peft_like_training_of_a_part(build) -> None:
     with tokenprune.patched(model, ["divprune", "dart"], keep=0.5):
         model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
     assert head.grad.isfinite().all() and head.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("method", ["divprune", "dart"])
+@pytest.mark.parametrize(("name", "projector"), [("llava", "multi_modal_projector"), ("qwen2_5_vl", "merger")])
+def test_projector_and_lora_learn_under_pruning(name: str, projector: str, method: str, tmp_path: Path) -> None:
+    """Unequal prompts: gradients reach all that learns, nothing else, and are those of gradient checkpointing; nothing
+    of the patch stays in the model; what is saved answers as the tuned model does."""
+    peft = pytest.importorskip("peft")
+    family = FAMILIES[name]
+    model, inputs = family.build(), family.make_inputs(images=(2, 1))
+    labels = inputs["input_ids"].masked_fill(family.visual_mask(model, inputs), -100)
+    torch.manual_seed(0)
+    layers = r".*language_model\..*\.(q_proj|v_proj|down_proj)"
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=layers, modules_to_save=[projector]))
+    learned = [one for one in adapted.parameters() if one.requires_grad]
+    optimizer, losses = torch.optim.SGD(learned, lr=0.05), []
+    adapted.train()
+    adapted(**inputs)  # transformers hangs hooks of its own on a model in its first forward
+    before = forget_rope_deltas(snapshot(adapted))
+    with tokenprune.patched(model, method, keep=0.3):
+        for _ in range(3):  # LoRA begins as nothing: its first half gets a gradient from the second step on
+            optimizer.zero_grad()
+            loss = adapted(**inputs, labels=labels).loss
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+    want = {one: part.grad.clone() for one, part in adapted.named_parameters() if part.grad is not None}
+    assert len(want) == len(learned) and losses[0] > losses[1] > losses[2]
+    assert {one.split(".")[-3] for one in want} >= {"lora_A", "lora_B"} and any(projector in one for one in want)
+    for one, grad in want.items():
+        assert grad.isfinite().all() and grad.abs().max() > 0, one
+    tuned = seen_logits(adapted.eval(), inputs, method)
+    adapted.train()
+    assert forget_rope_deltas(snapshot(adapted)) == before
+
+    if method == "divprune":
+        with tokenprune.patched(model, method, keep=0.3):
+            _, plain = train(adapted, inputs, labels)
+            for reentrant in (True, False):
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+                model.enable_input_require_grads()
+                _, again = train(adapted, inputs, labels)
+                assert again.keys() == plain.keys()
+                for one, grad in again.items():
+                    close(grad, plain[one], 1e-4)
+    adapted.save_pretrained(tmp_path)
+    read = peft.PeftModel.from_pretrained(family.build(), tmp_path).eval()
+    assert torch.equal(seen_logits(read, inputs, method), tuned)
+    close(seen_logits(read.merge_and_unload(), inputs, method), tuned)
+    assert not torch.allclose(seen_logits(family.build(), inputs, method), tuned, atol=1e-3)
+
+
+@torch.no_grad()
+def seen_logits(model: Any, inputs: Any, method: str) -> torch.Tensor:
+    """The logits of a pruned model at the prompts' ends."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    with tokenprune.patched(base, method, keep=0.3):
+        return model(**inputs).logits[:, -1]

@@ -57,6 +57,7 @@ SLOW = {
     "bench/test_contact_sheet.py",
     "bench/test_drawn_videos.py",
     "bench/test_evidence.py",
+    "bench/test_recover.py::test_a_run_of_a_few_steps",
     "bench/test_report_samples.py",
     "bench/test_speed_benchmarks.py",
     "bench/test_video_bench.py",

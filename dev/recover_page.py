@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated part of docs/guide/recover.md, from the raw file of benchmarks/recover.py; dev/readme.py writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import accuracy_pages
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results/recover.jsonl"
+PRUNED, CONTROL = "pruning", "nothing"  # as in benchmarks/recover.py: what a model was tuned under
+
+
+def recover() -> str:
+    """What was tuned how, and right answers before and after, with intervals of the differences."""
+    if not RESULTS.exists():
+        return accuracy_pages.UNMEASURED
+    header, *records = (json.loads(line) for line in RESULTS.read_text().splitlines())
+    tuned = {one["under"]: one for one in records if one["record"] == "tuned"}
+    results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
+    lines = [
+        "| answered with | as shipped | tuned under pruning | gain | tuned without (control) | gain "
+        "| the first over the control |",
+        "|---" * 7 + "|",
+    ]
+    for method, keep in [place[1:] for place in results if place[0] is None]:
+        shipped, ours, control = (results[name, method, keep]["right"] for name in (None, PRUNED, CONTROL))
+        tokens = f"{results[None, method, keep]['tokens']:.0f} tokens"
+        name = f"all {tokens}" if method == CONTROL else f"`{method}`, keep {keep:g} ({tokens})"
+        cells = [_share(shipped), _share(ours), _gain(ours, shipped), _share(control), _gain(control, shipped)]
+        lines.append(f"| {' | '.join([name, *cells, _gain(ours, control)])} |")
+    tries = [one for one in records if one["record"] == "tried"]
+    kinds = _kinds(header["kinds"], results)
+    return "\n\n".join([_setting(header, tuned), "\n".join(lines), kinds, _tries(tries), _source()])
+
+
+def _setting(header: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
+    one = tuned[PRUNED]
+    cpu, wall = (_range([run[name] / 60 for run in tuned.values()]) for name in ("cpu_seconds", "seconds"))
+    return (
+        f"{header['model']}, {one['parameters'] / 1e6:.2f} M parameters tuned (LoRA of rank {header['rank']} on the "
+        f"decoder, and the projector) on {one['steps'] * one['batch']} questions about {header['images']} drawn "
+        f"images: {one['steps']} steps of {one['batch']}, under both methods and keeps in turn, AdamW, learning rate "
+        f"{one['rate']:g}; {cpu} minutes of a CPU core each, {wall} by the clock of a busy machine. Percent right of "
+        f"{header['questions']} held-out questions with 95 % intervals (Wilson); gains in points, with the interval "
+        "of the paired difference."
+    )
+
+
+def _kinds(kinds: list[str], results: dict[Any, dict[str, Any]]) -> str:
+    """Gains over the model as shipped by kind of question, averaged over all methods and keeps."""
+    from tokenprune.bench.paired import Answers, versus
+
+    def answers(tuned: str | None, kind: str) -> Answers:
+        pruned = [one["right"] for (name, method, _), one in results.items() if name == tuned and method != CONTROL]
+        return Answers([[float(x) for x, its in zip(one, kinds, strict=True) if its == kind] for one in pruned], None)
+
+    lines = ["| gain by kind of question, pruned | under pruning | without (control) |", "|---|---|---|"]
+    for kind in dict.fromkeys(kinds):
+        found = [versus(answers(tuned, kind), answers(None, kind)) for tuned in (PRUNED, CONTROL)]
+        lines.append(f"| `{kind}` | {' | '.join(map(_interval, found))} |")
+    return "\n".join(lines)
+
+
+def _tries(tries: list[dict[str, Any]]) -> str:
+    losses = [f"{one['validation_loss']:.2f} at {one['rate']:g}" for one in tries if one["rate"]]
+    (shipped,) = (one["validation_loss"] for one in tries if not one["rate"])
+    return (
+        f"Learning rates were tried for {tries[-1]['steps']} steps. The loss on the validation draw, {shipped:.2f} as "
+        f"shipped, was then {', '.join(losses)}."
+    )
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _share(right: str) -> str:
+    from tokenprune.bench.significance import wilson
+
+    low, high = wilson(right.count("1"), len(right))
+    return f"{100 * right.count('1') / len(right):.1f} [{100 * low:.0f}–{100 * high:.0f}]"
+
+
+def _gain(ours: str, theirs: str) -> str:
+    from tokenprune.bench.paired import Answers, versus
+
+    found = versus(*(Answers([[float(one) for one in right]], [right]) for right in (ours, theirs)))
+    return _interval(found)
+
+
+def _interval(found: Any) -> str:
+    return f"{100 * found.difference:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+
+
+def _source() -> str:
+    name = RESULTS.relative_to(ROOT).as_posix()
+    return f"By `python benchmarks/recover.py`; raw data, with the machine's load: [{name}](../../{name})."

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/recover.py on a few drawn questions: what it trains on, that it trains, and what it writes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.model import load
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("peft")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "dev"))
+    threads = torch.get_num_threads()
+    yield importlib.import_module("recover")
+    torch.set_num_threads(threads)
+    for name in ("recover", "recover_page"):
+        sys.modules.pop(name, None)
+
+
+def test_a_run_of_a_few_steps(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tunes each way, asks before and after, goes on where it stopped, and its page can be written."""
+    path = tmp_path / "recover.jsonl"
+    sizes = "--images 2 --validation 1 --heldout 1 --steps 2 --try-steps 1 --batch 2 --rates 0 0.001".split()
+    monkeypatch.setattr(sys, "argv", ["recover.py", *sizes, "--json", str(path)])
+    script.main()
+    header, *records = (json.loads(line) for line in path.read_text().splitlines())
+    assert header["questions"] == len(header["kinds"]) == 9
+    tried, tuned = ([one for one in records if one["record"] == name] for name in ("tried", "tuned"))
+    assert [one["rate"] for one in tried] == [0, 0.001] and tried[0]["validation_loss"] != tried[1]["validation_loss"]
+    assert [(one["under"], one["rate"]) for one in tuned] == [("pruning", 0.001), ("nothing", 0.001)]
+    for one in tuned:
+        assert len(one["losses"]) == 2 and {"seconds", "cpu_seconds", "load"} <= one.keys()
+    assert tuned[0]["losses"] != tuned[1]["losses"]  # the same questions, other tokens
+    results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
+    assert len(results) == 3 * 5 and {len(one["right"]) for one in results.values()} == {9}
+    whole = results[None, "nothing", 1.0]["tokens"]
+    assert results["pruning", "divprune", 0.11]["tokens"] == pytest.approx(0.11 * whole, abs=1)
+
+    monkeypatch.setattr(importlib.import_module("recover_page"), "RESULTS", path)
+    monkeypatch.setattr(importlib.import_module("recover_page"), "ROOT", tmp_path)
+    text = importlib.import_module("recover_page").recover()
+    assert "4 questions about 2 drawn images" in text and text.count("| `uniform`, keep") == 2
+
+    before = path.read_text()
+    path.write_text("".join(before.splitlines(keepends=True)[:-1]))
+    monkeypatch.setattr(script, "tune", None)  # only what is missing: an answer of the model as shipped
+    script.main()
+    *_, last = (json.loads(line) for line in path.read_text().splitlines())
+    assert (last["tuned"], last["method"]) == (None, "nothing") and last["right"] == records[-1]["right"]
+
+
+def test_the_frozen_tower_changes_nothing(script: Any) -> None:
+    """Loss and gradients are those of the plain model, for images of several sizes, at first and again."""
+    torch.manual_seed(0)
+    tower, plain = script.FrozenTower(), load("demo_qwen", device="cpu")
+    quick = script.loaded(tower)
+    asked = next(script.batches(script.draw(script.VALIDATION, 3), 3, (1,)))
+    assert len({one.image.size for one in asked}) > 1
+    found = []
+    for subject in (plain, quick, quick):
+        with tokenprune.patched(subject.model.train(), "divprune", keep=0.25, guard="off"):
+            loss = subject.model(**script.lesson(subject, asked), use_cache=False).loss
+        (gradient,) = torch.autograd.grad(loss, subject.model.model.visual.merger.mlp[0].weight)
+        found.append((loss.detach(), gradient))
+    assert len(tower.known) == 3 and found[0][1].abs().max() > 0
+    for loss, gradient in found[1:]:
+        torch.testing.assert_close(loss, found[0][0])
+        torch.testing.assert_close(gradient, found[0][1])
+
+
+def test_what_is_learned_from_is_not_what_is_asked(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No held-out file is opened, no photograph of theirs drawn, and parts of the seed give other images."""
+    monkeypatch.setattr(script, "load_heldout", None)
+    splits = []
+    monkeypatch.setattr(script, "load_photos", lambda split: splits.append(split) or ())
+    one, other = script.draw(script.TUNING, 2), script.draw(script.VALIDATION, 2)
+    assert set(splits) == {"train"}
+    assert len({asked[0].image.tobytes() for asked in (*one, *other)}) == 4
+    assert script.SEED not in (20260101, 20260102, 20260202)
+    subject = load("demo_qwen", device="cpu")
+    made = script.lesson(subject, [one[0][0], load_heldout(limit=1, folder=subject.heldout)[0]])
+    assert (made["labels"] >= 0).sum(1).tolist() == [2, 2]  # the answer and the end
+    assert made["labels"].shape == made["input_ids"].shape == made["attention_mask"].shape
