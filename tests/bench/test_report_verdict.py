@@ -65,7 +65,7 @@ def test_ties_are_said() -> None:
     faster = result("first", 0.25, 99, 99, timing=timing(0.5))
     assert verdicts(*RIVALS, rivals[0], faster)[0].row.method == "first"
     # A token of a hundred more or less is no other cost; two are.
-    close = result("close", 0.26, 100, 100, tokens=26), result("dear", 0.27, 100, 100, tokens=27.5)
+    close = result("close", 0.26, 100, 99, tokens=26), result("dear", 0.27, 100, 100, tokens=26.8)
     assert verdicts(*rivals, *close)[0].row.method == "close"
     many = [result(f"m{number}", 0.25, 99, 99) for number in range(8)]
     assert verdicts(*many)[0].remarks[0].endswith("m4 at keep 0.25 and 3 more.")
