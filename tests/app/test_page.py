@@ -84,11 +84,28 @@ def test_the_page_is_there_before_the_model(browser: Any, subject: Model) -> Non
         page.close()
 
 
-def test_the_page_needs_no_transformers() -> None:
-    """Their import takes longer than all the rest until the page answers."""
-    code = "import sys, tokenprune.app.page; print('transformers' in sys.modules)"
+def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
+    """It takes longer than the rest until the page answers, and two threads that import it meet half of it."""
+    code = """if True:
+        import sys
+        import gradio as gr
+        from tokenprune import TokenPruneError
+        from tokenprune.app import page
+        from tokenprune.app.loading import Loading
+
+        class Watched(Loading):
+            def get(self):
+                print("transformers" in sys.modules)
+                raise TokenPruneError("no model")
+
+        page._loaded(Watched("some"))
+        try:
+            page._answer(Watched("some"), None, None, "what?", "divprune", None, 0.5, lambda *_, **more: None)
+        except gr.Error:
+            print("said")
+    """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.split() == ["False", "False", "said"]
 
 
 def table(page: Any) -> str:

@@ -160,10 +160,11 @@ def _answer(
     methods = [text.strip() for text in (first, second) if text and text.strip()]
     if not loading.over:
         progress((0, 1), desc="the model is loading")
-    from tokenprune.app.comparison import compare
-
     try:
         subject = loading.get()
+        # Not before: while another thread imports transformers for the model, this would meet half of it.
+        from tokenprune.app.comparison import compare
+
         images, note = _seen(subject, image, file, question, methods)
         step = lambda done, total, label: progress((done, total), desc=label)  # noqa: E731
         asked = compare(subject, images, question, methods, keep, step)
