@@ -36,7 +36,7 @@ APP_PATIENCE = 600  # a machine may be busy
 ASK = """
 import sys
 from gradio_client import Client, handle_file
-page = Client(sys.argv[1], verbose=False)
+page = Client(sys.argv[1], download_files=False, verbose=False)
 asked = handle_file(sys.argv[2]), None, "is there a star?", "divprune", "", 0.5
 print(page.predict(*asked, api_name="/compare")[0])
 """
