@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tokenprune.bench import contact_sheet
+from tokenprune.bench import side_by_side
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
 
@@ -29,7 +29,7 @@ def main() -> None:
     example = load_heldout(limit=1, folder=subject.heldout)[0]
     FOLDER.mkdir(exist_ok=True)
     for method in methods:
-        drawing = contact_sheet.show(subject, [example.image], example.question, method, KEEP).image
+        drawing = side_by_side.show(subject, [example.image], example.question, [method], KEEP).pair(0)
         drawing.thumbnail((WIDTH, WIDTH))
         drawing.quantize(COLOURS).save(FOLDER / f"{method}.png", optimize=True)
 

@@ -6,7 +6,8 @@ python dev/try_wheel.py --out dist --extras app      # what .github/workflows/re
 python dev/try_wheel.py --out dist --tag v0.2.0      # ends with 1 where the wheel has another version than the tag
 
 The wheel is built of the sdist. Without any extra it tries the version, `methods`, `recommend`, `demo`, `show`, and a
-package of `new-method` with its test; then, with --extras app, whether `app` answers. It needs hatchling, and an index.
+package of `new-method` with its test; then, with --extras app, whether `app` answers and compares. It needs hatchling,
+and an index.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ PACKAGE = "tokenprune-vlm"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")  # of 22.3 or newer, for --python
 PATIENCE = 900  # seconds that a command may take: an environment has a gigabyte to download
 APP_PATIENCE = 600  # a machine may be busy
+# What a visitor of the page does: an image, a question, and a click on "Compare".
+ASK = """
+import sys
+from gradio_client import Client, handle_file
+page = Client(sys.argv[1], download_files=False, verbose=False)
+asked = handle_file(sys.argv[2]), None, "is there a star?", "divprune", "", 0.5
+print(page.predict(*asked, api_name="/compare")[0])
+"""
 
 
 class Failed(Exception):
@@ -88,7 +97,10 @@ class Environment:
         self._constraints = ["-c", str(constraints.resolve())] if constraints else []
         venv.create(folder / "env", symlinks=os.name != "nt")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-        self.env = kept | {"HF_HUB_OFFLINE": "1", "PATH": f"{self._bin}{os.pathsep}{os.environ['PATH']}"}
+        self.temporary = folder / "tmp"  # of commands; what they leave there can be seen
+        self.temporary.mkdir()
+        path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
+        self.env = kept | {"HF_HUB_OFFLINE": "1", "PATH": path, "TMPDIR": str(self.temporary)}
 
     def command(self, name: str, *arguments: str | Path) -> list[str | Path]:
         return [self._bin / name, *arguments]
@@ -96,9 +108,11 @@ class Environment:
     def run(self, name: str, *arguments: str | Path) -> str:
         return run(self.command(name, *arguments), self.folder, self.env)
 
-    def install(self, *what: str | Path) -> None:
-        pip = [*PIP, "--python", self._bin / "python", "install", "--quiet", "--no-compile", *self._constraints]
-        run([*pip, *what], self.folder)
+    def install(self, *what: str | Path, compiled: bool = False) -> None:
+        """Install packages. compiled: to bytecode, as pip does by itself; else at the first import, of which there are
+        few."""
+        pip = [*PIP, "--python", self._bin / "python", "install", "--quiet", *self._constraints]
+        run([*pip, *(() if compiled else ("--no-compile",)), *what], self.folder)
 
     def has(self, module: str) -> bool:
         code = f"import importlib.util; print(importlib.util.find_spec({module!r}) is not None)"
@@ -123,10 +137,14 @@ def try_demo(env: Environment) -> None:
         require("unpatched" in env.run("tokenprune", "demo", "--model", model), f"`demo --model {model}` shows nothing")
 
 
-def try_show(env: Environment) -> None:
+def held_out(env: Environment) -> str:
+    """Return an image that ships with the package."""
     code = "from tokenprune.bench.heldout import FOLDER; print(min(FOLDER.rglob('*.jpg')))"
-    image = env.run("python", "-c", code).strip()
-    env.run("tokenprune", "show", image, "--methods", "divprune,tome", "--out", "shown.png")
+    return env.run("python", "-c", code).strip()
+
+
+def try_show(env: Environment) -> None:
+    env.run("tokenprune", "show", held_out(env), "--methods", "divprune,tome", "--out", "shown.png")
     found = (env.folder / "shown.png").read_bytes()[:8]
     require(found == b"\x89PNG\r\n\x1a\n", "`tokenprune show` wrote no PNG")
 
@@ -139,22 +157,30 @@ def try_new_method(env: Environment) -> None:
     require("tried_out" in env.run("tokenprune", "methods"), "`tokenprune methods` does not list a method of a package")
 
 
-def try_app(env: Environment) -> None:
+def try_app(env: Environment) -> float:
+    """Return the seconds until the page of `tokenprune app` answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = env.folder / "app.log"
+    image, log, url = held_out(env), env.folder / "app.log", f"http://127.0.0.1:{port}"
+    began = time.monotonic()
     with log.open("w") as said:
         command = list(map(str, env.command("tokenprune", "app", "--no-open", "--port", str(port))))
         server = subprocess.Popen(command, cwd=env.folder, env=env.env, stdout=said, stderr=subprocess.STDOUT)
         try:
-            told = answer(f"http://127.0.0.1:{port}/config", server)
+            told = answer(f"{url}/config", server)
+            took = time.monotonic() - began
+            compared = env.run("python", "-c", ASK, url, image)  # waits for the model
         except Failed as error:
             raise Failed(f"{error}:\n{log.read_text()[-4000:]}") from error
         finally:
             server.terminate()
-            server.wait(timeout=30)
+            server.wait(timeout=PATIENCE)
     require(json.loads(told).get("components"), "`tokenprune app` answers, and its page is empty")
+    require("divprune 0.5" in compared, f"`tokenprune app` compares nothing: {compared[-1000:]}")
+    left = sorted(one.name for one in env.temporary.iterdir() if one.name.startswith(("tokenprune", "gradio")))
+    require(not left, f"`tokenprune app` leaves files behind: {', '.join(left)}")
+    return took
 
 
 def answer(url: str, server: subprocess.Popen) -> bytes:
@@ -201,11 +227,10 @@ def main() -> None:
                 check(env)
                 say(f"{check.__name__.removeprefix('try_')}: as it should be")
             if args.extras:
-                env.install(f"{PACKAGE}[{args.extras}] @ {wheel.as_uri()}")
+                env.install(f"{PACKAGE}[{args.extras}] @ {wheel.as_uri()}", compiled=True)
                 say(f"installed, with {args.extras}")
             if env.has("gradio"):
-                try_app(env)
-                say("app: as it should be")
+                say(f"app: as it should be, its page answers after {try_app(env):.1f} s")
             else:
                 say("app: not tried, gradio is not installed (--extras app)")
     except Failed as error:

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import sys
+import threading
 
 import pytest
 from PIL import Image
@@ -13,8 +16,10 @@ from PIL import Image
 import tokenprune
 from tests.api.test_cli import refused
 from tokenprune.app import snippets
-from tokenprune.app.comparison import LONGEST, checked, compare
-from tokenprune.bench import contact_sheet
+from tokenprune.app.comparison import checked, compare
+from tokenprune.app.loading import Loading, own_folder
+from tokenprune.app.snippets import LONGEST
+from tokenprune.bench import side_by_side
 from tokenprune.bench.drawn_sets import drawn_set
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import Model, load
@@ -33,18 +38,19 @@ def test_two_settings_side_by_side(subject: Model) -> None:
         subject, [asked.image], asked.question, ["divprune", "tome+fastv"], 0.5, lambda *step: steps.append(step)
     )
     assert [one.spelling, two.spelling] == ["divprune", "tome+fastv"] and not tokenprune.is_patched(subject.model)
-    assert one.shown.before == two.shown.before and one.shown.tokens_out == one.shown.tokens_in // 2
-    assert two.shown.tokens_out == two.shown.tokens_in // 4
-    direct = contact_sheet.show(subject, [asked.image], asked.question, "divprune", 0.5)
-    assert direct.image.tobytes() == one.shown.image.tobytes() and direct.after == one.shown.after
-    assert one.faster > 0 and [done for done, total, _ in steps] == [0, 1, 2, 3] and {s[1] for s in steps} == {4}
+    assert one.before == two.before and one.kept == one.tokens // 2 and two.kept == two.tokens // 4
+    direct = side_by_side.show(subject, [asked.image], asked.question, ["tome+fastv"], 0.5)
+    assert direct.pair(0).tobytes() == two.drawing.tobytes() and direct.seen[0].answer == two.seen.answer
+    assert two.drawing.size == (2 * direct.panels[0].image.width + 6, direct.panels[0].image.height)
+    assert one.faster > 0 and [step[:2] for step in steps] == [(number, 5) for number in range(5)]
+    assert steps[2][2] == "tome+fastv: answers" and steps[3][2] == "divprune: times"
 
 
 def test_a_video_is_a_video(subject: Model) -> None:
     question = drawn_set("small-videos", 1).questions[-1]
     (one,) = compare(subject, question.frames, question.question, ["vidcom2"], 0.5)
-    assert len(one.shown.frames) == 4  # pairs of frames
-    assert one.shown.tokens_out == one.shown.tokens_in // 2
+    assert len(one.seen.frames) == 4  # pairs of frames
+    assert one.kept == one.tokens // 2 and one.drawing.width > one.drawing.height  # a strip above the other
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,33 @@ def test_what_is_copied_does_what_was_shown() -> None:
     assert snippets.bench("divprune+fastv:layer=3", 0.25, "demo_qwen") == (
         "tokenprune bench --model demo_qwen --methods divprune+fastv:layer=3 --keep 0.25"
     )
+
+
+def test_who_waits_for_a_model_gets_it_or_hears_why() -> None:
+    loading, heard = Loading("some"), []
+    waiting = threading.Thread(target=lambda: heard.append(loading.get()))
+    waiting.start()
+    assert not loading.over
+    loading.give("model")
+    waiting.join()
+    loading.fail()  # at the end of the command; the model stays
+    assert heard == [loading.get()] == ["model"] and loading.over
+    lost = Loading("lost")
+    lost.fail()
+    with pytest.raises(TokenPruneError, match="lost could not be loaded"):
+        lost.get()
+
+
+def test_the_files_of_a_page_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADIO_TEMP_DIR", "elsewhere")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit), own_folder() as folder:
+        (folder / "dropped.png").touch()
+        assert os.environ["GRADIO_TEMP_DIR"] == str(folder)
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    assert not folder.exists() and os.environ["GRADIO_TEMP_DIR"] == "elsewhere"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

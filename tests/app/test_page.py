@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +16,39 @@ from PIL import Image
 
 pytest.importorskip("gradio", reason="gradio makes the page: make test-app sets it up")
 
+from tokenprune.app.loading import Loading, own_folder
 from tokenprune.app.page import build, launch
-from tokenprune.bench.model import load
+from tokenprune.bench.model import Model, load
 from tokenprune.errors import TokenPruneError
 
 PATIENCE = 120_000  # milliseconds
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def subject() -> Model:
+    return load("demo_qwen", device="cpu")
+
+
+@contextmanager
+def served(loading: Loading) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    page = build(load("demo_qwen", device="cpu"))
-    launch(page, "127.0.0.1", port, open_browser=False, block=False)
-    with pytest.raises(TokenPruneError, match="another --port"):
-        launch(build(load("demo_vlm", device="cpu")), "127.0.0.1", port, open_browser=False, block=False)
-    yield f"http://127.0.0.1:{port}"
-    page.close()
+    with own_folder() as folder:
+        page = build(loading, folder)
+        launch(page, "127.0.0.1", port, open_browser=False, block=False)
+        with pytest.raises(TokenPruneError, match="another --port"):
+            launch(build(Loading("demo_vlm"), folder), "127.0.0.1", port, open_browser=False, block=False)
+        yield f"http://127.0.0.1:{port}"
+        page.close()
+
+
+@pytest.fixture(scope="module")
+def address(subject: Model) -> Iterator[str]:
+    loading = Loading("demo_qwen")
+    loading.give(subject)
+    with served(loading) as found:
+        yield found
 
 
 @pytest.fixture(params=[(1280, "light"), (400, "dark")], ids=["wide", "narrow"])
@@ -47,6 +65,47 @@ def opened(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterat
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.close()
     assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == [] and said == []
+
+
+def test_the_page_is_there_before_the_model(browser: Any, subject: Model) -> None:
+    loading = Loading("demo_qwen")
+    with served(loading) as address:
+        page = browser.new_page()
+        page.goto(address, timeout=PATIENCE)
+        page.get_by_text("demo_qwen is loading").wait_for(timeout=PATIENCE)
+        assert page.get_by_text("or a video, or a GIF").count() == 0  # nobody knows yet
+        page.get_by_label("Question").fill("what?")
+        page.get_by_role("button", name="Compare").click()  # waits, as the page does
+        loading.give(subject)
+        page.get_by_text("demo_qwen (shipped)").wait_for(timeout=PATIENCE)
+        page.get_by_text("or a video, or a GIF").first.wait_for(timeout=PATIENCE)
+        page.get_by_text("there is no image").wait_for(timeout=PATIENCE)
+        page.get_by_text("A drawn video").wait_for(timeout=PATIENCE)
+        page.close()
+
+
+def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
+    """It takes longer than the rest until the page answers, and two threads that import it meet half of it."""
+    code = """if True:
+        import sys
+        import gradio as gr
+        from tokenprune import TokenPruneError
+        from tokenprune.app import page
+        from tokenprune.app.loading import Loading
+
+        class Watched(Loading):
+            def get(self):
+                print("transformers" in sys.modules)
+                raise TokenPruneError("no model")
+
+        page._loaded(Watched("some"))
+        try:
+            page._answer(Watched("some"), None, None, "what?", "divprune", None, 0.5, lambda *_, **more: None)
+        except gr.Error:
+            print("said")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False", "said"]
 
 
 def table(page: Any) -> str:

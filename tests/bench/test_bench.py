@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import tokenprune
-from tokenprune.bench import contact_sheet, draw, paired, results, significance, suite, tables, timing
+from tokenprune.bench import draw, grids, paired, results, side_by_side, significance, suite, tables, timing
 from tokenprune.bench.backend import patched_by
 from tokenprune.bench.model import Model, load
 from tokenprune.bench.plan import passes_of
@@ -343,12 +343,13 @@ def noise() -> Image.Image:
 
 @pytest.mark.parametrize("method", ["random", "fastv", "pool", "downsample"])
 def test_show_counts_and_draws_what_is_kept(subject: Model, method: str) -> None:
-    shown = contact_sheet.show(subject, [noise()], "is there a star?", method, 0.25)
-    assert (shown.tokens_in, shown.tokens_out) == (256, 64)
+    shown = side_by_side.show(subject, [noise()], "is there a star?", [method], 0.25)
+    assert (shown.tokens, shown.seen[0].kept.sum()) == (256, 64)
     side = 8 if method == "downsample" else 16
-    assert shown.image.height == side * draw.CELL
-    right = np.asarray(shown.image, int)[:, -side * draw.CELL :]
-    inner = right.reshape(side, draw.CELL, side, draw.CELL, 3)[:, 4:-4, :, 4:-4].transpose(0, 2, 1, 3, 4)
+    pair = shown.pair(0)
+    assert pair.size == (2 * 384 + 6, 384)
+    right = np.asarray(pair, int)[:, -384:]
+    inner = right.reshape(side, 384 // side, side, 384 // side, 3)[:, 4:-4, :, 4:-4].transpose(0, 2, 1, 3, 4)
     light = np.median(inner.reshape(side * side, -1), 1) > 255 * draw._DARK + 2  # what is dropped is dark but for lines
     assert light.sum() == (64 if method in ("random", "fastv") else side * side)
 
@@ -403,11 +404,11 @@ def test_the_image_shown_is_the_crop_that_the_model_sees(subject: Model) -> None
 
 def test_images_that_are_no_single_grid_are_refused(subject: Model) -> None:
     inputs = subject.inputs([noise()], ["is there a star?"])
-    assert contact_sheet.grids_of(subject, inputs, 1, False) == [(16, 16)]
+    assert grids.grids_of(subject, inputs, 1, False) == [(16, 16)]
     tiles = inputs["pixel_values"].expand(2, -1, -1, -1)
     for pixels in (tiles, tiles[None]):
         with pytest.raises(UnsupportedSetupError, match="tiles"):
-            contact_sheet.grids_of(subject, inputs | {"pixel_values": pixels}, 1, False)
+            grids.grids_of(subject, inputs | {"pixel_values": pixels}, 1, False)
     first = int((inputs["input_ids"][0] == subject.model.config.image_token_id).nonzero()[0])
     with pytest.raises(UnsupportedSetupError, match="255 visual tokens"):
-        contact_sheet.grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]}, 1, False)
+        grids.grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]}, 1, False)

@@ -19,13 +19,15 @@ import tokenprune
 from processors import LIMITS, demo_model, llava, photo, special_tokenizer
 from tests.api.test_cli import call, refused
 from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.bench import contact_sheet, draw
-from tokenprune.bench.contact_sheet import _GAP, CELL
+from tokenprune.bench import contact_sheet, draw, side_by_side
+from tokenprune.bench.contact_sheet import _GAP
 from tokenprune.bench.grids import grids_of
 from tokenprune.bench.media import read_frames
 from tokenprune.bench.model import Model
+from tokenprune.spelling import setting_of
 from zoo import FAMILIES
 
+CELL = 16  # pixels of a patch in the drawings
 COLORS = [(200, 100, 0), (0, 120, 200), (40, 160, 80), (120, 0, 140), (90, 90, 90), (10, 90, 60)]
 
 
@@ -68,12 +70,11 @@ def test_frames_come_from_files_folders_and_animations(tmp_path: Path) -> None:
 # -- the shipped model: frames are images of one prompt
 
 
-def cells(image: Image.Image, grids: list[tuple[int, int]]) -> list[np.ndarray]:
-    """The middle of each patch of the lower row, `[height, width, 3]` for each frame."""
-    pixels, cell, left, found = np.asarray(image, int), CELL, 0, []
-    top = (image.height - _GAP) // 2 + _GAP
+def cells(image: Image.Image, grids: list[tuple[int, int]], cell: int = CELL) -> list[np.ndarray]:
+    """The middle of each patch of drawings side by side, `[height, width, 3]` for each."""
+    pixels, left, found = np.asarray(image, int), 0, []
     for height, width in grids:
-        part = pixels[top : top + height * cell, left : left + width * cell]
+        part = pixels[: height * cell, left : left + width * cell]
         found.append(part[cell // 2 :: cell, cell // 2 :: cell])
         left += width * cell + _GAP
     return found
@@ -82,12 +83,11 @@ def cells(image: Image.Image, grids: list[tuple[int, int]]) -> list[np.ndarray]:
 @pytest.mark.parametrize("method, kept", [("divprune", 0.25), ("fastv", 16), ("pool", 0.25), ("downsample", 0.25)])
 def test_a_strip_of_images(subject: Model, method: str, kept: float) -> None:
     frames = [photo(90, 120, seed).point(lambda value: 80 + 6 * value // 10) for seed in range(3)]
-    shown = contact_sheet.show(subject, frames, "is there a star?", method, kept)
+    image, left = contact_sheet.look(subject, frames, "is there a star?", setting_of(method, kept), False, 16 * CELL)
     each = kept if isinstance(kept, int) else round(256 * kept)
-    assert (shown.tokens_in, shown.tokens_out) == (3 * 256, 3 * each)
     side = 8 if method == "downsample" else 16
-    assert shown.image.size == (3 * side * CELL + 2 * _GAP, 2 * side * CELL + _GAP)
-    for found in cells(shown.image, [(side, side)] * 3):
+    assert left == 3 * each and image.size == (3 * 16 * CELL + 2 * _GAP, 16 * CELL)
+    for found in cells(image, [(side, side)] * 3, 16 * CELL // side):
         light = int((found.max(-1) > 255 * draw._DARK + 2).sum())
         assert light == (each if method in ("divprune", "fastv") else side * side)
 
@@ -99,8 +99,8 @@ def test_each_frame_gets_its_own_tokens() -> None:
     groups = np.where(kept, np.arange(27), -1)
     kept[[1, 8]], groups[[1, 8]] = [True, False], 1
     frames = [flat(number, 16 * number + 16) for number in range(3)]
-    image = contact_sheet.sheet(contact_sheet.Seen(frames, grids, kept, groups))
-    assert image.size == ((3 + 4 + 5) * CELL + 2 * _GAP, 2 * 4 * CELL + _GAP)
+    image = contact_sheet.row(contact_sheet.Seen(frames, grids, kept, groups).drawings(CELL))
+    assert image.size == ((3 + 4 + 5) * CELL + 2 * _GAP, 4 * CELL)
     start = 0
     for number, ((height, width), found) in enumerate(zip(grids, cells(image, grids), strict=True)):
         own = slice(start, start := start + height * width)
@@ -116,9 +116,11 @@ def test_each_frame_gets_its_own_tokens() -> None:
 def test_a_long_strip_goes_on_below_and_each_frame_is_counted() -> None:
     grids, kept = [(1, 2)] * 11, np.arange(22) % 3 == 0
     seen = contact_sheet.Seen([flat(n % 6, 16) for n in range(11)], grids, kept, np.where(kept, np.arange(22), -1))
-    image = contact_sheet.sheet(seen)
-    assert image.size == (8 * 2 * CELL + 7 * _GAP, 4 * CELL + 3 * _GAP)
-    assert image.getpixel((CELL, 2 * CELL + 2 * _GAP + 1)) == COLORS[8 % 6]
+    strip = side_by_side._strip(seen.drawings(CELL))
+    shown = side_by_side.Shown((), [side_by_side.Panel(strip, "", ())] * 2, [seen], "", 22)
+    assert strip.size == (8 * 2 * CELL + 7 * _GAP, 2 * CELL + _GAP)
+    assert strip.getpixel((2 * CELL + _GAP + CELL // 2, CELL + _GAP + CELL // 2)) == COLORS[9 % 6]  # kept, of the tenth
+    assert shown.pair(0).size == (strip.width, 2 * strip.height + _GAP)  # one below the other
     assert seen.kept_of_frames() == [(int(kept[2 * n : 2 * n + 2].sum()), 2) for n in range(11)]
 
 
@@ -134,9 +136,9 @@ def test_frames_of_squares_with_a_newline_behind_them_are_drawn(build: Any) -> N
 def test_what_cannot_be_drawn(subject: Model) -> None:
     frames = [photo(90, 120, seed) for seed in range(2)]
     with pytest.raises(OptionError, match="nothing to draw"):
-        contact_sheet.show(subject, frames, "image 2?", "view_select", 1.0)
+        side_by_side.show(subject, frames, "image 2?", ["view_select"], 1.0)
     with pytest.raises(OptionError, match="nothing to draw"):
-        contact_sheet.show(subject, frames[:1], "image 2?", "view_select", 1.0)
+        contact_sheet.look(subject, frames[:1], "image 2?", setting_of("view_select", 1.0), False, 64)
     inputs = subject.inputs([frames], ["is there a star?"])
     assert grids_of(subject, inputs, 2, False) == [(16, 16)] * 2
     with pytest.raises(UnsupportedSetupError, match="tiles"):
@@ -167,15 +169,17 @@ def test_a_video_is_drawn_by_its_own_grid(method: str, build: Any) -> None:
     subject = Video(model, processor, "tiny")
     times, height, width = subject.video_inputs([], "")["video_grid_thw"][0].tolist()
     grids = [(height // 2, width // 2)] * times
-    shown = contact_sheet.show(subject, [flat(number) for number in range(2 * times)], "?", method, 0.5)
+    shown = side_by_side.show(subject, [flat(number) for number in range(2 * times)], "?", [method], 0.5)
+    (seen,) = shown.seen
     assert subject.seen == 2 * times
     total = times * height * width // 4
-    assert (shown.tokens_in, shown.tokens_out) == (total, round(total / 2))
-    found = cells(shown.image, grids)
+    assert (shown.tokens, int(seen.kept.sum())) == (total, round(total / 2))
+    found = cells(contact_sheet.row(seen.drawings(CELL)), grids)
     if method == "divprune":
         right = sum(int((one == COLORS[2 * number]).all(-1).sum()) for number, one in enumerate(found))
         assert right == round(total / 2), "every kept patch shows the first of its two frames"
-    assert sum(kept for kept, _ in shown.frames) == shown.tokens_out and len(shown.frames) == times
+    counts = seen.kept_of_frames()
+    assert sum(kept for kept, _ in counts) == seen.kept.sum() and len(counts) == times
     assert not tokenprune.is_patched(model)
 
 

@@ -79,6 +79,11 @@ def test_it_fits_loads_nothing_and_can_be_read(opened: Any) -> None:
         "Math.min(...[...document.querySelectorAll('main *')].map(one => parseFloat(getComputedStyle(one).fontSize)))"
     )
     assert smallest >= 12
+    # The scores of the first table, and all of the verdict, are seen without moving anything.
+    score = opened.locator("#run-1 table").first.locator("thead th", has_text="accuracy %").bounding_box()
+    verdict = opened.locator("#run-1 .verdict").first.bounding_box()
+    assert score["x"] + score["width"] <= width and verdict["x"] + verdict["width"] <= width
+    assert verdict["y"] < opened.locator("#run-1 figure").first.bounding_box()["y"]
     # A wide table moves inside its own box.
     boxes = opened.evaluate(
         "[...document.querySelectorAll('div.scroll')].map(one => [one.scrollWidth, one.clientWidth])"
@@ -138,20 +143,20 @@ def test_a_table_is_sorted_and_put_back(opened: Any) -> None:
         return [text.strip() for text in table.locator(f"tbody tr > :nth-child({number + 1})").all_inner_texts()]
 
     methods, score = column(0), table.locator("thead button", has_text="accuracy %")
-    numbers = column(8)
+    numbers = column(2)
     score.click()
-    assert column(8) == sorted(numbers, key=float, reverse=True)
+    assert column(2) == sorted(numbers, key=float, reverse=True)
     assert table.locator("th[aria-sort=descending]").count() == 1
     score.click()
-    assert column(8) == sorted(numbers, key=float)
+    assert column(2) == sorted(numbers, key=float)
     score.click()
     assert column(0) == methods and table.locator("th[aria-sort]").count() == 0
     table.locator("thead button", has_text="visual tokens").click()
-    assert [text.split("→")[1].strip() for text in column(2)] == [*["100"], *["50"] * 3, *["25"] * 5]
+    assert [text.split("→")[1].strip() for text in column(4)] == [*["100"], *["50"] * 3, *["25"] * 5]
     times = table.locator("thead button", has_text="TTFT")
     for _ in range(2):
         times.click()
-        assert column(6)[-2:] == ["", ""] and "" not in column(6)[:-2]  # untimed ones come last, whichever way
+        assert column(8)[-2:] == ["", ""] and "" not in column(8)[:-2]  # untimed ones come last, whichever way
 
 
 def test_a_method_lights_up_wherever_it_is(opened: Any) -> None:

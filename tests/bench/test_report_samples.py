@@ -52,6 +52,9 @@ def test_the_questions_are_those_of_most_disagreement_kind_by_kind() -> None:
     assert choose(records, Wanted(3)) == (0.25, [0, 3, 4])
     assert choose(records, Wanted(9)) == (0.25, [0, 3, 4, 1, 2, 5])
     assert choose(records, Wanted(2, (5, 1))) == (0.25, [5, 1])
+    # No image comes twice while there is another on which they disagree.
+    assert choose(records, Wanted(2), "abcada") == (0.25, [0, 4])
+    assert choose(records, Wanted(3), "aaaaab") == (0.25, [0, 3, 4])
     assert choose(records, Wanted(0)) == (None, [])
     assert choose(records[:2], Wanted(2)) == (None, [])
     # Of two keeps the lower one, whichever was named first.
@@ -118,7 +121,7 @@ def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
         for one, side, clear in zip(sample["methods"], (16, 8), (64, 64), strict=False):
             with Image.open(drawn / FOLDER / one["image"]) as image:
                 pixels = np.asarray(image, int)
-            cell = 320 // side
+            cell = 448 // side
             patches = pixels.reshape(side, cell, side, cell, 3).transpose(0, 2, 1, 3, 4).reshape(-1, cell, cell, 3)
             frames = np.concatenate([patches[:, 0], patches[:, -1], patches[:, :, 0], patches[:, :, -1]], axis=1)
             outlined = (np.median(frames.min(-1), 1) > 140).sum()

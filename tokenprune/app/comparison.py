@@ -9,15 +9,15 @@ from typing import Any
 
 from PIL import Image
 
-from tokenprune.bench import contact_sheet, timing
+from tokenprune.app.snippets import LONGEST
+from tokenprune.bench import contact_sheet, side_by_side, timing
 from tokenprune.bench.backend import patched_by
-from tokenprune.bench.contact_sheet import Shown
+from tokenprune.bench.contact_sheet import Seen
 from tokenprune.bench.model import Model
 from tokenprune.config import read_config
 from tokenprune.errors import OptionError
 from tokenprune.spelling import files_of, setting_of, spelt
 
-LONGEST = 2000  # characters of a question, or of a setting
 REPEATS = 3  # timed runs of each side
 NEW_TOKENS = 4  # that a timed run makes
 
@@ -27,14 +27,23 @@ class Asked:
     """What one setting did.
 
     spelling: it on one line, as of `spelling`. keep: share of the visual tokens. setting: as `patch(config=...)` takes
-    it. shown: the drawing, the answers and `Stats`. ttft: time to the first token, as of `timing.compare`.
+    it. seen: what it kept and answered, with its `Stats`. drawing: of that, beside the whole. before: the answer
+    without it. tokens: visual tokens without it. ttft: time to the first token, as of `timing.compare`.
     """
 
     spelling: str
     keep: float
     setting: dict[str, Any]
-    shown: Shown
+    seen: Seen
+    drawing: Image.Image
+    before: str
+    tokens: int
     ttft: dict[str, Any]
+
+    @property
+    def kept(self) -> int:
+        """Visual tokens that are left."""
+        return int(self.seen.kept.sum())
 
     @property
     def faster(self) -> float:
@@ -79,12 +88,15 @@ def compare(
     settings = [checked(text, keep) for text in methods]
     if not settings:
         raise OptionError("there is no method: choose one")
+    names, total = [spelt(text) for text in methods], 1 + 2 * len(settings)
+    shown = side_by_side.show(
+        subject, images, question, names, keep, step=lambda name, done, _: step(done, total, f"{name}: answers")
+    )
     asked = []
-    for number, (text, setting) in enumerate(zip(methods, settings, strict=True)):
-        step(2 * number, 2 * len(settings), f"{text}: answers")
-        shown = contact_sheet.show(subject, images, question, spelt(text), keep)
-        step(2 * number + 1, 2 * len(settings), f"{text}: times")
-        asked.append(Asked(spelt(text), keep, setting, shown, _timed(subject, images, question, text, setting)))
+    for number, (name, setting, seen) in enumerate(zip(names, settings, shown.seen, strict=True)):
+        step(1 + len(names) + number, total, f"{name}: times")
+        ttft = _timed(subject, images, question, name, setting)
+        asked.append(Asked(name, keep, setting, seen, shown.pair(number), shown.before, shown.tokens, ttft))
     return asked
 
 

@@ -4,25 +4,28 @@
 from __future__ import annotations
 
 import html
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 from PIL import Image
 
 import tokenprune
 from tokenprune.app import snippets
-from tokenprune.app.comparison import LONGEST, Asked, compare
+from tokenprune.app.loading import Loading
+from tokenprune.app.snippets import LONGEST
 from tokenprune.base import ImageChooser
-from tokenprune.bench import contact_sheet
 from tokenprune.bench.drawn_sets import drawn_set
-from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.heldout import heldout_of, load_heldout
 from tokenprune.bench.media import read_frames
-from tokenprune.bench.model import Model
 from tokenprune.errors import TokenPruneError
+
+# Not needed before the model is there: these import transformers' models, which takes seconds.
+if TYPE_CHECKING:
+    from tokenprune.app.comparison import Asked
+    from tokenprune.bench.model import Model
 
 FIRST, SECOND, KEEP = "divprune", "fastv", 0.25
 FRAMES = 8  # of a video, evenly chosen
@@ -39,23 +42,22 @@ _ABOUT = (
 )
 
 
-def build(subject: Model) -> gr.Blocks:
-    """Return the page for a model; `launch` opens it."""
-    video = contact_sheet.takes_video(subject)
+def build(loading: Loading, folder: Path) -> gr.Blocks:
+    """Return the page for a model, which may still be loading; `launch` opens it. folder: for files of the page."""
     with gr.Blocks(title="tokenprune", analytics_enabled=False) as page:
-        gr.Markdown(f"# tokenprune\n{_ABOUT} Model: `{subject.name}`.")
+        title = gr.Markdown(_title(f"`{loading.name}` is loading …"))
         with gr.Row():
             with gr.Column(scale=1, min_width=300):
                 image = gr.Image(type="pil", label="Image", sources=["upload", "clipboard"], height=260)
-                file = gr.File(label="or a video, or a GIF", type="filepath", height=110, visible=video)
+                file = gr.File(label="or a video, or a GIF", type="filepath", height=110, visible=False)
                 question = gr.Textbox(label="Question", max_length=LONGEST)
                 first, second = (
                     gr.Dropdown(
                         choices=choices, value=value, label=label, info=info, allow_custom_value=True, filterable=True
                     )
                     for choices, value, label, info in (
-                        (_drawable(video), FIRST, "Method", "options and stacks too: dart:pivot_text=0, tome+fastv"),
-                        (["", *_drawable(video)], SECOND, "and another", "leave it empty for one alone"),
+                        (_drawable(False), FIRST, "Method", "options and stacks too: dart:pivot_text=0, tome+fastv"),
+                        (["", *_drawable(False)], SECOND, "and another", "leave it empty for one alone"),
                     )
                 )
                 keep = gr.Slider(0.05, 1.0, value=KEEP, step=0.05, label="Share of the visual tokens that is kept")
@@ -67,17 +69,37 @@ def build(subject: Model) -> gr.Blocks:
                 with gr.Tabs():
                     lines = [_copied(label, language) for label, language in (
                         ("Python", "python"), ("vLLM", "shell"), ("Benchmark", "shell"))]  # fmt: skip
-        gr.Examples(_examples(subject), [image, question], label="Held-out images")
-        if video:
-            gr.Examples(_video_examples(), [file, question], label="A drawn video")
+        gr.Examples(_examples(loading.name), [image, question], label="Held-out images")
+        with gr.Column(visible=False) as videos:
+            gr.Examples(_video_examples(folder), [file, question], label="A drawn video")
         inputs, outputs = [image, file, question, first, second, keep], [table, *drawings, layers, *lines]
-        answer = partial(_answer, subject)
         # One at a time: a model is patched for everybody.
         gr.on(
-            [button.click, question.submit, keep.release, first.input, second.input], answer, inputs, outputs,
-            concurrency_limit=1, trigger_mode="always_last", api_name="compare",
+            [button.click, question.submit, keep.release, first.input, second.input], partial(_answer, loading), inputs,
+            outputs, concurrency_limit=1, trigger_mode="always_last", api_name="compare",
+        )  # fmt: skip
+        page.load(
+            partial(_loaded, loading), None, [title, file, first, second, videos],
+            concurrency_limit=None, show_progress="hidden", api_visibility="private",
         )  # fmt: skip
     return page
+
+
+def _title(model: str) -> str:
+    return f"# tokenprune\n{_ABOUT} Model: {model}"
+
+
+def _loaded(loading: Loading) -> list[Any]:
+    """Wait for the model, and return what the page shows of it."""
+    try:
+        subject = loading.get()
+    except TokenPruneError as error:
+        return [_title(str(error)), *[gr.skip()] * 4]
+    from tokenprune.bench import contact_sheet
+
+    video = contact_sheet.takes_video(subject)
+    choices = [gr.Dropdown(choices=names) for names in (_drawable(video), ["", *_drawable(video)])]
+    return [_title(f"`{subject.name}`."), gr.File(visible=video), *choices, gr.Column(visible=video)]
 
 
 def launch(page: gr.Blocks, host: str, port: int, open_browser: bool, block: bool = True) -> Any:
@@ -103,19 +125,19 @@ def _drawable(video: bool) -> list[str]:
     ]  # fmt: skip
 
 
-def _examples(subject: Model) -> list[list[Any]]:
-    """Images of the held-out set, each with a question of another kind."""
-    asked, found = load_heldout(folder=subject.heldout, limit=_EXAMPLES), {}
+def _examples(model: str) -> list[list[Any]]:
+    """Images of the model's held-out set, each with a question of another kind."""
+    asked, found = load_heldout(folder=heldout_of(model), limit=_EXAMPLES), {}
     for one in asked:
         if one.number not in found and one.kind not in {other.kind for other in found.values()}:
             found[one.number] = one
     return [[str(one.path), one.question] for one in found.values()]
 
 
-def _video_examples() -> list[list[Any]]:
-    """A drawn video, as a GIF, with one of its questions."""
+def _video_examples(folder: Path) -> list[list[Any]]:
+    """A drawn video, as a GIF in the folder, with one of its questions."""
     one = next(one for one in drawn_set("small-videos", 1).questions if one.kind == "change")
-    file = Path(tempfile.mkdtemp(prefix="tokenprune-")) / "drawn.gif"
+    file = folder / "drawn.gif"
     one.frames[0].save(file, save_all=True, append_images=list(one.frames[1:]), duration=400, loop=0)
     return [[str(file), one.question]]
 
@@ -126,7 +148,7 @@ def _copied(label: str, language: str) -> gr.Code:
 
 
 def _answer(
-    subject: Model,
+    loading: Loading,
     image: Image.Image | None,
     file: str | None,
     question: str,
@@ -136,14 +158,20 @@ def _answer(
     progress: gr.Progress = gr.Progress(),  # noqa: B008 - how gradio hands it over
 ) -> list[Any]:
     methods = [text.strip() for text in (first, second) if text and text.strip()]
+    if not loading.over:
+        progress((0, 1), desc="the model is loading")
     try:
+        subject = loading.get()
+        # Not before: while another thread imports transformers for the model, this would meet half of it.
+        from tokenprune.app.comparison import compare
+
         images, note = _seen(subject, image, file, question, methods)
         step = lambda done, total, label: progress((done, total), desc=label)  # noqa: E731
         asked = compare(subject, images, question, methods, keep, step)
     except TokenPruneError as error:
         raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
     drawings = [
-        gr.Image(value=one.shown.image, label=f"{one.spelling}, keep {one.keep:g}", visible=True) for one in asked
+        gr.Image(value=one.drawing, label=f"{one.spelling}, keep {one.keep:g}", visible=True) for one in asked
     ]
     drawings += [gr.Image(value=None, visible=False)] * (2 - len(asked))
     name = subject.name.partition(" ")[0]
@@ -161,19 +189,21 @@ def _seen(
     """Return the image, or frames of the file that fit into the model's context; and how many did not, in words."""
     if not file or not methods:
         return ([] if image is None else [image.convert("RGB")]), None
+    from tokenprune.bench import contact_sheet
+
     return contact_sheet.fitting(subject, partial(read_frames, [Path(file)]), FRAMES, question, methods[0])
 
 
 def _table(question: str, asked: Sequence[Asked], note: str | None) -> str:
     """Answers and costs, as HTML; whatever a user or a model wrote is escaped."""
     head = ("", "answer", "visual tokens", "mean of the layers", "KV cache", "first token")
-    shown, ttft = asked[0].shown, asked[0].ttft
-    kv, before = shown.stats.kv_bytes_full, shown.tokens_in
-    rows: list[tuple] = [("unpatched", shown.before, before, before, _size(kv), _ms(ttft, "_unpatched"))]
+    whole, ttft = asked[0], asked[0].ttft
+    kv, before = whole.seen.stats.kv_bytes_full, whole.tokens
+    rows: list[tuple] = [("unpatched", whole.before, before, before, _size(kv), _ms(ttft, "_unpatched"))]
     for one in asked:
-        stats, tokens = one.shown.stats, f"{one.shown.tokens_in} → {one.shown.tokens_out}"
+        stats, tokens = one.seen.stats, f"{one.tokens} → {one.kept}"
         average, first = round(stats.visual_tokens_average), f"{_ms(one.ttft, '')}, ×{one.faster:.2f}"
-        rows.append((f"{one.spelling} {one.keep:g}", one.shown.after, tokens, average, _size(stats.kv_bytes), first))
+        rows.append((f"{one.spelling} {one.keep:g}", one.seen.answer, tokens, average, _size(stats.kv_bytes), first))
     warnings = [*([note] if note else []), *(_warnings(asked))]
     cells = "".join(
         "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
@@ -188,7 +218,7 @@ def _warnings(asked: Sequence[Asked]) -> list[str]:
     for one in asked:
         if one.faster < 1:
             said.append(f"{one.spelling} is not faster here: choosing costs what is saved, as with few tokens")
-        said += [f"{one.spelling}: {text}" for text in one.shown.stats.notes]
+        said += [f"{one.spelling}: {text}" for text in one.seen.stats.notes]
     return said
 
 
@@ -196,8 +226,8 @@ def _layers(asked: Sequence[Asked]) -> str:
     """Visual tokens that each layer sees, as bars in HTML."""
     parts = []
     for one in asked:
-        layers = one.shown.stats.visual_tokens_per_layer
-        most = max(one.shown.tokens_in, 1)
+        layers = one.seen.stats.visual_tokens_per_layer
+        most = max(one.tokens, 1)
         bars = "".join(
             f'<span title="layer {number}: {count}" style="flex:1;margin-right:2px;background:var(--color-accent);'
             f'height:{max(2, round(48 * count / most))}px"></span>'

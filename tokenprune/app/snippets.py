@@ -12,6 +12,8 @@ from tokenprune.config import read_config
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.setting.settings import KEY, Setting
 
+LONGEST = 2000  # characters of a question, or of a setting
+
 
 def python(setting: dict[str, Any]) -> str:
     """Return the call that patches a model."""

@@ -20,50 +20,9 @@ from tokenprune.bench.grids import Grid, grids_of
 from tokenprune.bench.model import Model
 from tokenprune.bench.token_scores import placed_scores, watched_scores
 from tokenprune.errors import OptionError
-from tokenprune.spelling import methods_of, setting_of
+from tokenprune.spelling import methods_of
 
-CELL, _GAP = 16, 6  # pixels of a patch in the drawing, and between frames
-_ACROSS = 8  # frames side by side; more go below
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What `tokenprune show` tells of a prompt.
-
-    image: the drawing. before, after: the answers. tokens_in, tokens_out: visual tokens before and after. frames: for
-    each frame as the model has it (or image) how many of its tokens stay, and how many it has.
-    """
-
-    image: Image.Image
-    before: str
-    after: str
-    tokens_in: int
-    tokens_out: int
-    stats: tokenprune.Stats
-    frames: list[tuple[int, int]]
-
-
-def show(subject: Model, images: Sequence[Image.Image], question: str, method: str, keep: float | int) -> Shown:
-    """Ask once without and once with `method`, and draw what it kept: of one image beside it, as the model sees it;
-    of several below each.
-
-    A model that takes videos gets several as a video, unless the method acts on pixels; others get images of one
-    prompt. Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that
-    chooses between images.
-    """
-    setting = setting_of(method, keep)
-    draw.check_drawable(setting)
-    video = len(images) > 1 and as_video(subject, method)
-    full = asked(subject, images, question, video)
-    (before,) = subject.generate(full)
-    seen = seen_under(subject, images, question, setting, video)
-    if len(images) == 1:
-        original = draw.seen_image(subject, full, images[0])
-        drawing = row(_drawn(seen, draw.CELL, original), gap=draw.CELL // 2)
-    else:
-        drawing = sheet(seen)
-    kept = seen.kept_of_frames()
-    return Shown(drawing, before, seen.answer, subject.visual_tokens(full), int(seen.kept.sum()), seen.stats, kept)
+_GAP = 6  # pixels between frames
 
 
 def fitting(
@@ -156,7 +115,8 @@ def look(
     labels: Sequence[str] = (),
 ) -> tuple[Image.Image, int]:
     """Ask under a setting, and return the drawing of what it kept of each image, side by side, and how many tokens that
-    is; raises like `show`.
+    is. Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that chooses
+    between images.
 
     setting: as `patch(config=...)` takes it. video: whether the images are a video. side: pixels of a drawing's longer
     side, about. labels: the text before each image.
@@ -164,7 +124,7 @@ def look(
     draw.check_drawable(setting)
     seen = seen_under(subject, images, question, setting, video, labels)
     cell = max(2, side // max(max(grid) for grid in seen.grids))
-    return row(_drawn(seen, cell)), int(seen.kept.sum())
+    return row(seen.drawings(cell)), int(seen.kept.sum())
 
 
 def asked(
@@ -209,32 +169,6 @@ def takes_video(subject: Model) -> bool:
     """Whether both the model and its processor take videos."""
     able = getattr(subject.processor, "video_processor", None) is not None
     return able and "video" in subject.adapter.placeholders
-
-
-def sheet(seen: Seen) -> Image.Image:
-    """Return the frames side by side, eight at most in a line, and below each what is kept of it; a group has one
-    colour in all frames."""
-    drawings = _drawn(seen, CELL)
-    originals = [_resized(frame, drawing) for frame, drawing in zip(seen.frames, drawings, strict=True)]
-    lines = []
-    for start in range(0, len(drawings), _ACROSS):
-        lines += [row(some[start : start + _ACROSS]) for some in (originals, drawings)]
-    height = sum(line.height + _GAP for line in lines) - _GAP
-    image, top = Image.new("RGB", (max(line.width for line in lines), height), "white"), 0
-    for line in lines:
-        image.paste(line, (0, top))
-        top += line.height + _GAP
-    return image
-
-
-def _drawn(seen: Seen, cell: int, *before: Image.Image) -> list[Image.Image]:
-    """Return the drawing of each frame, behind `before`, in the size of the first drawing."""
-    drawings = seen.drawings(cell)
-    return [*(_resized(one, drawings[0]) for one in before), *drawings]
-
-
-def _resized(image: Image.Image, like: Image.Image) -> Image.Image:
-    return image.convert("RGB").resize(like.size, Image.Resampling.BICUBIC)
 
 
 def row(parts: Sequence[Image.Image], gap: int = _GAP) -> Image.Image:

@@ -110,12 +110,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """A whole benchmark: its header, a row for each result in the order of the run, and what was skipped."""
+    """A whole benchmark: its header, a row for each result in the order of the run, and what was skipped.
+
+    answers: of each (method, keep), to compare two of them.
+    """
 
     header: dict[str, Any]
     rows: list[Row]
     skipped: list[dict[str, Any]]
     controls: list[Control] = field(default_factory=list)
+    answers: dict[tuple[str, float | int], Answers] = field(default_factory=dict)
 
     @property
     def evidence_only(self) -> bool:
@@ -197,7 +201,9 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
     groups = _places_of_groups(header)
     rows = [_row(record, answers[id(record)], places, groups, before, rivals, answers[id(base)]) for record in results]
     controls = [_control(record, places) for record in rest if record["record"] == "control"]
-    return Results(header, rows, [record for record in rest if record["record"] == "skipped"], controls)
+    skipped = [record for record in rest if record["record"] == "skipped"]
+    given = {(record["method"], record["keep"]): answers[id(record)] for record in results}
+    return Results(header, rows, skipped, controls, given)
 
 
 def scores_of(record: dict[str, Any]) -> list[list[float]]:

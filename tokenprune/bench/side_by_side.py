@@ -25,11 +25,12 @@ _ACROSS, _GAP, _INK, _PAPER = 3, 24, "#202020", "white"
 
 @dataclass(frozen=True)
 class Panel:
-    """A drawing, with its title and the lines of text below it."""
+    """A drawing, with its title and the lines of text below it. scores: whether it is a map of them."""
 
     image: Image.Image
     title: str
     lines: tuple[str, ...]
+    scores: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,13 @@ class Shown:
             top += one.height + _GAP
         return whole
 
+    def pair(self, number: int) -> Image.Image:
+        """Return the unpatched panel and what the method `number` keeps, without text: side by side, of several frames
+        one below the other."""
+        drawings = [panel for panel in self.panels[1:] if not panel.scores]
+        pair = self.panels[0].image, drawings[number].image
+        return contact_sheet.row(pair) if len(self.seen[number].frames) == 1 else _column(pair)
+
 
 def show(
     subject: Model,
@@ -74,9 +82,11 @@ def show(
 ) -> Shown:
     """Ask once unpatched and once with each method, and draw what it keeps.
 
-    images: one, or the frames of a video, or several of one prompt (see `contact_sheet.show`). methods: names, options
-    and stacks as on the command line. scores: draw a map of them, too, of methods that rank tokens by a score. step:
-    called with a label, how many were asked, and of how many. Raises like `contact_sheet.show`.
+    images: one, or the frames of a video, or several of one prompt; a model that takes videos gets several as a video,
+    unless the method acts on pixels. methods: names, options and stacks as on the command line. scores: draw a map of
+    them, too, of methods that rank tokens by a score. step: called with a label, how many were asked, and of how many.
+    Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that chooses
+    between images.
     """
     names = [spelt(one) for one in methods]
     if not names:
@@ -112,7 +122,7 @@ def show(
         elif scores:
             maps = zip(seen.frames, seen.split(seen.scores), sizes, strict=True)
             heated = [draw.heat(frame, own, size) for frame, own, size in maps]
-            panels.append(Panel(_strip(heated), f"{name}: scores", ("ranks, from dark (low) to yellow (high)",)))
+            panels.append(Panel(_strip(heated), f"{name}: scores", ("ranks, from dark (low) to yellow (high)",), True))
     return Shown((subject.name, f"Q: {question}"), panels, shown, before, tokens, tuple(notes))
 
 
@@ -181,10 +191,15 @@ def _size(frame: Image.Image, grid: tuple[int, int], single: bool, several: bool
 
 def _strip(frames: Sequence[Image.Image]) -> Image.Image:
     """Return frames side by side, eight at most in a line."""
-    rows = [contact_sheet.row(frames[start : start + 8]) for start in range(0, len(frames), 8)]
+    return _column([contact_sheet.row(frames[start : start + 8]) for start in range(0, len(frames), 8)])
+
+
+def _column(rows: Sequence[Image.Image]) -> Image.Image:
+    """Return images one below the other."""
     if len(rows) == 1:
         return rows[0]
-    image, top = Image.new("RGB", (rows[0].width, sum(row.height + 6 for row in rows) - 6), _PAPER), 0
+    size = max(row.width for row in rows), sum(row.height + 6 for row in rows) - 6
+    image, top = Image.new("RGB", size, _PAPER), 0
     for row in rows:
         image.paste(row, (0, top))
         top += row.height + 6

@@ -23,13 +23,22 @@ def app(
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
     """Open a page: drop an image or a video, ask, and compare methods."""
-    try:
-        from tokenprune.app.page import build, launch
-    except ImportError as error:
-        raise TokenPruneError(f"the app needs gradio ({error}): pip install 'tokenprune-vlm[app]'") from error
-    console = get_console()
-    subject = load_model(model, device, threads, dtype)
-    console.print(f"http://{host}:{port} (Ctrl+C ends it)", markup=False, highlight=False)
-    if host not in LOCAL:
-        console.print("Whoever reaches this machine can ask: there is no password.", markup=False)
-    launch(build(subject), host, port, open_)
+    from tokenprune.app.loading import Loading, own_folder
+
+    console, loading = get_console(), Loading(model or "demo_vlm")
+    with own_folder() as folder:  # before gradio, which asks for its folder when it is imported
+        try:
+            from tokenprune.app.page import build, launch
+        except ImportError as error:
+            raise TokenPruneError(f"the app needs gradio ({error}): pip install 'tokenprune-vlm[app]'") from error
+        page = build(loading, folder)
+        launch(page, host, port, open_, block=False)  # before the model: its libraries and weights take longer
+        try:
+            console.print(f"http://{host}:{port} (Ctrl+C ends it)", markup=False, highlight=False)
+            if host not in LOCAL:
+                console.print("Whoever reaches this machine can ask: there is no password.", markup=False)
+            loading.give(load_model(model, device, threads, dtype))
+            page.block_thread()
+        finally:
+            loading.fail()
+            page.close(verbose=False)

@@ -34,12 +34,13 @@ def report(
 
 
 def show_runs(runs: Sequence[Run], html: Path | None, plot: Path | None, markdown: bool = False) -> None:
-    """Print tables and warnings, and write what was asked for."""
+    """Print tables, warnings and verdicts, and write what was asked for."""
     from rich.text import Text
 
     from tokenprune.bench.report.compare import comparisons
     from tokenprune.bench.report.page import make_page
     from tokenprune.bench.report.png import plot_png, write
+    from tokenprune.bench.report.verdict import find_verdicts
     from tokenprune.bench.report.warnings import lines
     from tokenprune.bench.tables import tables
 
@@ -52,6 +53,8 @@ def show_runs(runs: Sequence[Run], html: Path | None, plot: Path | None, markdow
             _show(table, markdown)
         for line in lines(run.results):
             console.print(Text(f"- {line}" if markdown else f"! {line}", style="yellow"), soft_wrap=markdown)
+        for verdict in find_verdicts(run.results):
+            console.print(Text(f"- {verdict.line}" if markdown else verdict.line, style="bold"), soft_wrap=markdown)
     for table in comparisons(runs):
         _show(table, markdown)
     if html is not None:

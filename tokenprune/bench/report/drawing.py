@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenprune.bench.model import Model
 
 COUNT = 4
-SIDE, FRAME_SIDE = 320, 160  # pixels of the longer side of an image, and of a frame of a video
+SIDE, FRAME_SIDE = 448, 160  # pixels of the longer side of an image, and of a frame of a video
 Step = Callable[[str, int, int], None]
 
 
@@ -79,7 +79,7 @@ def draw_samples(
     Every method that ran is drawn at one keep: the middle one, of two the lower. A method of which there is nothing to
     draw is noted with the reason. Raises RunError where the folder cannot be read or written.
     """
-    keep, numbers = choose(records, wanted)
+    keep, numbers = choose(records, wanted, [_seen(one, place) for place, one in enumerate(questions)])
     if keep is None:
         return
     ran = [record for record in records if record["record"] == "result" and record["keep"] == keep]
@@ -110,11 +110,14 @@ def draw_samples(
     _tidy(folder, data)
 
 
-def choose(records: Sequence[dict[str, Any]], wanted: Wanted) -> tuple[float | int | None, list[int]]:
+def choose(
+    records: Sequence[dict[str, Any]], wanted: Wanted, images: Sequence[Any] = ()
+) -> tuple[float | int | None, list[int]]:
     """Return the keep at which the methods are drawn (None: there is nothing to draw), and the questions.
 
     Methods disagree most about a question where the variance of their scores is largest. Kinds take turns, as long as
-    there is disagreement; ties go to the earlier question.
+    there is disagreement, and no image comes twice while there is another; ties go to the earlier question. images:
+    what tells the images of one question from those of another; default: all differ.
     """
     results = [one for one in records if one["record"] == "result" and one["method"] != UNPATCHED]
     tokens: dict[float | int, list[float]] = {}
@@ -129,13 +132,23 @@ def choose(records: Sequence[dict[str, Any]], wanted: Wanted) -> tuple[float | i
     scores = np.array([np.mean(scores_of(one), 0) for one in results if one["keep"] == keep])
     spread = scores.var(0).round(9)
     ranked = sorted(range(len(spread)), key=lambda number: (-spread[number], number))
-    kinds, first, later = set(), [], []
-    for number in ranked:
-        kind = records[0]["kind_of_question"][number]
-        fresh = kind not in kinds and spread[number] > 0
-        (first if fresh else later).append(number)
-        kinds.add(kind)
-    return keep, (first + later)[: wanted.count]
+    images, kinds, seen, chosen = images or range(len(ranked)), set(), set(), []
+    for turns in (True, False):
+        for number in ranked:
+            kind, image = records[0]["kind_of_question"][number], images[number]
+            if spread[number] > 0 and image not in seen and not (turns and kind in kinds):
+                chosen.append(number)
+                kinds.add(kind)
+                seen.add(image)
+    return keep, [*chosen, *(number for number in ranked if number not in chosen)][: wanted.count]
+
+
+def _seen(question: Any, place: int) -> Any:
+    """Return what tells the images, or the video, of a question from those of others."""
+    if (number := getattr(question, "number", None)) is not None:
+        return number
+    files = filter(None, (*getattr(question, "sources", ()), getattr(question, "video_source", None)))
+    return tuple((file.name, file.size) for file in files) or ("question", place)
 
 
 def _entry(

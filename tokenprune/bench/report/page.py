@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tokenprune
@@ -23,6 +23,7 @@ from tokenprune.bench.report.layers import Layers, layer_plots
 from tokenprune.bench.report.plots import Plot, Style
 from tokenprune.bench.report.runs import Run
 from tokenprune.bench.report.styles import Styles
+from tokenprune.bench.report.verdict import Verdict, find_verdicts
 from tokenprune.bench.report.warnings import RunWarning, find_warnings
 from tokenprune.bench.results import UNPATCHED, Results
 from tokenprune.bench.tables import Table, tables
@@ -35,6 +36,7 @@ class Part:
     wrong."""
 
     run: Run
+    verdicts: list[Verdict]
     facts: list[tuple[str, str]]
     warnings: list[RunWarning]
     plots: list[Plot]
@@ -84,12 +86,13 @@ def _part(run: Run, styles: Styles) -> Part:
     plots = [plot for plot in (fronts.against_tokens(run, styles), fronts.against_ttft(run, styles)) if plot]
     return Part(
         run=run,
+        verdicts=find_verdicts(results),
         facts=_facts(results),
         warnings=find_warnings(results),
         plots=plots,
         notes=_notes(results),
         legend=styles.legend(run),
-        tables=tables(results),
+        tables=[_score_first(one) for one in tables(results)],
         layers=layer_plots(results, lambda method: styles.methods[method]),
         config=json.dumps(config, indent=1, ensure_ascii=False),
         graded=METRICS[results.header.get("metric", "exact")].graded,
@@ -110,6 +113,16 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         ("Versions", ", ".join(f"{one} {env[one]}" for one in ("tokenprune", "transformers", "torch") if one in env)),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _score_first(table: Table) -> Table:
+    """Return the table with score and interval behind method and keep, where a narrow screen shows them too."""
+    if "95 % CI" not in table.columns:
+        return table
+    score = table.columns.index("95 % CI") - 1
+    order = [0, 1, score, score + 1, *(at for at in range(2, len(table.columns)) if at not in (score, score + 1))]
+    rows = [[row[at] for at in order] for row in table.rows]
+    return replace(table, columns=tuple(table.columns[at] for at in order), rows=rows)
 
 
 def _notes(results: Results) -> list[str]:

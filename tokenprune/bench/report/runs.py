@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.bench.report.samples import NOT_KEPT, Samples, read_samples
+from tokenprune.bench.report.verdict import find_verdicts
 from tokenprune.bench.report.warnings import find_warnings
 from tokenprune.bench.results import Results, read_records, summarise
 from tokenprune.bench.tables import tables
@@ -50,7 +51,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
         try:
             json.dumps(records, allow_nan=False)  # nothing of ours is infinite, or no number
             results = summarise(records)
-            tables(results), find_warnings(results)  # whatever is missing shows here
+            tables(results), find_warnings(results), find_verdicts(results)  # whatever is missing shows here
         except TokenPruneError as error:
             raise TokenPruneError(f"{path}: {error}") from error
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
