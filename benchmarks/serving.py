@@ -51,7 +51,6 @@ def write_model(folder: Path, **shape: int) -> None:
     """A random LLaVA whose language model holds nearly all of its parameters, with a tokenizer of bytes. shape: of its
     decoder, where it shall be another one."""
     from safetensors.torch import load_file, save_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
         CLIPImageProcessor,
         CLIPVisionConfig,
@@ -59,7 +58,6 @@ def write_model(folder: Path, **shape: int) -> None:
         LlavaConfig,
         LlavaForConditionalGeneration,
         LlavaProcessor,
-        PreTrainedTokenizerFast,
     )  # fmt: skip
 
     torch.manual_seed(0)
@@ -77,18 +75,25 @@ def write_model(folder: Path, **shape: int) -> None:
     weights = load_file(folder / "model.safetensors")
     names = {name: re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name) for name in weights}
     save_file({names[name]: value for name, value in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    letters = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    made = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-        extra_special_tokens={"image_token": "<image>"},
-    )  # fmt: skip
     image = CLIPImageProcessor(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
+    tokenizer = byte_tokenizer(SPECIAL, image_token="<image>")
     LlavaProcessor(
         image, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
     ).save_pretrained(folder)
+
+
+def byte_tokenizer(special: list[str], **names: str) -> Any:
+    """A tokenizer of bytes, behind the special tokens. names: of special tokens that a processor looks for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", extra_special_tokens=names
+    )
 
 
 @contextmanager
@@ -132,21 +137,32 @@ def _healthy(port: int) -> bool:
         return False
 
 
-def noise_image(seed: int, size: int) -> str:
-    """An image of noise, of which there is no second, as a data URL."""
+def noise_image(seed: int, size: int) -> dict[str, Any]:
+    """An image of noise, of which there is no second, as a part of a message."""
+    return {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64," + noise(seed, size)}}
+
+
+def noise(seed: int, size: int) -> str:
+    """An image as base64 of a JPEG. size: its edge in pixels."""
     buffer = io.BytesIO()
     pixels = np.random.default_rng(seed).integers(0, 256, (size // 8, size // 8, 3), dtype=np.uint8)
     Image.fromarray(pixels).resize((size, size)).save(buffer, "JPEG", quality=90)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
-async def ask(client: openai.AsyncOpenAI, url: str, setting: dict[str, Any], tokens: int) -> tuple[float, int]:
-    """Return seconds to the first token, and the length of the prompt as the server counts it."""
+async def ask(
+    client: openai.AsyncOpenAI,
+    part: dict[str, Any],
+    setting: dict[str, Any],
+    tokens: int,
+    question: str = "What is in the picture?",
+) -> tuple[float, int]:
+    """Return seconds to the first token, and the length of the prompt as the server counts it. part: an image or a
+    video, as a part of a message."""
     start, first, length = time.perf_counter(), None, 0
     stream = await client.chat.completions.create(
         model="served",
-        messages=[{"role": "user", "content": [
-            {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in the picture?"}]}],
+        messages=[{"role": "user", "content": [part, {"type": "text", "text": question}]}],
         temperature=0, max_tokens=tokens, stream=True, stream_options={"include_usage": True},
         extra_body={"ignore_eos": True, "mm_processor_kwargs": {"tokenprune": setting}},
     )  # fmt: skip
@@ -159,17 +175,22 @@ async def ask(client: openai.AsyncOpenAI, url: str, setting: dict[str, Any], tok
 
 
 async def load(
-    client: openai.AsyncOpenAI, urls: list[str], setting: dict[str, Any], concurrency: int, tokens: int
+    client: openai.AsyncOpenAI,
+    parts: list[dict[str, Any]],
+    setting: dict[str, Any],
+    concurrency: int,
+    tokens: int,
+    question: str = "What is in the picture?",
 ) -> tuple[float, list[tuple[float, int]]]:
     """Send all requests, `concurrency` of them at a time; return the seconds it took, and the answers."""
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(url: str) -> tuple[float, int]:
+    async def one(part: dict[str, Any]) -> tuple[float, int]:
         async with gate:
-            return await ask(client, url, setting, tokens)
+            return await ask(client, part, setting, tokens, question)
 
     start = time.perf_counter()
-    answers = await asyncio.gather(*(one(url) for url in urls))
+    answers = await asyncio.gather(*(one(part) for part in parts))
     return time.perf_counter() - start, answers
 
 
@@ -183,10 +204,10 @@ async def sweep(url: str, args: argparse.Namespace, console: Console) -> list[di
         seconds, answers = defaultdict(list), defaultdict(list)
         for round_ in range(-1, args.rounds):  # one round to warm up
             for name, setting in settings.items():
-                urls = [noise_image(next(seeds), args.size) for _ in range(max(args.requests, concurrency))]
-                took, got = await load(client, urls, setting, concurrency, args.tokens)
+                images = [noise_image(next(seeds), args.size) for _ in range(max(args.requests, concurrency))]
+                took, got = await load(client, images, setting, concurrency, args.tokens)
                 if round_ >= 0:
-                    seconds[name].append(len(urls) / took)
+                    seconds[name].append(len(images) / took)
                     answers[name] += got
         for name in settings:
             waits = sorted(first for first, _ in answers[name])

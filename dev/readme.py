@@ -27,6 +27,7 @@ import recover_page  # noqa: E402
 ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
 SERVING = ROOT / "benchmarks/results/serving.jsonl"
+SHAPES = ROOT / "benchmarks/results/serving_shapes.jsonl"
 KV_BLOCKS = ROOT / "benchmarks/results/kv_blocks.jsonl"
 VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
 DOCUMENTS = ROOT / "benchmarks/results/documents.jsonl"
@@ -98,6 +99,32 @@ def serving() -> str:
         f"{first['rounds']} rounds made in turn."
     )
     source = f"By `python benchmarks/serving.py`; raw data: {link(SERVING, '../')}."
+    return "\n\n".join([setting, "\n".join(lines), source])
+
+
+def shapes() -> str:
+    """The table of a vLLM server with images of several sizes and a video, from its raw file."""
+    records = [json.loads(line) for line in SHAPES.read_text().splitlines()]
+    first = records[0]
+    reduced = [one for one in records if one["setting"] != "off"]
+    columns = list(dict.fromkeys((one["media"], one["setting"]) for one in sorted(reduced, key=lambda one: one["media"])))
+    lines = ["| visual tokens | at once | " + " | ".join(f"{media}, {setting}" for media, setting in columns) + " |"]
+    lines.append("|---" * (2 + len(columns)) + "|")
+    for shape, concurrency in dict.fromkeys((one["shape"], one["concurrency"]) for one in reduced):
+        cells = {
+            (one["media"], one["setting"]): f"{one['ratio']:.2f} ({min(one['ratios']):.2f}–{max(one['ratios']):.2f})"
+            for one in reduced
+            if (one["shape"], one["concurrency"]) == (shape, concurrency)
+        }
+        lines.append(f"| {shape} | {concurrency} | " + " | ".join(cells[column] for column in columns) + " |")
+    least = min(one["ratio"] for one in reduced)
+    setting = (
+        f"Requests per second, over those of the same server with nothing removed: medians of {first['rounds']} rounds "
+        f"in turn (least and most), a Qwen2.5-VL with random weights and a decoder of 12 M parameters, "
+        f"`{first['method']}`, vLLM {first['vllm']} on {first['cpus']} CPU cores. Seen: the server had the image or "
+        f"video before, with another question, so that its caches hold what stays of it. Least of all: {least:.2f}."
+    )
+    source = f"By `python benchmarks/serving_shapes.py`; raw data: {link(SHAPES, '../')}."
     return "\n\n".join([setting, "\n".join(lines), source])
 
 
@@ -226,7 +253,7 @@ PAGES = {
         "choice": front_page.choice,
         "methods": front_page.methods,
     },
-    "docs/serving.md": {"serving": serving, "kv-blocks": kv_blocks},
+    "docs/serving.md": {"serving": serving, "shapes": shapes, "kv-blocks": kv_blocks},
     "docs/index.md": {"landing": landing_page.landing, "gallery": landing_page.gallery},
     "docs/recipes/documents.md": {"documents-recipe": recipe_numbers.documents},
     "docs/recipes/chat.md": {"chat-recipe": recipe_numbers.chat},

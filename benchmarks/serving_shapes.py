@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a vLLM server ever slower with fewer visual tokens? Small and large images and a video, new and seen before.
+
+    .venv-vllm/bin/python benchmarks/serving_shapes.py --json benchmarks/results/serving_shapes.jsonl
+
+What reduction costs is largest beside what it saves where images are small, where the decoder is, and where vLLM has
+the image in its caches already. So the model is a Qwen2.5-VL with random weights and a decoder of 12 M parameters. One
+server; each request says how much it keeps. Shapes and numbers of requests at once are measured one after another;
+within one, the settings take turns, round by round, first with media that the server has not seen, then with the same
+media and another question. Ratios are of requests per second, paired by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import torch
+from rich.console import Console
+from rich.table import Table
+from serving import TEMPLATE, byte_tokenizer, load, noise, noise_image, served
+
+# By their visual tokens: the edge of an image in pixels, a token for 28 x 28 of them; or frames, of which two are one.
+SHAPES = {"36": 168, "576": 672, "2304": 1344, "video": (16, 224)}
+SPECIAL = "<pad> <s> </s> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>".split()
+QUESTIONS = {"new": "What is in the picture?", "seen": "How many are there of them?"}
+
+
+def write_model(folder: Path, **shape: int) -> None:
+    """A random Qwen2.5-VL with a small tower. shape: of its decoder, where it shall be another one."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    torch.manual_seed(0)
+    text = dict(
+        vocab_size=16384, hidden_size=384, intermediate_size=1152, num_hidden_layers=6, num_attention_heads=6,
+        num_key_value_heads=6, max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, mrope_section=[8, 12, 12]),
+    )  # fmt: skip
+    text |= shape
+    vision = dict(
+        depth=2, num_heads=2, patch_size=14, hidden_size=64, intermediate_size=128, window_size=112,
+        fullatt_block_indexes=[1], out_hidden_size=text["hidden_size"],
+    )  # fmt: skip
+    ids = {
+        f"{name}_id": SPECIAL.index(token)
+        for name, token in (
+            ("vision_start_token", "<|vision_start|>"), ("vision_end_token", "<|vision_end|>"),
+            ("image_token", "<|image_pad|>"), ("video_token", "<|video_pad|>"),
+        )
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    # vLLM normalizes images and videos alike.
+    common = dict(patch_size=14, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(size={"shortest_edge": 28**2, "longest_edge": 1344**2}, **common),
+        byte_tokenizer(SPECIAL, image_token="<|image_pad|>", video_token="<|video_pad|>"),
+        Qwen2VLVideoProcessor(size={"shortest_edge": 28**2, "longest_edge": 16 * 224**2}, **common),
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
+
+
+def medium(shape: int | tuple[int, int], seeds: Iterator[int]) -> dict[str, Any]:
+    """An image or a video that no other request has, as a part of a message."""
+    if isinstance(shape, int):
+        return noise_image(next(seeds), shape)
+    frames, size = shape
+    data = ",".join(noise(next(seeds), size) for _ in range(frames))
+    return {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + data}}
+
+
+async def sweep(url: str, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=600, max_retries=0)
+    settings: dict[str, dict[str, Any]] = {"off": {"off": True}}
+    settings |= {f"keep {keep}": {"method": args.method, "keep": keep} for keep in args.keep}
+    seeds, records = itertools.count(), []
+    for shape, concurrency in itertools.product(args.shapes, args.concurrency):
+        rates, prompts = defaultdict(list), defaultdict(list)
+        load_before = os.getloadavg()[0]
+        for round_ in range(-1, args.rounds):  # one round to warm up
+            # The setting that goes first has no advantage over the rounds.
+            for name in list(settings)[:: -1 if round_ % 2 else 1]:
+                media = [medium(SHAPES[shape], seeds) for _ in range(max(args.requests, concurrency))]
+                for when, question in QUESTIONS.items():
+                    took, got = await load(client, media, settings[name], concurrency, args.tokens, question)
+                    if round_ >= 0:
+                        rates[when, name].append(len(media) / took)
+                        prompts[when, name] += [length for _, length in got]
+        for (when, name), found in sorted(rates.items()):
+            ratios = [mine / off for mine, off in zip(found, rates[when, "off"], strict=True)]
+            records.append({
+                "shape": shape, "concurrency": concurrency, "media": when, "setting": name,
+                "requests_per_second": found, "ratio": statistics.median(ratios), "ratios": ratios,
+                "prompt_tokens": statistics.mean(prompts[when, name]), "load": load_before,
+            })  # fmt: skip
+            console.log(f"{shape}, {concurrency} at once, {when}, {name}: x{records[-1]['ratio']:.2f}")
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> Table:
+    made = Table(title="requests per second, over those of the same server with nothing removed")
+    for column in ("visual tokens", "at once", "media", "setting", "prompt", "requests/s", "over off (least, most)"):
+        made.add_column(column)
+    for one in records:
+        made.add_row(
+            one["shape"], str(one["concurrency"]), one["media"], one["setting"], f"{one['prompt_tokens']:.0f}",
+            f"{statistics.median(one['requests_per_second']):.2f}",
+            f"{one['ratio']:.2f} ({min(one['ratios']):.2f}, {max(one['ratios']):.2f})",
+        )  # fmt: skip
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", default="divprune")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.25])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=4, help="in each round, and at least the concurrency")
+    parser.add_argument("--tokens", type=int, default=4, help="tokens of each answer")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    console = Console()
+    with tempfile.TemporaryDirectory() as place:
+        write_model(Path(place) / "model")
+        (Path(place) / "template.jinja").write_text(TEMPLATE)
+        extra = ["--chat-template", f"{place}/template.jinja", "--max-model-len", "4096"]
+        extra += ["--max-num-batched-tokens", "4096"]
+        with served(f"{place}/model", extra, console) as url:
+            records = asyncio.run(sweep(url, args, console))
+    console.print(table(records))
+    if args.json:
+        import vllm
+
+        import tokenprune
+
+        header = {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "cpus": os.cpu_count(),
+            "torch": torch.__version__, "vllm": vllm.__version__, "tokenprune": tokenprune.__version__,
+            **{key: value for key, value in vars(args).items() if key != "json"},
+        }  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text("".join(json.dumps(header | one) + "\n" for one in records))
+
+
+if __name__ == "__main__":
+    main()
