@@ -107,7 +107,7 @@ def shapes() -> str:
     records = [json.loads(line) for line in SHAPES.read_text().splitlines()]
     first = records[0]
     reduced = [one for one in records if one["setting"] != "off"]
-    columns = list(dict.fromkeys((one["media"], one["setting"]) for one in sorted(reduced, key=lambda one: one["media"])))
+    columns = sorted(dict.fromkeys((one["media"], one["setting"]) for one in reduced))
     lines = ["| visual tokens | at once | " + " | ".join(f"{media}, {setting}" for media, setting in columns) + " |"]
     lines.append("|---" * (2 + len(columns)) + "|")
     for shape, concurrency in dict.fromkeys((one["shape"], one["concurrency"]) for one in reduced):
