@@ -175,7 +175,9 @@ async def measure(url: str, args: argparse.Namespace, say: Callable[[str], None]
     await client.closed(8, 4, "full")  # to warm up
     speed = {name: await client.closed(args.calibrate, 8, name) for name in PROFILES}
     say("requests/s, 8 at once: " + ", ".join(f"{name} {value:.1f}" for name, value in speed.items()))
-    phases = [(args.seconds * length, rate * speed["full"]) for length, rate in args.phases]
+    # Calm; then halfway between what the server can answer without reduction and with most of it; then calm.
+    calm, busy = speed["full"] / 2, (speed["full"] + speed["tenth"]) / 2
+    phases = [(args.seconds * length, rate) for length, rate in ((0.25, calm), (0.5, busy), (0.25, calm))]
     answers, shares = collections.defaultdict(list), collections.defaultdict(collections.Counter)
     simulated = collections.defaultdict(list)
     rule = steps(args.in_flight, args.profiles, "full")
@@ -183,7 +185,8 @@ async def measure(url: str, args: argparse.Namespace, say: Callable[[str], None]
         trace = arrivals(phases, seed=round_)
         if len(trace) > args.most:
             raise SystemExit(f"{len(trace)} requests a round: more than --most {args.most}")
-        for name in (*PROFILES, POLICY):
+        # A server that slows down slows down all settings alike.
+        for name in (*PROFILES, POLICY)[:: -1 if round_ % 2 else 1]:
             before = counted(url)
             answers[name] += await client.open(trace, name)
             shares[name] += counted(url) - before
@@ -207,14 +210,12 @@ def main() -> None:
     parser.add_argument("--profiles", nargs="+", default=["half", "tenth"], choices=list(PROFILES))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20, help="how long requests come in each round")
-    parser.add_argument("--calibrate", type=int, default=32, help="requests that measure each profile's speed")
+    parser.add_argument("--calibrate", type=int, default=96, help="requests that measure each profile's speed")
     parser.add_argument("--most", type=int, default=2000, help="requests in a round, at most")
     parser.add_argument("--tokens", type=int, default=4, help="tokens of each answer")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--server", nargs=argparse.REMAINDER, default=[], help="further arguments of the server, last")
     args = parser.parse_args()
-    # Shares of a round, and how much comes in each as a share of what the server can answer without reduction.
-    args.phases = [(0.25, 0.5), (0.5, 1.5), (0.25, 0.5)]
 
     from rich.console import Console
     from rich.table import Table

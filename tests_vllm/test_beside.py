@@ -91,7 +91,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.last
 @pytest.mark.only_v1("V2's kernels of drafts were not tried in Triton's interpreter")
 class TestDraftsOfAModel:
     def test_answers_are_the_same(

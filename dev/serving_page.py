@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated parts of docs/serving.md, from the raw files of what was measured on servers."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import accuracy_pages
+
+ROOT = Path(__file__).parent.parent
+SERVING = ROOT / "benchmarks/results/serving.jsonl"
+SHAPES = ROOT / "benchmarks/results/serving_shapes.jsonl"
+OVERLOAD = ROOT / "benchmarks/results/overload.jsonl"
+KV_BLOCKS = ROOT / "benchmarks/results/kv_blocks.jsonl"
+
+link = accuracy_pages.link
+
+
+def serving() -> str:
+    """The table of a vLLM server under load, from its raw file."""
+    records = [json.loads(line) for line in SERVING.read_text().splitlines()]
+    lines = [
+        "| requests at once | setting | prompt tokens | requests/s | over off | TTFT p50, s | p99, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in records:
+        rate = statistics.median(one["requests_per_second"])
+        lines.append(
+            f"| {one['concurrency']} | {one['setting']} | {one['prompt_tokens']:.0f} | {rate:.2f} "
+            f"| {one['speedup']:.2f} | {one['ttft_p50']:.2f} | {one['ttft_p99']:.2f} |"
+        )
+    first = records[0]
+    setting = (
+        f"A random LLaVA with a decoder of 100 M parameters and 576 visual tokens an image, `{first['method']}`, vLLM "
+        f"{first['vllm']} on {first['cpus']} CPU cores, {first['tokens']} tokens an answer, medians of "
+        f"{first['rounds']} rounds made in turn."
+    )
+    source = f"By `python benchmarks/serving.py`; raw data: {link(SERVING, '../')}."
+    return "\n\n".join([setting, "\n".join(lines), source])
+
+
+def shapes() -> str:
+    """The table of a vLLM server with images of several sizes and a video, from its raw file."""
+    records = [json.loads(line) for line in SHAPES.read_text().splitlines()]
+    first = records[0]
+    reduced = [one for one in records if one["setting"] != "off"]
+    columns = sorted(dict.fromkeys((one["media"], one["setting"]) for one in reduced))
+    lines = ["| visual tokens | at once | " + " | ".join(f"{media}, {setting}" for media, setting in columns) + " |"]
+    lines.append("|---" * (2 + len(columns)) + "|")
+    for shape, concurrency in dict.fromkeys((one["shape"], one["concurrency"]) for one in reduced):
+        cells = {
+            (one["media"], one["setting"]): f"{one['ratio']:.2f} ({min(one['ratios']):.2f}–{max(one['ratios']):.2f})"
+            for one in reduced
+            if (one["shape"], one["concurrency"]) == (shape, concurrency)
+        }
+        lines.append(f"| {shape} | {concurrency} | " + " | ".join(cells[column] for column in columns) + " |")
+    least = min(one["ratio"] for one in reduced)
+    setting = (
+        f"Requests per second, over those of the same server with nothing removed: medians of {first['rounds']} rounds "
+        f"in turn (least and most), a Qwen2.5-VL with random weights and a decoder of 12 M parameters, "
+        f"`{first['method']}`, vLLM {first['vllm']} on {first['cpus']} CPU cores. Seen: the server had the image or "
+        f"video before, with another question, so that its caches hold what stays of it. Least of all: {least:.2f}."
+    )
+    source = f"By `python benchmarks/serving_shapes.py`; raw data: {link(SHAPES, '../')}."
+    return "\n\n".join([setting, "\n".join(lines), source])
+
+
+def overload() -> str:
+    """The table of a server under an open load, with a policy and with fixed profiles, from its raw file."""
+    records = [json.loads(line) for line in OVERLOAD.read_text().splitlines()]
+    simulated = {one["setting"]: one for one in records if one["how"] == "simulated"}
+    lines = ["| profile | TTFT p50, s | p99, s | right | served as | simulated p99, s |", "|---|---|---|---|---|---|"]
+    for one in records:
+        if one["how"] == "measured":
+            parts = ", ".join(f"{name} {share:.0%}" for name, share in one["profiles"].items())
+            lines.append(
+                f"| {one['setting']} | {one['ttft_p50']:.2f} | {one['ttft_p99']:.2f} | {one['right']:.1%} | {parts} "
+                f"| {simulated[one['setting']]['ttft_p99']:.2f} |"
+            )
+    first = records[0]
+    setting = (
+        f"{first['requests']} questions with {first['model']}, `{first['method']}` (half: 0.5, tenth: 0.11), in "
+        f"{first['rounds']} rounds of {first['seconds']:g} s, vLLM {first['vllm']} on {first['cpus']} CPU cores; the "
+        f"policy steps down at {' and '.join(map(str, first['in_flight']))} requests in flight."
+    )
+    source = f"By `python benchmarks/overload.py`; raw data: {link(OVERLOAD, '../')}."
+    return "\n\n".join([setting, "\n".join(lines), source])
+
+
+def kv_blocks() -> str:
+    """The table of how many requests fit in the same KV cache, from its raw file."""
+    records = [json.loads(line) for line in KV_BLOCKS.read_text().splitlines()]
+    first = records[0]
+    lines = ["| setting | KV cache of a request | requests at once | over off |", "|---|---|---|---|"]
+    for one in records:
+        name = re.sub(r"^(divprune|dart)", r"`\1`", one["setting"])
+        held = one["blocks_a_request"] * one["layers_a_block"] / first["blocks_a_request"] / first["layers_a_block"]
+        lines.append(f"| {name} | {held:.2f} | {one['fit']} | {one['fit'] / first['fit']:.2f} |")
+    same = [one["same_answers"] for one in records if one["same_answers"] is not None]
+    setting = (
+        f"A random LLaVA of {first['layers']} layers (as many as LLaVA-1.5 7B has, but narrow), 576 visual tokens an "
+        f"image and {first['prompt_tokens'] - 576} of text; {first['blocks']} blocks of {first['block_size']} tokens "
+        f"in all layers, or as much memory in blocks of fewer; {first['requests']} requests, vLLM {first['vllm']}. "
+        f"Of {first['requests']} answers {min(same)} are the same with blocks given back (freed) as without."
+    )
+    source = f"By `python benchmarks/kv_blocks.py`; raw data: {link(KV_BLOCKS, '../')}."
+    return "\n\n".join([setting, "\n".join(lines), source])
+
+
+PARTS = {"serving": serving, "shapes": shapes, "overload": overload, "kv-blocks": kv_blocks}
