@@ -45,6 +45,7 @@ from rich.table import Table
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SPECIAL = ["<pad>", "<s>", "</s>", "<image>"]
+QUESTION = "What is in the picture?"
 
 
 def write_model(folder: Path, **shape: int) -> None:
@@ -155,7 +156,7 @@ async def ask(
     part: dict[str, Any],
     setting: dict[str, Any],
     tokens: int,
-    question: str = "What is in the picture?",
+    question: str = QUESTION,
 ) -> tuple[float, int]:
     """Return seconds to the first token, and the length of the prompt as the server counts it. part: an image or a
     video, as a part of a message."""
@@ -180,7 +181,7 @@ async def load(
     setting: dict[str, Any],
     concurrency: int,
     tokens: int,
-    question: str = "What is in the picture?",
+    question: str = QUESTION,
 ) -> tuple[float, list[tuple[float, int]]]:
     """Send all requests, `concurrency` of them at a time; return the seconds it took, and the answers."""
     gate = asyncio.Semaphore(concurrency)

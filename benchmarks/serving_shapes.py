@@ -28,12 +28,12 @@ import openai
 import torch
 from rich.console import Console
 from rich.table import Table
-from serving import TEMPLATE, byte_tokenizer, load, noise, noise_image, served
+from serving import QUESTION, TEMPLATE, byte_tokenizer, load, noise, noise_image, served
 
 # By their visual tokens: the edge of an image in pixels, a token for 28 x 28 of them; or frames, of which two are one.
 SHAPES = {"36": 168, "576": 672, "2304": 1344, "video": (16, 224)}
 SPECIAL = "<pad> <s> </s> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>".split()
-QUESTIONS = {"new": "What is in the picture?", "seen": "How many are there of them?"}
+QUESTIONS = {"new": QUESTION, "seen": "How many are there of them?"}
 
 
 def write_model(folder: Path, **shape: int) -> None:

@@ -51,8 +51,8 @@ class Loading:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """Have gradio keep all files of a page, dropped ones too, in a folder that goes with the process, when it is told
-    to end (SIGTERM), too. To be entered before gradio is imported."""
+    """Have gradio keep all files of a page, dropped ones too, in a folder that goes with the process, also at
+    SIGTERM. To be entered before gradio is imported."""
     before = os.environ.get("GRADIO_TEMP_DIR")
     main = threading.current_thread() is threading.main_thread()
     ended = signal.signal(signal.SIGTERM, _end) if main else None
