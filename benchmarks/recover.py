@@ -283,12 +283,12 @@ def run(tower: FrozenTower, args: argparse.Namespace, known: Sequence[dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--images", type=int, default=96, help="to tune on, each with some twenty questions")
-    add("--validation", type=int, default=12, help="images of the validation draw, each asked four questions")
+    add("--images", type=int, default=600, help="to tune on, each with some twenty questions")
+    add("--validation", type=int, default=16, help="images of the validation draw, each asked four questions")
     add("--heldout", type=int, default=30, help="held-out images, each with nine questions; 200 at most")
-    add("--steps", type=int, default=80)
+    add("--steps", type=int, default=480)
     add("--batch", type=int, default=16)
-    add("--rates", type=float, nargs="+", default=(0.0, 1e-4, 3e-4), help="learning rates; the best is taken")
+    add("--rates", type=float, nargs="+", default=(0.0, 1e-4), help="learning rates; the best is taken")
     add("--try-steps", type=int, default=20, help="steps with each rate before that is decided")
     add("--json", type=Path, required=True, help="goes on where this file ends")
     args = parser.parse_args()

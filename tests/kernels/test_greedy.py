@@ -226,6 +226,16 @@ def test_greedy_determinant(ridge: float) -> None:
         assert sorted(picks) == got[row]
 
 
+def test_a_known_diagonal_leaves_ties_to_the_index(kernel_device: torch.device) -> None:
+    """Where lengths are equal but for rounding, which is as the processor and the batch have it."""
+    x = torch.eye(5)[None] * torch.tensor([1.0, 1 + 1e-6, 1.0, 1 + 3e-6, 1.0])[:, None]
+    mask, number = torch.ones(1, 5, dtype=torch.bool), torch.tensor([2])
+    for choose in (greedy_dpp.reference, greedy_dpp.triton):
+        x, mask, number = (one.to(kernel_device) for one in (x, mask, number))
+        assert taken(choose(x, x, mask, number, 2).cpu()) == [[1, 3]]
+        assert taken(choose(x, x, mask, number, 2, 0.0, torch.ones(1, 5).to(kernel_device)).cpu()) == [[0, 1]]
+
+
 def test_more_than_the_kernel_has_dimensions() -> None:
     """Never twice, and what says nothing new comes last, by its own entry."""
     g = torch.Generator().manual_seed(2)

@@ -26,18 +26,22 @@ def order_of_dependents(own: Tensor) -> Tensor:
 
 
 @operation(kernel="tokenprune.kernels.dpp_triton:greedy_dpp", limits=_limits)
-def greedy_dpp(a: Tensor, b: Tensor, mask: Tensor, number: Tensor, most: int, ridge: float = 0.0) -> Tensor:
+def greedy_dpp(
+    a: Tensor, b: Tensor, mask: Tensor, number: Tensor, most: int, ridge: float = 0.0, own: Tensor | None = None
+) -> Tensor:
     """bool `[S, N]`: take again and again the token that raises the determinant of `L + ridge * I` over those taken
     most, by a Cholesky factor that grows by one row each time. L are the products of all pairs of a and b, of which
     only the rows of those taken are made: memory is O(N most).
 
     a, b: float32 `[S, N, D]`, such that L is symmetric, without negative eigenvalues (for `a @ a.T`, a twice); mask:
-    bool `[S, N]`, what can be taken; number: long `[S]`, how many, at most `most` and those of the mask. Of equal ones
-    the lower index. Tokens that depend on those taken (duplicates; all that is left, if more are wanted than L has
-    dimensions) come last, by their own entries of the diagonal.
+    bool `[S, N]`, what can be taken; number: long `[S]`, how many, at most `most` and those of the mask; own: float32
+    `[S, N]`, the diagonal of L where it is known: products tell tokens of equal length apart by rounding, which a
+    batch may do otherwise. Of equal ones the lower index. Tokens that depend on those taken (duplicates; all that is
+    left, if more are wanted than L has dimensions) come last, by their own entries of the diagonal.
     """
     products = Products(a, b)
-    own, row_of, picks = products.diagonal().clamp_(min=0), PickedRows(products), Picks(mask)
+    row_of, picks = PickedRows(products), Picks(mask)
+    own = (products.diagonal() if own is None else own).clamp(min=0)
     last, least = order_of_dependents(own), DEPENDENT * own
     # What a token adds to those taken, beside the ridge: 1 + a little would lose the little.
     left, rows = own.clone(), torch.arange(len(own), device=own.device)

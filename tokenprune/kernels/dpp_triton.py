@@ -73,6 +73,7 @@ def greedy_dpp(
     number: Tensor,
     most: int,
     ridge: float = 0.0,
+    own: Tensor | None = None,
     *,
     blocks: tuple[int, int, int] = (32, 128, 16),
 ) -> Tensor:
@@ -83,7 +84,7 @@ def greedy_dpp(
     taken = torch.zeros_like(mask)
     if not (segments and count and most > 0):
         return taken
-    own = (a * b).sum(2).clamp_(min=0)
+    own = ((a * b).sum(2) if own is None else own).clamp(min=0).contiguous()
     groups = triton.cdiv(count, blocks[0])
     factor = torch.empty(segments, most, count, device=a.device)
     value = torch.empty(2, segments, groups, device=a.device)

@@ -78,8 +78,11 @@ class CDPruner(Pruner):
         most = max(tokens.keep)
 
         def of(x: Tensor, mask: Tensor, number: Tensor, weight: Tensor) -> Tensor:
-            weighed = unit(x) * weight.masked_fill(~mask, 0).unsqueeze(2)
-            return greedy_dpp(weighed, weighed, mask, number, most)
+            weight = weight.masked_fill(~mask, 0)
+            directions = unit(x)
+            weighed = directions * weight.unsqueeze(2)
+            own = weight.square() * directions.any(2)  # their length is 1, or 0
+            return greedy_dpp(weighed, weighed, mask, number, most, 0.0, own)
 
         entries = x.shape[1] * (x.shape[2] + most)
         return Selection(by_rows(of, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)
