@@ -157,14 +157,15 @@ class Client:
         return Answer(200, tuple(_id(step.token) for step in steps), likely)
 
     async def all(self, requests: Sequence[Request], at_once: int) -> list[Answer]:
-        """Ask all, so many at a time."""
+        """Ask all, so many at a time; then the client is closed."""
         gate = asyncio.Semaphore(at_once)
 
         async def one(request: Request) -> Answer:
             async with gate:
                 return await self.ask(request)
 
-        return await asyncio.gather(*map(one, requests))
+        async with self._client:
+            return await asyncio.gather(*map(one, requests))
 
 
 def _id(token: str) -> int:
