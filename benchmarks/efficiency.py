@@ -288,8 +288,11 @@ def main() -> None:
     if (args.resume or args.missing) and path.exists():
         _, found = read(path)
         same = [name for name in key if not (args.missing and name == "code")]
-        of_now = [one for one in found if all(one.get(name) == key[name] for name in same)]
-        records = {(one["visual"], one["keep"], one["method"]): one for one in of_now}
+        asked = {(*map(int, case.split(":")), name) for case in args.cases for name in args.methods.split(",")}
+        for one in found:
+            place = (one["visual"], one["keep"], one["method"])
+            if "seconds" in one and (place not in asked or all(one.get(name) == key[name] for name in same)):
+                records[place] = one
     for number, one in enumerate(args.cases):
         visual, keep = map(int, one.split(":"))
         case, turns = Case(model, visual, keep, Clock(device)), rounds[min(number, len(rounds) - 1)]
