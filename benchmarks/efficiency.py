@@ -17,7 +17,7 @@ the unpatched model runs too. Steps of decoding: the median of a few behind a pr
 model.
 
 A row is written as soon as it is measured. `--resume` leaves out those that the file has of the same code, model,
-threads and rounds; `--missing` those of other code too, which each row names.
+threads and rounds; `--missing` those of other code too, which each row names. What is not asked for stays in the file.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def test_efficiency(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_efficiency_goes_on_where_it_stopped(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the same code, model and threads are left as they are; others are measured anew, or gone."""
+    """Rows of the same code, model and threads are left as they are, as are those that nobody asks for; others are
+    measured anew."""
     module, path = script("efficiency"), tmp_path / "efficiency.jsonl"
     given = ("--cases", "576:64", "--threads", "1", "--resume")
     monkeypatch.setattr(module, "STEPS", 1)
@@ -75,7 +76,9 @@ def test_efficiency_goes_on_where_it_stopped(script, tmp_path: Path, monkeypatch
     monkeypatch.setattr(module, "code_version", lambda: "another")
     run(module, path, monkeypatch, *given, "--methods", "uniform")
     _, records = script("common").read(path)
-    assert [one["method"] for one in records] == ["unpatched", "uniform"] and records[1]["code"] == "another"
+    again = {one["method"]: one for one in records}
+    assert again.keys() == by_name.keys() and again["uniform"]["code"] == "another"
+    assert all(again[name] == by_name[name] for name in by_name.keys() - {"uniform", "unpatched"})
 
 
 def test_every_method_has_a_floor_and_a_row(script) -> None:
