@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -107,7 +106,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console, records = Console(), []
-    from serving import write_model
+    from serving import write, write_model
 
     with tempfile.TemporaryDirectory() as place:
         write_model(Path(place), num_hidden_layers=args.layers, **NARROW)
@@ -133,17 +132,7 @@ def main() -> None:
         )  # fmt: skip
     console.print(table)
     if args.json:
-        import torch
-        import vllm
-
-        import tokenprune
-
-        header = {
-            "device": "cpu", "torch": torch.__version__, "vllm": vllm.__version__, "tokenprune": tokenprune.__version__,
-            **{key: value for key, value in vars(args).items() if key != "json"},
-        }  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text("".join(json.dumps(header | one) + "\n" for one in records))
+        write(args.json, args, records)
 
 
 if __name__ == "__main__":

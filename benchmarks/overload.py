@@ -219,7 +219,7 @@ def main() -> None:
 
     from rich.console import Console
     from rich.table import Table
-    from serving import served
+    from serving import served, write
 
     setting = {
         "off": True,
@@ -243,19 +243,8 @@ def main() -> None:
         )  # fmt: skip
     console.print(table)
     if args.json:
-        import torch
-        import vllm
-
-        import tokenprune
-
-        header = {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "cpus": os.cpu_count(),
-            "torch": torch.__version__, "vllm": vllm.__version__, "tokenprune": tokenprune.__version__,
-            **{key: value for key, value in vars(args).items() if key not in ("json", "model")},
-            "model": Path(args.model).name,
-        }  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text("".join(json.dumps(header | one) + "\n" for one in rows))
+        args.model = Path(args.model).name  # not where it lies on this machine
+        write(args.json, args, rows)
 
 
 if __name__ == "__main__":

@@ -223,6 +223,21 @@ async def sweep(url: str, args: argparse.Namespace, console: Console) -> list[di
     return records
 
 
+def write(path: Path, args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """Write records to a file, a line each, with the versions and arguments that they were made with."""
+    import vllm
+
+    import tokenprune
+
+    header = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "cpus": os.cpu_count(),
+        "torch": torch.__version__, "vllm": vllm.__version__, "tokenprune": tokenprune.__version__,
+        **{key: value for key, value in vars(args).items() if key != "json"},
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(header | one) + "\n" for one in records))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or name; default: a random LLaVA, see above")
@@ -253,19 +268,7 @@ def main() -> None:
         )  # fmt: skip
     console.print(table)
     if args.json:
-        import vllm
-
-        import tokenprune
-
-        header = {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "cpus": os.cpu_count(),
-            "torch": torch.__version__, "vllm": vllm.__version__, "tokenprune": tokenprune.__version__,
-            **{key: value for key, value in vars(args).items() if key != "json"},
-        }  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with args.json.open("w") as file:
-            for one in records:
-                file.write(json.dumps(header | one) + "\n")
+        write(args.json, args, records)
 
 
 if __name__ == "__main__":

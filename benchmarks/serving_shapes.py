@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ import openai
 import torch
 from rich.console import Console
 from rich.table import Table
-from serving import QUESTION, TEMPLATE, byte_tokenizer, load, noise, noise_image, served
+from serving import QUESTION, TEMPLATE, byte_tokenizer, load, noise, noise_image, served, write
 
 # By their visual tokens: the edge of an image in pixels, a token for 28 x 28 of them; or frames, of which two are one.
 SHAPES = {"36": 168, "576": 672, "2304": 1344, "video": (16, 224)}
@@ -144,17 +143,7 @@ def main() -> None:
             records = asyncio.run(sweep(url, args, console))
     console.print(table(records))
     if args.json:
-        import vllm
-
-        import tokenprune
-
-        header = {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "cpus": os.cpu_count(),
-            "torch": torch.__version__, "vllm": vllm.__version__, "tokenprune": tokenprune.__version__,
-            **{key: value for key, value in vars(args).items() if key != "json"},
-        }  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text("".join(json.dumps(header | one) + "\n" for one in records))
+        write(args.json, args, records)
 
 
 if __name__ == "__main__":

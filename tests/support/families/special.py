@@ -58,10 +58,11 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 def calm_states(model: PreTrainedModel) -> None:
-    """The norm behind a linear attention blows rounding up where the attention's output is close to zero."""
+    """The norm behind a linear attention blows rounding up where the attention's output is close to zero, on
+    one processor more than on another."""
     for name, parameter in model.named_parameters():
         if name.endswith("linear_attn.norm.weight"):
-            parameter.data.mul_(0.15)
+            parameter.data.mul_(0.05)
 
 
 def calm_scores(model: PreTrainedModel) -> None:
