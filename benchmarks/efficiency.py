@@ -17,7 +17,8 @@ the unpatched model runs too. Steps of decoding: the median of a few behind a pr
 model.
 
 A row is written as soon as it is measured. `--resume` leaves out those that the file has of the same code, model,
-threads and rounds; `--missing` those of other code too, which each row names. What is not asked for stays in the file.
+threads and rounds; `--missing` those of other code too, which each row names. What is
+not measured anew stays in the file.
 """
 
 from __future__ import annotations
@@ -285,14 +286,13 @@ def main() -> None:
     first = header(device, model=size, parameters=parameters, text=BEFORE + AFTER, dtype=str(model.dtype))
     key = {"code": code_version(), "model": size, "threads": args.threads}
     records: dict[Any, dict[str, Any]] = {}
+    known: dict[Any, dict[str, Any]] = {}  # of the file, which keeps them until they are measured anew
     if (args.resume or args.missing) and path.exists():
         _, found = read(path)
         same = [name for name in key if not (args.missing and name == "code")]
-        asked = {(*map(int, case.split(":")), name) for case in args.cases for name in args.methods.split(",")}
-        for one in found:
-            place = (one["visual"], one["keep"], one["method"])
-            if "seconds" in one and (place not in asked or all(one.get(name) == key[name] for name in same)):
-                records[place] = one
+        alike = [one for one in found if all(one.get(name) == key[name] for name in ("model", "threads"))]
+        known = {(one["visual"], one["keep"], one["method"]): one for one in alike}
+        records = {place: one for place, one in known.items() if all(one.get(name) == key[name] for name in same)}
     for number, one in enumerate(args.cases):
         visual, keep = map(int, one.split(":"))
         case, turns = Case(model, visual, keep, Clock(device)), rounds[min(number, len(rounds) - 1)]
@@ -301,7 +301,7 @@ def main() -> None:
             if len(records.get((visual, keep, name), {}).get("seconds", ())) >= turns:
                 continue
             records[visual, keep, name] = measured = measure(case, name, turns) | key
-            write(path, lines_of(first, records))
+            write(path, lines_of(first, known | records))
             console.print(
                 f"{one} {name}: efficiency {measured['efficiency']['p50']:.3f}, limit {measured['limit']['p50']:.3f}, "
                 f"load {measured['load']}, {measured['took']:.0f} s"
