@@ -57,11 +57,11 @@ class PackedTowerPatch(TowerPatch):
         for observer in self.observers:
             self.attach_part(observer)
         for index, block in enumerate(self.tower.blocks):
-            self.hook(block.attn.qkv.register_forward_hook(partial(self._note_qkv, index)))
+            self.hook(block.attn.qkv.register_forward_hook, partial(self._note_qkv, index))
         for merger in (self.tower.merger, *getattr(self.tower, "deepstack_merger_list", ())):
-            self.hook(merger.register_forward_pre_hook(self._enter_merger))
-        self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
-        self.hook(self.tower.register_forward_hook(self._leave_tower, with_kwargs=True))
+            self.hook(merger.register_forward_pre_hook, self._enter_merger)
+        self.hook(self.tower.register_forward_pre_hook, self._enter_tower, with_kwargs=True)
+        self.hook(self.tower.register_forward_hook, self._leave_tower, with_kwargs=True)
 
     # -- the tower's outside contract
 

@@ -77,7 +77,7 @@ class TowerMerger(Merger):
         super()._attach()
         for index, attention in enumerate(self.attentions):
             self.wrap(attention, "forward", partial(partial, self._attend, index, attention))
-        self.hook(self.encoder.register_forward_hook(self._leave_encoder))
+        self.hook(self.encoder.register_forward_hook, self._leave_encoder)
 
     def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._bias = None
