@@ -5,7 +5,6 @@ how, see `integrations.shared.packed_merging`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -77,7 +76,7 @@ class PackedTowerPatch(TowerPatch):
         return self.method.plan(*self._asked(count, keep))
 
     def _asked(self, count: int, keep: float | int) -> tuple[Budget, Tower]:
-        return replace(self.budget, keep=keep), self.shape.of(count)
+        return Budget.of_checked(keep), self.shape.of(count)
 
     def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
         """What reads the blocks' output gets the full grid."""
