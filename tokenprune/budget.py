@@ -81,7 +81,7 @@ class Budget:
     @staticmethod
     def _check_keep(name: str, keep: float | int) -> None:
         if name == "tokens" and not isinstance(keep, numbers.Integral):
-            raise BudgetError(f"tokens={keep!r} is no number of tokens per image: use an int >= 1, or keep= for a share")
+            raise BudgetError(f"tokens={keep!r} is no number of tokens per image: use an int >= 1; keep= takes shares")
         if isinstance(keep, numbers.Integral):
             if keep < 1:
                 raise BudgetError(

@@ -120,7 +120,8 @@ def test_copies_are_equal_and_the_two_are_not() -> None:
         assert again == one
     assert dataclasses.replace(number, per="frame") == Budget(keep=64, per="frame")
     assert profile(4, [(0, 1.0)], one)[0].budget.resolve([9], layer=0, shape=SHAPE, text_tokens=0) == [1]
-    for wrong in ({"tokens": 0}, {"tokens": 0.5}, {"tokens": True}, {"tokens": 3, "keep": 4}, {"tokens": 3, "keep": 0.5}):
+    both = {"tokens": 3, "keep": 4}
+    for wrong in ({"tokens": 0}, {"tokens": 0.5}, {"tokens": True}, both, both | {"keep": 0.5}):
         with pytest.raises(BudgetError):
             Budget(**wrong)
 
@@ -132,7 +133,8 @@ def test_the_share_of_a_stack() -> None:
     quarter = Budget(keep=0.25)
     assert joint_share([quarter]) == 0.25 and joint_share([quarter] * 2) == 0.0625 and joint_share([]) == 1.0
     assert joint_share([quarter] * 2, 256) == 16 / 256 and joint_share([Budget(keep=0.5)] * 2, 3) == 1 / 3
-    assert joint_share([quarter, Budget(tokens=16)]) is None and joint_share([quarter, Budget(tokens=16)], 256) == 1 / 16
+    number = Budget(tokens=16)
+    assert joint_share([quarter, number]) is None and joint_share([quarter, number], 256) == 1 / 16
     assert joint_share([Budget(tokens=16), Budget(tokens=64)], 256) == 1 / 16
     assert joint_share([quarter, Budget(kv_share=0.5)], 256) is None
 

@@ -67,7 +67,8 @@ class TowerMerger(Merger):
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
         norm, scale = _NAMES.get(kind_of(model.config), ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
-        super().__init__(method, Budget.of_checked(keep), blocks, tower_of(method, model.config), units_of(model.config))
+        budget, tower = Budget.of_checked(keep), tower_of(method, model.config)
+        super().__init__(method, budget, blocks, tower, units_of(model.config))
         self.kept: Tensor | None = None
         self.left = 0
         self._bias: Tensor | None = None
