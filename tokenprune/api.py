@@ -56,9 +56,9 @@ def patch(
                places. None: "dart".
     keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 2: tokens per image (more than
                an image has keeps all of it; `Budget(tokens=1)` keeps one); a `Budget`; for a list of methods also a
-               list with one of these each. With a list of methods and a single `keep`, every method keeps that share of what
-               reaches it. None: the default of each method (`default_keep`), 0.25, or 1.0 for those that remove nothing
-               or choose between images.
+               list with one of these each. With a list of methods and a single `keep`, every method keeps that share of
+               what reaches it. None: the default of each method (`default_keep`), 0.25, or 1.0 for those that remove
+               nothing or choose between images.
     record:    keep the positions that survive each cut in `stats(model).cuts`.
     replace:   replace a patch that is there already, instead of raising.
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes,
