@@ -232,7 +232,7 @@ def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: C
         pytest.skip("no tower of units")
     tome, prompt, images = {"method": "tome", "keep": 0.5}, checkpoint.prompt(1), checkpoint.images(1)
     for override, error, says in (
-        (tome | {"keep": 1}, BudgetError, "at most half"),
+        (tome | {"keep": {"tokens": 1}}, BudgetError, "at most half"),
         (tome | {"r": 3}, OptionError, "leave it out, and keep decides"),
     ):
         with pytest.raises(error, match=says):

@@ -144,7 +144,7 @@ def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpo
         ({"method": "dymu", "thresholds": "x"}, OptionError, "belongs to the server's setting"),
         ({"keep": 0.25}, BudgetError, "was not calibrated"),
         ({"method": "tome", "r": 3}, OptionError, "leave it out, and keep decides"),
-        ({"method": "tome", "keep": 1}, BudgetError, "halves|at most half"),
+        ({"method": "tome", "keep": {"tokens": 1}}, BudgetError, "halves|at most half"),
         ({"keep": 0.4, "max_r": 2}, BudgetError, "max_r=2"),
     ]
     for override, error, says in wrong:

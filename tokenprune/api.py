@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from annotated_types import Ge
 
 from tokenprune.base import Method
-from tokenprune.budget import Budget
+from tokenprune.budget import Budget, joint_share
 from tokenprune.config import read_config
 from tokenprune.errors import (
     AlreadyPatchedError,
@@ -54,11 +54,11 @@ def patch(
 
     method:    a registered name (`available_methods()`), a configured `Method`, or a list of them that act at different
                places. None: "dart".
-    keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 1: tokens per image (more than
-               an image has keeps all of it); a `Budget`; or, for a list of methods, a list with one of these each. With
-               a list of methods and a single `keep`, every method keeps that share of what reaches it. None: the
-               default of each method (`default_keep`), 0.25, or 1.0 for those that remove nothing or choose between
-               images.
+    keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 2: tokens per image (more than
+               an image has keeps all of it; `Budget(tokens=1)` keeps one); a `Budget`; for a list of methods also a
+               list with one of these each. With a list of methods and a single `keep`, every method keeps that share of
+               what reaches it. None: the default of each method (`default_keep`), 0.25, or 1.0 for those that remove
+               nothing or choose between images.
     record:    keep the positions that survive each cut in `stats(model).cuts`.
     replace:   replace a patch that is there already, instead of raising.
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes,
@@ -193,6 +193,9 @@ class Attachment(Attachable):
             f"tokenprune: {method!r}, keep={budget.short()}, site={method.site}"
             for method, budget in zip(self.methods, self.budgets, strict=True)
         ]
+        together = joint_share(self.budgets) if len(self.budgets) > 1 else None
+        if together is not None:
+            lines.append(f"tokenprune: {len(self.budgets)} methods, together keep={together:.4g}")
         return lines if self.feature_cache is None else [*lines, f"tokenprune: feature_cache={self.feature_cache}"]
 
     def describe(self) -> str:

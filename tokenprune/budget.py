@@ -14,14 +14,16 @@ from tokenprune.accounting import DecoderShape
 from tokenprune.errors import BudgetError
 
 _SCOPES = ("image", "frame", "prompt")
-TARGETS = ("keep", "average_tokens", "average_share", "kv_share", "flops_share")
+TARGETS = ("keep", "tokens", "average_tokens", "average_share", "kv_share", "flops_share")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many visual tokens stay; exactly one of the first five fields is given.
+    """How many visual tokens stay; exactly one of the first six fields is given.
 
-    keep:            float in (0, 1]: share of the visual tokens of each image; int >= 1: tokens per image.
+    keep:            float in (0, 1]: share of the visual tokens of each image; int >= 2: tokens per image. The int 1 is
+                     refused: JSON and many programs write 1.0 as 1, and all tokens would become one.
+    tokens:          int >= 1: tokens per image, the same as an int for `keep`.
     average_tokens:  tokens per image averaged over the decoder's layers, what papers mean by "192 tokens".
     average_share:   share of the visual tokens of each image, averaged over the decoder's layers, in (0, 1].
     kv_share:        share of the visual tokens' KV bytes that remains, in (0, 1].
@@ -36,6 +38,7 @@ class Budget:
     """
 
     keep: float | int | None = None
+    tokens: int | None = None
     average_tokens: float | None = None
     average_share: float | None = None
     kv_share: float | None = None
@@ -44,7 +47,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         given = [name for name in TARGETS if getattr(self, name) is not None]
-        if len(given) != 1:
+        counted = isinstance(self.keep, numbers.Integral) and self.keep == self.tokens  # a copy of another budget
+        if len(given) != 1 + counted:
             raise BudgetError(
                 f"a Budget needs exactly one of {', '.join(TARGETS)}; given: {', '.join(given) or 'none'}"
             )
@@ -53,26 +57,40 @@ class Budget:
         value = getattr(self, given[0])
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:  # NaN
             raise BudgetError(f"{given[0]} must be a number, not {value!r}")
-        if given[0] == "keep":
-            self._check_keep(value)
+        if counted:
+            return
+        if given[0] in ("keep", "tokens"):
+            self._check_keep(given[0], value)
+            if isinstance(value, numbers.Integral):
+                object.__setattr__(self, "keep", int(value))
+                object.__setattr__(self, "tokens", int(value))
         elif not value > 0 or (given[0] != "average_tokens" and value > 1) or value == math.inf:
             limit = "" if given[0] == "average_tokens" else ", and at most 1"
             raise BudgetError(f"{given[0]}={value!r} is out of range: it must be positive{limit}")
 
     def __repr__(self) -> str:
-        given = [f"{name}={getattr(self, name)!r}" for name in TARGETS if getattr(self, name) is not None]
+        left_out = "keep" if self.tokens == 1 else "tokens"
+        targets = [name for name in TARGETS if getattr(self, name) is not None and name != left_out]
+        given = [f"{name}={getattr(self, name)!r}" for name in targets]
         return f"Budget({', '.join([*given, f'per={self.per!r}'] if self.per != 'image' else given)})"
 
     def short(self) -> str:
-        """Return the budget as one writes it behind `keep=`: a number alone where that says it all."""
-        return repr(self) if self.keep is None or self.per != "image" else repr(self.keep)
+        """Return the budget as one writes it after `keep=`: a number alone where that says it all."""
+        return repr(self) if self.keep is None or self.tokens == 1 or self.per != "image" else repr(self.keep)
 
     @staticmethod
-    def _check_keep(keep: float | int) -> None:
+    def _check_keep(name: str, keep: float | int) -> None:
+        if name == "tokens" and not isinstance(keep, numbers.Integral):
+            raise BudgetError(f"tokens={keep!r} is no number of tokens per image: use an int >= 1; keep= takes shares")
         if isinstance(keep, numbers.Integral):
             if keep < 1:
                 raise BudgetError(
-                    f"keep={keep} keeps nothing: use an int >= 1 (tokens per image) or a float in (0, 1] (share)"
+                    f"{name}={keep} keeps nothing: use an int >= 1 (tokens per image) or a float in (0, 1] (share)"
+                )
+            if name == "keep" and keep == 1:
+                raise BudgetError(
+                    "keep=1 could mean all tokens or a single one: use keep=1.0 for all of them, or Budget(tokens=1) "
+                    'for one of each image (in JSON 1.0 and {"tokens": 1})'
                 )
         elif not 0 < keep <= 1:
             raise BudgetError(
@@ -86,20 +104,25 @@ class Budget:
         if isinstance(keep, cls):
             return keep
         if keep is None:
-            raise BudgetError("keep=None keeps nothing: use a float in (0, 1], an int >= 1 or a Budget")
+            raise BudgetError("keep=None keeps nothing: use a float in (0, 1], an int >= 2 or a Budget")
         return cls(keep=keep)
+
+    @classmethod
+    def of_checked(cls, keep: float | int) -> Budget:
+        """Return the budget whose `keep` this is: an int is a number of tokens, 1 too."""
+        return cls(tokens=keep) if isinstance(keep, int) else cls(keep=keep)
 
     @property
     def share(self) -> float | None:
         """The share that is asked for, of whatever the target counts; None for a number of tokens."""
-        if self.average_tokens is not None or isinstance(self.keep, numbers.Integral):
+        if self.average_tokens is not None or self.tokens is not None:
             return None
         shares = (self.keep, self.average_share, self.kv_share, self.flops_share)
         return next(float(one) for one in shares if one is not None)
 
     def is_identity(self) -> bool:
         """Whether this keeps every token of any image."""
-        return self.keep == 1 and not isinstance(self.keep, numbers.Integral)
+        return self.keep == 1 and self.tokens is None
 
     def resolve(
         self,
@@ -118,9 +141,13 @@ class Budget:
         """
         if self.keep is None:
             return self.solve([(layer, 1.0)], counts, shape=shape, text_tokens=text_tokens)[0]
-        if isinstance(self.keep, numbers.Integral):
-            return [min(int(self.keep), count) for count in counts]
-        return [min(count, max(1, round(count * self.keep))) for count in counts]
+        return [self.resolve_keep(count) for count in counts]
+
+    def resolve_keep(self, count: int) -> int:
+        """Return how many of `count` tokens a `keep` leaves, a share or a number."""
+        if self.tokens is not None:
+            return min(self.tokens, count)
+        return min(count, max(1, round(count * self.keep)))
 
     def solve(
         self, cuts: Sequence[tuple[int, float]], counts: Sequence[int], *, shape: DecoderShape, text_tokens: int
@@ -139,23 +166,40 @@ class Budget:
         if self.flops_share is not None:
             kept = _kept_for_flops(self, cuts, tuple(counts), shape, text_tokens)
         else:
-            # As a number of tokens 1 is another budget than as a share, though the two are equal, and so one key.
-            number = self.share is None
-            kept = zip(*(_kept_on_average(self, number, cuts, count, shape) for count in counts), strict=True)
+            kept = zip(*(_kept_on_average(self, cuts, count, shape) for count in counts), strict=True)
         return [list(of_cut) for of_cut in kept]
+
+
+def joint_share(budgets: Sequence[Budget], tokens: int | None = None) -> float | None:
+    """Return the share of an image's visual tokens that is left when one budget after the other is applied.
+
+    tokens: how many the image has; each budget then leaves a whole number of them. None where that is not known: a
+    budget that is a number of tokens, or a target averaged over the layers, has no share then, and the result is None.
+    """
+    left = 1.0 if tokens is None else tokens
+    for budget in budgets:
+        if budget.keep is None or (tokens is None and budget.tokens is not None):
+            return None
+        left = left * budget.keep if tokens is None else budget.resolve_keep(left)
+    return left if tokens is None else left / tokens
+
+
+def as_json(keep: Any) -> Any:
+    """Return a checked `keep` as JSON that is read as the same: a share is a float, one token `{"tokens": 1}`."""
+    return {"tokens": 1} if isinstance(keep, int) and keep == 1 else keep
 
 
 @lru_cache(maxsize=4096)
 def _kept_on_average(
-    budget: Budget, number: bool, cuts: tuple[tuple[int, float], ...], count: int, shape: DecoderShape
+    budget: Budget, cuts: tuple[tuple[int, float], ...], count: int, shape: DecoderShape
 ) -> tuple[int, ...]:
-    """How many of a segment's `count` tokens each cut keeps; see `Budget.solve`. number: whether the budget is a number
-    of tokens."""
+    """How many of a segment's `count` tokens each cut keeps; see `Budget.solve`."""
     sizes = [1] * shape.layers if budget.kv_share is None else shape.kv_widths
     ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
     weights = [sum(sizes[layer:end]) for (layer, _), end in zip(cuts, ends, strict=True)]
     before, whole = sum(sizes[: cuts[0][0]]), sum(sizes)
-    share = min(1.0, float(budget.average_tokens or budget.keep) / count if number else budget.share)
+    tokens = budget.average_tokens or budget.tokens
+    share = min(1.0, float(tokens) / count if budget.share is None else budget.share)
     if before and before >= share * whole * (1 - 1e-12) and share < 1:
         raise BudgetError(
             f"{budget} cannot be reached by a cut at layer {cuts[0][0]} of {shape.layers}: the layers before it alone "

@@ -23,6 +23,8 @@ from tokenprune import Budget, BudgetError
 from tokenprune.accounting import DecoderShape
 from zoo import FAMILIES, VOCAB, Family
 
+BOTH_WAYS = r"keep=1\.0.*Budget\(tokens=1\)"
+
 SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
 
 
@@ -181,7 +183,7 @@ def test_a_share_of_bytes_where_layers_differ() -> None:
         (Budget(keep=1e-9), 0, [36, 2], [1, 1]),
         (Budget(keep=1.0), 2, [36, 2], [36, 2]),
         (Budget(keep=12), 2, [36, 12, 5], [12, 12, 5]),
-        (Budget(keep=1), 2, [36, 5], [1, 1]),
+        (Budget(tokens=1), 2, [36, 5], [1, 1]),
         # (K + (T - K) r) / T = average: (2 + 2 r) / 4 = 24 / 36, so r = 1 / 3.
         (Budget(average_tokens=24), 2, [36], [12]),
         (Budget(average_tokens=24), 0, [36, 96], [24, 24]),
@@ -269,7 +271,9 @@ def test_numpy_numbers_are_numbers(build) -> None:
     counts = dict(layer=0, shape=SHAPE, text_tokens=1)
     assert Budget.of(numpy.float32(0.5)).resolve([10], **counts) == [5]
     assert Budget.of(numpy.int64(3)).resolve([10], **counts) == [3]
-    assert Budget.of(numpy.float64(1.0)).is_identity() and not Budget.of(numpy.int64(1)).is_identity()
+    assert Budget.of(numpy.float64(1.0)).is_identity() and not Budget(tokens=numpy.int64(1)).is_identity()
+    with pytest.raises(BudgetError, match=BOTH_WAYS):
+        Budget.of(numpy.int64(1))
 
 
 # -- in a model --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import tokenprune
 from basics import pieces
 from oracle import close, generate_logits, reduced
 from tokenprune import (
+    Budget,
     Method,
     OptionError,
     RegistrationError,
@@ -379,7 +380,7 @@ def test_weights_of_a_merge(build) -> None:
     handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     try:
         model(**inputs)
-        with tokenprune.patched(model, "all_in_one", keep=1, record=True):
+        with tokenprune.patched(model, "all_in_one", keep=Budget(tokens=1), record=True):
             handle.remove()
             handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
             model(**inputs)

@@ -300,7 +300,7 @@ def test_budgets_can_be_said() -> None:
         Budget(keep=0.5, per="prompt"), Budget(kv_share=0.3, per="prompt"),
     ]  # fmt: skip
     for keep, says in (
-        ({"tokens": 3}, "keep has no tokens.*average_tokens, average_share, kv_share"), ({}, "exactly one of"),
+        ({"token": 3}, "keep has no token:.*average_tokens, average_share, kv_share"), ({}, "exactly one of"),
         ({"kv_share": 0.5, "flops_share": 0.5}, "exactly one of"), ({"kv_share": 2}, "out of range"),
         ({"kv_share": "x"}, "must be a number"),
     ):  # fmt: skip

@@ -15,7 +15,7 @@ from transformers import TextStreamer
 import tokenprune
 from basics import snapshot
 from processors import demo_model, llava, photo, state
-from tokenprune import AlreadyPatchedError, BudgetError, Escalation, OptionError, UnknownMethodError, escalate
+from tokenprune import AlreadyPatchedError, Budget, BudgetError, Escalation, OptionError, UnknownMethodError, escalate
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.methods.pixels.dynres import asks_for_detail
 from tokenprune.two_pass import any_detailed, certainty
@@ -156,7 +156,9 @@ def test_configured_methods_and_several_images() -> None:
         model, processor, method=tokenprune.method("random", seed=3), keep=10, min_margin=math.inf, **options
     )
     assert made.visual_tokens == (20, 512)
-    made = escalate(model, processor, method="view_select", keep=1, min_margin=0, max_entropy=math.inf, **options)
+    made = escalate(
+        model, processor, method="view_select", keep=Budget(tokens=1), min_margin=0, max_entropy=math.inf, **options
+    )
     assert made.visual_tokens == (256,)
 
 

@@ -59,8 +59,8 @@ def test_one_token_is_not_all_of_them() -> None:
     about = dict(shape=shape, text_tokens=3)
     assert Budget(keep=1.0).solve(cuts, [77], **about) == [[77], [77]]
     with pytest.raises(BudgetError, match="layer 1"):
-        Budget(keep=1).solve(cuts, [77], **about)
-    assert Budget(keep=1).solve([(0, 1.0)], [78], **about) == [[1]]
+        Budget(tokens=1).solve(cuts, [77], **about)
+    assert Budget(tokens=1).solve([(0, 1.0)], [78], **about) == [[1]]
     assert Budget(keep=1.0).solve([(0, 1.0)], [78], **about) == [[78]]
 
 
@@ -82,7 +82,7 @@ def test_the_average_over_layers_is_the_budget(schedule: Any, counts: list[int],
     kind = data.draw(st.sampled_from(["keep", "int", "average_tokens", "average_share", "kv_share", "flops_share"]))
     shares = ("keep", "average_share", "kv_share")
     tokens = max(1, round(share * max(counts)))
-    budget = {"int": Budget(keep=tokens), "average_tokens": Budget(average_tokens=tokens + share)}.get(kind)
+    budget = {"int": Budget(tokens=tokens), "average_tokens": Budget(average_tokens=tokens + share)}.get(kind)
     budget = budget or Budget(**{kind: share})
     weights = shape.kv_widths if kind == "kv_share" else [1] * layers
     before = sum(weights[: cuts[0][0]]) / sum(weights)

@@ -335,7 +335,7 @@ def test_refused(build) -> None:
     family = FAMILIES["qwen2_vl"]
     model = copy.deepcopy(build(family))
     inputs = family.make_inputs()
-    with tokenprune.patched(model, "tome", keep=1):
+    with tokenprune.patched(model, "tome", keep=tokenprune.Budget(tokens=1)):
         with pytest.raises(BudgetError, match="at most half"):
             model(**inputs)
         assert model(input_ids=inputs["input_ids"].clamp(min=16)).logits.isfinite().all()

@@ -136,7 +136,7 @@ def test_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="no language model, nor grids of any size, which fastv"):
         tokenprune.patch(model, ["tome", "fastv"])
     with pytest.raises(BudgetError, match="at most half"):
-        tokenprune.patch(model, "tome", keep=1)
+        tokenprune.patch(model, "tome", keep=tokenprune.Budget(tokens=1))
     with pytest.raises(OptionError, match="leave out one"):
         tokenprune.patch(model, "tome", r=2, keep=1.0)
     with pytest.raises(OptionError, match="processor"):

@@ -322,7 +322,7 @@ def test_refused(build) -> None:
     family = FAMILIES["smolvlm"]
     model = copy.deepcopy(build(family))
     with pytest.raises(BudgetError, match="cannot leave 1 of 16 patches"):
-        tokenprune.patch(model, "tome", keep=1)
+        tokenprune.patch(model, "tome", keep=tokenprune.Budget(tokens=1))
     model.model.vision_model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedSetupError, match="proportional=False"):
         tokenprune.patch(model, "tome", keep=0.5)

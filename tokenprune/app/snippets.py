@@ -20,7 +20,7 @@ def python(setting: dict[str, Any]) -> str:
     pixels = any(method.site is Site.PRE_ENCODER for method in read_config(setting).steps()[0])
     more = ", processor=processor" if pixels else ""
     if isinstance(setting["method"], str) and set(setting) == {"method", "keep"}:
-        return f'tokenprune.patch(model, "{setting["method"]}", keep={setting["keep"]:g}{more})'
+        return f'tokenprune.patch(model, "{setting["method"]}", keep={setting["keep"]!r}{more})'
     return f"tokenprune.patch(model, config={setting!r}{more})"
 
 
@@ -35,4 +35,4 @@ def vllm(setting: dict[str, Any]) -> str:
 
 def bench(spelling: str, keep: float, model: str) -> str:
     """Return the command that measures the setting. model: as `--model` takes it."""
-    return shlex.join(["tokenprune", "bench", "--model", model, "--methods", spelling, "--keep", f"{keep:g}"])
+    return shlex.join(["tokenprune", "bench", "--model", model, "--methods", spelling, "--keep", repr(keep)])

@@ -128,6 +128,11 @@ def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
         wanted = "one number" if one else "numbers with commas between them"
         hint = "a share such as 0.25, or a whole number of tokens per image"
         raise TokenPruneError(f"--keep {text!r} is not {wanted}: use {hint}")
+    if 1 in (keep for keep in keeps if isinstance(keep, int)):
+        raise TokenPruneError(
+            f"--keep {text} could mean all tokens or a single one of each image: use 1.0 for all of them; a single one "
+            'is Budget(tokens=1) in Python, and "keep": {"tokens": 1} in the setting of a server or a configuration'
+        )
     return keeps
 
 

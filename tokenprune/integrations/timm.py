@@ -64,11 +64,11 @@ class TimmPatch(Merger):
         self.stats = Stats()
 
     def _attach(self) -> None:
-        self.hook(self.model.blocks[0].register_forward_pre_hook(self._check_mode))
+        self.hook(self.model.blocks[0].register_forward_pre_hook, self._check_mode)
         super()._attach()
         for index, block in enumerate(self.model.blocks):
-            self.hook(block.attn.k_norm.register_forward_hook(partial(self._see_keys, index)))
-        self.hook(self.model.blocks[-1].register_forward_hook(self._leave))
+            self.hook(block.attn.k_norm.register_forward_hook, partial(self._see_keys, index))
+        self.hook(self.model.blocks[-1].register_forward_hook, self._leave)
 
     def _check_mode(self, module: nn.Module, args: tuple) -> None:
         if self.model.grad_checkpointing:

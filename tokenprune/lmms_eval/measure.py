@@ -81,7 +81,7 @@ class _Watch(Attachable):
         self._first: tuple[float, Any] | None = None  # when the first forward was done, and its cache's bytes
 
     def _attach(self) -> None:
-        self.hook(self.model.register_forward_hook(self.first_forward))
+        self.hook(self.model.register_forward_hook, self.first_forward)
         self.wrap(self.model, "generate", self._before)
 
     def _before(self, generate: Callable[..., Any]) -> _Watch:

@@ -48,9 +48,16 @@ class Attachable:
         """Have `undo` called by `detach`."""
         self._undo.append(undo)
 
-    def hook(self, handle: Any) -> None:
-        """Keep the handle of a hook, to be removed."""
-        self._undo.append(handle.remove)
+    def hook(self, register: Callable[..., Any], function: Callable, *, eager: bool = True, **options: Any) -> None:
+        """Register `function` as a hook by `register(function, **options)`, until `detach`.
+
+        eager: whether it runs outside of the graphs of torch.compile.
+        """
+        if eager:
+            from tokenprune.integrations.shared.eager import run_eagerly  # torch, without which a patch can be planned
+
+            function = partial(run_eagerly, function)
+        self._undo.append(register(function, **options).remove)
 
     def attach_part(self, part: Any) -> None:
         """Attach something that has `attach` and `detach` itself."""

@@ -39,6 +39,7 @@ from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.tower.feature_hook import Encoder, FeatureRecorder
 from tokenprune.integrations.hf.tower.reuse import FeatureReuse
+from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states, with_hidden_states, with_output
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.statistics import Stats
@@ -86,29 +87,31 @@ class Engine(Attachable):
 
     def _attach(self) -> None:
         base, decoder = self.adapter.base, self.decoder
+        # A step with a reduced static cache stays in the graph of torch.compile that it is in: it is no call.
+        hook = partial(self.hook, eager=False, with_kwargs=True)
+        in_call = partial(partial, eager.in_call, self._call)
         for part in self.parts:
             part.current = self._call
             self.attach_part(part)
         for layer in sorted(self._observed()):
-            self.attach_part(Observer(self.adapter.attention_of(layer), partial(self._observe, layer)))
+            self.attach_part(Observer(self.adapter.attention_of(layer), in_call(partial(self._observe, layer))))
         for layer in sorted(step.layer - 1 for step in self.steps.values() if reads_modules(step.method)):
             for number, module in enumerate(self.adapter.modules_of(layer)):
-                note = partial(self._note_transition, layer, number)
-                self.hook(module.register_forward_hook(note, with_kwargs=True))
+                hook(module.register_forward_hook, in_call(partial(self._note_transition, layer, number)))
         for modality in _MODALITIES:
             self._record_features(modality)
         if self.reuse is not None:
             self.on_detach(self.reuse.cache.clear)
-        self.hook(base.register_forward_pre_hook(self._enter_base, with_kwargs=True))
-        self.hook(decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True))
+        hook(base.register_forward_pre_hook, self._enter_base)
+        hook(decoder.register_forward_pre_hook, in_call(self._enter_decoder))
         # The base may be the decoder itself: it is entered first, and left last.
-        self.hook(decoder.register_forward_hook(self._leave_decoder, with_kwargs=True))
-        self.hook(base.register_forward_hook(self._leave_base, with_kwargs=True, always_call=True))
+        hook(decoder.register_forward_hook, in_call(self._leave_decoder))
+        hook(base.register_forward_hook, self._leave_base, always_call=True)
         extras = type(self.adapter).after_layer is not Adapter.after_layer
         for index, layer in enumerate(decoder.layers):
-            self.hook(layer.register_forward_pre_hook(partial(self._enter_layer, index), with_kwargs=True))
+            hook(layer.register_forward_pre_hook, partial(self._enter_layer, index))
             if extras:
-                self.hook(layer.register_forward_hook(partial(self._leave_layer, index), with_kwargs=True))
+                hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
 
     def _observed(self) -> set[int]:
         """The decoder layers whose attention is read."""
@@ -140,8 +143,10 @@ class Engine(Attachable):
 
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         arguments = self._by_name(args, kwargs)
-        if begin_turn(arguments):
-            return
+        if not begin_turn(arguments):
+            eager.run_eagerly(self._begin_call, arguments)
+
+    def _begin_call(self, arguments: dict[str, Any]) -> None:
         call = Call(arguments)
         self._stack().append(call)
         self._under_way.append(call)
@@ -160,8 +165,10 @@ class Engine(Attachable):
         call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
 
     def _leave_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if is_step(self._by_name(args, kwargs)):
-            return
+        if not is_step(self._by_name(args, kwargs)):
+            eager.run_eagerly(self._end_call)
+
+    def _end_call(self) -> None:
         call = self._stack().pop()
         self._under_way.remove(call)
         end_turn(call.arguments.get("past_key_values"))
@@ -276,8 +283,11 @@ class Engine(Attachable):
         if is_step(kwargs):
             mask = step_mask(index, kwargs, hidden_states(args, kwargs).shape[-2])
             return args, kwargs | {"attention_mask": mask}
+        return eager.in_call(self._call, self._change_inputs, index, args, kwargs)
+
+    def _change_inputs(self, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         call = self._call()
-        if call is None or not call.active:
+        if not call.active:
             return None
         if call.extras is not None:
             hidden = self.adapter.before_layer(call.extras, index, hidden_states(args, kwargs))

@@ -141,14 +141,14 @@ class VirtualUnmerging(Part):
         self.inputs = [_input_projections(module, form) for module in self.modules]
 
     def _attach(self) -> None:
-        self.hook(self.decoder.register_forward_hook(self._leave_decoder))
-        self.hook(self.decoder.layers[0].register_forward_pre_hook(self._enter_layers, with_kwargs=True))
+        self.hook_in_call(self.decoder.register_forward_hook, self._leave_decoder)
+        self.hook_in_call(self.decoder.layers[0].register_forward_pre_hook, self._enter_layers, with_kwargs=True)
         for module, projections in zip(self.modules, self.inputs, strict=True):
-            self.hook(module.register_forward_pre_hook(self._enter_attention, with_kwargs=True))
+            self.hook_in_call(module.register_forward_pre_hook, self._enter_attention, with_kwargs=True)
             for projection in projections:
-                self.hook(projection.register_forward_pre_hook(self._enter_projection))
-                self.hook(projection.register_forward_hook(self._leave_projection))
-            self.hook(getattr(module, _OUTPUT).register_forward_pre_hook(self._enter_output))
+                self.hook_in_call(projection.register_forward_pre_hook, self._enter_projection)
+                self.hook_in_call(projection.register_forward_hook, self._leave_projection)
+            self.hook_in_call(getattr(module, _OUTPUT).register_forward_pre_hook, self._enter_output)
 
     # -- a call
 

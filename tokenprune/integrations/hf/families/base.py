@@ -309,9 +309,17 @@ def how_to_add() -> str:
     )
 
 
+_WRAPPERS = ("DataParallel", "DistributedDataParallel")
+
+
 def adapter_for(model: nn.Module) -> Adapter:
     """Return an adapter for `model`; raises UnsupportedModelError with what is supported and how to add a family."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind is None and type(model).__name__ in _WRAPPERS:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wraps the model: patch .module before wrapping, as in "
+            f"{type(model).__name__}(tokenprune.patch(model, ...)), and ask stats and unpatch of .module too"
+        )
     if kind is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model (it has no config.model_type). {how_to_add()}"

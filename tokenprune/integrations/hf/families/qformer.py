@@ -128,9 +128,9 @@ class PromptsAhead(Part):
         return states().get(self)
 
     def _attach(self) -> None:
-        self.hook(self.outer.register_forward_pre_hook(self._enter, with_kwargs=True))
-        self.hook(self.outer.register_forward_hook(self._leave, always_call=True))
-        self.hook(self.outer.language_projection.register_forward_hook(self._project))
+        self.hook(self.outer.register_forward_pre_hook, self._enter, with_kwargs=True)
+        self.hook(self.outer.register_forward_hook, self._leave, always_call=True)
+        self.hook(self.outer.language_projection.register_forward_hook, self._project)
         if hasattr(self.outer, "generate"):
             self.wrap(self.outer, "generate", partial(WatchedGenerate, during=self.during))
 

@@ -120,7 +120,7 @@ class QueryScales(Part):
             attention = self.adapter.attention_of(layer)
             if not attention.use_rope:
                 # Queries are linear in their scale, and nothing else is done to them in these layers.
-                self.hook(attention.q_proj.register_forward_hook(partial(self._rescale, attention)))
+                self.hook_in_call(attention.q_proj.register_forward_hook, partial(self._rescale, attention))
 
     def _rescale(self, attention: nn.Module, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         call = self.current()

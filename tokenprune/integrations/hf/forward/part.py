@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.integrations.shared.eager import in_call
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
@@ -19,6 +21,10 @@ class Part(Attachable):
 
     current: Callable[[], Call | None]
     reads_text = False  # whether it reads the ids of a prompt with images (`Call.host`)
+
+    def hook_in_call(self, register: Callable[..., Any], function: Callable, **options: Any) -> None:
+        """Register a hook like `hook`, of a function that does nothing where this thread is in no call."""
+        self.hook(register, partial(in_call, self.current, function), eager=False, **options)
 
     def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
         """Images are about to be encoded; see `after_encode`."""

@@ -63,7 +63,7 @@ class PixelPatch(Attachable):
             self.swap_class(self.processor, intercepted(self.processor, self._around, {}))
         if self.resizer.resizing == "target":
             tower = self.adapter.base.vision_tower
-            self.hook(tower.register_forward_pre_hook(self._interpolate, with_kwargs=True))
+            self.hook(tower.register_forward_pre_hook, self._interpolate, with_kwargs=True)
 
     def describe(self) -> str:
         return f"{self.resizer.method.name} ({self.resizer.budget})"

@@ -93,8 +93,8 @@ class EncoderAttention(Part):
     def _attach(self) -> None:
         for index in sorted(set(self.blocks.values()) - {OUTPUT}):
             self.attach_part(Observer(self.attentions[index], partial(self._record, index)))
-        self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
-        self.hook(self.tower.register_forward_hook(self._leave_tower))
+        self.hook(self.tower.register_forward_pre_hook, self._enter_tower, with_kwargs=True)
+        self.hook(self.tower.register_forward_hook, self._leave_tower)
         if hasattr(self.adapter.base, "pack_image_features"):
             self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 

@@ -98,9 +98,9 @@ class EncoderPatch(TowerPatch):
         super()._attach()
         for observer in self.observers:
             self.attach_part(observer)
-        self.hook(self.tower.register_forward_pre_hook(self._enter_tower))
-        self.hook(self.encoder.register_forward_hook(self._leave_encoder))
-        self.hook(self.tower.register_forward_hook(self._leave_tower))
+        self.hook(self.tower.register_forward_pre_hook, self._enter_tower)
+        self.hook(self.encoder.register_forward_hook, self._leave_encoder)
+        self.hook(self.tower.register_forward_hook, self._leave_tower)
         if hasattr(self.adapter.base, "pack_image_features"):
             self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 

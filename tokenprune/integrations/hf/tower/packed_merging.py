@@ -5,7 +5,6 @@ how, see `integrations.shared.packed_merging`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,11 +56,11 @@ class PackedTowerPatch(TowerPatch):
         for observer in self.observers:
             self.attach_part(observer)
         for index, block in enumerate(self.tower.blocks):
-            self.hook(block.attn.qkv.register_forward_hook(partial(self._note_qkv, index)))
+            self.hook(block.attn.qkv.register_forward_hook, partial(self._note_qkv, index))
         for merger in (self.tower.merger, *getattr(self.tower, "deepstack_merger_list", ())):
-            self.hook(merger.register_forward_pre_hook(self._enter_merger))
-        self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
-        self.hook(self.tower.register_forward_hook(self._leave_tower, with_kwargs=True))
+            self.hook(merger.register_forward_pre_hook, self._enter_merger)
+        self.hook(self.tower.register_forward_pre_hook, self._enter_tower, with_kwargs=True)
+        self.hook(self.tower.register_forward_hook, self._leave_tower, with_kwargs=True)
 
     # -- the tower's outside contract
 
@@ -77,7 +76,7 @@ class PackedTowerPatch(TowerPatch):
         return self.method.plan(*self._asked(count, keep))
 
     def _asked(self, count: int, keep: float | int) -> tuple[Budget, Tower]:
-        return replace(self.budget, keep=keep), self.shape.of(count)
+        return Budget.of_checked(keep), self.shape.of(count)
 
     def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
         """What reads the blocks' output gets the full grid."""

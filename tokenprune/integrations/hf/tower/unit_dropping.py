@@ -83,12 +83,12 @@ class UnitDrop(Part):
             )
 
     def _attach(self) -> None:
-        self.hook(self.tower.register_forward_pre_hook(self._enter_tower, with_kwargs=True))
-        self.hook(self.tower.register_forward_hook(self._leave_tower))
+        self.hook(self.tower.register_forward_pre_hook, self._enter_tower, with_kwargs=True)
+        self.hook(self.tower.register_forward_hook, self._leave_tower)
         for block in self.tower.blocks:
-            self.hook(block.register_forward_pre_hook(self._enter_block, with_kwargs=True))
+            self.hook(block.register_forward_pre_hook, self._enter_block, with_kwargs=True)
         for merger in (self.tower.merger, *getattr(self.tower, "deepstack_merger_list", ())):
-            self.hook(merger.register_forward_hook(self._leave_merger))
+            self.hook(merger.register_forward_hook, self._leave_merger)
 
     # -- inside the tower
 

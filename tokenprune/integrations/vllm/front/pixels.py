@@ -90,7 +90,7 @@ class Shrinker:
                 "acts behind it, such as pool, uniform or divprune"
             )
         try:
-            return Resizer(method, Budget.of(self.setting.share), processor)
+            return Resizer(method, Budget.of_checked(self.setting.share), processor)
         except (OptionError, BudgetError):
             raise
         except TokenPruneError as error:

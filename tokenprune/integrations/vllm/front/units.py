@@ -44,7 +44,7 @@ def kept_units(
 
 
 def _most(setting: Setting, count: int) -> int:
-    (most,) = Budget.of(setting.keep).resolve([count], layer=0, shape=None, text_tokens=0)
+    (most,) = Budget.of_checked(setting.keep).resolve([count], layer=0, shape=None, text_tokens=0)
     return max(1, most)
 
 

@@ -85,7 +85,7 @@ def check_merging(setting: Any, model_config: Any) -> None:
         return
     tower = tower_of(method, config)
     method.check_served(kind, str(model_config.dtype).removeprefix("torch."), tower.blocks)
-    method.plan(Budget.of(setting.keep), tower)
+    method.plan(Budget.of_checked(setting.keep), tower)
 
 
 def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: bool) -> None:
@@ -99,7 +99,7 @@ def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: boo
             f"{setting.keep} tokens"
         )
     for count in set(counts):
-        setting.method.plan(Budget.of(setting.keep), tower_of(setting.method, config).of(count))
+        setting.method.plan(Budget.of_checked(setting.keep), tower_of(setting.method, config).of(count))
 
 
 def _row_tower(method: Method, config: Any) -> str:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
+from tokenprune.budget import Budget, as_json
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.files import File
 from tokenprune.integrations.shared.composition import check_places
@@ -61,7 +61,7 @@ class Setting:
     @property
     def removes_nothing(self) -> bool:
         """Whether every feature of the encoder stays in the prompt."""
-        return self.method is None or self.in_llm or Budget.of(self.keep).is_identity()
+        return self.method is None or self.in_llm or Budget.of_checked(self.keep).is_identity()
 
     def without_method(self) -> Setting:
         """Return what is left of the setting where `method` does not act."""
@@ -71,7 +71,7 @@ class Setting:
         """Return the setting with nothing left implicit; `Setting.of` reads it."""
         steps = [(self.pixels, self.share, ()), (self.method, self.keep, self.files)]
         methods = [_written(method, files) for method, _, files in steps if method is not None]
-        keeps = [keep for method, keep, _ in steps if method is not None]
+        keeps = [as_json(keep) for method, keep, _ in steps if method is not None]
         if not methods:
             return {"off": True}
         scope = ({} if self.per == "image" else {"per": self.per}) | ({IN_LLM: True} if self.in_llm else {})
@@ -100,7 +100,7 @@ class Setting:
 
     def wanted(self, tokens: int) -> int:
         """How many of `tokens` visual tokens the method is to keep."""
-        (wanted,) = Budget.of(self.keep).resolve([tokens], layer=0, shape=None, text_tokens=0)
+        (wanted,) = Budget.of_checked(self.keep).resolve([tokens], layer=0, shape=None, text_tokens=0)
         return min(tokens, max(1, self.method.budget(tokens, wanted)))
 
 

@@ -28,4 +28,4 @@ def check_dropping(setting: Any, model_config: Any) -> None:
             f"whole grids alone; it is served for {served}. For this one {INSTEAD}"
         )
     check_whole(method, model_config)
-    method.is_identity(Budget.of(setting.keep))
+    method.is_identity(Budget.of_checked(setting.keep))

@@ -71,7 +71,7 @@ class PackedTowerMerger(Attachable):
         return describe
 
     def _plan(self, count: int, keep: float | int) -> list[Matcher | None]:
-        return self.method.plan(Budget.of(keep), self.shape.of(count))
+        return self.method.plan(Budget.of_checked(keep), self.shape.of(count))
 
     def _run_block(self, forward: Any, x: Tensor, **known: Any) -> Tensor:
         state = self._state

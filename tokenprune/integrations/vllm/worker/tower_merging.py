@@ -67,7 +67,8 @@ class TowerMerger(Merger):
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
         norm, scale = _NAMES.get(kind_of(model.config), ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
-        super().__init__(method, Budget.of(keep), blocks, tower_of(method, model.config), units_of(model.config))
+        budget, tower = Budget.of_checked(keep), tower_of(method, model.config)
+        super().__init__(method, budget, blocks, tower, units_of(model.config))
         self.kept: Tensor | None = None
         self.left = 0
         self._bias: Tensor | None = None
@@ -77,7 +78,7 @@ class TowerMerger(Merger):
         super()._attach()
         for index, attention in enumerate(self.attentions):
             self.wrap(attention, "forward", partial(partial, self._attend, index, attention))
-        self.hook(self.encoder.register_forward_hook(self._leave_encoder))
+        self.hook(self.encoder.register_forward_hook, self._leave_encoder)
 
     def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._bias = None

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what a patch does out of the graphs of torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+@torch.compiler.disable(reason="tokenprune chooses tokens outside of graphs")
+def run_eagerly(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`; torch.compile traces neither it nor what it calls, and ends its graph here.
+
+    Choosing tokens asks the device how many there are and keeps notes outside of tensors: graphs fit neither.
+    """
+    return function(*args, **kwargs)
+
+
+def in_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
+    """Return `run_eagerly(function, *args)` where `current()` is a call, else None: a graph goes on where there is
+    nothing to do."""
+    return None if current() is None else run_eagerly(function, *args)
