@@ -64,6 +64,21 @@ HOOKS = {
         "self input_ids multimodal_embeddings mrope_positions num_computed_tokens"
     ),
 }
+# For the cache of the front end (front/sender_cache.py). Without them it is vLLM's own, and a warning says so.
+SENDER_HOOKS = {
+    "vllm.multimodal.cache.base:MultiModalCache.get_item_size": "value",
+    "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.get_and_update_item": "self mm_item mm_hash",
+    "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.is_cached_item": "self mm_hash",
+    "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.release_sender_touches": "self",
+    "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.invalidate": "self mm_hash",
+    "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.clear_cache": "self",
+    "vllm.renderers:BaseRenderer.mm_processor_cache": "",
+    "vllm.v1.engine:EngineCoreRequest": "mm_features",
+    "vllm.v1.engine.async_llm:AsyncLLM": "vllm_config",
+    "vllm.v1.engine.core_client:EngineCoreClient.add_request": "self request",
+    "vllm.v1.engine.core_client:EngineCoreClient.add_request_async": "self request",
+    "vllm.v1.engine.llm_engine:LLMEngine": "vllm_config",
+}
 # In the worker's process, when a model is made. Those of a model runner count where vLLM has loaded that one.
 WORKER_HOOKS = {
     "vllm.model_executor.layers.attention:MMEncoderAttention.forward_native": "self query key value",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.integrations.shared.attachable import swap_class
-from tokenprune.integrations.vllm.compat import TESTED, missing_hooks, require_hooks, vllm_version
+from tokenprune.integrations.vllm.compat import SENDER_HOOKS, TESTED, missing_hooks, require_hooks, vllm_version
 from tokenprune.integrations.vllm.families import FAMILIES
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,22 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
     configure(model_config)
     attach(offered(model_config))
     listen(model_config)
+    _keep_in_step()
     return result
+
+
+def _keep_in_step() -> None:
+    """Bring the cache of the front end in step with the engine's, where this vLLM has what it takes."""
+    if problems := missing_hooks(SENDER_HOOKS):
+        logger.warning(
+            "after a request that is refused, the next one with its image may be answered with HTTP 500 once: this "
+            "vLLM lacks %s",
+            "; ".join(problems),
+        )
+        return
+    from tokenprune.integrations.vllm.front.sender_cache import keep_in_step
+
+    keep_in_step()
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
