@@ -14,6 +14,13 @@ from tokenprune.errors import UnsupportedSetupError
 TESTED = "0.32.0"
 # By its sources alone: nothing of it has run (dev/vllm_hooks.py).
 READ = ("0.33.0",)
+# What it takes to read checkpoints that transformers 5 saved, whether or not all else is there.
+WEIGHT_HOOKS = {
+    "vllm.model_executor.models.registry:_ModelRegistry": "models",
+    "vllm.model_executor.models.registry:_BaseRegisteredModel.inspect_model_cls": "self",
+    "vllm.model_executor.models.registry:_BaseRegisteredModel.load_model_cls": "self",
+    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_prefix",
+}
 # Private parts of vLLM that this package builds on, with the parameters that it passes or takes; without any where only
 # the name counts.
 HOOKS = {
@@ -21,14 +28,10 @@ HOOKS = {
     "vllm.config.model:ModelConfig.multimodal_config": "",
     "vllm.config.multimodal:MultiModalConfig": "mm_processor_kwargs video_pruning_rate",
     "vllm.config:VllmConfig.use_v2_model_runner": "",
-    "vllm.model_executor.models.registry:_ModelRegistry": "models",
     "vllm.config.model:ModelConfig.__post_init__": "self mm_processor_kwargs video_pruning_rate",
     "vllm.config.multimodal:MultiModalConfig.is_multimodal_pruning_enabled": "self",
     "vllm.config:VllmConfig.__post_init__": "self",
     "vllm.sampling_params:SamplingParams.verify": "self model_config",
-    "vllm.model_executor.models.registry:_BaseRegisteredModel.inspect_model_cls": "self",
-    "vllm.model_executor.models.registry:_BaseRegisteredModel.load_model_cls": "self",
-    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_prefix",
     "vllm.multimodal.registry:MultiModalRegistry.create_processor": "self model_config",
     "vllm.multimodal.processing:BaseMultiModalProcessor._apply_hf_processor_main": "self mm_items hf_kwargs",
     "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_fields_config": "self hf_inputs hf_processor_mm_kwargs",
@@ -110,7 +113,7 @@ WORKER_HOOKS = {
 def missing_hooks(hooks: Mapping[str, str] | None = None) -> list[str]:
     """Return what this vLLM lacks of what we build on, in words; empty if all is there."""
     problems = []
-    for where, wanted in (HOOKS if hooks is None else hooks).items():
+    for where, wanted in (WEIGHT_HOOKS | HOOKS if hooks is None else hooks).items():
         module, _, path = where.partition(":")
         try:
             found: Any = importlib.import_module(module)

@@ -173,7 +173,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         return applied
 
     def _check_length(self, left: int) -> None:
-        """Raise OptionError if rope may have no angles for the answer to a prompt without `left` of its visual tokens."""
+        """Raise OptionError if rope may have no angles for the answer to a prompt that lost `left` visual tokens."""
         model_config = self.info.ctx.model_config
         spare = longest(model_config) - model_config.max_model_len
         if left and left >= spare:
@@ -198,8 +198,8 @@ class ReducingProcessor(BaseMultiModalProcessor):
         _written.set(items)
         try:
             setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
-            # Before anything is cached: vLLM's caches in two processes must hear of the same items.
-            if family_of(model_config).mrope:
+            # Before images are read.
+            if family_of(model_config).mrope and not setting.is_off:
                 counts, config = inputs.mm_data_items.get_all_counts(), self.info.get_hf_config()
                 _check_placeholders(inputs.prompt, counts, config, not setting.removes_nothing)
             if reads_tower(setting.method) or merges_in_tower(setting.method):
