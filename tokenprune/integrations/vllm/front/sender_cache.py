@@ -37,7 +37,7 @@ class SenderCache(LruKeyReplicatedSenderCache):
             self._unsent[mm_hash] = item, MultiModalCache.get_item_size(item)
         return item, updates
 
-    def sent(self, request: Any) -> None:
+    def delivered(self, request: Any) -> None:
         """Note that the engine has the images of a request."""
         for feature in request.mm_features or ():
             if feature.data is not None:
@@ -96,11 +96,11 @@ def _follow(cache: Any, client: Any) -> None:
     @functools.wraps(send)
     def add_request(request: Any) -> None:
         send(request)
-        cache.sent(request)
+        cache.delivered(request)
 
     @functools.wraps(send_async)
     async def add_request_async(request: Any) -> None:
         await send_async(request)
-        cache.sent(request)
+        cache.delivered(request)
 
     client.add_request, client.add_request_async = add_request, add_request_async
