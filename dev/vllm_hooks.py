@@ -27,6 +27,8 @@ KEPT = ROOT / "dev" / "vllm_hooks"
 REGISTRY = "vllm.model_executor.models.registry"
 TABLES = (
     "compat:HOOKS",
+    "compat:WEIGHT_HOOKS",
+    "compat:SENDER_HOOKS",
     "compat:WORKER_HOOKS",
     "front.profiles:HOOKS",
     "in_llm.limits:ENGINE_HOOKS",
@@ -58,6 +60,12 @@ REPLACED = {
     f"{_MODEL}:SupportsMultiModalPruning.recompute_mrope_positions": (
         f"{_OURS}.worker.models:ReducingMropeModel.recompute_mrope_positions"
     ),
+    **{
+        f"vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.{name}": (
+            f"{_OURS}.front.sender_cache:SenderCache.{name}"
+        )
+        for name in ("get_and_update_item", "release_sender_touches", "invalidate", "clear_cache")
+    },
     "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": (
         f"{_OURS}.in_llm.scheduler:WholeImages._try_schedule_encoder_inputs"
     ),

@@ -144,3 +144,35 @@ def test_several_processes_are_added_up(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, str(tmp_path))
     assert list(samples(TOTAL, "m", registry).values()) == [16]
+
+
+def test_folders_of_killed_servers_are_removed(tmp_path: Path) -> None:
+    """By the next one that starts, and of servers that run, or of others, none."""
+    code = (
+        "import os, signal, sys, time; from types import SimpleNamespace\n"
+        "from tokenprune.integrations.vllm.front import metrics\n"
+        "for name in ('one', 'two'):\n"
+        "    config = SimpleNamespace(served_model_name=name, multimodal_config=SimpleNamespace())\n"
+        "    metrics.listen(config)\n"
+        "    print(config.multimodal_config.tokenprune_seconds, flush=True)\n"
+        "sys.stdin.readline()"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    (tmp_path / "tokenprune-of-a-user").mkdir()
+
+    def start() -> tuple[subprocess.Popen, list[Path]]:
+        server = subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        return server, [Path(server.stdout.readline().strip()) for _ in range(2)]
+
+    killed, left = start()
+    killed.kill()
+    killed.wait()
+    assert len(set(left)) == 2 and all(one.is_dir() for one in left)
+    first, running = start()
+    second, others = start()
+    assert not any(one.exists() for one in left) and all(one.is_dir() for one in running + others)
+    for server in (first, second):
+        server.communicate("\n")
+    assert [one.name for one in tmp_path.iterdir()] == ["tokenprune-of-a-user"]

@@ -24,6 +24,8 @@ from tokenprune.integrations.vllm.setting.plan import Plan, field_name
 from tokenprune.integrations.vllm.setting.settings import Setting
 
 POOL = {"method": "pool", "keep": 0.4}
+VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}  # reads two blocks of the tower
+HIPRUNE = {"method": "hiprune", "keep": 0.4}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,14 +43,17 @@ def asked(checkpoint: Checkpoint) -> list[tuple[str, list[Any], list[Any], dict[
     """Prompts, images, videos and overrides of DIVPRUNE: full, by each of two methods, and with a video."""
     if checkpoint.most == 0:  # videos alone
         prompt = checkpoint.prompt(0, video=True)
-        return [(prompt, [], [checkpoint.clip()], over) for over in ({"off": True}, {}, POOL, {"method": "evs"})]
+        return [(prompt, [], [checkpoint.clip()], over) for over in ({"off": True}, {}, POOL, {"method": "evs"}, VSCAN)]
     images = checkpoint.images(checkpoint.most)
     prompt = checkpoint.prompt(len(images))
     cases = [(prompt, images, [], over) for over in ({"off": True}, {}, POOL)]
+    if checkpoint.name != "aria":
+        cases += [(prompt, images, [], over) for over in (VSCAN, HIPRUNE)]
     if checkpoint.video:
         beside = images[:1] if checkpoint.mixes else []
         both = checkpoint.prompt(len(beside), video=True)
-        cases += [(both, beside, [checkpoint.clip()], over) for over in ({}, {"method": "evs"}, {"per": "frame"})]
+        overrides = ({}, {"method": "evs"}, {"per": "frame"}, VSCAN)
+        cases += [(both, beside, [checkpoint.clip()], over) for over in overrides]
     if checkpoint.name in ("qwen3_vl_moe", "qwen3_5"):  # for the others see test_tower.py
         cases.append((prompt, images, [], {"method": "tome", "keep": 0.3}))
     if checkpoint.name == "glm4v":  # for Qwen see test_pixels.py

@@ -307,3 +307,19 @@ def test_vllm_is_loaded_nowhere_else() -> None:
     code = "import sys, tokenprune, tokenprune.cli; tokenprune.available_methods(); assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert VOCABULARY > 256
+
+
+def test_checkpoints_of_transformers_5_load_where_a_hook_is_missing(folder: Any, tmp_path: Path) -> None:
+    """In a process of its own, of a vLLM that lacks something. A setting is refused there; a model is not."""
+    code = (
+        "import sys; from tokenprune.integrations.vllm import compat; compat.HOOKS['vllm:Gone'] = ''\n"
+        "from vllm import LLM, SamplingParams; import json\n"
+        "llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))\n"
+        "prompt, params = {'prompt_token_ids': [30, 31, 32]}, SamplingParams(temperature=0, max_tokens=3)\n"
+        "print('answer', llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)\n"
+        "llm.llm_engine.engine_core.shutdown()"
+    )
+    options = OPTIONS | {"limit_mm_per_prompt": {"image": 1}}
+    command = [sys.executable, "-c", code, str(folder("llava")), json.dumps(options)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert "answer [" in ran.stdout, ran.stderr[-3000:]

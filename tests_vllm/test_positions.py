@@ -13,6 +13,7 @@ from tokenprune.integrations.vllm.setting.plan import Plan, field_name
 from tokenprune.integrations.vllm.setting.settings import Setting
 from tokenprune.integrations.vllm.worker.positions import (
     COLUMNS,
+    WHOLE,
     from_columns,
     of_prompt,
     place,
@@ -73,8 +74,10 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
         else:
             stay, written = [place for place, embed in enumerate(plan.embeds) if embed], list(plan.tokens)
         features.append(MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(len(tokens), len(written))))
-        within = within_item(rule, plan, item(plan), "video")[:, stay]
-        rows.append(torch.cat([torch.zeros(len(stay), 5, dtype=dtype), to_columns(within, dtype)], 1))
+        columns = torch.full((len(stay), COLUMNS), WHOLE, dtype=dtype)
+        if plan.reduces:
+            columns = to_columns(within_item(rule, plan, item(plan), "video")[:, stay], dtype)
+        rows.append(torch.cat([torch.zeros(len(stay), 5, dtype=dtype), columns], 1))
         if plan.reduces:
             kept_places += [len(full) + p for p in [*range(begin), *left, *range(end, len(plan.tokens))]]
         else:

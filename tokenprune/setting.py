@@ -54,6 +54,7 @@ class Layer:
     where:   what messages call it.
     entries: its methods. options: those of the method of the layer below, if it names none itself.
     keep:    one number or `Budget` for all methods, a list with one for each; None: each method's own default.
+    off:     None if it says neither true nor false.
     """
 
     where: str
@@ -61,7 +62,7 @@ class Layer:
     options: dict[str, Any] = field(default_factory=dict)
     keep: Any = None
     per: str | None = None
-    off: bool = False
+    off: bool | None = None
     in_llm: bool | None = None
 
     @property
@@ -126,7 +127,7 @@ class Layer:
     def methods(self) -> list[Method]:
         """Build the methods; raises OptionError, also where there is none."""
         if not self.entries:
-            raise OptionError(_no_method(self.where))
+            raise OptionError(_no_method(self.where, self.off))
         return [self._build(entry) for entry in self.entries]
 
     def _build(self, entry: Entry) -> Method:
@@ -154,8 +155,8 @@ class Layer:
             return replace(Budget.of(keep), per=per)
         if unknown := sorted(set(keep) - set(TARGETS)):
             raise BudgetError(
-                f"{self.where}: keep has no {', '.join(unknown)}: it is a number, or an object with one of "
-                f"{', '.join(TARGETS)}"
+                f"{self.where}: keep has no {', '.join(unknown)}: write a number alone, 4 for four tokens or 0.25 for "
+                f"a share, or an object with one of {', '.join(TARGETS[1:])}"
             )
         return Budget(**keep, per=per)
 
@@ -168,8 +169,8 @@ def parse(given: Any, where: str) -> Layer:
     if not isinstance(given, Mapping):
         raise OptionError(f'{where} must be an object like {_EXAMPLE} or {{"off": true}}, not {short(given)}')
     given = plain(given, where)
-    off, in_llm, per = given.get("off", False), given.get(IN_LLM), given.get("per")
-    if not isinstance(off, bool):
+    off, in_llm, per = given.get("off"), given.get(IN_LLM), given.get("per")
+    if "off" in given and not isinstance(off, bool):
         raise OptionError(f"{where}: off must be true or false, not {short(off)}")
     if off and len(given) > 1:
         raise OptionError(f"{where}: off stands alone; leave out {', '.join(sorted(set(given) - {'off'}))}")
@@ -281,7 +282,9 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _no_method(where: str) -> str:
+def _no_method(where: str, off: bool | None = None) -> str:
+    if off is False:
+        return f'{where}: "off": false switches nothing on, since no method is named: write {_EXAMPLE}, for example'
     return f"{where} names no method: {_EXAMPLE}, for example"
 
 

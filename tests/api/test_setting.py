@@ -300,7 +300,8 @@ def test_budgets_can_be_said() -> None:
         Budget(keep=0.5, per="prompt"), Budget(kv_share=0.3, per="prompt"),
     ]  # fmt: skip
     for keep, says in (
-        ({"token": 3}, "keep has no token:.*average_tokens, average_share, kv_share"), ({}, "exactly one of"),
+        ({"token": 3}, "keep has no token: write a number alone.*average_tokens, average_share, kv_share"),
+        ({}, "exactly one of"),
         ({"kv_share": 0.5, "flops_share": 0.5}, "exactly one of"), ({"kv_share": 2}, "out of range"),
         ({"kv_share": "x"}, "must be a number"),
     ):  # fmt: skip
@@ -308,8 +309,9 @@ def test_budgets_can_be_said() -> None:
             tokenprune.read_config({"method": "fastv", "keep": keep})
     with pytest.raises(BudgetError, match=r'write "keep": {"average_tokens": 192}'):
         tokenprune.read_config({"method": "fastv", "average_tokens": 192})
-    with pytest.raises(BudgetError, match="must be a number, not a Budget"):
-        Setting.of({"method": "divprune", "keep": {"average_tokens": 192}})
+    for keep in ({"average_tokens": 192}, {}, [{"share": 0.5}]):
+        with pytest.raises(BudgetError, match=r"must be a number, 4 for four tokens or 0\.25 for a share, not {"):
+            Setting.of({"method": "divprune", "keep": keep})
 
 
 def test_what_a_method_does_not_check_is_told_all_the_same() -> None:

@@ -16,21 +16,25 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForImageTextToText
 
 import tokenprune
+from families import FAMILIES as OTHERS
 from oracle import close
 from tokenprune import OptionError
 from tower_attention import make_seer
-from zoo import FAMILIES, IMAGE, TEXT, Family
+from zoo import FAMILIES as ZOO
+from zoo import IMAGE, TEXT, Family
 
+PACKED = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
+FAMILIES = ZOO | {name: OTHERS[name] for name in (*PACKED, "paligemma", "paligemma2", "llava_next_video")}
 # Which blocks of the zoo's towers are meant by a quarter of the depth, and by the last one that is read. CLIP's last
 # block is read by nobody; Qwen2.5-VL's blocks 0 and 2 attend in windows.
 BLOCKS = {
     0.25: dict.fromkeys(FAMILIES, 0) | {"qwen2_5_vl": 1},
-    -1: dict.fromkeys(FAMILIES, 2) | dict.fromkeys(("llava", "llava_next"), 1)
-    | dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), 3),
+    -1: dict.fromkeys(FAMILIES, 2) | dict.fromkeys(("llava", "llava_next", "llava_next_video"), 1)
+    | dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", *PACKED), 3) | {"glm4v": 1, "glm4v_moe": 1},
 }  # fmt: skip
 
 
-CLASS_TOKEN = {"llava", "llava_next", "internvl"}
+CLASS_TOKEN = {"llava", "llava_next", "llava_next_video", "internvl"}
 
 
 def tower_of(model: Any) -> Any:
@@ -111,7 +115,7 @@ def naive_scores(
             patches = candidates[place][2]
             mean = flat[layer][patches].mean(0)
             results[layer].append(torch.zeros_like(mean) if gap > 1e-4 else mean)
-    if family.name.startswith("qwen"):  # places on the grid follow from the order of the prompt
+    if family.name.startswith(("qwen", "glm")):  # places on the grid follow from the order of the prompt
         grids = [grid for name in ("video_grid_thw", "image_grid_thw") for grid in inputs.get(name, torch.zeros(0, 3))]
         cells = [
             [1000 * number + t, row, column, int(h) // 2, int(w) // 2, 4]
@@ -159,6 +163,7 @@ BATCHES = {
     "images": {"images": (1, 2)},
     "video": {"video": True, "images": (1, 1)},
     "text beside": {"images": (0, 3)},
+    "videos alone": {"images": (0, 0), "video": (True, 5)},
 }
 
 
@@ -166,7 +171,7 @@ CASES = [
     pytest.param(family, batch, id=f"{name}-{batch}")
     for name, family in FAMILIES.items()
     for batch in BATCHES
-    if batch != "video" or family.video
+    if not batch.startswith("video") or (family.video and family.mixes == (batch == "video"))
 ]
 
 

@@ -172,6 +172,11 @@ def test_a_setting_without_a_method_is_refused() -> None:
         Setting.of({"keep": 0.5})
     with pytest.raises(OptionError, match="names no method"):
         Setting.of({"off": True}, {"keep": 0.5})
+    for layers in (({"off": False},), ({"off": True}, {"off": False})):
+        with pytest.raises(OptionError, match='"off": false switches nothing on, since no method is named'):
+            Setting.of(*layers)
+    for layers in ((SERVER, {"off": False}), ({"off": True}, SERVER | {"off": False})):
+        assert Setting.of(*layers) == Setting.of(SERVER)
 
 
 def test_cache_keys_hold_all_that_matters() -> None:

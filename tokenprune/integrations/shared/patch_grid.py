@@ -18,9 +18,9 @@ from tokenprune.transfer import to_device
 PATCH_LAYOUTS = {
     family: layout
     for layout, families in {
-        "tiles": "llava internvl gemma3 idefics3 smolvlm",
-        "packed": "llava_next llava_onevision",
-        "runs": "qwen2_vl qwen2_5_vl qwen3_vl",
+        "tiles": "llava internvl gemma3 idefics3 smolvlm paligemma",
+        "packed": "llava_next llava_next_video llava_onevision",
+        "runs": "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe",
         "sized": "mistral3",
     }.items()
     for family in families.split()
@@ -233,10 +233,17 @@ def image_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
-    """Videos of LLaVA-OneVision: frames are pooled like images, and a newline follows each video."""
-    pool = getattr(source.base, "apply_pooling", None)
-    videos = arguments.get("pixel_values_videos")
-    if pool is None or videos is None or len(scores) % len(videos):
+    """Videos, whose frames are pooled: of LLaVA-NeXT-Video ahead of the projector, of LLaVA-OneVision like images, and
+    a newline follows each video there."""
+    pool, stride = getattr(source.base, "apply_pooling", None), getattr(source.config, "spatial_pool_stride", None)
+    videos, side = arguments.get("pixel_values_videos"), math.isqrt(scores.shape[1])
+    if videos is None or len(scores) % len(videos) or side * side != scores.shape[1]:
+        return None
+    if stride is not None:
+        mean = _squares(scores, side, stride)
+        height = side // stride
+        return Placed(mean, _grid_cells(len(scores), height, height, stride**2, scores.device), len(scores))
+    if pool is None:
         return None
     pooled = pool(scores)
     side, frames = math.isqrt(pooled.shape[1]), len(scores) // len(videos)
@@ -246,3 +253,10 @@ def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> P
     newline = _no_patch(cells[0]).expand(len(videos), 1, 6)
     flat = torch.nn.functional.pad(pooled.reshape(len(videos), frames * side * side, -1), (0, 0, 0, 1))
     return Placed(flat.flatten(0, 1), torch.cat([cells, newline], dim=1).flatten(0, 1), len(scores))
+
+
+def _squares(scores: Tensor, side: int, stride: int) -> Tensor:
+    """Means over squares of `stride` patches of square frames; patches that fill none are left out, as by a pooling."""
+    whole, count = side // stride * stride, side // stride
+    grid = scores.view(len(scores), side, side, -1)[:, :whole, :whole]
+    return grid.reshape(len(scores), count, stride, count, stride, -1).mean((2, 4)).flatten(0, 2)

@@ -14,6 +14,13 @@ from tokenprune.errors import UnsupportedSetupError
 TESTED = "0.32.0"
 # By its sources alone: nothing of it has run (dev/vllm_hooks.py).
 READ = ("0.33.0",)
+# What it takes to read checkpoints that transformers 5 saved, whether or not all else is there.
+WEIGHT_HOOKS = {
+    "vllm.model_executor.models.registry:_ModelRegistry": "models",
+    "vllm.model_executor.models.registry:_BaseRegisteredModel.inspect_model_cls": "self",
+    "vllm.model_executor.models.registry:_BaseRegisteredModel.load_model_cls": "self",
+    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_prefix",
+}
 # Private parts of vLLM that this package builds on, with the parameters that it passes or takes; without any where only
 # the name counts.
 HOOKS = {
@@ -21,14 +28,10 @@ HOOKS = {
     "vllm.config.model:ModelConfig.multimodal_config": "",
     "vllm.config.multimodal:MultiModalConfig": "mm_processor_kwargs video_pruning_rate",
     "vllm.config:VllmConfig.use_v2_model_runner": "",
-    "vllm.model_executor.models.registry:_ModelRegistry": "models",
     "vllm.config.model:ModelConfig.__post_init__": "self mm_processor_kwargs video_pruning_rate",
     "vllm.config.multimodal:MultiModalConfig.is_multimodal_pruning_enabled": "self",
     "vllm.config:VllmConfig.__post_init__": "self",
     "vllm.sampling_params:SamplingParams.verify": "self model_config",
-    "vllm.model_executor.models.registry:_BaseRegisteredModel.inspect_model_cls": "self",
-    "vllm.model_executor.models.registry:_BaseRegisteredModel.load_model_cls": "self",
-    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_prefix",
     "vllm.multimodal.registry:MultiModalRegistry.create_processor": "self model_config",
     "vllm.multimodal.processing:BaseMultiModalProcessor._apply_hf_processor_main": "self mm_items hf_kwargs",
     "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_fields_config": "self hf_inputs hf_processor_mm_kwargs",
@@ -64,6 +67,21 @@ HOOKS = {
         "self input_ids multimodal_embeddings mrope_positions num_computed_tokens"
     ),
 }
+# For the cache of the front end (front/sender_cache.py). Without them it is vLLM's own, and a warning says so.
+SENDER_HOOKS = {
+    "vllm.multimodal.cache.base:MultiModalCache.get_item_size": "value",
+    "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.get_and_update_item": "self mm_item mm_hash",
+    "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.is_cached_item": "self mm_hash",
+    "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.release_sender_touches": "self",
+    "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.invalidate": "self mm_hash",
+    "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.clear_cache": "self",
+    "vllm.renderers:BaseRenderer.mm_processor_cache": "",
+    "vllm.v1.engine:EngineCoreRequest": "mm_features",
+    "vllm.v1.engine.async_llm:AsyncLLM": "vllm_config",
+    "vllm.v1.engine.core_client:EngineCoreClient.add_request": "self request",
+    "vllm.v1.engine.core_client:EngineCoreClient.add_request_async": "self request",
+    "vllm.v1.engine.llm_engine:LLMEngine": "vllm_config",
+}
 # In the worker's process, when a model is made. Those of a model runner count where vLLM has loaded that one.
 WORKER_HOOKS = {
     "vllm.model_executor.layers.attention:MMEncoderAttention.forward_native": "self query key value",
@@ -95,7 +113,7 @@ WORKER_HOOKS = {
 def missing_hooks(hooks: Mapping[str, str] | None = None) -> list[str]:
     """Return what this vLLM lacks of what we build on, in words; empty if all is there."""
     problems = []
-    for where, wanted in (HOOKS if hooks is None else hooks).items():
+    for where, wanted in (WEIGHT_HOOKS | HOOKS if hooks is None else hooks).items():
         module, _, path = where.partition(":")
         try:
             found: Any = importlib.import_module(module)

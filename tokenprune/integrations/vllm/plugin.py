@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.integrations.shared.attachable import swap_class
-from tokenprune.integrations.vllm.compat import TESTED, missing_hooks, require_hooks, vllm_version
+from tokenprune.integrations.vllm.compat import (
+    SENDER_HOOKS,
+    TESTED,
+    WEIGHT_HOOKS,
+    missing_hooks,
+    require_hooks,
+    vllm_version,
+)
 from tokenprune.integrations.vllm.families import FAMILIES
 
 logger = logging.getLogger(__name__)
@@ -23,12 +30,13 @@ def register() -> None:
         return
     problems = missing_hooks()
     _wrap(ModelConfig, "__post_init__", functools.partial(_after_config, problems))
+    if not missing_hooks(WEIGHT_HOOKS):
+        _register_models(whole=not problems)
     if problems:
         # Whoever has no setting is not bothered; whoever has one is refused, see _after_config.
         logger.debug("tokenprune does not fit this vLLM: %s", "; ".join(problems))
         return
     from vllm.config.multimodal import MultiModalConfig
-    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.multimodal.registry import MultiModalRegistry
     from vllm.sampling_params import SamplingParams
 
@@ -36,9 +44,17 @@ def register() -> None:
     _wrap(SamplingParams, "verify", _after_verify)
     _wrap(MultiModalConfig, "is_multimodal_pruning_enabled", _positions_change)
     _wrap(MultiModalRegistry, "create_processor", _with_reduction)
-    for architecture in FAMILIES:
-        if architecture in ModelRegistry.models:
-            ModelRegistry.models[architecture] = _reduced(architecture, ModelRegistry.models[architecture])
+
+
+def _register_models(whole: bool) -> None:
+    """Put ours before vLLM's models. whole: whether they reduce; else they read checkpoints of transformers 5, and that
+    is all."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture, family in FAMILIES.items():
+        if architecture in ModelRegistry.models and (whole or family.nested):
+            original = ModelRegistry.models[architecture]
+            ModelRegistry.models[architecture] = _registered(architecture, original, whole)
 
 
 def _wrap(owner: type, name: str, after: Any) -> None:
@@ -68,7 +84,22 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
     configure(model_config)
     attach(offered(model_config))
     listen(model_config)
+    _keep_in_step()
     return result
+
+
+def _keep_in_step() -> None:
+    """Bring the cache of the front end in step with the engine's, where this vLLM has what it takes."""
+    if problems := missing_hooks(SENDER_HOOKS):
+        logger.warning(
+            "after a request that is refused, the next one with its image may be answered with HTTP 500 once: this "
+            "vLLM lacks %s",
+            "; ".join(problems),
+        )
+        return
+    from tokenprune.integrations.vllm.front.sender_cache import keep_in_step
+
+    keep_in_step()
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
@@ -116,21 +147,27 @@ def _with_reduction(processor: Any, registry: Any, *_: Any, **__: Any) -> Any:
     return processor
 
 
-def _reduced(architecture: str, original: Any) -> Any:
+def _registered(architecture: str, original: Any, whole: bool) -> Any:
     """Return an entry for vLLM's registry of models that stands before `original`; nothing is imported yet."""
     from vllm.model_executor.models.registry import _BaseRegisteredModel
 
     @dataclass(frozen=True)
-    class ReducedModel(_BaseRegisteredModel):
+    class RegisteredModel(_BaseRegisteredModel):
         architecture: str
         original: Any
+        whole: bool
 
         def inspect_model_cls(self) -> Any:
             return self.original.inspect_model_cls()
 
         def load_model_cls(self) -> type:
+            base = self.original.load_model_cls()
+            if not self.whole:
+                from tokenprune.integrations.vllm.worker.weights import renaming_class
+
+                return renaming_class(base)
             from tokenprune.integrations.vllm.worker.models import reducing_class
 
-            return reducing_class(self.original.load_model_cls(), FAMILIES[self.architecture])
+            return reducing_class(base, FAMILIES[self.architecture])
 
-    return ReducedModel(architecture, original)
+    return RegisteredModel(architecture, original, whole)

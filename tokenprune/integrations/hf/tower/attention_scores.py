@@ -59,6 +59,11 @@ _CLASS_TOKENS = {
     "Qwen2VLVisionBlock": 0,
     "Qwen2_5_VLVisionBlock": 0,
     "Qwen3VLVisionBlock": 0,
+    "Qwen3VLMoeVisionBlock": 0,
+    "Qwen3_5VisionBlock": 0,
+    "Qwen3_5MoeVisionBlock": 0,
+    "Glm4vVisionBlock": 0,
+    "Glm4vMoeVisionBlock": 0,
     "PixtralAttentionLayer": 0,
 }
 

@@ -7,6 +7,7 @@ What a label can say is bounded, whatever clients send: names of methods and pro
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import shutil
@@ -41,6 +42,9 @@ COUNTERS = {
         ("model_name", "reason"),
     ),
 }
+
+_PREFIX = "tokenprune-metrics-"
+_locks: list[int] = []  # held until this process ends
 
 # Of the workers, which have no page of their own: read from their files.
 SUMS = {
@@ -117,10 +121,41 @@ def _of_workers() -> _OfWorkers:
 
 def listen(model_config: Any) -> None:
     """Make a folder for what the workers of this model have to say; it goes when this process ends."""
-    folder = tempfile.mkdtemp(prefix="tokenprune-")
-    atexit.register(_remove, folder, os.getpid())
+    folder = tempfile.mkdtemp(dir=_own_folder())
     setattr(model_config.multimodal_config, SECONDS, folder)
     _of_workers().folders.append((Path(folder), model_config.served_model_name))
+
+
+@cache
+def _own_folder() -> str:
+    """Return this process's folder, which it holds locked as long as it runs; those of killed ones are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        _remove_if_left(left)
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX)
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.isdir(folder):  # another process may have taken it for one that was left
+            _locks.append(lock)
+            atexit.register(_remove, folder, os.getpid())
+            return folder
+        os.close(lock)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a folder whose process no longer runs, which the system tells by the lock; not that of another user."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        if os.fstat(lock).st_uid == os.getuid():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # its process runs
+        pass
+    finally:
+        os.close(lock)
 
 
 def _remove(folder: str, process: int) -> None:

@@ -51,15 +51,6 @@ class CountedDetails(PromptUpdateDetails):
     label: tuple[str, str] = ("off", "1")
 
 
-class _TooLong(OptionError):
-    """A prompt whose full length is beyond the positions of a model. hashes: of its items, which the front end has
-    counted as sent to the engine."""
-
-    def __init__(self, message: str, hashes: Sequence[str]) -> None:
-        super().__init__(message)
-        self.hashes = hashes
-
-
 # What is written for the items of the request that this thread processes.
 _written: ContextVar[list[CountedDetails]] = ContextVar("written")
 
@@ -174,22 +165,21 @@ class ReducingProcessor(BaseMultiModalProcessor):
         details = [update[0].content for items in mm_res.prompt_updates.values() for update in items if update]
         counted = [one for one in details if isinstance(one, CountedDetails) and not self._dummy]
         if original_positions(self.info.ctx.model_config):
-            self._check_length(sum(one.left for one in counted), mm_res.hashes)
+            self._check_length(sum(one.left for one in counted))
         for one in counted:
             metrics.count(self.info.ctx.model_config, "in", *one.label, one.before)
             metrics.count(self.info.ctx.model_config, "out", *one.label, one.after)
             _written.get([]).append(one)
         return applied
 
-    def _check_length(self, left: int, hashes: Mapping[str, Sequence[str]]) -> None:
-        """Raise _TooLong if rope may have no angles for the answer to a prompt without `left` of its visual tokens."""
+    def _check_length(self, left: int) -> None:
+        """Raise OptionError if rope may have no angles for the answer to a prompt that lost `left` visual tokens."""
         model_config = self.info.ctx.model_config
         spare = longest(model_config) - model_config.max_model_len
         if left and left >= spare:
-            raise _TooLong(
+            raise OptionError(
                 f"{left} visual tokens are left out of this prompt, and their positions stay empty: this model has "
-                f"positions for less than {spare}. Send fewer or smaller images, or keep more of them",
-                [one for of_modality in hashes.values() for one in of_modality],
+                f"positions for less than {spare}. Send fewer or smaller images, or keep more of them"
             )
 
     def get_dummy_mm_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,8 +198,8 @@ class ReducingProcessor(BaseMultiModalProcessor):
         _written.set(items)
         try:
             setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
-            # Before anything is cached: vLLM's caches in two processes must hear of the same items.
-            if family_of(model_config).mrope:
+            # Before images are read.
+            if family_of(model_config).mrope and not setting.is_off:
                 counts, config = inputs.mm_data_items.get_all_counts(), self.info.get_hf_config()
                 _check_placeholders(inputs.prompt, counts, config, not setting.removes_nothing)
             if reads_tower(setting.method) or merges_in_tower(setting.method):
@@ -217,9 +207,6 @@ class ReducingProcessor(BaseMultiModalProcessor):
             made = super().apply(inputs, *args, **kwargs)
         except TokenPruneError as error:
             metrics.refused(model_config, error, what)
-            if isinstance(error, _TooLong) and inputs.cache is not None:
-                for one in error.hashes:
-                    inputs.cache.invalidate(one)
             raise
         offer = offered(model_config)
         profile = offer.label(inputs.hf_processor_mm_kwargs.get(KEY))

@@ -4,7 +4,8 @@ key, or by how many requests are in flight. None of these needs --trust-request-
 
 vLLM offers a plugin no place between a request and its processor, and the processor sees neither the model's name nor
 a key that vLLM does not trust. So `OnlineRenderer.preprocess_chat`, through which chat completions, responses and
-messages come, is replaced by itself behind a look at the request; and `AsyncLLM` says how many requests it has.
+messages come, is replaced by itself behind a look at the request; and `AsyncLLM` says how many requests it has. Other
+endpoints with images refuse a name that asks for a profile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.front import metrics
-from tokenprune.integrations.vllm.setting.configuration import configured, offered
+from tokenprune.integrations.vllm.setting.configuration import configured, in_llm, offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
 from tokenprune.integrations.vllm.setting.settings import KEY
 
@@ -31,6 +32,8 @@ HOOKS = {
     "vllm.renderers.online_renderer:validate_request_mm_kwargs": (
         "mm_processor_kwargs media_io_kwargs trust_request_mm_kwargs"
     ),
+    "vllm.entrypoints.pooling.base.serving:PoolingBaseServing._check_model": "self request",
+    "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens._check_model": "self request",
     "vllm.v1.engine.async_llm:AsyncLLM": "vllm_config",
     "vllm.v1.engine.async_llm:AsyncLLM.get_num_unfinished_requests": "self",
 }
@@ -65,6 +68,8 @@ def attach(offer: Offer) -> None:
             require_hooks(problems)
         logger.debug("requests cannot choose profiles in this vLLM: %s", "; ".join(problems))
         return
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.renderers.online_renderer import OnlineRenderer
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -91,6 +96,35 @@ def attach(offer: Offer) -> None:
 
     preprocess_chat._tokenprune = True
     OnlineRenderer.preprocess_chat, AsyncLLM.__init__ = preprocess_chat, init
+    for serving in (PoolingBaseServing, ServingTokens):
+        serving._check_model = _without_profiles(serving._check_model)
+
+
+def _without_profiles(check: Any) -> Any:
+    """Return the check of a request's model, for endpoints whose requests cannot be given a profile."""
+
+    @functools.wraps(check)
+    async def check_model(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if configured(self.model_config) is not None:
+            _check_no_profile(self.model_config, request.model)
+        return await check(self, request, *args, **kwargs)
+
+    return check_model
+
+
+def _check_no_profile(model_config: Any, model: str | None) -> None:
+    """Raise OptionError for a model's name that asks for a profile other than the server's own setting."""
+    offer, served = offered(model_config), model_config.served_model_name
+    profile = _named(model, offer, served)
+    try:
+        if profile is not None and offer.profile(profile) != offer.profile(DEFAULT):
+            raise OptionError(
+                f"{KEY}: {model!r} asks for a profile, and this endpoint knows the server's own setting alone: ask for "
+                f"{served!r}"
+            )
+    except TokenPruneError as error:
+        metrics.refused(model_config, error, "setting")
+        raise
 
 
 def _with_profile(renderer: Any, request: Any, in_flight: int) -> Any:
@@ -110,6 +144,11 @@ def _with_profile(renderer: Any, request: Any, in_flight: int) -> Any:
         mm_processor_kwargs=others, media_io_kwargs=media, trust_request_mm_kwargs=renderer.trust_request_mm_kwargs
     )
     try:
+        if in_llm(model_config):
+            # Before its images are read, which vLLM's own place for this is not.
+            from tokenprune.integrations.vllm.in_llm.attach import check_request
+
+            check_request(request)
         asked = given.get(KEY, {})
         if not trusted:
             _check_only_profile(asked, offer)
@@ -138,6 +177,12 @@ def _check_only_profile(asked: Any, offer: Offer) -> None:
     )
 
 
+def _named(model: str | None, offer: Offer, served: str) -> str | None:
+    """Return the profile that a model's name asks for, whether or not there is one; None if it asks for none."""
+    name, _, suffix = (model or "").rpartition(":")
+    return suffix if offer.names and name and (suffix in offer.profiles or name == served) else None
+
+
 def choose(asked: Any, offer: Offer, model: str | None, served: str, in_flight: int) -> Any:
     """Return what stands for a request under our key, once its profile is in it; empty if it chooses nothing.
 
@@ -147,9 +192,8 @@ def choose(asked: Any, offer: Offer, model: str | None, served: str, in_flight: 
     if not isinstance(asked, Mapping):
         return asked  # the processor refuses it
     if PROFILE not in asked:
-        name, _, suffix = (model or "").rpartition(":")
-        if offer.names and name and (suffix in offer.profiles or name == served):
-            asked = {PROFILE: suffix} | dict(asked)
+        if (profile := _named(model, offer, served)) is not None:
+            asked = {PROFILE: profile} | dict(asked)
         elif not asked and offer.steps:
             asked = {PROFILE: offer.at(in_flight)}
     if PROFILE in asked:

@@ -35,8 +35,9 @@ def _asked(vllm_config: Any) -> tuple[Setting, bool]:
 
 
 def check_request(params: Any) -> None:
-    """Raise RefusedRequestError for sampling parameters that ask for log-probabilities of the prompt."""
-    if params.prompt_logprobs is not None:
+    """Raise RefusedRequestError if log-probabilities of the prompt are asked for. params: a request, or its sampling
+    parameters."""
+    if getattr(params, "prompt_logprobs", None) is not None:
         raise RefusedRequestError(
             f"{IN_LLM} takes tokens of the prompt out before the last layer, so they have no log-probabilities: leave "
             "prompt_logprobs (or echo with logprobs) out",

@@ -59,6 +59,11 @@ class Setting:
         return _parsed(tuple(_text(layer) for layer in layers), trusted)
 
     @property
+    def is_off(self) -> bool:
+        """Whether it is `{"off": true}`."""
+        return self.method is None and self.pixels is None
+
+    @property
     def removes_nothing(self) -> bool:
         """Whether every feature of the encoder stays in the prompt."""
         return self.method is None or self.in_llm or Budget.of_checked(self.keep).is_identity()
@@ -107,8 +112,7 @@ class Setting:
 def check_override(server: Setting, request: Setting) -> None:
     """Raise OptionError if a request asks for another reduction than its server, and one of them is inside the language
     model: its layers are prepared for one."""
-    off = request.method is None and request.pixels is None
-    if (server.in_llm or request.in_llm) and not off and request != server:
+    if (server.in_llm or request.in_llm) and not request.is_off and request != server:
         raise OptionError(
             f"{IN_LLM} is a matter of the whole server, set when it starts: a request can only switch the reduction "
             'off, with {"off": true}'
@@ -154,6 +158,9 @@ def _checked(layer: Layer) -> Setting:
     if in_llm and count > 1:
         raise OptionError(f"{KEY}: {IN_LLM} goes with one method, not with {count}")
     methods = layer.methods()
+    for one in layer.keep if isinstance(layer.keep, list) else [layer.keep]:
+        if isinstance(one, dict) and set(one) not in ({"keep"}, {"tokens"}):
+            raise _no_number(one)
     budgets = layer.budgets()
     steps = [_step(*one, in_llm) for one in zip(methods, budgets, layer.entries, strict=True)]
     check_places(methods)
@@ -172,11 +179,18 @@ def _checked(layer: Layer) -> Setting:
     return Setting(method, keep, *(pixels or [(None, 1.0)])[0][:2], per, in_llm, files)
 
 
+def _no_number(keep: Any) -> BudgetError:
+    return BudgetError(
+        f"{KEY}: the prompt is written before the model runs, so keep must be a number, 4 for four tokens or 0.25 for "
+        f"a share, not {short(keep)}"
+    )
+
+
 def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[Method, float | int, Files]:
     """Return one of the methods of a setting, its budget and its files (see `Setting`), checked."""
     keep = budget.keep
     if keep is None:
-        raise BudgetError(f"{KEY}: keep must be a number, not a {budget}: a share in (0, 1], or a number of tokens")
+        raise _no_number(budget)
     try:
         check_method(method, in_llm)
     except TokenPruneError:

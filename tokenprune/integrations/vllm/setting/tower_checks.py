@@ -10,6 +10,7 @@ from tokenprune.base import Method, Pruner
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.patch_grid import PatchSource
 from tokenprune.integrations.shared.tower_scores import block_index, read_block, without_tower
+from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.observable import Where
 from tokenprune.observable_registry import observables_of
 from tokenprune.video import compares_frames
@@ -24,6 +25,11 @@ CLASS_TOKENS = {
     "qwen2_vl_vision": 0,
     "qwen2_5_vl_vision": 0,
     "qwen3_vl_vision": 0,
+    "qwen3_vl_moe_vision": 0,
+    "qwen3_5_vision": 0,
+    "qwen3_5_moe_vision": 0,
+    "glm4v_vision": 0,
+    "glm4v_moe_vision": 0,
     "pixtral": 0,
 }
 INSTEAD = "use a method that acts behind the tower, such as divprune"
@@ -108,7 +114,7 @@ def check_items(method: Method, setting: Any, items: Any, info: Any) -> None:
                 size = of_modality.get_frame_size(index)
                 frames = of_modality.get_num_frames(index)
                 tokens = info.get_num_video_tokens(image_width=size.width, image_height=size.height, num_frames=frames)
-                newlines = 1
+                newlines = FAMILIES[info.ctx.model_config.architecture].behind_video
             elif isinstance(of_modality, ImageProcessorItems):
                 size = of_modality.get_image_size(index)
                 tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
@@ -30,9 +29,8 @@ from tokenprune.integrations.vllm.worker.runner import prepare_runner
 from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_merging import merging, stretches, tower_merger
 from tokenprune.integrations.vllm.worker.unit_dropping import UnitDrop, dropping
+from tokenprune.integrations.vllm.worker.weights import mapper
 
-# Of a tower as transformers 5 names it: what stands in `vision_tower.vision_model` of vLLM's model.
-_NESTED = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm", "head")
 # What the models' own rules of positions read of an item.
 _SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 # Names under which a model gets how many tiles each image has.
@@ -241,6 +239,8 @@ class ReducingMropeModel(ReducingModel):
         return super().get_mrope_input_positions(tokens, features)
 
     def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
+        if not plan.reduces:
+            return torch.nn.functional.pad(rows, (0, positions.COLUMNS), value=positions.WHOLE)
         within = positions.within_item(self._rule, plan, item, modality)
         _check_span(int(within.max()))
         within = within.to(rows.device)[:, places]
@@ -285,7 +285,5 @@ def reducing_class(base: type, family: Family) -> type:
     mixin = ReducingMropeModel if family.mrope else ReducingLineModel
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "tokenprune_family": family}
     if family.nested:
-        # Behind vLLM's own, which bring all names to begin with "vision_tower.".
-        nested = {f"vision_tower.{name}.": f"vision_tower.vision_model.{name}." for name in _NESTED}
-        names["hf_to_vllm_mapper"] = base.hf_to_vllm_mapper | WeightsMapper(orig_to_new_prefix=nested)
+        names["hf_to_vllm_mapper"] = mapper(base)
     return type(base)(base.__name__, (mixin, base), names)

@@ -27,6 +27,7 @@ from tokenprune.integrations.vllm.setting.plan import Plan
 # Numbers in two digits each: every digit is below 256, so it is exact in any 16-bit float.
 DIGITS = 2
 COLUMNS = 3 * DIGITS
+WHOLE = -1  # in all columns of an item that lost nothing: its places are what the model's own rule says
 Rule = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
 
 
@@ -48,7 +49,7 @@ def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
     positions, _ = rule(list(plan.tokens), [spec])
     first, end = plan.span
     starts = torch.tensor([first] * len(plan.tokens))
-    if not plan.reduces or plan.per_run:  # then each run of placeholders stands for itself
+    if plan.per_run:  # then each run of placeholders stands for itself
         for place in range(first, end):
             same = place > first and plan.embeds[place] and plan.embeds[place - 1]
             starts[place] = starts[place - 1] if same else place
@@ -114,7 +115,11 @@ def place(
     delta = int(positions.max()) + 1 - positions.shape[1]
     if not embeddings:
         return [], positions, delta
+    cut = [one[:, :-COLUMNS] for one in embeddings]
     within = from_columns(torch.cat([one[:, -COLUMNS:] for one in embeddings]).cpu())
+    moves = within[0] >= 0
+    if not moves.any():
+        return cut, positions, delta
     is_placeholder = torch.isin(torch.as_tensor(tokens).cpu(), torch.tensor(placeholders))
     begins = is_placeholder & ~is_placeholder.roll(1)
     begins[0] = is_placeholder[0]
@@ -123,11 +128,12 @@ def place(
     slots = places[is_placeholder & (places >= computed)][: within.shape[1]]
     _check_rows(within.shape[1], len(slots), computed)
     known = positions.cpu()
+    slots, within = slots[moves], within[:, moves]
     start = start[slots]
     base = torch.where(start > 0, known[:, (start - 1).clamp(min=0)].amax(0) + 1, 0)
     positions = positions.clone()
     positions[:, slots.to(positions.device)] = (base + within).to(positions)
-    return [one[:, :-COLUMNS] for one in embeddings], positions, delta
+    return cut, positions, delta
 
 
 def of_line(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int]:

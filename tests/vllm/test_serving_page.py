@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/serving.md says of families and methods is what the plugin does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from tokenprune.integrations.vllm.families import FAMILIES
+from tokenprune.integrations.vllm.setting.tower_checks import is_known, reads_tower
+from tokenprune.registry import build, method_class
+
+PAGE = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+
+
+def section(title: str) -> list[list[str]]:
+    """The rows of the first table of a section, cell by cell, without its head."""
+    _, _, text = PAGE.partition(f"\n## {title}\n")
+    lines = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows[2:] if len(row) == len(rows[0])]
+
+
+def made(kind: str) -> PretrainedConfig:
+    """The config of a model type with the tower of its checkpoints."""
+    tower = {"vision_config": {"model_type": "siglip_vision_model"}} if kind == "gemma3" else {}
+    return CONFIG_MAPPING[kind](**tower)
+
+
+def test_whose_tower_is_read() -> None:
+    types = list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items())
+    kinds = {architecture: kind for kind, architecture in reversed(types)}  # the first, of variants
+    said = {name: row[3] for row in section("Families") for name in re.findall(r"`(\w+)`", row[1])}
+    known = {name: name in kinds and is_known(made(kinds[name])) for name in FAMILIES}
+    assert said == {name: "yes" if known[name] else "no" for name in FAMILIES}
+    assert 16 <= sum(known.values()) < len(known)
+
+
+def methods(where: str) -> list[str]:
+    """Methods of the rows whose last cell holds a text."""
+    return [name for row in section("Methods") if where in row[2] for name in re.findall(r"\*\*`(\w+)`\*\*", row[0])]
+
+
+def test_which_methods_go_with_all_families() -> None:
+    assert {"visionzip", "vscan", "fastervlm"} <= set(methods("[tower is read]"))
+    assert "divprune" in methods("all")
+    for name in methods("all"):
+        method = method_class(name)()
+        assert not reads_tower(build(name, {**method.query_free, **method.reads_less})), name

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that answers with embeddings: requests have the server's setting, and none of its profiles by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoints import CHECKPOINTS
+from conftest import DIVPRUNE, stop
+from server import serve
+from test_profiles import data_url, post
+
+NAME, PATH = "llava", "/v1/embeddings"
+FULL, QUARTER, TENTH = 36, 9, 4  # tokens of an image
+
+
+def test_profiles_at_other_endpoints(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    stop()
+    setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}, "same": {"keep": 0.25}}, "log": "json"}
+    arguments = ["--runner", "pooling", "--convert", "embed", "--trust-request-mm-kwargs"]
+    arguments += ["--served-model-name", "tiny", "tiny:fast", "tiny:same", "tiny:default", "tiny:fsat"]
+    url = data_url(CHECKPOINTS[NAME].images(1))
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
+    kwargs = json.dumps({"tokenprune": setting})
+    with serve(folder(NAME), tmp_path, "--mm-processor-kwargs", kwargs, *arguments) as server:
+
+        def ask(model: str, path: str = PATH, **more: Any) -> Any:
+            body = {"model": model, "messages": [{"role": "user", "content": content}], **more}
+            answer = post(server, path, body)
+            return answer if isinstance(answer, int) else answer["usage"]["prompt_tokens"]
+
+        def by_key(value: dict[str, Any]) -> Any:
+            return ask("tiny", mm_processor_kwargs={"tokenprune": value})
+
+        text = ask("tiny") - QUARTER
+        assert ask("tiny:fast") == ask("tiny:fsat") == ask("tiny:fast", "/pooling") == 400
+        assert ask("tiny:default") == ask("tiny:same") == text + QUARTER
+        assert by_key({"profile": "fast"}) == text + TENTH and by_key({"off": True}) == text + FULL
+        assert server.counted("tokenprune:refusals_total") == {
+            'model_name="tiny",reason="setting"': 2, 'model_name="tiny",reason="profile"': 1,
+        }  # fmt: skip

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that end between the front end's cache of images and the engine's: refused ones, and clients that leave.
+
+The next request with the same image is answered as ever. vLLM itself would answer it with HTTP 500.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from checkpoints import CHECKPOINTS
+from conftest import DIVPRUNE, stop
+from runner import IN_LLM
+from server import CALL, Server, serve
+from test_profiles import data_url, post
+
+NAME, CHAT = "llava", "/v1/chat/completions"
+MOST = 30  # images of a request
+DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "layer": 1, "experimental_in_llm": True}
+BAD: list[dict[str, Any]] = [
+    {"temperature": -1},
+    {"top_p": 2},
+    {"top_k": -5},
+    {"n": 0},
+    {"max_tokens": -1},
+    {"max_tokens": 5000},
+    {"min_tokens": 9},
+    {"presence_penalty": 9},
+    {"frequency_penalty": -9},
+    {"repetition_penalty": 0},
+    {"min_p": 2},
+    {"logprobs": True, "top_logprobs": 99},
+    {"prompt_logprobs": 99},
+    {"stop": ""},
+    {"bad_words": [""]},
+    {"logit_bias": {"99999": 1}},
+    {"structured_outputs": {"regex": "("}},
+    {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"json": {"type": "nonsense"}}},
+    {"allowed_token_ids": []},
+    {"allowed_token_ids": [99999]},
+]
+
+
+def running(folder: Any, place: Path, setting: dict[str, Any], *arguments: str) -> Any:
+    stop()
+    limit = json.dumps({"image": MOST})
+    kwargs = json.dumps({"tokenprune": setting})
+    return serve(folder(NAME), place, "--limit-mm-per-prompt", limit, "--mm-processor-kwargs", kwargs, *arguments)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(folder, tmp_path_factory.mktemp("refused"), DIVPRUNE) as one:
+        yield one
+
+
+def body(images: list[Any], **more: Any) -> dict[str, Any]:
+    content = [{"type": "image_url", "image_url": {"url": data_url([image])}} for image in images]
+    content += [{"type": "text", "text": "what? "}]
+    return {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": content}], **more}
+
+
+def image(seed: int) -> list[Any]:
+    return CHECKPOINTS[NAME].images(1, seed=seed)
+
+
+def answered(server: Server, request: dict[str, Any], path: str = CHAT) -> bool:
+    return not isinstance(post(server, path, request), int)
+
+
+def test_a_refused_request_costs_the_next_one_nothing(server: Server) -> None:
+    for number, bad in enumerate(BAD):
+        assert post(server, CHAT, body(image(100 + number), **bad)) == 400, bad
+        assert answered(server, body(image(100 + number))), bad
+        assert answered(server, body(image(100 + number))), bad  # now by its hash alone
+
+
+def test_images_are_sent_once(server: Server) -> None:
+    """Where nothing went wrong, vLLM's cache is what it was."""
+    name = "vllm:mm_cache_hits_total"
+    assert answered(server, body(image(900)))
+    before = sum(server.counted(name).values())
+    assert answered(server, body(image(900)))
+    assert sum(server.counted(name).values()) == before + 1
+
+
+def test_several_requests_share_an_image_of_which_one_is_refused(server: Server) -> None:
+    images = image(950) + image(951) + image(950)
+    assert post(server, CHAT, body(images[:2], n=0)) == 400
+    assert answered(server, body(images))
+    assert post(server, CHAT, body(images, top_p=2)) == 400
+    assert answered(server, body(images[1:]))
+
+
+def test_a_client_that_leaves_while_its_images_are_read(server: Server) -> None:
+    """Large images, so that reading them takes a while, of which clients leave after a part."""
+
+    def flat(start: int) -> dict[str, Any]:
+        colours = [(at % 251, 7 * at % 253, 13 * at % 241) for at in range(start, start + MOST)]
+        return body([Image.new("RGB", (1400, 1400), colour) for colour in colours])
+
+    begin = time.monotonic()
+    assert answered(server, flat(10_000))
+    whole = time.monotonic() - begin
+    for number, part in enumerate((0.1, 0.15, 0.2, 0.25, 0.3, 0.4)):
+        request = flat(100 * number)
+        client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=CALL)
+        client.request("POST", CHAT, json.dumps(request), {"Content-Type": "application/json"})
+        time.sleep(part * whole)
+        client.close()
+        time.sleep(0.3 * whole)  # until the images that were begun are read
+        assert answered(server, request), part
+
+
+@IN_LLM
+def test_log_probabilities_of_the_prompt_are_refused_before_images_are_read(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with running(folder, tmp_path, DART, "--disable-chunked-mm-input") as server:
+        assert post(server, CHAT, body(image(1), prompt_logprobs=1)) == 400
+        assert sum(server.counted("vllm:mm_cache_queries_total").values()) == 0
+        assert sum(server.counted("tokenprune:refusals_total").values()) == 1
+        assert answered(server, body(image(1)))
+
+
+def test_the_cache_of_the_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.multimodal.cache import lru
+    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+
+    from tokenprune.integrations.vllm.front import sender_cache
+
+    def made() -> Any:
+        return MultiModalKwargsItem({"pixels": MultiModalFieldElem(torch.zeros(1000), MultiModalBatchedField())})
+
+    def request(data: Any) -> Any:
+        return SimpleNamespace(mm_features=[SimpleNamespace(data=data, mm_hash="a", identifier="lora:a")])
+
+    config = SimpleNamespace(get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1))
+    client = SimpleNamespace(add_request=lambda one: sent.append(one), add_request_async=None)
+    client.add_request_async = client.add_request
+    sent: list[Any] = []
+    cache = lru.LruKeyReplicatedSenderCache(config)
+    sender_cache._follow(cache, client)
+    item = made()
+    assert cache.get_and_update_item((item, ["text"]), "a") == (item, ["text"])
+    assert cache.get_and_update_item(None, "a") == (item, ["text"])
+    client.add_request(request(None))  # of another image that had this hash
+    assert cache.get_and_update_item(None, "a")[0] is item
+    client.add_request(request(item))
+    assert len(sent) == 2 and cache.get_and_update_item(None, "a") == (None, ["text"])
+    # What was never sent is bounded; what was sent is not forgotten.
+    monkeypatch.setattr(sender_cache, "MOST", 3 * 4000)
+    for name in "bcdef":
+        cache.get_and_update_item((made(), []), name)
+        cache.release_sender_touches()
+    assert cache.is_cached(list("abcdef")) == [True, False, False, True, True, True]
+    cache.invalidate("d")
+    assert not cache.is_cached_item("d")
+    cache.clear_cache()
+    assert not cache._unsent and not cache.is_cached_item("a")
