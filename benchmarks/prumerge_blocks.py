@@ -17,6 +17,7 @@ import argparse
 import json
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from tokenprune.methods.tiles import attended
 from tokenprune.observable import SeenAttention, TowerScores
 from tokenprune.observable_registry import register_observable
 
-KEEPS = (0.25, 0.11, 0.05)
+ROW = ("model", "block", "heads", "keep")
 BLOCKS = {"demo_vlm": (-1, -2), "demo_qwen": (-1, 2)}
 
 
@@ -68,27 +69,32 @@ class Other(PruMerge):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=50)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--images", type=int, default=20)
+    parser.add_argument("--models", default="demo_vlm,demo_qwen")
+    parser.add_argument("--keeps", default="0.25,0.11")
+    parser.add_argument("--json", type=Path, required=True, help="what is there is not asked again")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    console = Console()
-    with args.json.open("w") as file:
-        for model, blocks in BLOCKS.items():
+    lines = args.json.read_text().splitlines() if args.json.exists() else []
+    known = [{name: one.get(name) for name in ROW} for one in map(json.loads, lines)]
+    with args.json.open("a") as file:
+        for model in args.models.split(","):
             subject = load(model, device="cpu")
             bench = Bench(subject, Plan(images=args.images, repeats=0))
-            file.write(json.dumps(bench.header()) + "\n")
-            for block in blocks:
-                for wide in (False, True) if model == "demo_vlm" else (False,):
-                    for keep in KEEPS:
-                        method = Other(block=block, wide=wide)
-                        changed = partial(tokenprune.patched, subject.model, method, keep=keep, guard="off")
-                        right = ask(bench, subject, lambda inputs, changed=changed: changed())
-                        record = {"model": model, "block": block, "heads": "wide" if wide else "heads", "keep": keep}
-                        file.write(json.dumps({"record": "prumerge_blocks", **record, "right": right}) + "\n")
-                        file.flush()
-                        said = f"{model:>9} block {block:>2} {record['heads']:>5} {keep:<4}: {share(right)}"
-                        console.print(said, highlight=False)
+            if not any(one["model"] == model for one in known):
+                file.write(json.dumps(bench.header()) + "\n")
+            for block, wide, keep in product(BLOCKS[model], (False, True), map(float, args.keeps.split(","))):
+                row = dict(zip(ROW, (model, block, "wide" if wide else "heads", keep), strict=True))
+                if row in known or (wide and model != "demo_vlm"):
+                    continue
+                method = Other(block=block, wide=wide)
+                changed = partial(tokenprune.patched, subject.model, method, keep=keep, guard="off")
+                right = ask(bench, subject, lambda inputs, changed=changed: changed())
+                file.write(json.dumps({"record": "prumerge_blocks", **row, "right": right}) + "\n")
+                file.flush()
+                Console().print(
+                    f"{model:>9} block {block:>2} {row['heads']:>5} {keep:<4}: {share(right)}", highlight=False
+                )
 
 
 if __name__ == "__main__":

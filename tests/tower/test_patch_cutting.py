@@ -197,7 +197,8 @@ def test_inside_where_the_tower_allows_it(name: str, build) -> None:
     if inside:
         assert torch.equal(got, asked(inside=True)[0])
     # What a tower cannot do for each image of itself.
-    for how in ({"guard": "auto"}, {"keep": tokenprune.Budget(keep=0.4, per="prompt")}, {"keep": tokenprune.Budget(kv_share=0.4)}):
+    budgets = tokenprune.Budget(keep=0.4, per="prompt"), tokenprune.Budget(kv_share=0.4)
+    for how in ({"guard": "auto"}, *({"keep": one} for one in budgets)):
         assert asked(**how)[1] is Site.PRE_LLM
         if inside:
             with pytest.raises(tokenprune.TokenPruneError, match="flowcut"):
