@@ -31,7 +31,7 @@ def naive_choice(
 
     each = min(round(coordinates * count), keep // 4)
     anchors = set(best(cos, each)) | set(best(sin, each))
-    of_text = [likeness(row) for row in text]
+    of_text = [likeness(row) for row in (text[2:] if len(text) > 2 else text)]  # the first two rate nothing
     from_text = [sum(row[i] for row in of_text) for i in range(count)]
     seeds = best(from_text, max(1, round(0.01 * count)))
     from_seeds = [likeness(visual[i]) for i in seeds]
@@ -71,6 +71,25 @@ def test_made_up_tokens() -> None:
                     naive_choice(cos[row, :n].tolist(), sin[row, :n].tolist(), tokens.value_heads[row, :n], text, k)
                 )
             assert rows(method.select(tokens).keep) == want
+
+
+def test_the_first_two_tokens_of_text_rate_nothing() -> None:
+    """5b: in each other's place they change nothing, in the place of one that rates they do."""
+    method = tokenprune.method("ivc_prune", coordinates=0.0)
+
+    def kept(order: list[int]) -> list[int]:
+        tokens = view([40], [10], method.needs, seed=3)
+        tokens.text.value_heads[0] = 3 * tokens.text.value_heads[0, order]
+        return rows(method.select(tokens).keep)[0]
+
+    assert kept([0, 1, 2, 3, 4]) == kept([1, 0, 2, 3, 4]) != kept([2, 1, 0, 3, 4])
+
+
+def test_text_of_two_tokens_rates_all_the_same() -> None:
+    tokens = view([40], [10], ("value_heads", "rotation"), seed=3)
+    tokens.text.mask[0, 2:] = False
+    want = naive_choice(*([0.0] * 40,) * 2, tokens.value_heads[0], tokens.text.value_heads[0, :2], 10, coordinates=0)
+    assert rows(tokenprune.method("ivc_prune", coordinates=0).select(tokens).keep) == [want]
 
 
 def test_coordinates_depend_on_places_alone() -> None:

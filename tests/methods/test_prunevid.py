@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import random
 from itertools import combinations, groupby, pairwise
 from typing import Any
 
@@ -16,34 +17,54 @@ from tests.kernels.test_temporal import naive_peaks, naive_shares
 from tokenprune import Budget, OptionError
 from tokenprune.methods.pre_llm.prunevid import scene_ends
 from tokenprune.testing import visual_tokens
-from videos import best, check_counts, clusters, compare, cos, given, mean, moving, same, select, shares_of
+from videos import best, check_counts, compare, cos, given, mean, moving, same, select, shares_of
 
 
 def contiguous(labels: list[int]) -> list[int]:
-    """Labels of frames, each label's longest run grown over the others; by the frames themselves."""
-    runs = []
-    for _, run in groupby(range(len(labels)), key=lambda f: labels[f]):
-        runs.append([*run])
-    kept = [max((r for r in runs if labels[r[0]] == label), key=lambda r: (len(r), -r[0])) for label in set(labels)]
-    while True:
-        lost = [i for i, run in enumerate(runs) if not any(run[0] <= k[0] and k[-1] <= run[-1] for k in kept)]
-        if not lost:
-            return [i for i, run in enumerate(runs) for _ in run]
-        i = lost[0]
-        sides = [j for j in (i - 1, i + 1) if 0 <= j < len(runs)]
-        to = max(sides, key=lambda j: (len(runs[j]), -j))
-        runs[min(i, to) : max(i, to) + 1] = [sorted(runs[i] + runs[to])]
+    """Step 2: labels of frames as scenes, frame by frame."""
+    count = len(labels)
+
+    def run(of: list[int | None], f: int) -> list[int]:
+        """The unbroken run of frames of one label around `f`."""
+        first = last = f
+        while first and of[first - 1] == of[f]:
+            first -= 1
+        while last + 1 < count and of[last + 1] == of[f]:
+            last += 1
+        return [*range(first, last + 1)]
+
+    longest = {label: max(len(run(labels, f)) for f in range(count) if labels[f] == label) for label in set(labels)}
+    made = [label if len(run(labels, f)) == longest[label] > 1 else None for f, label in enumerate(labels)]
+    while None in made:
+        stretch = run(made, made.index(None))
+        left, right = stretch[0] - 1, stretch[-1] + 1
+        long_left = len(run(made, left)) if left >= 0 else 0
+        long_right = len(run(made, right)) if right < count else 0
+        to = 0 if long_left == long_right == 0 else made[left] if long_left >= long_right else made[right]
+        made[stretch[0] : stretch[-1] + 1] = [to] * len(stretch)
+    return made
+
+
+def spans_of(labels: list[int]) -> list[list[int]]:
+    """The frames of each maximal run of one label."""
+    return [[f for f, _ in run] for _, run in groupby(enumerate(labels), key=lambda one: one[1])]
+
+
+def gathered(points: dict[int, list[float]], number: int) -> dict[int, int]:
+    """Steps 1 and 4: DPC-KNN of 7 neighbours; of each point the nearest centre, none where no centre is to be had."""
+    keys = [*points]
+    centres = [keys[i] for i in naive_peaks([points[i] for i in keys], number, 7)] if number else []
+    return {
+        i: i if i in centres else min(centres, key=lambda c: (math.dist(points[i], points[c]), c))
+        for i in keys if centres
+    }  # fmt: skip
 
 
 def naive(video: Tensor, attention: Tensor, keep: int, grid: Any = None, threshold: float = 0.8) -> dict[int, dict]:
     frames, places = video.shape[:2]
     x = video.tolist()
-    means = [mean(frame) for frame in x]
-    centres = naive_peaks(means, max(1, frames // 4), 7)
-    labels = [min(centres, key=lambda c: (f != c, math.dist(means[f], means[c]), c)) for f in range(frames)]
-    labels = [f if f in centres else label for f, label in enumerate(labels)]
-    scenes = contiguous(labels)
-    spans = {f: [g for g in range(frames) if scenes[g] == scenes[f]] for f in range(frames)}
+    label = gathered(dict(enumerate(mean(frame) for frame in x)), max(1, frames // 4))
+    spans = {f: span for span in spans_of(contiguous([label[f] for f in range(frames)])) for f in span}
     still = {}
     for f in range(frames):
         still[f] = []
@@ -62,9 +83,10 @@ def naive(video: Tensor, attention: Tensor, keep: int, grid: Any = None, thresho
         kinds += [(f, still[f] if f == spans[f][0] else [], True)]
         kinds += [(f, [p for p in range(places) if p not in still[f]], False)]
     sizes = [len(of) for _, of, _ in kinds]
-    for (f, of, stands), n in zip(kinds, naive_shares([*map(float, sizes)], keep - len(alone), sizes, 1), strict=True):
+    wanted = [float(max(0, (n if n <= 14 else n // 2) - 1)) for n in sizes]
+    for (f, of, stands), n in zip(kinds, naive_shares(wanted, keep - len(alone), sizes, 1), strict=True):
         tokens = {p: copies[f, p] if stands else [f] for p in of}
-        joined = clusters({p: mean([x[g][p] for g in tokens[p]]) for p in of}, n)
+        joined = gathered({p: mean([x[g][p] for g in tokens[p]]) for p in of}, n)
         for p, centre in joined.items():
             part = 1 / sum(one == centre for one in joined.values()) / len(tokens[p])
             groups.setdefault(f * places + centre, {}).update({g * places + p: part for g in tokens[p]})
@@ -94,16 +116,72 @@ def test_counts(frames: int) -> None:
 @pytest.mark.parametrize(
     ("labels", "lengths"),
     [
-        ("aabb", [2, 2]), ("a", [1]), ("aaba", [2, 2]), ("aabaacc", [2, 1, 4]), ("abab", [1, 3]), ("abba", [1, 3]),
-        ("ababb", [3, 2]), ("abcaab", [2, 1, 3]), ("aaabacbb", [5, 1, 2]),
+        ("aabb", [2, 2]), ("a", [1]), ("aabaa", [5]), ("abcd", [4]), ("aabbba", [2, 4]), ("aaba", [4]), ("abba", [4]),
+        ("aabaacc", [5, 2]), ("aabcc", [3, 2]), ("aabcddd", [2, 5]), ("abbcaa", [4, 2]), ("aabbcaabb", [2, 3, 2, 2]),
     ],
 )  # fmt: skip
 def test_scenes_are_contiguous(labels: str, lengths: list[int]) -> None:
-    """The longest run of a label stays, the others join the longer neighbour."""
-    numbers = ["abc".index(one) for one in labels]
+    """The longest runs of a label stay, if they are of two frames at least; others join the longer run beside them."""
+    numbers = ["abcd".index(one) for one in labels]
     made = contiguous(numbers)
-    assert [len([*run]) for _, run in groupby(made)] == lengths
+    assert [len(span) for span in spans_of(made)] == lengths
     assert scene_ends(numbers) == [a != b for a, b in pairwise(made)]
+
+
+def test_scenes_equal_the_loop_in_200_cases() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        labels = [draw.randrange(draw.randint(1, 4)) for _ in range(draw.randint(1, 20))]
+        assert scene_ends(labels) == [a != b for a, b in pairwise(contiguous(labels))], labels
+
+
+def test_equals_the_loop_in_200_cases() -> None:
+    """Both cuts; other sizes, budgets, thresholds, attention and ties in each."""
+    draw = random.Random(0)
+    for case in range(200):
+        frames, grid = draw.randint(1, 12), (draw.randint(1, 3), draw.randint(2, 6))
+        places, threshold = grid[0] * grid[1], draw.choice([0.2, 0.8, 0.8, 0.99])
+        keep = draw.randint(1, frames * places - 1)
+        video = moving(frames, *grid, seed=case, noise=draw.choice([0.02, 0.3]), cut=draw.choice([None, 2, 5]))
+        if draw.random() < 0.3:
+            video[-1, 0] = video[-1, 1]  # two tokens that are one
+        tokens = given([video], [keep], [grid])
+        got = shares_of(select("prunevid", tokens, threshold=threshold, inner=False), 0, frames * places)
+        same(got, naive(video, torch.zeros(0), keep, grid, threshold))
+
+        (_, _), (inner, _) = tokenprune.method("prunevid").stages(Budget(keep=0.3), 32)
+        kept = sorted(got)
+        group = tokens.carry["group"][0, kept].tolist()
+        left = draw.randint(1, len(kept))
+        g = torch.Generator().manual_seed(case)
+        attention = (torch.rand(1, 2, 3, len(kept), generator=g) * 20).round() / 20
+        about = {"text_attention": attention, "text": {"hidden": torch.zeros(1, 3, 4)}, "keep": [left]}
+        carry = {"group": torch.tensor([group]), "groups": 2 * frames}
+        late = inner.select(visual_tokens(torch.zeros(1, len(kept), 4), carry=carry, **about)).keep[0]
+        assert late.nonzero().flatten().tolist() == naive_inner(attention[0], group, left)
+
+
+def naive_inner(attention: Tensor, group: list[int], keep: int) -> list[int]:
+    """Step 5: the most that any head of any text token pays, in each part its share."""
+    score = [max(attention[:, :, i].flatten().tolist()) for i in range(len(group))]
+    sizes = [group.count(one) for one in range(max(group) + 1)]
+    numbers = naive_shares([*map(float, sizes)], keep, sizes, 0)
+    parts = [[i for i in range(len(group)) if group[i] == one] for one in range(len(sizes))]
+    return sorted(i for part, number in zip(parts, numbers, strict=True) for i in best(part, score, number))
+
+
+def test_as_many_as_the_authors_rule_gives() -> None:
+    """Half of each part of more than 14 tokens, all of the others."""
+    video = moving(8, 4, 8, seed=1, cut=4)
+    tokens = given([video], [20], [(4, 8)])
+    select("prunevid", tokens, inner=False)
+    group = tokens.carry["group"][0].tolist()
+    members = {one: [i for i in range(8 * 32) if group[i] == one] for one in set(group)}
+    parts = {one: {i % 32 if one % 2 == 0 else i for i in own} for one, own in members.items()}
+    rule = {one: len(part) if len(part) <= 14 else len(part) // 2 for one, part in parts.items()}
+    assert any(len(part) > 14 for part in parts.values()) and any(len(part) <= 14 for part in parts.values())
+    got = select("prunevid", given([video], [sum(rule.values())], [(4, 8)]), inner=False).keep[0]
+    assert {one: sum(group[i] == one for i in got.nonzero().flatten().tolist()) for one in parts} == rule
 
 
 def test_a_static_video_is_its_frame() -> None:
@@ -121,7 +199,7 @@ def test_the_second_cut() -> None:
     g = torch.Generator().manual_seed(0)
     hidden, attention = torch.randn(1, 12, 6, generator=g), torch.rand(1, 2, 5, 12, generator=g)
     (_, _), (inner, _) = tokenprune.method("prunevid").stages(Budget(keep=0.3), 32)
-    assert inner.layer == 10
+    assert inner.layer == 11  # ranked by the attention of layer 10
     score = [max(attention[0, :, :, i].flatten().tolist()) for i in range(12)]
     group = [0, 0, 0, 1, 1, 1, 1, 1, 1, 3, 3, 3]
     carry = {"group": torch.tensor([group]), "groups": 4}

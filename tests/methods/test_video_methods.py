@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import VIDEO_METHODS
-from naive_video import NAIVE, Places, spread, stc
+from naive_video import NAIVE, Places, spread
 from tokenprune import VisualTokens
 from tokenprune.observable import Sizes, Where
 from tokenprune.observable_registry import available_observables, find_observable
@@ -195,22 +195,6 @@ def test_against_a_loop(name: str, frames: int) -> None:
 
 def test_every_dropping_method_has_a_loop() -> None:
     assert set(DROPPING) <= NAIVE.keys()
-
-
-@pytest.mark.parametrize("chunk", [2, 3, 9])
-def test_stc_in_chunks(chunk: int) -> None:
-    for frames, keep in product((1, 5, 6), (4, 17)):
-        video = torch.randn(frames, 20, WIDTH, generator=torch.Generator().manual_seed(frames))
-        (got,) = kept_of("stc", tokens_of("stc", [video], [keep]), chunk=chunk)
-        assert places(got, 20) == stc(video.double(), keep, chunk)
-
-
-def test_stc_looks_at_nothing_that_comes_later() -> None:
-    video = moving(8)[0]
-    other = video.clone()
-    other[5:] = torch.randn(3, PLACES, WIDTH)
-    one, two = (places(kept_of("stc", tokens_of("stc", [x], [24]))[0]) for x in (video, other))
-    assert [x for x in one if x[0] < 5] == [x for x in two if x[0] < 5] and one != two
 
 
 def test_evs_grows_and_knows_no_length() -> None:

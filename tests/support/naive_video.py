@@ -140,13 +140,15 @@ def vcast(video: Tensor, keep: int) -> Places:
 def stc(video: Tensor, keep: int, chunk: int = 1) -> Places:
     frames, places, _ = video.shape
     channels = calm_half([x for t in range(min(chunk, frames)) for x in video[t]])
-    x = [[token[channels] / token[channels].norm() for token in video[t]] for t in range(frames)]
+    raw = [[token[channels] for token in video[t]] for t in range(frames)]
+    x = [[token / token.norm() for token in frame] for frame in raw]
     memory: list[Tensor] = []
     kept: Places = []
     for t in range(frames):
         if t % chunk == 0:
-            memory.append(mean([one for frame in x[t : t + chunk] for one in frame]))
+            memory.append(mean([one for frame in raw[t : t + chunk] for one in frame]))
         of_frame, so_far = mean(x[t]), mean(memory)
+        so_far = so_far / so_far.norm()
         score = {(t, p): -(gaussians(x[t][p], of_frame) + gaussians(x[t][p], so_far)) for p in range(places)}
         kept += best(score, keep // frames + (t < keep % frames))
     return kept

@@ -180,6 +180,42 @@ def test_keep_one_is_bit_equal(build) -> None:
             assert torch.equal(model(**inputs).logits, want)
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "llava_next"])
+@torch.no_grad()
+def test_inside_where_the_tower_allows_it(name: str, build) -> None:
+    """8, 9: without the option as the authors do, which other logits tell, and behind the tower elsewhere."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs()
+
+    def asked(**how: Any) -> tuple[Tensor, Site]:
+        with tokenprune.patched(model, "flowcut", record=True, **({"keep": 0.4} | how)):
+            return model(**inputs).logits, tokenprune.stats(model).cuts[0].site
+
+    (got, site), (behind, _) = asked(), asked(inside=False)
+    inside = name == "llava"
+    assert site is (Site.IN_ENCODER if inside else Site.PRE_LLM) and torch.equal(got, behind) is not inside
+    if inside:
+        assert torch.equal(got, asked(inside=True)[0])
+    # What a tower cannot do for each image of itself.
+    budgets = tokenprune.Budget(keep=0.4, per="prompt"), tokenprune.Budget(kv_share=0.4)
+    for how in ({"guard": "auto"}, *({"keep": one} for one in budgets)):
+        assert asked(**how)[1] is Site.PRE_LLM
+        if inside:
+            with pytest.raises(tokenprune.TokenPruneError, match="flowcut"):
+                asked(inside=True, **how)
+
+
+@torch.no_grad()
+def test_what_neither_form_can_is_refused_by_name(build) -> None:
+    """And nothing is left on the model; together with another method, in the tower too."""
+    model, family = build(FAMILIES["llava"]), FAMILIES["llava"]
+    with pytest.raises(OptionError, match="flowcut"):
+        tokenprune.patch(model, ["tome", "flowcut"], keep=0.5)
+    with tokenprune.patched(model, ["flowcut", "fastv"], keep=0.5, record=True):
+        model(**family.make_inputs())
+        assert [cut.site for cut in tokenprune.stats(model).cuts] == [Site.IN_ENCODER, Site.IN_LLM]
+
+
 def test_what_is_refused(build) -> None:
     for name in ("llava_next", "qwen2_vl", "internvl", "gemma3"):
         with pytest.raises(UnsupportedSetupError, match="flowcut"):

@@ -30,14 +30,16 @@ def in_parts(rows: int, entries: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def peaks_and_members(x: Tensor, mask: Tensor, number: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def peaks_and_members(
+    x: Tensor, mask: Tensor, number: Tensor, most: int, capped: bool = True
+) -> tuple[Tensor, Tensor]:
     """Cluster tokens around peaks of density (DPC-KNN): bool `[R, N]`, the centres, and long `[R, N]`, for each token
     the centre that is nearest; a centre is its own, and -1 stands for padding and where a row has no centre.
 
-    x: `[R, N, D]`; mask: bool `[R, N]`; number: long `[R]`, how many centres, at most `most`. The density counts as
-    many neighbours as there are centres, at most 7.
+    x: `[R, N, D]`; mask: bool `[R, N]`; number: long `[R]`, how many centres, at most `most`. The density counts 7
+    neighbours, and, if `capped`, no more than there are centres.
     """
-    centres = peaks(x, mask, number, most)
+    centres = peaks(x, mask, number, most, capped=capped)
     return centres, nearest(x, mask, centres, most)
 
 

@@ -55,7 +55,7 @@ def frame_means(x: Tensor, mask: Tensor) -> Tensor:
 
 def quiet_channels(x: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
     """float32 `[S, F, P, D // 2]`: the tokens `[S, F, P, D]` on the half of the channels that varies least over those
-    in `seen`, of length 1; zeros for padding (VidCom2).
+    in `seen`; zeros for padding (VidCom2).
 
     mask, seen: bool `[S, F, P]`. Of channels that vary alike the lower ones are taken; of a single one that one.
     """
@@ -64,8 +64,7 @@ def quiet_channels(x: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
     mean = x.masked_fill(~real, 0).sum((1, 2), keepdim=True) / number
     variance = ((x - mean).masked_fill(~real, 0).square().sum((1, 2), keepdim=True) / number).flatten(1)
     least = variance.argsort(dim=1, stable=True)[:, : max(1, x.shape[-1] // 2)].sort(1).values
-    x = x.gather(3, least[:, None, None].expand(*x.shape[:3], -1))
-    return unit(x).masked_fill(~mask.unsqueeze(-1), 0)
+    return x.gather(3, least[:, None, None].expand(*x.shape[:3], -1)).masked_fill(~mask.unsqueeze(-1), 0)
 
 
 def likeness(x: Tensor, centre: Tensor) -> Tensor:

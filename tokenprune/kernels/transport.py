@@ -9,14 +9,15 @@ from torch import Tensor
 
 def transport(cost: Tensor, rows: Tensor, columns: Tensor, blur: float = 0.01, steps: int = 200) -> Tensor:
     """float32 `[R, n, m]`: how much mass goes from each of n places to each of m at the least cost, with an entropic
-    `blur`: its sums over columns and rows come near the masses, the latter are exact.
+    `blur`. Each of `steps` rounds fits the columns and then the rows, so that what leaves each row is exact, and what
+    comes to each column is near its mass.
 
     cost: `[R, n, m]`, finite. rows, columns: `[R, n]` and `[R, m]`, the logarithms of masses that sum to 1; -inf is
-    none, but not all are. In logarithms throughout, `steps` times. Nothing here asks the device.
+    none, but not all are. In logarithms throughout. Nothing here asks the device.
     """
     scaled = -cost.float() / blur
-    left, right = torch.zeros_like(rows), torch.zeros_like(columns)
+    left = torch.zeros_like(rows).masked_fill(rows == -torch.inf, -torch.inf)
     for _ in range(steps):
-        left = rows - (scaled + right.unsqueeze(1)).logsumexp(2)
         right = columns - (scaled + left.unsqueeze(2)).logsumexp(1)
+        left = rows - (scaled + right.unsqueeze(1)).logsumexp(2)
     return (scaled + left.unsqueeze(2) + right.unsqueeze(1)).exp()

@@ -192,14 +192,18 @@ def shares_of_segments(weight: Tensor, total: Tensor, most: Tensor, first: Tenso
     return shares(weight, total.flatten(), most, least=1).view_as(own).sum(1)
 
 
-def clusters_of_frames(x: Tensor, mask: Tensor, number: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def clusters_of_frames(
+    x: Tensor, mask: Tensor, number: Tensor, most: int, capped: bool = True
+) -> tuple[Tensor, Tensor]:
     """Cluster tokens `[V, F, P, D]` of `mask` (bool `[V, F, P]`) in each frame: bool `[V, F, P]`, the centres, and long
-    `[V, F, P]`, the spot of each token's; -1 where there is none. number: long `[V, F]`, how many centres."""
+    `[V, F, P]`, the spot of each token's; -1 where there is none. number: long `[V, F]`, how many centres. capped: see
+    `density_peaks`."""
     frames, places = mask.shape[1:]
-    peaks, member = peaks_and_members(x.flatten(0, 1), mask.flatten(0, 1), number.flatten(), min(most, places))
+    x, mask, number = x.flatten(0, 1), mask.flatten(0, 1), number.flatten()
+    peaks, member = peaks_and_members(x, mask, number, min(most, places), capped)
     start = torch.arange(frames, device=mask.device).unsqueeze(-1) * places
-    member = member.view_as(mask)
-    return peaks.view_as(mask), torch.where(member < 0, -1, start + member)
+    member = member.view(-1, frames, places)
+    return peaks.view_as(member), torch.where(member < 0, -1, start + member)
 
 
 def members_of(into: Tensor, mask: Tensor) -> Tensor:

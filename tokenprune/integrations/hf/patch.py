@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 from torch import nn
 
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
-from tokenprune.errors import OptionError
+from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.decoder.blockwise_attention import BlockAttention
 from tokenprune.integrations.hf.decoder.checks import check_steps
@@ -47,7 +49,24 @@ def hf_parts(
     feature_cache: FeatureCache | None = None,
 ) -> list[Any]:
     """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
-    yet, and everything that cannot work is refused."""
+    yet, and everything that cannot work is refused. Methods act in the best of their forms in which all can."""
+    *better, last = product(*(method.forms() for method in methods))
+    for formed in better:
+        with suppress(TokenPruneError):
+            return _parts(model, formed, budgets, record, processor, guard, feature_cache)
+    return _parts(model, last, budgets, record, processor, guard, feature_cache)
+
+
+def _parts(
+    model: nn.Module,
+    methods: Sequence[Method],
+    budgets: Sequence[Budget],
+    record: bool,
+    processor: Any,
+    guard: Guard,
+    feature_cache: FeatureCache | None,
+) -> list[Any]:
+    """See `hf_parts`; methods have one form each."""
     adapter = adapter_for(model)
     layers = len(adapter.decoder.layers)
     stages = [

@@ -19,6 +19,7 @@ from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
 
 _SEEDS = 0.01  # of an image's tokens
+_SKIPPED = 2  # tokens behind an image, what closes it in the prompt
 
 
 @register("ivc_prune", site=Site.IN_LLM, needs=("value_heads", "rotation"), paper="arXiv 2602.03060, ICLR 2026")
@@ -29,6 +30,7 @@ class IvcPrune(Pruner):
 
     Coordinates are the tokens whose rotary angles have the largest mean cosine, and those with the largest mean sine.
     Seeds are the tokens that the values of the text behind the image are most like; with that text they rate the rest.
+    The first two tokens of the text rate nothing, unless there are no others.
 
     layer: int >= 1, the decoder layer at whose input the cut is made, by values of the layer before it; None: half of
     the layers, 16 of 32.
@@ -40,9 +42,9 @@ class IvcPrune(Pruner):
     without a causal mask, mean over heads.
 
     Differs from the paper: `keep` is exact, first coordinates, then seeds, then the best of the rest (for LLaVA its
-    code keeps a union). The softmax is over the image and the text behind it, and not over the whole prompt, and all of
-    that text rates (there from its third token on). Where positions have several axes (M-RoPE), all of them count:
-    the code reads the first, which is the same for a whole image. Layers before the cut keep their keys and values;
+    code keeps a union). The softmax is over the image and the text behind it (there over the whole prompt for LLaVA,
+    and over the image alone for Qwen-VL). Where positions have several axes (M-RoPE), an angle is that of the axis that
+    the layer turns it by (the code takes the mean of all three axes). Layers before the cut keep their keys and values;
     there these are thrown away too. Several images have a budget each.
     """
 
@@ -76,13 +78,15 @@ class IvcPrune(Pruner):
         there = torch.cat([mask, text], dim=1)
         values = torch.cat([tokens.value_heads, tokens.text.value_heads], dim=1).float()
         values = values.masked_fill(~there[:, :, None, None], 0)
-        rated = _likeness(tokens.text.value_heads, text, values, there)[..., : mask.shape[1]].sum(1)
+        place = text.cumsum(1)
+        raters = text & ((place > _SKIPPED) | (place[:, -1:] <= _SKIPPED))
+        rated = _likeness(tokens.text.value_heads, raters, values, there)[..., : mask.shape[1]].sum(1)
         seeds = [max(1, round(_SEEDS * count)) for count in tokens.counts]
         seed = top_mask(rated, mask, to_device(seeds, device), max(seeds))
         at = partition(seed)[:, : max(seeds)]  # the seeds, then others
         own = gather_tokens(values, at, 1)
         from_seeds = _likeness(own, seed.gather(1, at), values, there)[..., : mask.shape[1]].sum(1)
-        score = (rated + from_seeds) / (text.sum(1) + seed.sum(1))[:, None]
+        score = (rated + from_seeds) / (raters.sum(1) + seed.sum(1))[:, None]
 
         first = torch.where(anchors, 2, torch.where(seed, 1, 0))
         # In order of rank, then of score: a mean of shares of a softmax is at most 1.

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -36,23 +36,28 @@ class FlowCut(Pruner):
 
     inside: cut inside the tower, as the authors do: later blocks compute, and compare, the patches that are left alone.
     On CLIP and SigLIP towers whose images are one tile, of which each patch becomes a visual token; `keep` is then a
-    share or a number of the patches.
+    share or a number of the patches. None: inside where that can be, and behind the tower elsewhere. True refuses what
+    cannot be cut so; False always chooses behind the tower.
 
     Source: Tong et al., "FlowCut: Rethinking Redundancy via Information Flow for Efficient Vision-Language Models"; the
     authors' code for scores, the blocks that cut, and how many go.
 
-    Differs from the paper: without `inside` the tower is not cut, so that it saves nothing there, and a block's scores
-    are those of the tower with all patches; in a tower of another depth than CLIP-L's the 22 looks are
-    spread evenly over its blocks; in towers without a class token the score is the attention that a patch receives
-    times the size of its value; of LLaVA-NeXT and Qwen2-VL the authors leave twice as many in the tower and cut once
-    more by the question in the decoder, which is not here; an image in a batch has what it has alone; tiles share the
-    budget in proportion to their patches, newline tokens go first; tokens keep their positions of the full prompt.
+    Differs from the paper: behind the tower (`inside=False`) is not the authors' algorithm: the tower is not cut, so
+    that it saves nothing there, and a block's scores are those of the tower with all patches; in a tower of another
+    depth than CLIP-L's the 22 looks are spread evenly over its blocks; in towers without a class token the score is the
+    attention that a patch receives times the size of its value; of LLaVA-NeXT and Qwen2-VL the authors leave twice as
+    many in the tower and cut once more by the question in the decoder, which is not here; an image in a batch has what
+    it has alone; tiles share the budget in proportion to their patches, newline tokens go first; tokens keep their
+    positions of the full prompt.
     """
 
-    inside: bool = False
+    inside: bool | None = None
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    def forms(self) -> tuple[Method, ...]:
+        return (self,) if self.inside is not None else (replace(self, inside=True), replace(self, inside=False))
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         return [(_InTower() if self.inside else self, budget)]

@@ -66,8 +66,12 @@ class PruMerge(Pruner):
     def encoder_layers(self) -> tuple[int, ...]:
         return (-1,)
 
+    def attention(self, tokens: VisualTokens) -> Tensor:
+        """Return float `[S, N]`, the attention by which patches are ranked and weighted."""
+        return attended(tokens)
+
     def select(self, tokens: VisualTokens) -> Selection:
-        tiles, attention = Tiles.among(tokens), ranked(attended(tokens))
+        tiles, attention = Tiles.among(tokens), ranked(self.attention(tokens))
         if self.exact or tokens.keep == tokens.counts:
             number, counts = tiles.number, tokens.keep
             extra = tiles.only((number > 0) & (number < tiles.sizes)).long() * (self.merge == "rest")

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from tokenprune.video import Videos
 
 _SEGMENTS = 0.25  # as many clusters of frames as this share of them
 _NEIGHBOURS = 7
+_WHOLE = 14  # of so few tokens none merge
 
 
 @register("prunevid", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2412.16117, ACL 2025 Findings", merges=True)
@@ -40,27 +42,27 @@ class PruneVid(TwoCutMerger):
 
     Scenes are clusters of frames, made contiguous. A place whose tokens are alike throughout a scene, by the mean of
     all pairs' cosines, becomes its mean over time. The still places of a scene, and the other tokens of each frame, are
-    clustered, and a cluster becomes its mean. The second cut ranks by the most attention that any head of any text
-    token behind the video pays in the layer before; each scene's still part and each frame's other part have their
-    share of it.
+    clustered, where they are more than 14 to half as many, and a cluster becomes its mean. The second cut ranks by the
+    most attention that any head of any text token behind the video pays in the layer before; each scene's still part
+    and each frame's other part have their share of it.
 
     keep: tokens averaged over the decoder's layers, the second cut included.
     threshold: mean cosine above which a place stands still.
     inner: False leaves out the second cut: the choice then knows nothing of the question, and `keep` is the first cut.
-    layer: int >= 1, decoder layer of the second cut, ranked by the layer before it; None: 10 of 32, in proportion.
+    layer: int >= 1, decoder layer at whose input the second cut is made, ranked by the layer before it; None: 11 of 32,
+    in proportion.
     inner_keep: share of the tokens that the second cut keeps.
 
     Source: Huang et al., "PruneVid: Visual Token Pruning for Efficient Video Large Language Models", from its formulas
     alone.
 
-    Differs from the paper: counts are exact, in proportion to what scenes and frames hold (there half of each, unless
-    it is 14 tokens or fewer); where more is kept than merging leaves, the still tokens least similar to the one before
-    stay by themselves; a cluster stands where its centre stood; a scene of one frame has nothing still; the second cut
-    leaves the caches of the layers before it as they are. Which stretch of frames a split cluster keeps, and what the
-    others join, is ours: the longest, and the longer neighbour, of equal ones the earlier.
+    Differs from the paper: counts are exact, in proportion to what its rule gives scenes and frames; where more is kept
+    than merging leaves, the still tokens least similar to the one before stay by themselves; a cluster stands where its
+    centre stood; the second cut leaves the caches of the layers before it as they are. A video of fewer than four
+    frames is one scene.
     """
 
-    depth: ClassVar[float] = 10 / 32
+    depth: ClassVar[float] = 11 / 32
 
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.8
     inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.4
@@ -76,11 +78,13 @@ class PruneVid(TwoCutMerger):
         heads, moving = places.heads, places.moving
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: of each frame, still before moving
         room = videos.budget - places.alone.sum((1, 2))
-        numbers = shares(sizes.flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
+        half = torch.where(sizes > _WHOLE, sizes // 2, sizes)
+        # One each beforehand: with as many as the rule gives in all, each part has what the rule gives it.
+        numbers = shares((half - 1).flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
 
-        _, of = clusters_of_frames(places.means(), heads, numbers[..., 0], most)
+        _, of = clusters_of_frames(places.means(), heads, numbers[..., 0], most, capped=False)
         part = 1 / (at(members_of(of, heads), of) * places.copies()).clamp(min=1)
-        _, into = clusters_of_frames(videos.x, moving, numbers[..., 1], most)
+        _, into = clusters_of_frames(videos.x, moving, numbers[..., 1], most, capped=False)
         weight = 1 / at(members_of(into, moving), into).clamp(min=1)
         into = torch.where(places.alone, spots(mask), torch.where(places.still, places.spread(of), into))
         weight = torch.where(places.alone, 1.0, torch.where(places.still, places.spread(part), weight))
@@ -126,24 +130,27 @@ class PruneVid(TwoCutMerger):
 
 
 def scene_ends(labels: Sequence[int]) -> list[bool]:
-    """Return whether a scene ends behind each frame but the last: the longest run of each label is one, and every other
-    run joins the longer of its neighbours, one after the other; of equal ones the earlier."""
-    runs: list[list[Any]] = []  # label, length
-    for label in labels:
-        if runs and runs[-1][0] == label:
-            runs[-1][1] += 1
-        else:
-            runs.append([label, 1])
-    longest: dict[int, list[Any]] = {}
-    for run in runs:
-        if run[0] not in longest or run[1] > longest[run[0]][1]:
-            longest[run[0]] = run
-    stays = {id(run) for run in longest.values()}
-    while (at := next((i for i, run in enumerate(runs) if id(run) not in stays), None)) is not None:
-        left, right = runs[at - 1] if at else None, runs[at + 1] if at + 1 < len(runs) else None
-        to = left if right is None or (left is not None and left[1] >= right[1]) else right
-        to[1] += runs.pop(at)[1]
+    """Return whether a scene ends behind each frame but the last: of each label its longest runs stay (none, where they
+    are of one frame), and every stretch of other frames joins the longer of the runs beside it, one after the other; of
+    equal ones the earlier. Runs of one label that touch then are one."""
+    of_frame = runs_of(labels)
+    longest = {label: max(length for own, length in of_frame if own == label) for label in set(labels)}
+    kept = [label if length == longest[label] > 1 else None for label, length in of_frame for _ in range(length)]
+    runs, at = [[label, length] for label, length in runs_of(kept)], 0
+    while at < len(runs):
+        if runs[at][0] is not None or len(runs) == 1:
+            at += 1
+            continue
+        beside = [one for one in (at - 1, at + 1) if 0 <= one < len(runs)]
+        runs[at][0] = runs[max(beside, key=lambda one: (runs[one][1], -one))][0]
+        of_frame = runs_of([label for label, length in runs for _ in range(length)])
+        runs, at = [[label, length] for label, length in of_frame], 0
     return [end for _, length in runs for end in [*[False] * (length - 1), True]][:-1]
+
+
+def runs_of(labels: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Return (label, length) of each run of equal labels."""
+    return [(label, len([*run])) for label, run in groupby(labels)]
 
 
 @dataclass(frozen=True)

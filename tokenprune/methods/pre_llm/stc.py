@@ -9,7 +9,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from tokenprune.base import Site
-from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels, shares
+from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels, shares, unit
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.video import VideoPruner, Videos
@@ -24,7 +24,8 @@ class STC(VideoPruner):
     All is compared on the half of the channels that varies least over the first chunk. What does not divide goes to
     the first frames. A video of one frame is chosen from in the same way.
 
-    chunk: frames that arrive at a time. The memory is the mean of the means of all chunks so far, this one among them.
+    chunk: frames that arrive at a time. The memory is the mean of the means of all chunks so far, this one among them:
+    of tokens as they are, so that long ones count more, and of length 1 once it is made.
 
     Source: Wang et al., "Accelerating Streaming Video Large Language Models via Hierarchical Token Compression",
     STC-Pruner; the authors' code for what it leaves open (channels, bandwidths, chunks).
@@ -41,14 +42,15 @@ class STC(VideoPruner):
     def choose(self, videos: Videos) -> Tensor:
         mask, frames = videos.mask, videos.mask.shape[1]
         first = mask & (torch.arange(frames, device=mask.device) < self.chunk)[:, None]
-        x = quiet_channels(videos.x, mask, first)
-        means = frame_means(x, mask)
-        score = likeness(x, means.unsqueeze(2)) + likeness(x, self._memory(means, videos.sizes).unsqueeze(2))
+        raw = quiet_channels(videos.x, mask, first)
+        memory, x = self._memory(frame_means(raw, mask), videos.sizes), unit(raw)
+        score = likeness(x, frame_means(x, mask).unsqueeze(2)) + likeness(x, memory.unsqueeze(2))
         equal = torch.ones(videos.sizes.shape, device=mask.device)
         return videos.top_of_frames(-score, shares(equal, videos.budget, videos.sizes))
 
     def _memory(self, means: Tensor, sizes: Tensor) -> Tensor:
-        """Return float32 `[V, F, D]`, the mean of the chunks up to that of each frame. means: of the frames."""
+        """Return float32 `[V, F, D]`, the direction of the mean of the chunks up to that of each frame. means: of the
+        frames' tokens."""
         frames = means.shape[1]
         chunks = -(-frames // self.chunk)
         fill = (0, 0, 0, chunks * self.chunk - frames)
@@ -56,4 +58,4 @@ class STC(VideoPruner):
         tokens = torch.nn.functional.pad(sizes, fill[2:]).unflatten(1, (chunks, self.chunk)).sum(2)
         of_chunks = weighted / tokens.clamp(min=1).unsqueeze(-1)
         so_far = of_chunks.cumsum(1) / torch.arange(1, chunks + 1, device=means.device)[:, None]
-        return so_far.repeat_interleave(self.chunk, dim=1)[:, :frames]
+        return unit(so_far).repeat_interleave(self.chunk, dim=1)[:, :frames]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.kernels.take import settle
-from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels
+from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels, unit
 from tokenprune.registry import register
 from tokenprune.video import VideoPruner, Videos
 
@@ -35,7 +35,7 @@ class VidCom2(VideoPruner):
 
     def choose(self, videos: Videos) -> Tensor:
         mask = videos.mask
-        x = quiet_channels(videos.x, mask, mask)
+        x = unit(quiet_channels(videos.x, mask, mask))
         counts = mask.sum((1, 2))
         of_video = likeness(x, x.sum((1, 2))[:, None, None] / counts[:, None, None, None])
         score = of_video + likeness(x, frame_means(x, mask).unsqueeze(2))

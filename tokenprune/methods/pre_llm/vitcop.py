@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
-from tokenprune.kernels.clusters import nearest, peaks
+from tokenprune.kernels.clusters import by_rows, roots
+from tokenprune.kernels.compact import gather_tokens, partition
+from tokenprune.kernels.pairs import distances
+from tokenprune.kernels.take import rank_in_group
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
@@ -20,35 +24,39 @@ from tokenprune.transfer import to_device
 
 _AFTER = (2 / 32, 22 / 32)
 _SIZES = (1.0, 7 / 11, 7 / 55)  # the tower's part, and the two cuts, for a quarter of the tokens on average
-_NEIGHBOURS = 5
+_NEAR = 0.6 + 1e-9  # of an image's height or width
+_STEPS = 2.0**30  # densities are told apart to so many parts: equal keys are equally dense however sums are rounded
 
 
 @register(
-    "vitcop", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2601.17818, AAAI 2026", merges=True,
-    reconstruction=True,
+    "vitcop", site=Site.PRE_LLM, needs=("encoder_attention", "encoder_keys"), paper="arXiv 2601.17818, AAAI 2026",
+    merges=True,
 )  # fmt: skip
 @dataclass(frozen=True)
 class ViTCoP(Pruner):
     """Keep what the vision tower attends to, merge within clusters in an early layer of the decoder, and cut again in a
     late one, both by how short the keys are (ViTCoP).
 
-    Keys that are short, in the mean over heads, are those of tokens that matter. The early cut gives every cluster one
-    merged token, and what is free to the clusters by their size, whose shortest keys then stay by themselves.
+    Clusters are of the tower's keys: a patch joins the nearest one that is at least as dense and not far away in the
+    image, and centres are those that are dense and far, in keys, from any such. Keys of the decoder that are short, in
+    the mean over heads, are those of tokens that matter. The early cut gives every cluster one merged token, and what
+    is free to the clusters by their size, whose shortest keys then stay by themselves.
 
     keep: tokens averaged over the decoder's layers, those that enter it included.
     clusters: share in (0, 1] of the tokens that enter the decoder, as many clusters.
 
     Source: "ViTCoP: Accelerating Large Vision-Language Models via Visual and Textual Semantic Collaborative Pruning",
-    the authors' code for what happens inside the decoder: cuts at the input of layers 2 and 22 of 32.
+    the authors' code: cuts at the input of layers 2 and 22 of 32.
 
-    Differs from the paper: how its tower chooses and clusters is not known to us, so that part is a reconstruction:
-    attention in the tower's last block, and clusters around peaks of density of the projected tokens. A merged token is
-    the mean of its group, at the place of the group's middle one (there that one is added to the mean). Counts are
-    exact, by the authors' schedule for a quarter of the tokens, scaled, and the last cut keeps at least one token.
-    Norms are those of float32.
+    Differs from the paper: counts are exact, by the authors' schedule for a quarter of the tokens, scaled, and the last
+    cut keeps at least one token. A merged token weighs its members as the authors' does, and is half as long: there the
+    group's middle one is added to the mean of all. Positions of the last cut are those of the prompt (there the tokens
+    are counted anew). Towers of another width than CLIP-L's measure distances of keys beside it (by the square root);
+    keys of towers that rotate them are rotated, a token of several patches has their mean, and tiles do not join each
+    other. Norms are those of float32.
     """
 
-    clusters: Annotated[float, Gt(0), Le(1)] = 0.36
+    clusters: Annotated[float, Gt(0), Le(1)] = 0.18
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -61,13 +69,58 @@ class ViTCoP(Pruner):
         inside = place(_AFTER, layers, Budget(keep=1.0))
         first, early, late = profile(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
         return [
-            (self, first.budget),
-            (_WithinClusters(early.layer, self.clusters), early.budget),
+            (_Entering(self.clusters), first.budget),
+            (_WithinClusters(early.layer), early.budget),
             (_Shortest(late.layer), late.budget),
         ]
 
+
+@dataclass(frozen=True)
+class _Entering(Pruner):
+    """Keeps what the class token attends to, and tells the early cut the clusters of it. clusters: see `ViTCoP`."""
+
+    name: ClassVar[str] = "vitcop"
+    site: ClassVar[Site] = Site.PRE_LLM
+    needs: ClassVar[frozenset[str]] = frozenset({"encoder_attention", "encoder_keys"})
+    by_content_count: ClassVar[bool] = True  # asked, though all tokens stay
+    encoder_layers = (-1,)
+
+    clusters: float
+
     def select(self, tokens: VisualTokens) -> Selection:
-        return Selection.top(tokens.encoder_attention(-1).mean(1), tokens)
+        selection = Selection.top(tokens.encoder_attention(-1).mean(1), tokens)
+        at = partition(selection.keep)[:, : max(tokens.keep)]
+        number = to_device([max(1, int(self.clusters * keep)) for keep in tokens.keep], at.device)
+        patches = tokens.patches
+        spot = torch.stack([patches.row.double() / patches.height, patches.column.double() / patches.width], dim=-1)
+        centre = by_rows(
+            centres_of, 4 * at.shape[1] ** 2, gather_tokens(tokens.encoder_keys(-1), at, 1),
+            gather_tokens(spot, at, 1), patches.tile.gather(1, at), selection.keep.gather(1, at), number,
+        )  # fmt: skip
+        tokens.remember("cluster", torch.full_like(tokens.mask, -1, dtype=torch.long).scatter(1, at, centre), True)
+        return selection
+
+
+def centres_of(keys: Tensor, spot: Tensor, tile: Tensor, mask: Tensor, number: Tensor) -> Tensor:
+    """long `[S, n]`: the centre of the cluster of each token; -1 where chains of equally dense tokens reach none.
+
+    keys: `[S, n, D]`; spot: float64 `[S, n, 2]`, row and column as shares of the image; tile: long `[S, n]`; mask: bool
+    `[S, n]`; number: long `[S]`, how many centres.
+    """
+    count, scale = keys.shape[1], keys.shape[2] ** 0.5 / 4  # 8 for CLIP-L
+    keys = keys.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    others = ~torch.eye(count, dtype=torch.bool, device=keys.device)
+    pairs = mask.unsqueeze(1) & mask.unsqueeze(2) & (tile.unsqueeze(1) == tile.unsqueeze(2))
+    apart = (distances(keys, keys).double().square() + 1e-8).sqrt() * others
+    density = torch.exp(-(apart / scale).square()).masked_fill(~pairs, 0).sum(2).mul(_STEPS).round()
+    near = (spot.unsqueeze(1) - spot.unsqueeze(2)).norm(dim=-1) <= _NEAR
+    above = pairs & others & near & (density.unsqueeze(1) >= density.unsqueeze(2))
+    step, parent = apart.masked_fill(~above, torch.inf).min(2)
+    parent = torch.where(step.isinf(), 0, parent)
+    rank = rank_in_group((~mask).long(), (step * density).masked_fill(~mask, -torch.inf))
+    is_centre, itself = mask & (rank < number[:, None]), torch.arange(count, device=keys.device)
+    end = roots(torch.where(is_centre, itself, parent), count)
+    return torch.where(mask & is_centre.gather(1, end), end, -1)
 
 
 def key_length(tokens: VisualTokens) -> Tensor:
@@ -77,34 +130,31 @@ def key_length(tokens: VisualTokens) -> Tensor:
 
 @dataclass(frozen=True)
 class _WithinClusters(Pruner):
-    """Merges within clusters of what entered the decoder. layer: where it cuts. clusters: see `ViTCoP`."""
+    """Merges within clusters of what entered the decoder. layer: where it cuts."""
 
     name: ClassVar[str] = "vitcop"
     site: ClassVar[Site] = Site.IN_LLM
     merges: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset({"key_heads", "embeddings"})
+    needs: ClassVar[frozenset[str]] = frozenset({"key_heads"})
 
     layer: int
-    clusters: float
 
     def select(self, tokens: VisualTokens) -> Selection:
-        assign = torch.full(tokens.mask.shape, -1)
+        assign, weight = torch.full(tokens.mask.shape, -1), torch.ones(tokens.mask.shape)
         length = key_length(tokens).nan_to_num(nan=torch.finfo(torch.float32).max)
         # Sizes of clusters decide how many stay of each, so that the host waits for both here.
-        number = [max(1, round(self.clusters * count)) for count in tokens.counts]
-        x, most = tokens.embeddings, max(number)
-        centres = peaks(x, tokens.mask, to_device(number, x.device), most, _NEIGHBOURS)
-        cluster = nearest(x, tokens.mask, centres, most)
-        both = torch.stack([length.double(), cluster.double()]).tolist()
+        both = torch.stack([length.double(), tokens.carry["cluster"].double()]).tolist()
         for row, (count, keep) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
             members: dict[int, list[int]] = {}
             for place_of in range(count):
                 members.setdefault(int(both[1][row][place_of]), []).append(place_of)
             for group in grouped([*members.values()], both[0][row], keep):
-                assign[row, group] = group[len(group) // 2]
-        assign = to_device(assign, tokens.mask.device)
+                middle = group[len(group) // 2]
+                assign[row, group] = middle
+                weight[row, middle] = len(group) + 1  # itself, and the mean of all
+        assign, weight = (to_device(one, tokens.mask.device) for one in (assign, weight))
         keep = assign == torch.arange(assign.shape[1], device=assign.device)
-        return Selection(keep, assign, counts=tokens.keep)
+        return Selection(keep, assign, weight, counts=tokens.keep)
 
 
 def grouped(clusters: Sequence[Sequence[int]], length: Sequence[float], wanted: int) -> list[list[int]]:
@@ -112,28 +162,29 @@ def grouped(clusters: Sequence[Sequence[int]], length: Sequence[float], wanted: 
 
     clusters: places, rising within each. length: of each place, shorter is better. wanted: at most all members.
     """
-    total = [sum(length[one] for one in members) for members in clusters]
+    total = [math.fsum(length[one] for one in members) for members in clusters]
     order = sorted(range(len(clusters)), key=lambda one: (total[one], one))
     if len(clusters) > wanted:
         rest = [place_of for one in order[wanted - 1 :] for place_of in clusters[one]]
         return [*(list(clusters[one]) for one in order[: wanted - 1]), sorted(rest)]
     groups = []
-    for members, alone in zip(clusters, _alone(clusters, order, wanted - len(clusters)), strict=True):
+    for members, alone in zip(clusters, _alone(clusters, total, wanted - len(clusters)), strict=True):
         best = sorted(sorted(members, key=lambda one: (length[one], one))[:alone])
         groups += [[one] for one in best] + [[one for one in members if one not in set(best)]]
     return groups
 
 
-def _alone(clusters: Sequence[Sequence[int]], order: Sequence[int], free: int) -> list[int]:
+def _alone(clusters: Sequence[Sequence[int]], total: Sequence[float], free: int) -> list[int]:
     """Return how many members of each cluster stay by themselves, `free` in all: in proportion to size - 1, rounded,
-    and put right one by one in the order of `order`."""
+    and put right one by one. Too few: the clusters of the least `total` get one more; too many: those of the largest
+    give one away; of equal ones the first."""
     room = [len(members) - 1 for members in clusters]
     number = [min(most, round(free * most / max(1, sum(room)))) for most in room]
-    while sum(number) != free:
-        step = 1 if sum(number) < free else -1
-        for one in order:
-            if sum(number) != free and 0 <= number[one] + step <= room[one]:
-                number[one] += step
+    while (missing := free - sum(number)) != 0:
+        step = 1 if missing > 0 else -1
+        able = [one for one in range(len(room)) if 0 <= number[one] + step <= room[one]]
+        for one in sorted(able, key=lambda one: (step * total[one], one))[: abs(missing)]:
+            number[one] += step
     return number
 
 

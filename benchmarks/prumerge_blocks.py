@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prumerge by the attention of other blocks of the tower, on the shipped models: accuracy alone (docs/methods).
+
+    python benchmarks/prumerge_blocks.py --json benchmarks/results/prumerge_blocks.jsonl
+
+The authors read the tower's last block, queries and keys of all heads as one wide head; of LLaVA-1.5, which reads the
+block before it, that is one block further than the model goes. The shipped models read the last block of their towers,
+so that the two blocks are that one and the one before it (of demo_qwen the last but one that sees the whole image):
+
+heads: the attention that each head pays, the mean over heads.
+wide:  one head of full width, which exists where there is a class token (demo_vlm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from asking import ask, share
+from rich.console import Console
+from torch import Tensor
+
+import tokenprune
+from tokenprune.bench.model import load
+from tokenprune.bench.suite import Bench, Plan
+from tokenprune.methods.pre_llm.prumerge import PruMerge
+from tokenprune.methods.tiles import attended
+from tokenprune.observable import SeenAttention, TowerScores
+from tokenprune.observable_registry import register_observable
+
+ROW = ("model", "block", "heads", "keep")
+BLOCKS = {"demo_vlm": (-1, -2), "demo_qwen": (-1, 2)}
+
+
+@register_observable("wide_attention")
+class WideAttention(TowerScores):
+    """float32 `[S, 1, N]`: the class token's attention to each patch, all heads of a block taken as one."""
+
+    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+        query, key = (one.float().transpose(1, 2).flatten(2) for one in (seen.query, seen.key))
+        products = query[:, :1] @ key.transpose(1, 2) / query.shape[2] ** 0.5
+        return products.softmax(-1)[:, :, protected:]
+
+
+@dataclass(frozen=True)
+class Other(PruMerge):
+    """prumerge by another block of the tower. block: see `Pruner.encoder_layers`. wide: all heads as one."""
+
+    block: int = -1
+    wide: bool = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"wide_attention" if self.wide else "encoder_attention"})
+
+    @property
+    def encoder_layers(self) -> tuple[int, ...]:
+        return (self.block,)
+
+    def attention(self, tokens: Any) -> Tensor:
+        return tokens.wide_attention(self.block).mean(1) if self.wide else attended(tokens, self.block)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=20)
+    parser.add_argument("--models", default="demo_vlm,demo_qwen")
+    parser.add_argument("--keeps", default="0.25,0.11")
+    parser.add_argument("--json", type=Path, required=True, help="what is there is not asked again")
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    lines = args.json.read_text().splitlines() if args.json.exists() else []
+    known = [{name: one.get(name) for name in ROW} for one in map(json.loads, lines)]
+    with args.json.open("a") as file:
+        for model in args.models.split(","):
+            subject = load(model, device="cpu")
+            bench = Bench(subject, Plan(images=args.images, repeats=0))
+            if not any(one["model"] == model for one in known):
+                file.write(json.dumps(bench.header()) + "\n")
+            for block, wide, keep in product(BLOCKS[model], (False, True), map(float, args.keeps.split(","))):
+                row = dict(zip(ROW, (model, block, "wide" if wide else "heads", keep), strict=True))
+                if row in known or (wide and model != "demo_vlm"):
+                    continue
+                method = Other(block=block, wide=wide)
+                changed = partial(tokenprune.patched, subject.model, method, keep=keep, guard="off")
+                right = ask(bench, subject, lambda inputs, changed=changed: changed())
+                file.write(json.dumps({"record": "prumerge_blocks", **row, "right": right}) + "\n")
+                file.flush()
+                Console().print(
+                    f"{model:>9} block {block:>2} {row['heads']:>5} {keep:<4}: {share(right)}", highlight=False
+                )
+
+
+if __name__ == "__main__":
+    main()
