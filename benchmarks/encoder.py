@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much time merging saves in a vision tower the size of ViT-B, and how close it comes to its oracle.
 
-    GOMP_SPINCOUNT=0 python benchmarks/encoder.py --threads 2 --json benchmarks/results/encoder.jsonl
+    GOMP_SPINCOUNT=0 python benchmarks/encoder.py --json benchmarks/results/encoder.jsonl
 
 The tower: CLIP, 12 blocks of width 768, 577 tokens (336 pixels, patches of 14), random weights, inside a LLaVA whose
 language model is never run. Patched: the tower's forward with `tome` or `dymu` at keep 0.5; `dymu` is calibrated on the
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2], help="images in a batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
