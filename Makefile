@@ -14,7 +14,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-newest-quick test-vllm test-vllm-quick test-vllm-v2 vllm-hooks test-all test-lmms test-app app notebooks docs serving demo bench-cpu bench-gpu kernels plots lint clean distclean
+.PHONY: help setup test test-newest test-newest-quick test-vllm test-vllm-quick test-vllm-v2 vllm-hooks test-all test-lmms test-app app notebooks docs serving demo bench-cpu pages bench-gpu kernels plots lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -86,13 +86,29 @@ BENCH_ENV := HF_HUB_OFFLINE=1 GOMP_SPINCOUNT=0
 BENCH_ARGS ?=
 BENCH_PYTHON ?= .venv/bin/python
 
-bench-cpu: setup ## measure efficiency and scaling on two cores; then rewrite the pages (about an hour and a half, on a quiet machine)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --threads 2 $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py --device cpu --threads 2 $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/farthest.py --threads 2 $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/memory.py --device cpu --threads 2 $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/mixed_batches.py --threads 2
+# What matters most first. Rows of a loaded machine are refused, and it ends: the same command goes on where it stopped.
+# One thread: beside it one other program may run on two cores.
+bench-cpu: setup ## measure speed on the CPU, then rewrite the pages (about three hours on a quiet machine; goes on where it stopped)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/first_run.py
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --cases 576:64 --resume $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py --device cpu --resume $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/mixed_batches.py --resume
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/stacks.py --retime --resume
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/encoder.py --json benchmarks/results/encoder.jsonl
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/pevlm.py --json benchmarks/results/pevlm.jsonl
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/farthest.py --resume $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/decode.py --visual 576 --device cpu --resume $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/peers.py --device cpu --resume $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/memory.py --device cpu $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --cases 2880:320 --resume $(BENCH_ARGS)
+	$(MAKE) --no-print-directory pages
+
+pages: ## write evidence, plots and the generated parts of README and pages from the results
+	$(BENCH_PYTHON) dev/evidence.py
 	$(BENCH_PYTHON) benchmarks/plots.py
+	$(BENCH_PYTHON) benchmarks/peers.py --page
+	$(BENCH_PYTHON) benchmarks/stacks.py --page
+	$(BENCH_PYTHON) dev/leaderboard_page.py
 	$(BENCH_PYTHON) dev/readme.py
 
 # BENCH_ARGS=--tiny proves the code on a CPU.

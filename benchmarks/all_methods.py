@@ -138,7 +138,7 @@ def written(text: str) -> str:
     # The one that favours no method comes first.
     models = sorted(SHIPPED_MODELS, key=lambda name: name != FAIR)
     parts = [section(path) for path in map(results_file, models) if path.exists()]
-    made = "\n\n".join(parts) or "(not measured yet)"
+    made = "\n\n".join(parts)
     block = re.compile(r"(<!-- all:begin[^\n]*-->\n).*?(<!-- all:end -->)", re.DOTALL)
     return block.sub(lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import os
 import re
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from rows import Load, Rows, add_options, quiet, read, write  # noqa: F401 - the scripts have them from here
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -242,17 +242,6 @@ def code_version() -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The header of a file of results, and its records."""
-    first, *records = (json.loads(line) for line in path.read_text().splitlines())
-    return first, records
 
 
 def fill_page(page: Path, begin: str, end: str, text: str) -> None:

@@ -15,13 +15,25 @@ from __future__ import annotations
 import argparse
 import copy
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from common import default_device, encoded, header, ladder, llava, prompt, results_path, write
+from common import (
+    Rows,
+    add_options,
+    code_version,
+    default_device,
+    encoded,
+    header,
+    ladder,
+    llava,
+    prompt,
+    results_path,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -115,27 +127,29 @@ def main() -> None:
     parser.add_argument("--decoder", default="100m")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=16, help="of each generate")
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=int, default=1)
+    add_options(parser)
     parser.add_argument("--device", default=default_device())
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds, without a compiler")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/decode.jsonl")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads)
     if args.tiny:
         args.rounds, args.steps, args.visual = 1, 2, args.visual[:1]
     device = torch.device(args.device)
     decoder = "tiny" if args.tiny else args.decoder
-    lines = [header(device, rounds=args.rounds, steps=args.steps, decoder=decoder)]
+    rows = Rows(
+        args.json or results_path(device, "decode", args.tiny),
+        header(device, rounds=args.rounds, steps=args.steps, decoder=decoder), args,
+        code=code_version(), threads=args.threads, decoder=decoder, rounds=args.rounds,
+    )  # fmt: skip
     table = Table("visual tokens", "method", "keep", "cache", "step ms", "of the first", "of the unpatched")
     for visual in args.visual:
-        for one in measure(args, visual):
-            lines.append(one)
+        for one in rows.measure(visual, partial(measure, args, visual)):
             table.add_row(
                 str(visual), one["method"], f"{one['keep']:g}", one["cache"], f"{one['step_ms']['p50']:.2f}",
                 f"{one['speedup']['p50']:.2f}", f"{one['over_unpatched']['p50']:.2f}",
             )  # fmt: skip
-        write(args.json or results_path(device, "decode", args.tiny), lines)
     Console().print(table)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How close each method that removes tokens comes to its oracle in prefill, and what it costs a step of decoding.
 
-    GOMP_SPINCOUNT=0 python benchmarks/efficiency.py --threads 2 --resume
+    GOMP_SPINCOUNT=0 python benchmarks/efficiency.py --resume
 
 Patched: the model's forward on 64 text tokens and an image of 576 (of 2880) visual tokens, of which 64 (320) stay; the
 image is encoded beforehand (`mm_encoder_outputs`, as `generate` does). Methods that read the vision tower, or merge in
@@ -11,8 +11,8 @@ the lengths that the layers see, weighted by the layers (of more than five lengt
 
 efficiency = oracle time / patched time. floor: the method's own arithmetic, bare (method_floors.py); limit = oracle
 time / (oracle + floor), what efficiency can be at most. The three are taken in turn, forwards and backwards, in one
-process; ratios are taken pair by pair, and the figures are p20, p50 and p80 of these. CPU time stands beside wall time:
-where other work shares the machine, wall time tells of that, and so does the load beside each row. In every fifth round
+process; ratios are taken pair by pair, and the figures are p20, p50 and p80 of these. CPU time stands beside wall time.
+A row at a load above the cores is not written, unless --allow-load marks it (rows.py). In every fifth round
 the unpatched model runs too. Steps of decoding: the median of a few behind a prefill, against those of the unpatched
 model.
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import statistics
 import time
 from functools import cached_property
@@ -38,6 +37,8 @@ from common import (
     AFTER,
     BEFORE,
     Clock,
+    Load,
+    add_options,
     code_version,
     default_device,
     encoded,
@@ -45,7 +46,7 @@ from common import (
     ladder,
     llava,
     prompt,
-    read,
+    quiet,
     results_path,
     write,
 )
@@ -175,9 +176,9 @@ def weighted(times: dict[int, Times], layers: list[int], which: int) -> float:
     return float(np.interp(layers, known, [times[count][which] for count in known]).mean())
 
 
-def measure(case: Case, name: str, rounds: int) -> dict[str, Any]:
-    """Return the record of one method."""
-    began, loads = time.perf_counter(), [os.getloadavg()[0]]
+def measure(case: Case, name: str, rounds: int, allow_load: bool) -> dict[str, Any]:
+    """Return the record of one method. Raises SystemExit on a loaded machine, unless that is allowed."""
+    began, load = time.perf_counter(), Load(allow_load)
     setting, plain = case.setting(name), case.images("random")
     ideal: list[Times] = []
     patched: list[Times] = []
@@ -218,7 +219,6 @@ def measure(case: Case, name: str, rounds: int) -> dict[str, Any]:
             turn(images, round_ >= 0 and round_ % WHOLE == 0)
     for taken in (ideal, patched, floors, overhead):
         del taken[0]  # which warmed up
-    loads.append(os.getloadavg()[0])
     full = statistics.median(wall for wall, _ in whole)
     pairs = list(zip(ideal, patched, floors, strict=True))
     return {
@@ -240,7 +240,7 @@ def measure(case: Case, name: str, rounds: int) -> dict[str, Any]:
         "step_ratio": ladder([mine / other for mine, other in steps]),
         "seconds": [wall for wall, _ in patched], "cpu_seconds": [cpu for _, cpu in patched],
         "oracle_seconds": [wall for wall, _ in ideal], "floor_seconds": [wall for wall, _ in floors],
-        "load": round(max(loads), 2), "date": datetime.date.today().isoformat(),
+        **load.record(), "date": datetime.date.today().isoformat(),
         "took": round(time.perf_counter() - began, 1),
     }  # fmt: skip
 
@@ -267,11 +267,10 @@ def main() -> None:
     parser.add_argument("--model", help="tiny, 100m or vicuna-7b (the default on a GPU)")
     parser.add_argument("--cases", nargs="+", default=["576:64", "2880:320"], help="visual tokens : tokens that stay")
     parser.add_argument("--rounds", type=int, nargs="+", default=[15], help="for each case; the last one repeats")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--methods", default=",".join(dropping_methods()))
     parser.add_argument("--device", default=default_device())
-    parser.add_argument("--resume", action="store_true", help="measure only what the file does not have of this code")
-    parser.add_argument("--missing", action="store_true", help="measure only what the file does not have of any code")
+    add_options(parser)
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/efficiency.jsonl")
     args = parser.parse_args()
@@ -288,7 +287,7 @@ def main() -> None:
     records: dict[Any, dict[str, Any]] = {}
     known: dict[Any, dict[str, Any]] = {}  # of the file, which keeps them until they are measured anew
     if (args.resume or args.missing) and path.exists():
-        _, found = read(path)
+        _, found = quiet(path)  # loaded rows are measured anew
         same = [name for name in key if not (args.missing and name == "code")]
         alike = [one for one in found if all(one.get(name) == key[name] for name in ("model", "threads"))]
         known = {(one["visual"], one["keep"], one["method"]): one for one in alike}
@@ -300,13 +299,13 @@ def main() -> None:
         for name in methods:
             if len(records.get((visual, keep, name), {}).get("seconds", ())) >= turns:
                 continue
-            records[visual, keep, name] = measured = measure(case, name, turns) | key
+            records[visual, keep, name] = measured = measure(case, name, turns, args.allow_load or args.tiny) | key
             write(path, lines_of(first, known | records))
             console.print(
                 f"{one} {name}: efficiency {measured['efficiency']['p50']:.3f}, limit {measured['limit']['p50']:.3f}, "
                 f"load {measured['load']}, {measured['took']:.0f} s"
             )
-        own = [records[visual, keep, name] for name in methods]
+        own = [records[visual, keep, name] for name in methods if (visual, keep, name) in records]
         console.print(table(own, f"{one}, {parameters / 1e6:.0f} M parameters, {first['device']}"))
 
 

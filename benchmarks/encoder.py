@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much time merging saves in a vision tower the size of ViT-B, and how close it comes to its oracle.
 
-    GOMP_SPINCOUNT=0 python benchmarks/encoder.py --threads 2 --json benchmarks/results/encoder.jsonl
+    GOMP_SPINCOUNT=0 python benchmarks/encoder.py --json benchmarks/results/encoder.jsonl
 
 The tower: CLIP, 12 blocks of width 768, 577 tokens (336 pixels, patches of 14), random weights, inside a LLaVA whose
 language model is never run. Patched: the tower's forward with `tome` or `dymu` at keep 0.5; `dymu` is calibrated on the
@@ -28,6 +28,7 @@ import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rows import Load, add_options
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import tokenprune
@@ -95,10 +96,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2], help="images in a batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
+    add_options(parser, resume=False)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device, console = torch.device(args.device), Console()
@@ -120,6 +122,7 @@ def main() -> None:
         table.add_column(column, justify="left" if column == "method" else "right")
     records = []
     for rows in args.batches:
+        load = Load(args.allow_load)
         pixels = images(rows).to(device)
         thresholds = tokenprune.calibrate(model, pixels, keep=args.keep, batch_size=rows, progress=False)
         options = {"tome": {}, "dymu": {"thresholds": thresholds}}
@@ -158,13 +161,13 @@ def main() -> None:
                     "oracle_seconds": [a[place] for a in best], "unpatched_seconds": [a[place] for a in whole],
                 }  # fmt: skip
             table.add_row(*cells)
-            records.append(record)
+            records.append(record | load.record())
     console.print(table)
     if args.json:
         header = {
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "threads": args.threads,
             "cpus": os.cpu_count(), "torch": torch.__version__, "transformers": transformers.__version__,
-            "tokenprune": tokenprune.__version__, "rounds": args.rounds, "load": round(os.getloadavg()[0], 2),
+            "tokenprune": tokenprune.__version__, "rounds": args.rounds,
         }  # fmt: skip
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text("\n".join(json.dumps(line) for line in (header, *records)) + "\n")

@@ -14,11 +14,12 @@ noise; "video": 64 frames that hardly change.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Clock, header, ladder, results_path, write
+from common import Clock, Rows, add_options, code_version, header, ladder, results_path
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=8192, help="tokens up to which the slow way is run, too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    add_options(parser)
     parser.add_argument("--device", default="cpu", choices=["cpu"], help="a GPU has kernels of its own")
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu/farthest.jsonl")
@@ -93,19 +95,21 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device, console = torch.device(args.device), Console()
     counts = [256, 640] if args.tiny else args.counts
-    lines = [header(device, width=args.width, rounds=args.rounds)]
+    rows = Rows(
+        args.json or results_path(device, "farthest", args.tiny), header(device, width=args.width, rounds=args.rounds),
+        args, code=code_version(), threads=args.threads, width=args.width, rounds=args.rounds,
+    )  # fmt: skip
     table = Table(title=f"Farthest tokens, width {args.width}, {args.threads} thread(s), CPU time")
     for column in ("features", "tokens", "product, ms", "blocks, ms", "products", "one by one, ms", "products"):
         table.add_column(column, justify="left" if column == "features" else "right")
     todo = [(kind, count) for count in counts for kind in args.kinds]
     for kind, count in track(todo, description="farthest", console=console):
-        one = measure(kind, count, args.width, args.rounds, args.slow, Clock(device))
-        lines.append(one)
+        run = partial(measure, kind, count, args.width, args.rounds, args.slow, Clock(device))
+        (one,) = rows.measure((kind, count), run)
         shown = [one["product_cpu_ms"], one["blocks_cpu_ms"], one["blocks_products"]]
         shown += [one.get("one_by_one_cpu_ms"), one.get("one_by_one_products")]
         cells = ["" if value is None else f"{value['p50']:.1f}" for value in shown]
         table.add_row(kind, str(one["tokens"]), *cells)
-        write(args.json or results_path(device, "farthest", args.tiny), lines)
     console.print(table)
 
 

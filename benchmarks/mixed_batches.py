@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import header, results_path, write
+from common import Rows, add_options, code_version, header, results_path
 from rich.console import Console
 from rich.table import Table
 
@@ -54,13 +54,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    add_options(parser)
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/mixed_batches.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     subject = load()
     device = subject.model.device
-    records = [measure(subject, method, texts, args.repeats) for texts in (0, 1) for method in args.methods]
+    path = args.json or results_path(device, "mixed_batches")
+    rows = Rows(path, header(device, rows=ROWS), args, code=code_version(), threads=args.threads, repeats=args.repeats)
+    records = [
+        record
+        for texts in (0, 1)
+        for method in args.methods
+        for record in rows.measure((method, texts), partial(measure, subject, method, texts, args.repeats))
+    ]
 
     table = Table(title=f"{ROWS} prompts, {KEEP:.0%} of the visual tokens kept: patched / unpatched")
     for column in ("method", "without an image", "width of the last layer", "TTFT, unpatched / patched", "KV bytes"):
@@ -73,8 +81,6 @@ def main() -> None:
             f"{one['kv_bytes'] / one['kv_bytes_full']:.0%}",
         )  # fmt: skip
     Console().print(table)
-    path = args.json or results_path(device, "mixed_batches")
-    write(path, [header(device, threads=args.threads, rows=ROWS), *records])
     Console().print(f"written to {path}")
 
 

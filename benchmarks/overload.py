@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rows import Load, add_options
+
 MODEL = Path(__file__).resolve().parent.parent / "tokenprune/assets/demo_vlm"
 PROFILES = {"full": {"off": True}, "half": {"keep": 0.5}, "tenth": {"keep": 0.11}}
 POLICY = "policy"
@@ -215,7 +217,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4, help="tokens of each answer")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--server", nargs=argparse.REMAINDER, default=[], help="further arguments of the server, last")
+    add_options(parser, resume=False)
     args = parser.parse_args()
+    args.load = Load(args.allow_load).begin  # of other work: what a server takes is what is measured
 
     from rich.console import Console
     from rich.table import Table

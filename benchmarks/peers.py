@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed-ups that papers print beside ours: prefill of a LLaVA-1.5-shaped model, 576 visual tokens to 192, 128 and 64.
 
-    GOMP_SPINCOUNT=0 python benchmarks/peers.py --threads 2      # measure, and print
+    GOMP_SPINCOUNT=0 python benchmarks/peers.py --resume         # measure, and print
     python benchmarks/peers.py --page                            # write docs/peers.md from the results
 
 Ours: random weights, the proportions of LLaVA-1.5's decoder in a smaller size, its token counts; prefill of 64 text
@@ -21,8 +21,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import AFTER, BEFORE, Clock, Live, Peak, default_device, fill_page, header, llava, read, results_path, write
-from efficiency import Case, measure, unpatched
+from common import (
+    AFTER,
+    BEFORE,
+    Clock,
+    Live,
+    Peak,
+    Rows,
+    add_options,
+    code_version,
+    default_device,
+    fill_page,
+    header,
+    llava,
+    quiet,
+    results_path,
+)
+from efficiency import Case, measure
 from limits import SHAPES
 from rich.console import Console
 from rich.progress import track
@@ -73,40 +88,37 @@ def _held(cache: Any) -> int:
 
 
 def ours(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Measure; returns the lines of the results."""
+    """Measure; returns the rows of the results."""
     device = torch.device(args.device)
     size = "tiny" if args.tiny else args.model or ("vicuna-7b" if device.type == "cuda" else "100m")
     model = llava(size, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     parameters = sum(one.numel() for one in model.model.language_model.parameters())
-    lines = [header(device, model=size, parameters=parameters, text=BEFORE + AFTER, rounds=args.rounds)]
-    methods = args.methods.split(",")
-    for keep in args.keeps:
+    first = header(device, model=size, parameters=parameters, text=BEFORE + AFTER, rounds=args.rounds)
+    known = Rows(args.json, first, args, code=code_version(), threads=args.threads, size=size, rounds=args.rounds)
+    made = []
+    todo = [(keep, name) for keep in args.keeps for name in args.methods.split(",")]
+    for keep, name in track(todo, "peers", console=console):
         case = Case(model, VISUAL, keep, Clock(device))
-        records = [measure(case, name, args.rounds) for name in track(methods, f"{keep}", console=console)]
-        spent = {name: memory(case, name, keep) for name in methods}
-        whole = memory(case, None, keep)
-        lines.append(unpatched(records) | whole)
-        lines += [record | spent[record["method"]] for record in records]
-        write(args.json, lines)
-    return lines
+
+        def run(case: Case = case, name: str = name, keep: int = keep) -> dict[str, Any]:
+            whole = {f"whole_{key}": value for key, value in memory(case, None, keep).items()}
+            return measure(case, name, args.rounds, known.allowed) | memory(case, name, keep) | whole
+
+        made += known.measure((name, keep), run)
+    return made
 
 
 def rows(lines: list[dict[str, Any]]) -> list[list[str]]:
     """Return the cells of our table: for each method and budget what was measured, and what could be."""
-    made = []
-    for keep in dict.fromkeys(line["keep"] for line in lines):
-        of_keep = [line for line in lines if line["keep"] == keep]
-        whole = next(line for line in of_keep if line["method"] == "unpatched")
-        for line in of_keep:
-            if line is whole:
-                continue
-            oracle = whole["ms"]["p50"] / line["oracle_ms"]["p50"]
-            made.append([
-                f"`{line['method']}`", f"{keep}", f"x{line['speedup']['p50']:.2f}", f"x{oracle:.2f}",
-                f"{line['efficiency']['p50']:.2f}", f"x{by_flops(line['method'], keep):.2f}",
-                f"{line['kv'] / whole['kv']:.0%}", f"{line['peak'] / max(1, whole['peak']):.0%}",
-            ])  # fmt: skip
-    return made
+    return [
+        [
+            f"`{line['method']}`", f"{line['keep']}", f"x{line['speedup']['p50']:.2f}",
+            f"x{line['unpatched_ms']['p50'] / line['oracle_ms']['p50']:.2f}", f"{line['efficiency']['p50']:.2f}",
+            f"x{by_flops(line['method'], line['keep']):.2f}", f"{line['kv'] / line['whole_kv']:.0%}",
+            f"{line['peak'] / max(1, line['whole_peak']):.0%}",
+        ]
+        for line in lines
+    ]  # fmt: skip
 
 
 COLUMNS = ("method", "tokens", "prefill", "oracle", "of the oracle", "by FLOPs, 7B", "KV cache", "peak memory")
@@ -114,11 +126,8 @@ COLUMNS = ("method", "tokens", "prefill", "oracle", "of the oracle", "by FLOPs, 
 
 def page(path: Path) -> str:
     """Return both tables as Markdown."""
-    text = ["(not measured yet)"]
-    if path.exists():
-        text = measured(path)
+    text = measured(path) if path.exists() else []
     text += [
-        "",
         "Published, by others on their machines (not measured here):",
         "",
         "| method | printed in | model | what | setting | device | speed-up |",
@@ -135,15 +144,18 @@ def page(path: Path) -> str:
 
 def measured(path: Path) -> list[str]:
     """Return our table as lines of Markdown."""
-    about, lines = read(path)
+    about, lines = quiet(path)
+    if not lines:
+        return []
     return [
         f"Ours: {about['device']}, {about['threads']} threads, torch {about['torch']}, transformers "
-        f"{about['transformers']}, {about['date']}, load {about['load']}; a decoder of "
+        f"{about['transformers']}, {about['date']}; a decoder of "
         f"{about['parameters'] / 1e6:.0f} M random parameters, medians of {about['rounds']} rounds.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|---|" + "---:|" * (len(COLUMNS) - 1),
         *("| " + " | ".join(row) + " |" for row in rows(lines)),
+        "",
     ]
 
 
@@ -152,7 +164,8 @@ def main() -> None:
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--keeps", type=int, nargs="+", default=KEEPS)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    add_options(parser)
     parser.add_argument("--model", help="tiny, 100m or vicuna-7b (the default on a GPU)")
     parser.add_argument("--device", default=default_device())
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
@@ -165,7 +178,7 @@ def main() -> None:
         return
     torch.set_num_threads(args.threads)
     console = Console()
-    _, *lines = ours(args, console)
+    lines = ours(args, console)
     table = Table(title=f"prefill of {VISUAL} visual tokens, faster by")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "method" else "right")

@@ -29,6 +29,7 @@ import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rows import Load, add_options
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    add_options(parser, resume=False)
     args = parser.parse_args()
     console = Console()
     points = [(what, way, frames) for what in ("attention", "prefill", "padded") for frames in FRAMES for way in WAYS]
@@ -168,7 +170,9 @@ def main() -> None:
         with multiprocessing.get_context("fork").Pool(1) as pool:
             peaks[point] = pool.apply(rise, (*point, args.threads))
     torch.set_num_threads(args.threads)
+    load = Load(args.allow_load)
     seconds = times(args.rounds, console)
+    timed = load.record()
     pairs = {frames: parts(frames).pairs for frames in FRAMES}
     full_pairs = {frames: (TEXT + frames * PER_FRAME) * (TEXT + frames * PER_FRAME + 1) // 2 for frames in FRAMES}
 
@@ -188,7 +192,7 @@ def main() -> None:
         for way in WAYS:
             raw = {frames: seconds[what, way, frames] for frames in FRAMES}
             middle = {frames: statistics.median(all_) for frames, all_ in raw.items()}
-            add(f"{what}, ms", way, 1e-3, 1, middle, seconds=list(raw.values()))
+            add(f"{what}, ms", way, 1e-3, 1, middle, seconds=list(raw.values()), **timed)
     for what in ("attention", "prefill", "padded"):
         for way in WAYS:
             add(f"{what}, peak MiB", way, 2**20, 1, {frames: peaks[what, way, frames] for frames in FRAMES})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the speed benchmarks from their JSON lines: an image beside each file of results.
+"""Draw the quiet rows of the speed benchmarks from their JSON lines: an image beside each file of results.
 
 python benchmarks/plots.py                                   # all of benchmarks/results/<device>/
 python benchmarks/plots.py benchmarks/results/cpu            # one of them
@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, read
+from common import RESULTS, quiet
 
 from tokenprune.bench.report.png import curve, panels, png, same_look
 
@@ -56,7 +56,8 @@ def ttft(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
         for method in dict.fromkeys(one["method"] for one in own if one["method"] != "unpatched"):
             points = sorted((one["keep"], one["ttft_ms"]["p50"]) for one in own if one["method"] == method)
             curve(axes, points, method, marker="o")
-        axes.axhline(own[0]["ttft_ms"]["p50"], color="grey", linestyle=":", label="unpatched")
+        whole = next(one for one in own if one["method"] == "unpatched")
+        axes.axhline(whole["ttft_ms"]["p50"], color="grey", linestyle=":", label="unpatched")
         axes.set(xlabel="keep", ylabel="time to first token, ms", ylim=(0, None))
     row[-1].legend(fontsize=8)
     return png(figure, dpi=100)
@@ -72,8 +73,12 @@ def main() -> None:
     args = parser.parse_args()
     for folder in args.folders or sorted(path for path in RESULTS.iterdir() if path.is_dir()):
         for name, draw in PLOTS.items():
-            if (path := folder / f"{name}.jsonl").exists():
-                (folder / f"{name}.png").write_bytes(draw(*read(path)))
+            path, image = folder / f"{name}.jsonl", folder / f"{name}.png"
+            header, records = quiet(path) if path.exists() else ({}, [])
+            if records:
+                image.write_bytes(draw(header, records))
+            else:
+                image.unlink(missing_ok=True)  # of no quiet row
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How time and peak memory of choosing and removing tokens grow with the visual tokens of one image.
 
-    GOMP_SPINCOUNT=0 python benchmarks/scaling.py
+    GOMP_SPINCOUNT=0 python benchmarks/scaling.py --resume
 
 "selection": a method's choice alone (with the attention rows it asks for), on made-up features of width 1024 (256 on a
 CPU; keys likewise), a ninth of the tokens stay. "merge": one step of a tower's merging. "engine": what the engine
@@ -19,14 +19,28 @@ import math
 import multiprocessing
 import resource
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import AFTER, BEFORE, Clock, Peak, default_device, encoded, header, llava, prompt, results_path, write
+from common import (
+    AFTER,
+    BEFORE,
+    Clock,
+    Peak,
+    Rows,
+    add_options,
+    code_version,
+    default_device,
+    encoded,
+    header,
+    llava,
+    prompt,
+    results_path,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -200,13 +214,49 @@ def exponent(values: dict[int, float]) -> float | None:
     return statistics.linear_regression(x, y).slope
 
 
+def record(what: str, name: str, counts: Sequence[int], args: argparse.Namespace, limit: int | None) -> dict[str, Any]:
+    """Measure one row: a method at all counts, up to the first that needs more memory than the limit."""
+    device, points = torch.device(args.device), {}
+    for count in counts:
+        if limit is None:
+            points[count] = one(what, name, count, device, args.threads, None)
+            torch.cuda.empty_cache()
+        else:
+            # Forked before this process computed anything: nothing of torch's is shared but its code.
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                points[count] = pool.apply(one, (what, name, count, device, args.threads, limit))
+        if "failed" in points[count]:
+            break
+    ran = {count: point for count, point in points.items() if "failed" not in point}
+    if what == "engine" and any(p["kv_bytes"] != p["kv_bytes_predicted"] for p in ran.values()):
+        raise SystemExit(f"keys and values take other bytes than the closed form says: {ran}")
+    made = {"what": what, "method": name, "points": {str(count): point for count, point in points.items()}}
+    for key in ("seconds", "peak"):
+        values = {count: point[key] for count, point in ran.items()}
+        if any(values.values()):
+            made[f"{key}_exponent"] = exponent(values)
+    return made
+
+
+def rows_of(made: dict[str, Any], counts: Sequence[int]) -> Iterator[list[str]]:
+    """Yield the lines of the printed table for a row: of time, and of memory."""
+    for key, unit, digits, label in (("seconds", 1e-3, 2, "ms"), ("peak", 2**20, 1, "MiB")):
+        if f"{key}_exponent" not in made:
+            continue
+        found = [made["points"].get(str(count)) for count in counts]
+        cells = ["" if p is None else ">" if "failed" in p else f"{p[key] / unit:.{digits}f}" for p in found]
+        slope = made[f"{key}_exponent"]
+        yield [f"{made['what']}, {label}", made["method"], *cells, "" if slope is None else f"{slope:.2f}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--methods", default=",".join(selecting_methods()))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit", type=float, default=3.0, help="GiB that a measurement on the CPU may take")
     parser.add_argument("--device", default=default_device())
+    add_options(parser)
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/scaling.jsonl")
     args = parser.parse_args()
@@ -214,41 +264,19 @@ def main() -> None:
     counts = (576, 2880) if args.tiny else args.counts
     whats = [("selection", name) for name in args.methods.split(",")] + [("merge", name) for name in MERGES]
     limit = None if device.type == "cuda" else int(args.limit * 2**30)
-    lines = [
-        header(
-            device, threads=args.threads, width=WIDTH[device.type], heads=HEADS, share=SHARE, limit=limit, counts=counts
-        )
-    ]
-    table = Table(title=f"One image, {lines[0]['device']}, {args.threads} threads")
+    first = header(
+        device, threads=args.threads, width=WIDTH[device.type], heads=HEADS, share=SHARE, limit=limit, counts=counts
+    )
+    path = args.json or results_path(device, "scaling", args.tiny)
+    known = Rows(path, first, args, code=code_version(), threads=args.threads, counts=list(counts))
+    table = Table(title=f"One image, {first['device']}, {args.threads} threads")
     for column in ("", "method", *map(str, counts), "exponent"):
         table.add_column(column, justify="right" if column.isdigit() or column == "exponent" else "left")
     for what, name in track([*whats, ("engine", "uniform")], description="scaling", console=console):
-        points = {}
-        for count in counts:
-            if limit is None:
-                points[count] = one(what, name, count, device, args.threads, None)
-                torch.cuda.empty_cache()
-            else:
-                # Forked before this process computed anything: nothing of torch's is shared but its code.
-                with multiprocessing.get_context("fork").Pool(1) as pool:
-                    points[count] = pool.apply(one, (what, name, count, device, args.threads, limit))
-            if "failed" in points[count]:
-                break
-        ran = {count: point for count, point in points.items() if "failed" not in point}
-        record = {"what": what, "method": name, "points": points}
-        for key, unit, digits in (("seconds", 1e-3, 2), ("peak", 2**20, 1)):
-            values = {count: point[key] for count, point in ran.items()}
-            if not any(values.values()):
-                continue
-            record[f"{key}_exponent"] = slope = exponent(values)
-            cells = [f"{values[n] / unit:.{digits}f}" if n in values else ">" if n in points else "" for n in counts]
-            label = f"{what}, {'ms' if key == 'seconds' else 'MiB'}"
-            table.add_row(label, name, *cells, "" if slope is None else f"{slope:.2f}")
-        if what == "engine" and any(p["kv_bytes"] != p["kv_bytes_predicted"] for p in ran.values()):
-            raise SystemExit(f"keys and values take other bytes than the closed form says: {ran}")
-        lines.append(record)
+        (made,) = known.measure((what, name), partial(record, what, name, counts, args, limit))
+        for cells in rows_of(made, counts):
+            table.add_row(*cells)
     console.print(table)
-    write(args.json or results_path(device, "scaling", args.tiny), lines)
 
 
 if __name__ == "__main__":

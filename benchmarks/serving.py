@@ -42,6 +42,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from rows import Load, add_options
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SPECIAL = ["<pad>", "<s>", "</s>", "<image>"]
@@ -232,7 +233,7 @@ def write(path: Path, args: argparse.Namespace, records: list[dict[str, Any]]) -
     header = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "cpus": os.cpu_count(),
         "torch": torch.__version__, "vllm": vllm.__version__, "tokenprune": tokenprune.__version__,
-        **{key: value for key, value in vars(args).items() if key != "json"},
+        **{key: value for key, value in vars(args).items() if key not in ("json", "allow_load")},
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(header | one) + "\n" for one in records))
@@ -252,7 +253,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="tokens of each answer")
     parser.add_argument("--size", type=int, default=336, help="edge of the images in pixels")
     parser.add_argument("--json", type=Path)
+    add_options(parser, resume=False)
     args = parser.parse_args()
+    args.load = Load(args.allow_load).begin  # of other work: what a server takes is what is measured
     console = Console()
     with served(args.model, args.server, console) as url:
         records = asyncio.run(sweep(url, args, console))

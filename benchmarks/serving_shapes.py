@@ -27,6 +27,7 @@ import openai
 import torch
 from rich.console import Console
 from rich.table import Table
+from rows import Load, add_options
 from serving import QUESTION, TEMPLATE, byte_tokenizer, load, noise, noise_image, served, write
 
 # By their visual tokens: the edge of an image in pixels, a token for 28 x 28 of them; or frames, of which two are one.
@@ -103,7 +104,7 @@ async def sweep(url: str, args: argparse.Namespace, console: Console) -> list[di
             records.append({
                 "shape": shape, "concurrency": concurrency, "media": when, "setting": name,
                 "requests_per_second": found, "ratio": statistics.median(ratios), "ratios": ratios,
-                "prompt_tokens": statistics.mean(prompts[when, name]), "load": load_before,
+                "prompt_tokens": statistics.mean(prompts[when, name]), "load_with_server": load_before,
             })  # fmt: skip
             console.log(f"{shape}, {concurrency} at once, {when}, {name}: x{records[-1]['ratio']:.2f}")
     return records
@@ -132,7 +133,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4, help="in each round, and at least the concurrency")
     parser.add_argument("--tokens", type=int, default=4, help="tokens of each answer")
     parser.add_argument("--json", type=Path)
+    add_options(parser, resume=False)
     args = parser.parse_args()
+    args.load = Load(args.allow_load).begin  # of other work: what a server takes is what is measured
     console = Console()
     with tempfile.TemporaryDirectory() as place:
         write_model(Path(place) / "model")

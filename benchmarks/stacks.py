@@ -4,6 +4,7 @@ than so many points lost, on the native-resolution model that ships.
 
     TOKENPRUNE_EMOJI=emoji.npz python benchmarks/stacks.py --images 70   # fresh images, 448 x 448: 784 visual tokens
     python benchmarks/stacks.py --images 0                              # those of the held-out set that are so large
+    python benchmarks/stacks.py --retime                                # take the times of the found settings anew
     python benchmarks/stacks.py --page                                  # write the table into docs/tune.md
 
 (training/qwen/README.md says how emoji.npz is made.) The tuner searches among single methods and stacks, as `tokenprune
@@ -22,14 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import fill_page, header, read, results_path, write
+from common import Load, add_options, code_version, fill_page, header, read, results_path, write
 from PIL import Image
 from rich.console import Console
+from rows import is_loaded
 
 from tokenprune.bench.heldout import NATIVE, load_heldout
 from tokenprune.bench.model import load
 from tokenprune.bench.profile_tables import setting_name
-from tokenprune.bench.profiling import FIRST_TOKEN, STAGES, Profile, profile_call
+from tokenprune.bench.profiling import FIRST_TOKEN, STAGES, profile_call
 from tokenprune.bench.scenes import KINDS
 from tokenprune.bench.tables import Cell, Table, to_markdown, to_rich
 from tokenprune.tuning import Panel, Promise, Tuner, grid
@@ -110,42 +112,72 @@ def best_of(group: str, tuner: Tuner, max_drop: float, tries: int) -> tuple[Tria
     return found
 
 
-def record(group: str, found: tuple[Trial, float, float], profile: Profile, asked: int) -> dict[str, Any]:
+def record(group: str, found: tuple[Trial, float, float], times: dict[str, Any], asked: int) -> dict[str, Any]:
     trial, drop, bound = found
     return {
-        "group": group, "setting": trial.candidate.setting, "name": setting_name(profile), "asked": asked, "drop": drop,
-        "drop_below": bound, "work": trial.expected("work"), **profile.as_dict(),
+        "group": group, "setting": trial.candidate.setting, "asked": asked, "drop": drop, "drop_below": bound,
+        "work": trial.expected("work"), **times,
     }  # fmt: skip
 
 
 def table(path: Path) -> Table:
-    """Return the table of a file of results."""
+    """Return the table of a file of results; the times of groups that were timed on a loaded machine are left out."""
     about, lines = read(path)
     groups = [line for line in lines if "group" in line]
+    quiet = [one for one in groups if not is_loaded(one, about)]
     rows = []
     for one in groups:
-        told = {
-            stage: " → ".join(f"{one[side]['stages_ms'][stage]['p50']:.0f}" for side in ("before", "after"))
-            for stage in STAGES
-        }
-        after = {stage: one["after"]["stages_ms"][stage]["p50"] for stage in FIRST_TOKEN}
-        slowest = max(after, key=after.get)
-        rows.append([*map(Cell, (
-            one["group"], one["name"], f"{100 * one['drop']:.2f}", f"{100 * one['drop_below']:.1f}",
-            f"x{one['speedup']:.2f}", f"x{1 / one['work']:.2f}", told["processor"], told["tower"], told["prefill"],
-            f"{after['selection']:.0f}", f"{STAGES[slowest]}, {after[slowest] / sum(after.values()):.0%}",
-        ))])  # fmt: skip
-    columns = (
-        "group", "setting", "points lost", "shown below", "to the first token", "by FLOPs", "processor, ms",
-        "tower, ms", "prefill, ms", "choosing, ms", "what limits",
-    )  # fmt: skip
+        cells = [one["group"], one["name"], f"{100 * one['drop']:.2f}", f"{100 * one['drop_below']:.1f}"]
+        cells.append(f"x{1 / one['work']:.2f}")
+        rows.append([*map(Cell, [*cells, *(_times(one) if one in quiet else [""] * len(TIMES) if quiet else [])])])
+    columns = ("group", "setting", "points lost", "shown below", "by FLOPs", *(TIMES if quiet else ()))
     note = (
         f"{about['questions']} questions ({about['source']}) on images of {SIDE} x {SIDE} pixels, 784 visual tokens; "
-        f"the unpatched model gets {100 * about['unpatched']:.1f} % right. Allowed: {points(about['max_drop'])}. Time "
-        f"from the image on, processor and tower included: medians of {about['repeats']} pairs of runs, "
-        f"{about['threads']} threads, load {about['load']}, weights {about['weights']}, {about['date']}."
+        f"the unpatched model gets {100 * about['unpatched']:.1f} % right. Allowed: {points(about['max_drop'])}; "
+        f"weights {about['weights']}, {about['date']}."
     )
+    if quiet:
+        note += (
+            f" Time from the image on, processor and tower included: medians of {about['repeats']} pairs of runs, "
+            f"{quiet[0].get('threads', about['threads'])} threads, load at most {max(one['load'] for one in quiet):g}."
+        )
     return Table("demo_qwen, by group the setting that spends least", columns, rows, (note,))
+
+
+TIMES = ("to the first token", "processor, ms", "tower, ms", "prefill, ms", "choosing, ms", "what limits")
+
+
+def _times(one: dict[str, Any]) -> list[str]:
+    told = {
+        stage: " → ".join(f"{one[side]['stages_ms'][stage]['p50']:.0f}" for side in ("before", "after"))
+        for stage in STAGES
+    }
+    after = {stage: one["after"]["stages_ms"][stage]["p50"] for stage in FIRST_TOKEN}
+    slowest = max(after, key=after.get)
+    limits = f"{STAGES[slowest]}, {after[slowest] / sum(after.values()):.0%}"
+    stages = [told["processor"], told["tower"], told["prefill"]]
+    return [f"x{one['speedup']:.2f}", *stages, f"{after['selection']:.0f}", limits]
+
+
+def timed(subject: Any, asked: list[Any], setting: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return where the time of a setting goes, in turn with the unpatched model, and the load it was taken at."""
+    load = Load(args.allow_load)
+    profile = profile_call(subject, asked[0].images, asked[0].question, setting, repeats=args.repeats)
+    about = load.record() | {"threads": args.threads, "code": code_version()}
+    return {"name": setting_name(profile), **profile.as_dict(), **about}
+
+
+def retime(path: Path, args: argparse.Namespace) -> None:
+    """Take the times of the groups of a file anew, one by one; with --resume quiet ones of this code stay."""
+    about, lines = read(path)
+    subject = load("demo_qwen", device=args.device)
+    asked = questions(0, args.seed)
+    for line in lines:
+        known = line.get("code") == code_version() and not is_loaded(line, about)
+        if "group" in line and not (args.resume and known):
+            line.pop("loaded", None)
+            line |= timed(subject, asked, line["setting"], args)
+            write(path, [about, *lines])
 
 
 def main() -> None:
@@ -158,7 +190,9 @@ def main() -> None:
     parser.add_argument("--stacks", type=int, default=MOST)
     parser.add_argument("--tries", type=int, default=6, help="settings of a group that answer all questions, at most")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    add_options(parser)
+    parser.add_argument("--retime", action="store_true", help="take the times of the settings of --json anew")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=20260303)
     parser.add_argument("--device", default="cpu")
@@ -170,6 +204,9 @@ def main() -> None:
         fill_page(PAGE, BEGIN, END, to_markdown(table(path)))
         return
     torch.set_num_threads(args.threads)
+    if args.retime:
+        retime(path, args)
+        return
     subject = load("demo_qwen", device=args.device)
     asked = questions(args.images, args.seed)[: args.limit]
     candidates = grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
@@ -196,9 +233,7 @@ def main() -> None:
         if found is None:
             console.print(f"{group}: nothing was asked", markup=False)
             continue
-        image, question = asked[0].images, asked[0].question
-        profile = profile_call(subject, image, question, found[0].candidate.setting, repeats=args.repeats)
-        lines.append(record(group, found, profile, len(asked)))
+        lines.append(record(group, found, timed(subject, asked, found[0].candidate.setting, args), len(asked)))
         lines[0]["unpatched"] = float(panel.scores(None, [*tuner.search, *tuner.held_out]).mean())
         write(path, lines)
     shown = table(path)

@@ -17,6 +17,7 @@ import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from common import (
     VIDEO_ID,
     Clock,
     Peak,
+    Rows,
+    add_options,
+    code_version,
     default_device,
     encoded,
     header,
@@ -34,7 +38,6 @@ from common import (
     prompt,
     qwen,
     results_path,
-    write,
 )
 from rich.console import Console
 from rich.table import Table
@@ -138,6 +141,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of decoding, in each round")
     parser.add_argument("--device", default=default_device())
+    add_options(parser)
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds, with tiny decoders")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/ttft.jsonl")
     args = parser.parse_args()
@@ -145,8 +149,12 @@ def main() -> None:
     if args.tiny:
         args.rounds, args.steps, args.keeps = 1, 2, args.keeps[-1:]
     ways = [(None, 1.0), *((name, keep) for name in args.methods.split(",") for keep in args.keeps)]
-    lines, model, made = [header(device, rounds=args.rounds, steps=args.steps)], None, None
-    table = Table(title=f"bf16, random weights, {lines[0]['device']}" if not args.tiny else "tiny decoders")
+    rows = Rows(
+        args.json or results_path(device, "ttft", args.tiny), header(device, rounds=args.rounds, steps=args.steps),
+        args, code=code_version(), rounds=args.rounds, steps=args.steps,
+    )  # fmt: skip
+    model, made = None, None
+    table = Table(title=f"bf16, random weights, {rows.first['device']}" if not args.tiny else "tiny decoders")
     for column in ("model", "method", "keep", "TTFT ms", "speed-up", "token ms", "peak MiB"):
         table.add_column(column, justify="left" if column in ("model", "method") else "right")
     for shape in (one.smaller() for one in SHAPES) if args.tiny else SHAPES:
@@ -156,13 +164,11 @@ def main() -> None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             model = shape.build(shape.decoder, device, dtype)
             made = (shape.build, shape.decoder)
-        for one in measure(shape, model, ways, args):
-            lines.append(one)
+        for one in rows.measure((shape.label, shape.visual), partial(measure, shape, model, ways, args)):
             table.add_row(
                 one["model"], one["method"], f"{one['keep']:g}", f"{one['ttft_ms']['p50']:.1f}",
                 f"{one['ttft_speedup']['p50']:.2f}", f"{one['token_ms']['p50']:.2f}", f"{one['peak'] / 2**20:.0f}",
             )  # fmt: skip
-        write(args.json or results_path(device, "ttft", args.tiny), lines)
     console.print(table)
 
 

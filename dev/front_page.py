@@ -4,40 +4,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from typing import Any
 
-import tokenprune
-from tokenprune import Site
-
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import rows  # noqa: E402
+import which_method  # noqa: E402
+
+import tokenprune  # noqa: E402
+from tokenprune import Site  # noqa: E402
+
 RESULTS = ROOT / "benchmarks/results"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A row of the table that helps to choose.
-
-    case: what the reader has. method, keep: what to pass to `patch`, as Python code. why: the reason, with the page
-    that shows it. more: what else to pass to `patch`, as Python code.
-    """
-
-    case: str
-    method: str
-    keep: str
-    why: str
-    more: str = ""
-
-
-def records(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
-
-
-def prefill(method: str) -> dict[str, Any]:
-    """The first case of the benchmark of efficiency on the CPU."""
-    _, *found = records("cpu/efficiency.jsonl")
-    return next(one for one in found if (one["visual"], one["method"]) == (found[0]["visual"], method))
 
 
 def accuracy(method: str, keep: float | None) -> Any:
@@ -50,45 +29,44 @@ def accuracy(method: str, keep: float | None) -> Any:
     return next(row for row in results.rows if (row.method, row.keep) == (method, keep))
 
 
-def fair(method: str, share: float | None) -> Any:
-    """The row of the second model, which favours no method, at a share averaged over layers; None: unpatched."""
-    from tokenprune.bench.results import read_records, summarise
-
-    results = summarise(read_records(RESULTS / "all_methods-demo_qwen.jsonl"))
-    if share is None:
-        return results.baseline
-    return next(row for row in results.rows if (row.method, row.keep) == (method, share))
+def first_token() -> dict[str, Any] | None:
+    """The time from image to first token on the shipped model, of benchmarks/first_run.py; None where there is none of
+    a quiet machine."""
+    one = json.loads((RESULTS / "first_run.json").read_text()).get("first_token")
+    return one if one and not rows.is_loaded(one) else None
 
 
-def lost(method: str, kind: str, keep: float) -> float:
-    """Points that a kind of question lost, as in docs/guard.md."""
-    table = json.loads((ROOT / "tokenprune/assets/guard.json").read_text())
-    found = table["methods"][method][kind]["measured"]
-    one = next(one for one in found if one["keep"] == keep)
-    return 100 * (one["unpatched"] - one["share"])
+def speed_and_accuracy() -> str:
+    """Speed and accuracy at one setting of one shipped model, the tower included: one sentence; of accuracy alone where
+    no time of a quiet machine is there."""
+    method, keep = "divprune", 0.25
+    kept, full, time = accuracy(method, keep), accuracy("", None), first_token()
+    if time and (time["model"], time["method"], time["keep"]) != ("demo_vlm (shipped)", method, keep):
+        raise ValueError("the time of benchmarks/first_run.py is of another setting or model than the accuracy")
+    took = "" if time is None else (
+        f"gives its first token {time['speedup']['p50']:.2f} times as fast ({time['ms']['p50']:.0f} ms in place of "
+        f"{time['ms_unpatched']['p50']:.0f} ms on {_threads(time['threads'])}, processor and vision tower included) "
+        "and "
+    )  # fmt: skip
+    return (
+        f"With `{method}` and a quarter of the tokens the small LLaVA that ships {took}answers "
+        f"{100 * kept.overall.value:.1f} % of {full.questions} questions about drawn images right, "
+        f"{100 * full.overall.value:.1f} % with all of them."
+    )
 
 
-def selection(method: str, count: int) -> float:
-    """Seconds that choosing among `count` visual tokens takes."""
-    one = next(one for one in records("cpu/scaling.jsonl")[1:] if (one["what"], one["method"]) == ("selection", method))
-    return one["points"][str(count)]["seconds"]
+def _threads(count: int) -> str:
+    return f"{count} CPU thread{'' if count == 1 else 's'}"
 
 
 def problem() -> str:
-    header, *_ = records("cpu/efficiency.jsonl")
-    whole, cut = prefill("unpatched"), prefill("divprune")
-    full, quarter = fair("", None), fair("divprune", 0.25)
-    visual, text = whole["visual"], int(header["text"])
+    visual, text = 576, 64
     return (
-        f"With one image of {visual} visual tokens and {text} of text, {100 * visual / (visual + text):.0f} % of what "
-        f"a vision-language model reads is the image: a decoder of {header['parameters'] / 1e6:.0f} M parameters takes "
-        f"{whole['ms']['p50']:.0f} ms to read it all on {header['threads']} CPU threads, and {cut['ms']['p50']:.0f} ms "
-        f"where `divprune` keeps {cut['keep']} tokens of the image.\n"
+        f"With one image of {visual} visual tokens, as LLaVA-1.5 has it, and {text} of text, "
+        f"{100 * visual / (visual + text):.0f} % of what a vision-language model reads is the image.\n"
         "\ntokenprune drops or merges visual tokens in any Hugging Face vision-language model, without training, in "
-        "one line, and tells what that saves and costs. With a quarter of them a small model that ships answers "
-        f"{100 * quarter.overall.value:.1f} % of {full.questions} questions right, {100 * full.overall.value:.1f} % "
-        "with all ([all methods](docs/all-methods.md)). Raw data: [speed](benchmarks/results/cpu/efficiency.jsonl), "
-        "[answers](benchmarks/results/all_methods-demo_qwen.jsonl)."
+        f"one line, and tells what that saves and costs. {speed_and_accuracy()} Raw data: "
+        "[time](benchmarks/results/first_run.json), [answers](benchmarks/results/bench.jsonl)."
     )
 
 
@@ -108,87 +86,10 @@ def printed() -> str:
     )
 
 
-def choices() -> list[Choice]:
-    far = 32768
-    served = max(records("serving.jsonl"), key=lambda one: (one["concurrency"], one["speedup"]))
-    video, frames = records("pevlm.jsonl"), records("pevlm.jsonl")[0]["frames"][-1]
-    full, blocks = (next(one["values"][-1] for one in video[1:] if (one["what"], one["way"]) == ("prefill, ms", way))
-                    for way in ("full", "blocks"))  # fmt: skip
-    quarter, cut = accuracy("divprune", 0.25), prefill("divprune")
-    return [
-        Choice(
-            "long prompts on Qwen: large images, thousands of visual tokens",
-            '"dart"',
-            "0.25",
-            f"choosing among {far} tokens takes it {1e3 * selection('dart', far):.0f} ms; `divprune`, which compares "
-            f"all pairs, {selection('divprune', far):.0f} s ([how it grows](docs/performance.md#how-it-grows))",
-        ),
-        Choice(
-            "a vLLM server",
-            '"divprune"',
-            "0.25",
-            f"the prompt itself gets shorter: {served['speedup']:.1f} times the requests a second at "
-            f"{served['concurrency']} at once ([serving](docs/serving.md#measured))",
-        ),
-        Choice(
-            "OCR: signs, documents, charts",
-            '"dart"',
-            "0.5",
-            "reading falls first: of words and digits in drawn images "
-            f"{_points(lost('dart', 'text', 0.5))} lost at 0.5, "
-            f"{_points(lost('dart', 'text', 0.25))} at 0.25; `downsample` loses "
-            f"{_points(lost('downsample', 'text', 0.5))} at 0.5 ([the guard](docs/guard.md#the-floors))",
-        ),
-        Choice(
-            "counting, among other questions",
-            '"divprune"',
-            "0.25",
-            f"counting loses {_points(lost('divprune', 'counting', 0.25))}: the guard keeps more tokens for such "
-            "prompts alone ([what it gives back](docs/guard.md#what-auto-gives-back))",
-            'guard="auto", processor=processor',
-        ),
-        Choice(
-            "video",
-            '"divprune"',
-            'Budget(keep=0.25, per="frame")',
-            "every frame keeps a quarter of its tokens, so that none is left out ([budgets](docs/guide/budgets.md))",
-        ),
-        Choice(
-            "video of a hundred frames and more",
-            '"pevlm"',
-            "1.0",
-            f"removes nothing: prefill in blocks is {full / blocks:.1f} times as fast at {frames} frames "
-            "([measured](docs/benchmark.md#long-videos-pevlm)); composes with `divprune`",
-        ),
-        Choice(
-            "follow-up questions, a prefix cache",
-            '"divprune"',
-            "0.25",
-            "chooses without the question: the next question finds as much as the first one "
-            "([prefix-cache-safe](docs/methods/README.md))",
-        ),
-        Choice(
-            "no attention weights (flash attention)",
-            '"divprune"',
-            "0.25",
-            f"reads none, and cuts before the first layer: prefill {cut['speedup']['p50']:.1f} times as fast with "
-            f"{cut['keep']} of {cut['visual']} tokens; {100 * quarter.overall.value:.1f} % right at 0.25 "
-            "([performance](docs/performance.md#efficiency-in-prefill), [benchmark](docs/benchmark.md))",
-        ),
-    ]
-
-
-def _points(value: float) -> str:
-    return f"{value:.0f} point{'' if round(value) == 1 else 's'}"
-
-
 def choice() -> str:
-    lines = ["| you have | method | keep | why |", "|---|---|---|---|"]
-    for one in choices():
-        call = f"`{one.method}`" + (f" with `{one.more}`" if one.more else "")
-        lines.append(f"| {one.case} | {call} | `{one.keep}` | {one.why} |")
     dart, divprune = accuracy("dart", 0.25), accuracy("divprune", 0.25)
     default = (
+        "One table feeds this, [its evidence](docs/guide/which-method.md) and `tokenprune recommend MODEL --task ...`. "
         "`patch(model)` alone is `dart` at 0.25, because that can be done for any prompt: it needs no attention "
         "weights, no processor and no calibration, its time grows with the tokens and not with their square, and it "
         "knows the question. It is not the best choice for every prompt: on the shipped benchmark it answers "
@@ -197,7 +98,7 @@ def choice() -> str:
         "([benchmark](docs/benchmark.md)). These are measurements of small models: let `tokenprune tune` choose on "
         "[your questions](docs/tune.md)."
     )
-    return "\n".join([*lines, "", default])
+    return f"{which_method.table(up='')}\n\n{default}"
 
 
 def methods() -> str:

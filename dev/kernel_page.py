@@ -3,29 +3,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import performance
+from performance import rows
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 
 
-def _read(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    path = RESULTS / name
-    if not path.exists():
-        return None
-    first, *records = (json.loads(line) for line in path.read_text().splitlines())
-    return first, records
-
-
 def compiled() -> str:
     """The table of compiled kernels: of each on each GPU, what the programs for all models need at most."""
-    found = _read("kernels.jsonl")
-    if found is None:
-        return "(not compiled yet)"
-    first, records = found
+    first, records = rows.read(RESULTS / "kernels.jsonl")
     gpus, dtypes = first["gpus"], ", ".join(first["dtypes"])
     lines = ["| kernel | programs | " + " | ".join(gpus) + " |", "|---" * (2 + len(gpus)) + "|"]
     for kernel in sorted({one["kernel"] for one in records}):
@@ -52,10 +40,7 @@ def compiled() -> str:
 
 def costs() -> str:
     """The table of what selection must cost by the model of time, per model and method."""
-    found = _read("selection_cost.jsonl")
-    if found is None:
-        return "(not predicted yet)"
-    _, records = found
+    _, records = rows.read(RESULTS / "selection_cost.jsonl")
     gpus = list(records[0]["predicted_us"])
     methods = list(dict.fromkeys(one["method"] for one in records))
     lines = ["| model, visual tokens | prefill, ms | " + " | ".join(f"`{name}`" for name in methods) + " |"]

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import front_page
-from accuracy_pages import FAIR, RESULTS, link
+from accuracy_pages import BENCH, RESULTS, link
 
 import tokenprune
 
@@ -16,20 +16,12 @@ GALLERY = RESULTS / "gallery.json"
 
 def landing() -> str:
     """What the library is, in three sentences."""
-    header, *_ = front_page.records("cpu/efficiency.jsonl")
-    whole, cut = front_page.prefill("unpatched"), front_page.prefill("divprune")
-    full, quarter = front_page.fair("", None), front_page.fair("divprune", 0.25)
-    visual, text = whole["visual"], int(header["text"])
     return (
-        f"Most of what a vision-language model reads is image: {visual} tokens beside {text} of text are "
-        f"{100 * visual / (visual + text):.0f} % of a prompt. **tokenprune drops or merges visual tokens in any "
+        "Most of what a vision-language model reads is image. **tokenprune drops or merges visual tokens in any "
         "Hugging Face model and on vLLM's server, without training, in one line, and tells what it saves and costs.** "
-        f"With {cut['keep']} of {visual} tokens a decoder of {header['parameters'] / 1e6:.0f} M parameters reads its "
-        f"prompt on a CPU in {cut['ms']['p50']:.0f} ms in place of {whole['ms']['p50']:.0f} ms, and with a quarter of "
-        f"the tokens a small model answers {100 * quarter.overall.value:.1f} % of {full.questions} questions right, "
-        f"{100 * full.overall.value:.1f} % with all.\n\n"
+        f"{front_page.speed_and_accuracy()}\n\n"
         f"{len(tokenprune.available_methods())} [methods](methods/README.md) from papers, one interface. Raw data: "
-        f"[speed](../benchmarks/results/cpu/efficiency.jsonl), [answers](../benchmarks/results/{FAIR.name})."
+        f"[time](../benchmarks/results/first_run.json), [answers](../benchmarks/results/{BENCH.name})."
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,6 @@ PAGE = ROOT / "docs/leaderboard.md"
 ENTRIES = ROOT / "leaderboard/entries"
 RESULTS = ROOT / "benchmarks/results"
 OURS = ("all_methods-demo_qwen.jsonl", "all_methods-demo_vlm.jsonl")
-SPEED = RESULTS / "cpu/efficiency.jsonl"
 # The published budget, of 576 tokens, that comes nearest to a share; see docs/all-methods.md.
 PUBLISHED = {0.25: 128, 0.11: 64}
 COLUMNS = (
@@ -82,26 +80,12 @@ def cells(run: Run, line: Line) -> Iterator[str]:
     yield f"{100 * value:.1f} [{100 * low:.0f}–{100 * high:.0f}]{marks}"
     yield f"{100 * (run.entry.unpatched[0] - value):.1f}"
     yield f"{100 * line.tokens:.1f}"
-    yield f"{line.ttft:.2f}" if line.ttft is not None else _elsewhere(run, line)
+    yield f"{line.ttft:.2f}" if line.ttft is not None else ""
     yield f"{100 * line.kv:.0f}" if line.kv is not None else ""
     yield _published(line)
     yield ", ".join(Site(part).words for part in dict.fromkeys(line.site.split("+")))
     yield "yes" if line.query_aware else "no"
     yield served().get(line.method, "no" if known and not options else "")
-
-
-def _elsewhere(run: Run, line: Line) -> str:
-    """The time of a method at equal cost on another decoder, where this run took none."""
-    fits = run.entry.equal_cost and line.keep == 0.11
-    return f"{first_tokens()[line.method]:.2f}†" if fits and line.method in first_tokens() else ""
-
-
-@cache
-def first_tokens() -> dict[str, float]:
-    """Return how long a prefill with 64 of 576 tokens takes, averaged over layers, as a share of the unpatched one."""
-    _, *records = [json.loads(line) for line in SPEED.read_text().splitlines()]
-    timed = [one for one in records if (one["visual"], one["keep"]) == (576, 64) and "speedup" in one]
-    return {one["method"]: 1 / one["speedup"]["p50"] for one in timed}
 
 
 @cache

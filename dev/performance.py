@@ -3,24 +3,34 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import rows  # noqa: E402
+
 RESULTS = ROOT / "benchmarks/results"
 FLOOR = 0.95  # of efficiency
 OF_LIMIT = 0.97  # of what a method's own arithmetic allows, where that is less
 SHARE = 0.02  # of the unpatched prefill that choosing may take
+_MIXED = (
+    "**Batches of unequal prompts.** A batch is as wide as its longest row. Padding leaves with the first cut, so one "
+    "prompt of text among images does not undo what the images save:"
+)
 
 
-def found(name: str) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """The results of one benchmark for each device: header and records; the CPU first."""
+def found(name: str, read: Any = rows.quiet) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The results of one benchmark for each device, of quiet rows: header and records; the CPU first. read: `rows.read`
+    for what does not depend on the load."""
     results = {}
     for path in sorted(RESULTS.glob(f"*/{name}.jsonl"), key=lambda path: (path.parent.name != "cpu", path)):
         if not path.parent.name.endswith("-tiny"):
-            first, *records = (json.loads(line) for line in path.read_text().splitlines())
-            results[path.parent.name] = first, records
+            header, records = read(path)
+            if records:
+                results[path.parent.name] = header, records
     return results
 
 
@@ -29,29 +39,41 @@ def source(name: str, device: str, up: str = "../") -> str:
     return f"By `python benchmarks/{name}.py`; raw data: [{path}]({up}{path})."
 
 
-def where(header: dict[str, Any]) -> str:
+def where(header: dict[str, Any], records: list[dict[str, Any]] | None = None) -> str:
+    """Say where it was measured. records: those whose times are shown; the highest load among them is said."""
+    loads = [one["load"] for one in records or () if "load" in one] or [header["load"]]
+    load = "" if records is None else f", load at most {max(loads):g}"
     return (
         f"{header['device']}, {header['threads']} threads of {header['cpus']} cores, torch {header['torch']}, "
-        f"transformers {header['transformers']}, {header['date']}, load {header['load']:g}"
+        f"transformers {header['transformers']}, {header['date']}{load}"
     )
 
 
-def _parts(name: str, make: Any) -> str:
-    parts = [make(header, records, device) for device, (header, records) in found(name).items()]
-    return "\n\n".join(parts) if parts else "(not measured yet)"
+def _parts(name: str, make: Any, before: str = "", fold: str = "", read: Any = rows.quiet) -> str:
+    """Return what `make` makes of each device's results; nothing where there are none. before: what stands above it.
+    fold: title of the fold that it is put into."""
+    parts = [make(header, records, device) for device, (header, records) in found(name, read).items()]
+    if not parts:
+        return ""
+    text = "\n\n".join(parts)
+    if fold:
+        text = f"<details markdown>\n<summary>{fold}</summary>\n\n{text}\n\n</details>"
+    return f"{before}\n\n{text}".strip()
 
 
 def efficiency() -> str:
-    return _parts("efficiency", _efficiency)
+    return _parts("efficiency", _efficiency, fold="Every method, at each length")
 
 
 def _efficiency(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
-    parts = [f"{where(header)}; a decoder of {header['parameters'] / 1e6:.0f} M random parameters ({header['model']})."]
-    for visual, keep in dict.fromkeys((one["visual"], one["keep"]) for one in records):
-        whole, *own = [one for one in records if (one["visual"], one["keep"]) == (visual, keep)]
+    random = f"a decoder of {header['parameters'] / 1e6:.0f} M random parameters ({header['model']})"
+    parts = [f"{where(header, records)}; {random}, the tower left out."]
+    methods = [one for one in records if one["method"] != "unpatched"]
+    for visual, keep in dict.fromkeys((one["visual"], one["keep"]) for one in methods):
+        own = [one for one in methods if (one["visual"], one["keep"]) == (visual, keep)]
+        whole, step = (median(one[f"unpatched_{key}"]["p50"] for one in own) for key in ("ms", "step_ms"))
         lines = [
-            f"**{visual} -> {keep} visual tokens**, unpatched {whole['ms']['p50']:.0f} ms, a step of decoding "
-            f"{whole['step_ms']['p50']:.1f} ms:",
+            f"**{visual} -> {keep} visual tokens**, unpatched {whole:.0f} ms, a step of decoding {step:.1f} ms:",
             "",
             "| method | tokens a layer | prefill, ms | speed-up | efficiency (p20 to p80) | by CPU time | limit "
             "| of it | overhead, ms | of unpatched | decode step, of unpatched | load |",
@@ -65,11 +87,8 @@ def _efficiency(header: dict[str, Any], records: list[dict[str, Any]], device: s
 def _efficiency_row(one: dict[str, Any]) -> str:
     """▼: what misses its floor; an efficiency does not where it is all but what the method's arithmetic allows."""
     reached, share = one["efficiency"], one["overhead_share"]["p50"]
-    limited = "of_limit" in one  # results from before limits were measured have none
-    low = reached["p50"] < FLOOR and not (limited and one["of_limit"]["p50"] >= OF_LIMIT)
-    limit, of_it, load = (
-        (f"{one['limit']['p50']:.3f}", f"{one['of_limit']['p50']:.3f}", f"{one['load']:.1f}") if limited else [""] * 3
-    )
+    low = reached["p50"] < FLOOR and one["of_limit"]["p50"] < OF_LIMIT
+    limit, of_it, load = f"{one['limit']['p50']:.3f}", f"{one['of_limit']['p50']:.3f}", f"{one['load']:.1f}"
     return (
         f"| `{one['method']}` | {sum(one['layers']) / len(one['layers']):.0f} | {one['ms']['p50']:.0f} "
         f"| {one['speedup']['p50']:.2f} "
@@ -80,13 +99,13 @@ def _efficiency_row(one: dict[str, Any]) -> str:
 
 
 def mixed() -> str:
-    return _parts("mixed_batches", _mixed)
+    return _parts("mixed_batches", _mixed, _MIXED)
 
 
 def _mixed(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
     lines = [
-        f"{where(header)}; the shipped model, {header['rows']} prompts, {records[0]['keep']:.0%} of the visual tokens "
-        "kept, medians (p20 to p80) of runs in turn.",
+        f"{where(header, records)}; the shipped model, {header['rows']} prompts, {records[0]['keep']:.0%} of the "
+        "visual tokens kept, medians (p20 to p80) of runs in turn.",
         "",
         "| method | prompts without an image | width of a row, before and in the last layer | padding "
         "| prefill FLOPs | KV bytes | TTFT, unpatched / patched |",
@@ -109,7 +128,7 @@ def decode() -> str:
 
 def _decode(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
     lines = [
-        f"{where(header)}; a LLaVA with random weights and a decoder `{header['decoder']}`, medians of "
+        f"{where(header, records)}; a LLaVA with random weights and a decoder `{header['decoder']}`, medians of "
         f"{header['rounds']} rounds in turn, {header['steps']} steps each.",
         "",
         "| visual tokens | method | keep | cache | step, ms | times as fast as unpatched and dynamic | as unpatched |",
@@ -133,8 +152,8 @@ def farthest() -> str:
 
 def _farthest(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
     lines = [
-        f"{where(header)}; width {header['width']}, one token of 9 stays, medians of {header['rounds']} rounds "
-        "in turn, CPU time.",
+        f"{where(header, records)}; width {header['width']}, one token of 9 stays, medians of {header['rounds']} "
+        "rounds in turn, CPU time.",
         "",
         "| features | tokens | one product of all and the picks, ms | choosing, ms | in products "
         "| one by one, in products |",
@@ -151,7 +170,7 @@ def _farthest(header: dict[str, Any], records: list[dict[str, Any]], device: str
 
 
 def memory() -> str:
-    return _parts("memory", _memory)
+    return _parts("memory", _memory, fold="Memory, every method", read=rows.read)  # bytes do not depend on the load
 
 
 def _memory(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
@@ -181,7 +200,7 @@ def _held(one: dict[str, Any]) -> str:
 
 
 def scaling() -> str:
-    return _parts("scaling", _scaling)
+    return _parts("scaling", _scaling, fold="Time by the number of tokens, every method")
 
 
 def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
@@ -199,7 +218,8 @@ def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str)
     limit = (
         "" if header["limit"] is None else f" >: more than {header['limit'] / 2**30:g} GiB, where measuring stopped."
     )
-    note = f"{where(header)}; features of width {header['width']}, one token of {header['share']} stays.{limit}"
+    share = f"features of width {header['width']}, one token of {header['share']} stays"
+    note = f"{where(header, records)}; {share}.{limit}"
     return "\n\n".join([note, "\n".join(lines), source("scaling", device)])
 
 
@@ -210,7 +230,7 @@ def _cell(point: dict[str, Any] | None, key: str, unit: float) -> str:
 
 
 def ttft() -> str:
-    return _parts("ttft", _ttft)
+    return _parts("ttft", _ttft, "## Time to the first token, at 7B")
 
 
 def _ttft(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
@@ -220,4 +240,4 @@ def _ttft(header: dict[str, Any], records: list[dict[str, Any]], device: str) ->
         f"| {one['ttft_speedup']['p50']:.2f} | {one['token_ms']['p50']:.2f} | {one['peak'] / 2**30:.2f} |"
         for one in records
     ]
-    return "\n\n".join([f"{where(header)}.", "\n".join(lines), source("ttft", device)])
+    return "\n\n".join([f"{where(header, records)}.", "\n".join(lines), source("ttft", device)])

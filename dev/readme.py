@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "dev"))
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "benchmarks")]
 import accuracy_pages  # noqa: E402
 import front_page  # noqa: E402
 import kernel_page  # noqa: E402
@@ -23,7 +23,9 @@ import landing_page  # noqa: E402
 import performance  # noqa: E402
 import recipe_numbers  # noqa: E402
 import recover_page  # noqa: E402
+import rows  # noqa: E402
 import serving_page  # noqa: E402
+import which_method  # noqa: E402
 
 ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
@@ -36,7 +38,9 @@ link = accuracy_pages.link
 
 def encoder() -> str:
     """The table of the time that merging saves in a vision tower, from its raw file."""
-    header, *records = (json.loads(line) for line in ENCODER.read_text().splitlines())
+    header, records = rows.quiet(ENCODER)
+    if not records:
+        return ""
     lines = [
         "| method | images at once | tokens left of them | time / unpatched, wall (CPU) | efficiency, wall (CPU) |",
         "|---|---|---|---|---|",
@@ -79,7 +83,8 @@ def losers() -> str:
 
 def video() -> str:
     """The table of how prefill grows with the frames of a video, from its raw file."""
-    header, *records = (json.loads(line) for line in VIDEO.read_text().splitlines())
+    header, records = rows.read(VIDEO)
+    records = [one for one in records if not (one["what"].endswith("ms") and rows.is_loaded(one, header))]
     frames = header["frames"]
     lines = ["| | attention | " + " | ".join(f"{n} frames" for n in frames) + " | exponent |"]
     lines.append("|---" * (3 + len(frames)) + "|")
@@ -118,10 +123,10 @@ def documents() -> str:
         about = ("tokens in the tower", "in the decoder", "right, %", "95 %", *titles, "`pixelprune` better, p")
         lines = [f"| {' | '.join((said, *about))} |"]
         lines.append("|---" * (6 + len(titles)) + "|")
-        rows = [one for one in results if one["level"] == level or one["method"] == "unpatched"]
-        if len(rows) == 1:
-            continue  # not measured yet
-        for one in sorted(rows, key=lambda one: (one["method"] != "unpatched", -one["right"].count("1"))):
+        own = [one for one in results if one["level"] == level or one["method"] == "unpatched"]
+        if len(own) == 1:
+            continue
+        for one in sorted(own, key=lambda one: (one["method"] != "unpatched", -one["right"].count("1"))):
             right, ours = one["right"], by_place.get(("pixelprune", level))
             low, high = wilson(right.count("1"), len(right))
             p = "" if one["method"] in ("pixelprune", "unpatched") or ours is None else f"{better_p(ours, right):.2g}"
@@ -171,7 +176,8 @@ def generated() -> dict[Path, str]:
 def _filled(page: str, parts: dict[str, str]) -> str:
     for name, text in parts.items():
         block = re.compile(rf"(<!-- {name}:begin[^\n]*-->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-        page = block.sub(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page)
+        filled = f"\n{text}\n\n" if text else ""  # where nothing is known nothing stands
+        page = block.sub(lambda match, filled=filled: f"{match[1]}{filled}{match[2]}", page)
     return page
 
 
@@ -182,6 +188,7 @@ PAGES = {
         "choice": front_page.choice,
         "methods": front_page.methods,
     },
+    "docs/guide/which-method.md": which_method.PARTS,
     "docs/serving.md": serving_page.PARTS,
     "docs/index.md": {"landing": landing_page.landing, "gallery": landing_page.gallery},
     "docs/recipes/documents.md": {"documents-recipe": recipe_numbers.documents},

@@ -7,12 +7,13 @@ from typing import Any
 
 import front_page
 from accuracy_pages import RESULTS, link
+from front_page import rows
 
 UP = "../../"
 
 
 def documents() -> str:
-    header, *records = front_page.records("documents.jsonl")
+    header, records = rows.read(RESULTS / "documents.jsonl")
     found = {(one["method"], one.get("level")): one for one in records if one["record"] == "result"}
     full, exact, half = found["unpatched", "all"], found["pixelprune", "all"], found["pixelprune", "half"]
     photographs = found["dynres", "all"]
@@ -27,37 +28,28 @@ def documents() -> str:
 
 
 def chat() -> str:
-    quarter, full, time = front_page.accuracy("divprune", 0.25), front_page.accuracy("", None), _prefill()
     return (
-        f"{time} Of {full.questions} questions on drawn images the small LLaVA that ships answers "
-        f"{100 * quarter.overall.value:.1f} % with {quarter.tokens_average:.0f} tokens, {100 * full.overall.value:.1f} "
-        f"% with {full.tokens_average:.0f}. From the second turn on the tower does not run (`hits` counts that). "
-        f"Raw data: {link(RESULTS / 'cpu/efficiency.jsonl', UP)}, {link(RESULTS / 'bench.jsonl', UP)}."
-    )
-
-
-def _prefill() -> str:
-    header, *_ = front_page.records("cpu/efficiency.jsonl")
-    cut = front_page.prefill("divprune")
-    return (
-        f"Prefill is {cut['speedup']['p50']:.1f} times as fast with {cut['keep']} of {cut['visual']} tokens, in a "
-        f"decoder of {header['parameters'] / 1e6:.0f} M parameters on a CPU."
+        f"{front_page.speed_and_accuracy()} From the second turn on the tower does not run (`hits` counts that). Raw "
+        f"data: {link(RESULTS / 'first_run.json', UP)}, {link(RESULTS / 'bench.jsonl', UP)}."
     )
 
 
 def video() -> str:
-    header, *records = front_page.records("pevlm.jsonl")
-    full, blocks = (
-        next(one["values"][-1] for one in records if (one["what"], one["way"]) == ("prefill, ms", way))
-        for way in ("full", "blocks")
-    )
-    rows = _videos()
-    kept = rows["vidcom2", 0.25]
+    header, records = rows.read(RESULTS / "pevlm.jsonl")
+    times = {
+        one["way"]: one["values"][-1]
+        for one in records
+        if one["what"] == "prefill, ms" and not rows.is_loaded(one, header)
+    }
+    took = "" if not times else (
+        f"Prefill of {header['frames'][-1]} frames in blocks is {times['full'] / times['blocks']:.1f} times as fast on "
+        "a CPU, with all tokens there. "
+    )  # fmt: skip
+    found = _videos()
     return (
-        f"Prefill of {header['frames'][-1]} frames in blocks is {full / blocks:.1f} times as fast on a CPU, with all "
-        f"tokens there. Of {rows['questions']} questions on drawn videos a small model answers {kept} with the quarter "
-        f"of the tokens that `vidcom2` keeps, {rows['random', 0.25]} with a random quarter, and {rows['unpatched']} "
-        f"unpatched. What the two do together to answers was not measured. Raw data: "
+        f"{took}Of {found['questions']} questions on drawn videos a small model answers {found['vidcom2', 0.25]} with "
+        f"the quarter of the tokens that `vidcom2` keeps, {found['random', 0.25]} with a random quarter, and "
+        f"{found['unpatched']} unpatched. What the two do together to answers was not measured. Raw data: "
         f"{link(RESULTS / 'pevlm.jsonl', UP)}, {link(RESULTS / 'bench_videos.jsonl', UP)}."
     )
 
@@ -72,7 +64,9 @@ def _videos() -> dict[Any, Any]:
 
 
 def served() -> str:
-    records = front_page.records("serving.jsonl")
+    records = rows.lines(RESULTS / "serving.jsonl")
+    if not records:
+        return f"Raw data: {link(RESULTS / 'serving.jsonl', UP)}."
     most = max(one["concurrency"] for one in records)
     found = {one["setting"]: one for one in records if one["concurrency"] == most}
     off, cut = found["off"], found["keep 0.25"]

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import accuracy_pages
-
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/recover.jsonl"
 PRUNED, CONTROL = "pruning", "nothing"  # as in benchmarks/recover.py: what a model was tuned under
@@ -16,8 +14,6 @@ PRUNED, CONTROL = "pruning", "nothing"  # as in benchmarks/recover.py: what a mo
 
 def recover() -> str:
     """What was tuned how, and right answers before and after, with intervals of the differences."""
-    if not RESULTS.exists():
-        return accuracy_pages.UNMEASURED
     header, *records = (json.loads(line) for line in RESULTS.read_text().splitlines())
     tuned = {one["under"]: one for one in records if one["record"] == "tuned"}
     results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
@@ -39,12 +35,11 @@ def recover() -> str:
 
 def _setting(header: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
     one = tuned[PRUNED]
-    cpu, wall = (_range([run[name] / 60 for run in tuned.values()]) for name in ("cpu_seconds", "seconds"))
     return (
         f"{header['model']}, {one['parameters'] / 1e6:.2f} M parameters tuned (LoRA of rank {header['rank']} on the "
         f"decoder, and the projector) on {one['steps'] * one['batch']} questions about {header['images']} drawn "
         f"images: {one['steps']} steps of {one['batch']}, under both methods and keeps in turn, AdamW, learning rate "
-        f"{one['rate']:g}; {cpu} minutes of a CPU core each, {wall} by the clock of a busy machine. Percent right of "
+        f"{one['rate']:g}. Percent right of "
         f"{header['questions']} held-out questions with 95 % intervals (Wilson); gains in points, with the interval "
         "of the paired difference."
     )
@@ -72,11 +67,6 @@ def _tries(tries: list[dict[str, Any]]) -> str:
         f"Learning rates were tried for {tries[-1]['steps']} steps. The loss on the validation draw, {shipped:.2f} as "
         f"shipped, was then {', '.join(losses)}."
     )
-
-
-def _range(values: list[float]) -> str:
-    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
-    return low if low == high else f"{low} to {high}"
 
 
 def _share(right: str) -> str:

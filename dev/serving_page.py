@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 
 import accuracy_pages
+from accuracy_pages import rows
 
 ROOT = Path(__file__).parent.parent
 SERVING = ROOT / "benchmarks/results/serving.jsonl"
@@ -21,7 +22,9 @@ link = accuracy_pages.link
 
 def serving() -> str:
     """The table of a vLLM server under load, from its raw file."""
-    records = [json.loads(line) for line in SERVING.read_text().splitlines()]
+    records = rows.lines(SERVING)
+    if not records:
+        return ""
     lines = [
         "| requests at once | setting | prompt tokens | requests/s | over off | TTFT p50, s | p99, s |",
         "|---|---|---|---|---|---|---|",
@@ -44,7 +47,9 @@ def serving() -> str:
 
 def shapes() -> str:
     """The table of a vLLM server with images of several sizes and a video, from its raw file."""
-    records = [json.loads(line) for line in SHAPES.read_text().splitlines()]
+    records = rows.lines(SHAPES)
+    if not records:
+        return ""
     first = records[0]
     reduced = [one for one in records if one["setting"] != "off"]
     columns = sorted(dict.fromkeys((one["media"], one["setting"]) for one in reduced))
@@ -70,7 +75,9 @@ def shapes() -> str:
 
 def overload() -> str:
     """The table of a server under an open load, with a policy and with fixed profiles, from its raw file."""
-    records = [json.loads(line) for line in OVERLOAD.read_text().splitlines()]
+    records = rows.lines(OVERLOAD)
+    if not records:
+        return ""
     simulated = {one["setting"]: one for one in records if one["how"] == "simulated"}
     lines = ["| profile | TTFT p50, s | p99, s | right | served as | simulated p99, s |", "|---|---|---|---|---|---|"]
     for one in records:

@@ -1,52 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting to start from, for a model, a task and a goal, with the evidence for it: what papers print, what our own
-runs measured, and closed forms of the model's cost."""
+"""A setting to start from, for a model and a situation: a row of the table of advice (tokenprune/advice.py), graded for
+the model's size, with closed forms of the model's cost."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tokenprune.accounting import DecoderShape
-from tokenprune.base import Site
+from tokenprune.advice import ASSETS, NONE, Advice, Evidence, advice
 from tokenprune.config import Config
 from tokenprune.cost_model import CostModel, Load
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.evidence import ASSETS, KEEPS, Candidate, Evidence, candidates, keeps_of
 from tokenprune.registry import method_class
 
-TASKS = ("chat", "documents", "video", "grounding")
-GOALS = ("ttft", "memory", "quality")
-# A goal's place among the keeps; reading and finding places are lost first (docs/guard.md), so they keep a step more.
-_PLACE = {"quality": 0, "ttft": 1, "memory": 2}
-_LOST_FIRST = {"documents": "Reading", "grounding": "Finding places"}
-_TOKENS = {"chat": 1024, "documents": 2048, "video": 8192, "grounding": 1024}  # of images that have their own size
-_FRAMES = 16  # of a video, where every view has one size
-_MOST, _MUCH = 0.5, 0.25  # shares of a prefill's FLOPs: from where on the tower decides, and from where a note says so
-_EARLY = (Site.PRE_ENCODER, Site.IN_ENCODER)
+TASKS = tuple(advice())
+_MUCH = 0.25  # share of a prefill's FLOPs from which on a note tells of the tower
 _SHIPPED = ("demo_vlm", "demo_qwen")
-_OTHERS = 3  # of those that the evidence tells no difference from, how many are named
+_ELSEWHERE = 2  # pieces of evidence from elsewhere that are shown
+_CANDIDATES = 3  # methods that the last line names for `tune`
 
 
 @dataclass(frozen=True)
 class Recommendation:
     """A setting to start from; `print` shows it on one screen.
 
-    setting: as `patch(config=...)` takes it. evidence: what speaks for it, and against. notes: what is not known, and
-    what the model's shape says. others: methods that the same evidence tells no difference from. served: whether vLLM
-    can serve it; why_not: the reason where it cannot.
+    setting: as `patch(config=...)` takes it; more: what else to pass, as Python. evidence: what speaks for it at its
+    keep and task, and against; elsewhere: what is known of the method at other keeps and tasks. notes: what is not
+    known, and what the model's shape says. candidates: methods to give to `tune`. served: whether vLLM can serve it;
+    why_not: the reason where it cannot.
     """
 
     model: str
     family: str
     task: str
-    goal: str
     setting: dict[str, Any]
+    reason: str
     evidence: tuple[Evidence, ...]
+    elsewhere: tuple[Evidence, ...] = ()
     notes: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
+    more: str = ""
     served: bool = False
     why_not: str = ""
 
@@ -57,14 +54,8 @@ class Recommendation:
     @property
     def python(self) -> str:
         """The call that patches a model."""
-        keep = self.setting["keep"]
-        budget = f"{keep!r}"
-        if isinstance(keep, dict):
-            budget = f"tokenprune.Budget({', '.join(f'{name}={value!r}' for name, value in keep.items())})"
-        options = {name: value for name, value in self.setting.items() if name not in ("method", "keep")}
-        more = "".join(f", {name}={value!r}" for name, value in options.items())
-        pixels = ", processor=processor" if method_class(self.method).site is Site.PRE_ENCODER else ""
-        return f'tokenprune.patch(model, "{self.method}", keep={budget}{more}{pixels})'
+        more = self.more and f", {self.more}"
+        return f'tokenprune.patch(model, "{self.method}", keep={self.setting["keep"]!r}{more})'
 
     @property
     def config(self) -> str:
@@ -78,96 +69,77 @@ class Recommendation:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.model} ({self.family}), {self.task}, {self.goal}: start from {self.method}",
+            f"{self.model} ({self.family}), {self.task}: start from {self.method} at keep {self.setting['keep']:g}",
+            f"  because: {self.reason}",
             "",
             f"  Python  {self.python}",
             f"  vLLM    {self.vllm or f'not served: {self.why_not}'}",
             f"  config  {self.config}",
             "",
-            *(f"- {one}" for one in self.evidence),
-            *(f"- {one}" for one in self.notes),
+            *(f"- {one}" for one in (*self.evidence, *self.notes)),
         ]
-        if self.others:
-            lines.append(f"- By the same evidence no better and no worse: {', '.join(self.others)}.")
-        names = ",".join([self.method, *self.others])
+        if self.elsewhere:
+            lines += ["", "Elsewhere (other keeps or other questions):"]
+            lines += [f"- {one}" for one in self.elsewhere[:_ELSEWHERE]]
+            if (rest := len(self.elsewhere) - _ELSEWHERE) > 0:
+                lines.append(f"- {rest} more: tokenprune.recommend(...).elsewhere")
+        names = ",".join(self.candidates)
         lines += ["", f"It is a start, not a promise: tokenprune tune --data YOUR_QUESTIONS --methods {names}"]
         return "\n".join(lines)
 
 
-def recommend(model: Any, *, task: str = "chat", goal: str = "ttft") -> Recommendation:
-    """Return a setting to start from, with its evidence.
+def recommend(model: Any, *, task: str = "general") -> Recommendation:
+    """Return a setting to start from, with its evidence: the row of the table of advice for this task.
 
-    model: a model, its config, or the path or name of one on disk or in the hub's cache; no weights are read. task:
-    "chat" (questions about photographs), "documents", "video" or "grounding" (where things are). goal: "ttft" (time to
-    the first token), "memory" (of the cache) or "quality" (as little loss as may be).
+    model: a model, its config, or the path or name of one on disk or in the hub's cache; no weights are read. task: a
+    situation of the table, as docs/guide/which-method.md has it: "general" (photographs), "documents", "grounding"
+    (where things are), "counting", "video", "long-video", "long-prompts", "server" (vLLM), "follow-up" (questions),
+    "no-attention" (weights) or "tower" (one that is most of the work).
 
-    Methods without any evidence for the task are left out, as are those that need a file fitted to the model, and those
-    that our own runs show no better than dropping at random. The best published numbers go first, our own runs where
-    papers print none. Among those that this tells no difference between goes what vLLM serves, for "ttft" what has a
-    time measured, and then the best of our own runs. Where the vision tower is most of the work, "ttft" takes what
-    shrinks the image or merges in the tower.
+    Evidence is graded for the size of the model's decoder. Where the method of a row cannot act in the model's family,
+    the row that this one names instead is taken, and a note says so.
 
-    Raises OptionError for a task or goal that is none, TokenPruneError for a config that cannot be read,
-    UnsupportedModelError for a family that is refused, or in which nothing acts that there is evidence for.
+    Raises OptionError for a task that is none, TokenPruneError for a config that cannot be read, UnsupportedModelError
+    for a family that is refused.
     """
-    for value, known, what in ((task, TASKS, "task"), (goal, GOALS, "goal")):
-        if value not in known:
-            raise OptionError(f"{what} {value!r} is none of {', '.join(known)}")
+    if task not in TASKS:
+        raise OptionError(f"task {task!r} is none of {', '.join(TASKS)}")
     name, config = _config_of(model)
     family = config.model_type
     sites, notes = _sites(family)
-    cost, load = _cost(config, task)
-    keep = _keep(task, goal)
-    found = [one for one in candidates(task, keep, config if _is_served(config) else None) if one.site.name in sites]
-    early = [one for one in found if one.site in _EARLY]
-    if goal == "ttft" and cost.tower is not None and cost.cost(load).tower_share > _MOST:
-        found = early or found
-    if not found:
-        raise UnsupportedModelError(
-            f"there is no evidence for any method that acts on {family!r} at the task {task!r}: measure with "
-            "`tokenprune bench`, or let `tokenprune tune` choose"
-        )
-    best = min(found, key=lambda one: one.rank)
-    chosen, *others = sorted((one for one in found if one.near(best)), key=lambda one: one.among_equals(goal))
+    row = advice()[task]
+    while method_class(row.method).site.name not in sites:
+        notes.append(f"{row.method} cannot act in {family!r}: this is the row {row.instead!r}.")
+        row = advice()[row.instead]
+    cost, load = _cost(config, row)
+    near, elsewhere = row.evidence(cost.decoder.weights)
+    if not any(one.about == "accuracy" for one in near):
+        notes.insert(0, f"Accuracy at this keep and task: {NONE}.")
+    acting = [one for one in (row, *advice().values()) if method_class(one.method).site.name in sites]
+    why_not = _why_not(row, config)
     return Recommendation(
         name,
         family,
         task,
-        goal,
-        chosen.setting,
-        (*chosen.accuracy(), *(chosen.times() if goal == "ttft" else ()), _closed(chosen, cost, load, family)),
-        (*_unknown(chosen, task, goal), *notes, *_about(cost, load, task)),
-        tuple(one.name for one in others[:_OTHERS]),
-        chosen.why_not is None,
-        chosen.why_not or "",
+        row.setting,
+        row.reason,
+        (*near, _closed(row, cost, load, family)),
+        tuple(elsewhere),
+        (*notes, *filter(None, [row.note]), *_about(cost, load, task)),
+        tuple(dict.fromkeys(one.method for one in acting if one.keep < 1))[:_CANDIDATES],
+        row.more,
+        why_not is None,
+        why_not or "",
     )
 
 
-def _unknown(chosen: Candidate, task: str, goal: str) -> list[str]:
-    """Say which evidence there is not."""
-    notes = []
-    if not chosen.published:
-        notes.append(f"Published: none for {task} at this keep in the tables of benchmarks/papers.")
-    if not chosen.ours:
-        notes.append(f"Measured by us: none for {task} at this keep.")
-    if goal == "ttft" and not chosen.fast:
-        notes.append("Times: none published or measured; the closed form alone.")
-    return notes
-
-
 def _about(cost: CostModel, load: Load, task: str) -> list[str]:
-    notes = []
-    if cost.tower is not None and (share := cost.cost(load).tower_share) > _MUCH:
-        notes.append(
-            f"The vision tower is {share:.0%} of a prefill's FLOPs here: no cut behind it makes that more than "
-            f"x{1 / share:.2f} as fast."
-        )
-    if task in _LOST_FIRST:
-        notes.append(
-            f'{_LOST_FIRST[task]} is lost first: guard="auto", processor=processor keeps more for such prompts '
-            "(docs/guard.md)."
-        )
-    return notes
+    if cost.tower is None or task == "tower" or (share := cost.cost(load).tower_share) <= _MUCH:
+        return []
+    return [
+        f"The vision tower is {share:.0%} of a prefill's FLOPs here: no cut after it makes that more than "
+        f'x{1 / share:.2f} as fast; task "tower" names what acts in it.'
+    ]
 
 
 def _config_of(model: Any) -> tuple[str, Any]:
@@ -199,34 +171,17 @@ def _sites(family: str) -> tuple[tuple[str, ...], list[str]]:
     return Support().sites, [f"{family!r} is not in the table of families: patch() tries the common contract."]
 
 
-def _cost(config: Any, task: str) -> tuple[CostModel, Load]:
-    tokens, views = _TOKENS[task], _FRAMES if task == "video" else 1
+def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
     try:
         cost = CostModel.from_config(config)
     except UnsupportedModelError:
-        return CostModel(DecoderShape.from_config(config.get_text_config())), Load((), tokens)
+        return CostModel(DecoderShape.from_config(config.get_text_config())), Load((), row.tokens)
     own = cost.tower.view is None
-    return cost, Load.of_config(config, tokens=tokens if own else None, tiles=None if own else views)
+    return cost, Load.of_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
 
 
-def _keep(task: str, goal: str) -> float:
-    """Return the keep of a goal, or the one nearest to it at which anything was measured."""
-    place = max(0, _PLACE[goal] - (task in _LOST_FIRST))
-    there = keeps_of(task)
-    return min((keep for keep in KEEPS if keep in there), key=lambda keep: abs(KEEPS.index(keep) - place))
-
-
-def _is_served(config: Any) -> bool:
-    """Whether the plugin for vLLM serves models of this config."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
-
-    from tokenprune.integrations.vllm.families import FAMILIES
-
-    return any(one in FAMILIES for one in (*(config.architectures or ()), NAMES.get(config.model_type)))
-
-
-def _closed(one: Candidate, cost: CostModel, load: Load, family: str) -> Evidence:
-    before, after = cost.cost(load), cost.predict(load, *Config(one.setting).steps())
+def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
+    before, after = cost.cost(load), cost.predict(load, *Config(row.setting).steps())
     parts = "tower and decoder" if cost.tower is not None else "the decoder"
     told = (
         f"prefill x{before.flops / after.flops:.2f} as fast by FLOPs of {parts}, KV cache "
@@ -236,4 +191,30 @@ def _closed(one: Candidate, cost: CostModel, load: Load, family: str) -> Evidenc
     return Evidence("closed form", told, f"the config of this {family}")
 
 
-__all__ = ["GOALS", "TASKS", "Evidence", "Recommendation", "recommend"]
+def _why_not(row: Advice, config: Any) -> str | None:
+    """Return why vLLM cannot serve a row on the model of a config; None if it can."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    from tokenprune.integrations.vllm.families import FAMILIES
+    from tokenprune.integrations.vllm.setting import merge_checks, tower_checks
+    from tokenprune.integrations.vllm.setting.servable import check_method
+
+    if not any(one in FAMILIES for one in (*(config.architectures or ()), NAMES.get(config.model_type))):
+        return "the plugin does not know this family"
+    (method,), _ = Config(row.setting).steps()
+    at_start = SimpleNamespace(  # of vLLM's own config, what the checks at the start of a server read
+        hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")
+    )
+    try:
+        check_method(method)
+        if merge_checks.merges_in_tower(method):
+            plan = SimpleNamespace(method=method, keep=row.keep, removes_nothing=False)
+            merge_checks.check_merging(plan, at_start)
+        elif tower_checks.reads_tower(method):
+            tower_checks.check_method(method, at_start)
+    except TokenPruneError as error:
+        return f"{str(error).partition('. Servable are')[0]}; `recommend --task server` names what it serves"
+    return None
+
+
+__all__ = ["TASKS", "Evidence", "Recommendation", "recommend"]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting to start from: every number of it stands in the committed tables, and it acts on the model."""
+"""A setting to start from: one table of advice feeds the command, the README and the page; its evidence is of that keep
+and task, and graded by the rule that the page prints."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -13,43 +15,117 @@ from typer.testing import CliRunner
 
 import tokenprune
 from tests.docs.test_docs import generator
-from tokenprune import evidence
+from tokenprune import advice
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.integrations.vllm.setting.servable import servable
-from tokenprune.recommendation import GOALS, TASKS, recommend
+from tokenprune.recommendation import TASKS, recommend
 
 ROOT = Path(__file__).parents[2]
-ALL = [(task, goal) for task in TASKS for goal in GOALS]
+ADVICE = advice.advice()
+SIZE = 7e9
+GOOD = {"photographs": True, "asked": 500, "size": SIZE, "sure": True}
 which = generator("which_method")
 
 
-@pytest.mark.parametrize(("task", "goal"), ALL)
-def test_a_setting_acts_and_has_evidence_that_names_its_source(task: str, goal: str) -> None:
-    found = recommend(LlavaConfig(), task=task, goal=goal)
-    assert found.method not in ("random", "uniform", "downsample") and found.served
-    assert found.method in servable() and found.method not in found.others
-    with_numbers = [one for one in found.evidence if one.kind != "closed form"]
-    assert with_numbers and found.evidence[-1].kind == "closed form"
-    for one in with_numbers:
-        assert any(letter.isdigit() for letter in one.told)
-        assert one.source.startswith(("benchmarks/results/",) if one.kind == "measured by us" else ("",))
-        if one.kind == "measured by us":
-            assert (ROOT / one.source).is_file()
-    kinds = {one.kind for one in found.evidence}
-    assert ("published" in kinds) or any(note.startswith("Published: none") for note in found.notes)
-    assert len(str(found).splitlines()) < 24  # one screen
+def rows_of(text: str) -> dict[str, tuple[str, float, str]]:
+    """Return method, keep and what else to pass of each situation, from a table in Markdown."""
+    found = {}
+    for line in text.splitlines():
+        call = r"\[`(\w+)`\]\([^)]*\)(?: with `(.*?)`)?"
+        if cells := re.match(rf"\| .*? \| {call} \| ([\d.]+) \| .* \| `([\w-]+)` \|$", line):
+            found[cells[4]] = cells[1], float(cells[3]), cells[2] or ""
+    return found
 
 
-def test_keeps_follow_the_goal_and_documents_keep_a_step_more() -> None:
-    keeps = {place: recommend(LlavaConfig(), task=place[0], goal=place[1]).setting["keep"] for place in ALL}
-    assert [keeps["chat", goal] for goal in ("quality", "ttft", "memory")] == [0.5, 0.25, 0.11]
-    assert [keeps["documents", goal] for goal in ("quality", "ttft", "memory")] == [0.5, 0.5, 0.25]
-    assert {keeps["video", goal] for goal in GOALS} == {0.25}  # what was measured on videos
+def test_the_command_the_readme_and_the_page_say_the_same() -> None:
+    """Method and keep of every situation, and what else to pass."""
+    config = AutoConfig.for_model("qwen2_5_vl")  # every method acts in it
+    said = {task: recommend(config, task=task) for task in TASKS}
+    said = {task: (one.method, one.setting["keep"], one.more) for task, one in said.items()}
+    assert said == {name: (one.method, one.keep, one.more) for name, one in ADVICE.items()}
+    assert rows_of((ROOT / "docs/guide/which-method.md").read_text()) == said
+    assert rows_of((ROOT / "README.md").read_text()) == said
+
+
+def test_every_situation_is_there_and_its_reason_has_a_page() -> None:
+    asked = "general documents grounding counting video long-video long-prompts server follow-up no-attention tower"
+    assert set(TASKS) == set(asked.split())
+    for one in ADVICE.values():
+        page, _, anchor = one.reason_page.partition("#")
+        text = (ROOT / page).read_text()
+        heads = {re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in text.splitlines()}
+        assert not anchor or anchor in heads, one.reason_page
+        assert one.instead in ADVICE and tokenprune.method_info(one.method)
+        assert not re.search(r"\b\d", one.reason), "numbers are evidence"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_evidence_is_of_the_keep_one_step_either_way_and_of_the_task(task: str) -> None:
+    row = ADVICE[task]
+    near, elsewhere = row.evidence(SIZE)
+    by_text = {one["told"]: one for one in advice._entries() if one["method"] == row.method}
+    assert len(near) + len(elsewhere) == len(by_text)
+    for piece in near:
+        one = by_text[piece.told]
+        assert one["questions"] is None or one["questions"] in row.questions
+        assert one["keep"] is None or 0.5 <= one["keep"] / row.keep <= 2
+        assert piece.grade == advice.grade(one, SIZE) in ("strong", "weak")
+        if one["kind"] == "measured by us":
+            assert (ROOT / one["source"]).is_file()
+    # A source is left out of these only where it says something nearer, or of other questions or keeps.
+    shown = {(by_text[piece.told]["source"], piece.about) for piece in near}
+    for piece in elsewhere:
+        one = by_text[piece.told]
+        assert not row._is_near(one) or (one["source"], one["about"]) in shown
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"photographs": False},
+        {"asked": 499},
+        {"size": SIZE / 3.1},
+        {"size": SIZE * 3.1},
+        {"size": None},
+        {"sure": False},
+    ],
+)
+def test_a_piece_of_evidence_is_weak_where_one_part_of_the_rule_fails(change: dict) -> None:
+    assert advice.grade(GOOD, SIZE) == advice.grade(GOOD | {"asked": None}, SIZE / 2.9) == "strong"
+    assert advice.grade(GOOD | change, SIZE) == "weak"
+
+
+def test_what_was_drawn_is_weak_and_what_two_papers_print_strong() -> None:
+    grades = {(one["kind"], one["photographs"], advice.grade(one, SIZE)) for one in advice._entries()}
+    assert ("measured by us", False, "strong") not in grades and ("published", True, "strong") in grades
+    general, _ = ADVICE["general"].evidence(SIZE)
+    assert [one.grade for one in general if one.kind == "published"] == ["strong", "strong"]
+    assert {one.grade for one in ADVICE["general"].evidence(1e8)[0]} == {"weak"}  # of a model of another size
+
+
+def test_the_rule_stands_on_the_page_as_in_the_docstring() -> None:
+    page = (ROOT / "docs/guide/which-method.md").read_text()
+    assert which.rule() in page and "**strong**" in which.rule() and "500 questions" in which.rule()
+
+
+@pytest.mark.parametrize("task", ["follow-up", "long-video"])
+def test_where_there_is_none_it_says_so(task: str) -> None:
+    found = recommend("demo_qwen", task=task)
+    assert not any(one.about == "accuracy" and one.grade for one in found.evidence)
+    assert "no evidence: `tune` on your questions" in str(found)
+    assert "no evidence: `tune` on your questions" in which.pieces()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_it_fits_a_screen_and_ends_with_the_closed_form(task: str) -> None:
+    found = recommend(LlavaConfig(), task=task)
+    assert len(str(found).splitlines()) < 26
+    assert found.evidence[-1].kind == "closed form" and found.method not in ("random", "uniform")
+    assert found.candidates and "pevlm" not in found.candidates
 
 
 def test_the_three_forms_are_one_setting(model) -> None:
-    found = recommend(model.config, task="chat", goal="memory")
+    found = recommend(model.config)
     assert json.loads(found.config) == found.setting
     assert json.loads(shlex.split(found.vllm)[1]) == {"tokenprune": found.setting}
     with tokenprune.patched(model, config=found.setting):
@@ -61,47 +137,34 @@ def test_the_three_forms_are_one_setting(model) -> None:
         tokenprune.unpatch(model)
 
 
-def test_the_best_published_goes_first_and_our_runs_break_ties() -> None:
-    found = sorted(evidence.candidates("chat", 0.25, LlavaConfig()), key=lambda one: one.rank)
-    best, near = found[0], [one for one in found if one.near(found[0])]
-    assert best.percent == max(one.percent for one in found if one.percent)
-    assert all(best.percent - one.percent <= 2 for one in near) and len(near) > 1
-    chosen = min((one for one in near if one.why_not is None and one.fast), key=lambda one: -one.gap)
-    assert recommend(LlavaConfig(), task="chat", goal="ttft").method == chosen.name
+def test_a_method_that_cannot_act_gives_way_and_says_so() -> None:
+    found = recommend(LlavaConfig(), task="long-video")  # no attention of its own to read in blocks
+    assert found.method == ADVICE["video"].method and any("pevlm cannot act in 'llava'" in one for one in found.notes)
+    found = recommend(AutoConfig.for_model("fuyu"), task="tower")
+    assert found.method == ADVICE["general"].method and any("tome cannot act" in one for one in found.notes)
 
 
-def test_what_is_no_better_than_random_or_needs_a_file_is_left_out() -> None:
-    for task, keep in (("chat", 0.25), ("chat", 0.11), ("documents", 0.25), ("video", 0.25)):
-        for one in evidence.candidates(task, keep, None):
-            assert one.name not in ("dymu", "d2pruner", "fitprune", "dyrate", "random", "pool", "uniform", "frames")
-            rights = [row["right"][0] for row in one.ours]
-            assert not rights or sum(rights) > sum(chance for _, chance in one.beside)
+def test_a_tower_that_is_most_of_the_work_is_told() -> None:
+    found = recommend("demo_qwen")
+    assert any("vision tower is 7" in note and 'task "tower"' in note for note in found.notes)
+    found = recommend("demo_qwen", task="tower")
+    assert tokenprune.method_info(found.method).site == "IN_ENCODER" and found.served
+    assert not any("vision tower is" in note for note in found.notes)
 
 
-def test_a_tower_that_is_most_of_the_work_gets_what_acts_in_or_before_it() -> None:
-    found = recommend("demo_qwen", task="chat", goal="ttft")
-    assert tokenprune.method_info(found.method).site in ("PRE_ENCODER", "IN_ENCODER")
-    assert any("vision tower is 7" in note for note in found.notes)
-    assert found.served and not found.why_not and f'"method": "{found.method}"' in found.vllm
-    assert tokenprune.method_info(recommend("demo_qwen", task="chat", goal="memory").method).site == "PRE_LLM"
-    narrow = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512}
-    even = AutoConfig.for_model("smolvlm", text_config=narrow, vision_config={"image_size": 256})  # whole units
-    assert recommend(even, task="chat", goal="ttft").served
-    found = recommend(AutoConfig.for_model("llava_next", text_config=narrow), task="chat", goal="ttft")
-    assert not found.served and "merges inside the vision tower" in found.why_not and found.vllm is None
-    assert f"not served: {found.why_not}" in str(found)
-
-
-def test_a_family_that_vllm_does_not_serve_says_so() -> None:
-    found = recommend(AutoConfig.for_model("fuyu"), task="chat")
+def test_what_vllm_does_not_serve_says_so() -> None:
+    found = recommend(AutoConfig.for_model("fuyu"))
     assert found.vllm is None and "does not know this family" in str(found)
+    found = recommend("demo_qwen", task="documents")
+    assert found.vllm is None and "not served: dart" in str(found) and "--task server" in str(found)
+    narrow = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512}
+    found = recommend(AutoConfig.for_model("llava_next", text_config=narrow), task="tower")
+    assert not found.served and "merges inside the vision tower" in found.why_not
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="task 'cooking' is none of chat"):
+    with pytest.raises(OptionError, match="task 'cooking' is none of general"):
         recommend(LlavaConfig(), task="cooking")
-    with pytest.raises(OptionError, match="goal 'fun' is none of ttft"):
-        recommend(LlavaConfig(), goal="fun")
     with pytest.raises(UnsupportedModelError, match="cross-attention"):
         recommend(MllamaConfig())
     with pytest.raises(TokenPruneError, match="cannot read the config"):
@@ -112,17 +175,14 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
 
 def test_the_command_prints_it_and_writes_the_setting(tmp_path: Path) -> None:
     out = tmp_path / "tokenprune.json"
-    arguments = ["recommend", "demo_vlm", "--task", "documents", "--goal", "memory", "--out", str(out)]
-    done = CliRunner().invoke(app, arguments)
+    done = CliRunner().invoke(app, ["recommend", "demo_vlm", "--task", "documents", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    found = recommend("demo_vlm", task="documents", goal="memory")
+    found = recommend("demo_vlm", task="documents")
     assert done.stdout.strip() == str(found)
     assert tokenprune.read_config(out).setting == found.setting
 
 
-def test_the_file_of_evidence_and_the_page_are_current() -> None:
-    """`python dev/evidence.py` and `python dev/which_method.py` would change nothing."""
+def test_the_file_of_evidence_is_current() -> None:
+    """`python dev/evidence.py` would change nothing."""
     made = generator("evidence")
-    assert made.FILE.read_text() == made.text(), "run python dev/evidence.py, then python dev/which_method.py"
-    text = which.PAGE.read_text()
-    assert which.page(text) == text, "run python dev/which_method.py"
+    assert made.FILE.read_text() == made.text(), "run python dev/evidence.py, then python dev/readme.py"

@@ -286,15 +286,6 @@ def test_a_row_says_what_its_line_does(script: Any, good: entry.Entry, monkeypat
     assert "&lt;b&gt;&#124;me" in script.sources([one])
 
 
-def test_a_time_of_elsewhere_is_marked_and_stands_at_its_share_alone(script: Any) -> None:
-    own = script.ours(script.OURS[0])
-    for line in own.entry.lines:
-        told = list(script.cells(own, line))[6]
-        assert told == (f"{script.first_tokens()[line.method]:.2f}†" if told else "")
-        assert not told or line.keep == 0.11
-    assert any("†" in cell for line in own.entry.lines for cell in script.cells(own, line))
-
-
 def test_the_script_is_ours_and_knows_its_columns(script: Any) -> None:
     """It fetches nothing, and filters by columns that there are."""
     code = (ROOT / "docs/javascripts/leaderboard.js").read_text()

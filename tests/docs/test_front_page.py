@@ -3,48 +3,39 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 import tokenprune
-from tests.docs.test_docs import generator
-from tokenprune import Budget, Site
+from tokenprune import Site
+from tokenprune.advice import advice
 from zoo import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-front_page = generator("readme").front_page
-CHOICES = {one.case.split(":")[0].split(",")[0]: one for one in front_page.choices()}
-
-
-def given(case: str) -> tuple[str, Any]:
-    """The method and the keep of a row, as a reader would type them."""
-    one = CHOICES[case]
-    return eval(one.method), eval(one.keep, {"Budget": Budget})
+ADVICE = advice()
 
 
 def test_the_readme_is_short_and_in_order() -> None:
-    assert len(README.splitlines()) < 120
+    assert len(README.splitlines()) < 125
     parts = ("problem:begin", "](docs/images/", "```python", "printed:begin", "choice:begin", "## Install", "## Links")
     places = [README.index(part) for part in parts]
     assert places == sorted(places)
 
 
-def test_the_first_code_prints_what_the_readme_says() -> None:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("first_run", ROOT / "benchmarks/first_run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_the_first_code_prints_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("first_run")
     recorded = json.loads(module.OUT.read_text())
     assert module.run() == recorded["printed"]
+    assert module.PATCHED.search(module.code()).groups() == ("divprune", "0.25")  # what the time is taken of
     assert f"```text\n{chr(10).join(recorded['printed'])}\n```" in README
 
 
@@ -55,35 +46,28 @@ def test_the_offline_code_answers_with_a_quarter_of_the_tokens(capsys: pytest.Ca
     assert re.match(r" ?(yes|no) Stats\(visual tokens 256 -> 64 ", printed), printed
 
 
-def test_every_row_of_the_table_has_its_test() -> None:
-    images = "long prompts on Qwen", "OCR", "counting", "no attention weights (flash attention)"
-    shared, videos = ("a vLLM server", "follow-up questions"), ("video", "video of a hundred frames and more")
-    assert set(CHOICES) == {*images, *shared, *videos}
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("case", [case for case in CHOICES if "video" not in case])
+@pytest.mark.parametrize("case", [case for case in ADVICE if "video" not in case])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
 def test_a_row_about_images_runs_and_keeps_that(case: str, name: str, build) -> None:
-    method, keep = given(case)
-    more = {"guard": "auto"} if CHOICES[case].more else {}  # tiny models have no processor: prompts are not read then
+    row = ADVICE[case]
+    more = {"guard": "auto"} if row.more else {}  # tiny models have no processor: prompts are not read then
     model, inputs = build(FAMILIES[name]), FAMILIES[name].make_inputs()
-    with tokenprune.patched(model, method, keep=keep, **more):
+    with tokenprune.patched(model, config=row.setting, **more):
         model(**inputs)
-        assert tokenprune.stats(model).keep_ratio == pytest.approx(keep, abs=0.15)
+        assert tokenprune.stats(model).keep_ratio == pytest.approx(row.keep, abs=0.15)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", [case for case in CHOICES if "video" in case])
+@pytest.mark.parametrize("case", [case for case in ADVICE if "video" in case])
 def test_a_row_about_videos_runs(case: str, build) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    method, keep = given(case)
+    family, row = FAMILIES["qwen2_5_vl"], ADVICE[case]
     # The tower joins two frames to one, and pevlm reads videos of fewer than 36 of these as ever.
     model, inputs = build(family), family.make_inputs(images=(0, 0), video=(80, 80))
-    with tokenprune.patched(model, method, keep=keep):
+    with tokenprune.patched(model, config=row.setting):
         model(**inputs)
         stats = tokenprune.stats(model)
-        removes = tokenprune.method_info(method).site is not Site.ATTENTION
+        removes = tokenprune.method_info(row.method).site is not Site.ATTENTION
         assert (stats.visual_tokens_out < stats.visual_tokens_in) == removes
         assert bool(stats.attention_blocks) != removes
 
@@ -93,29 +77,35 @@ def test_the_choice_for_long_prompts_is_linear_in_the_tokens_and_the_other_is_no
         json.loads(line) for line in (ROOT / "benchmarks/results/cpu/scaling.jsonl").read_text().splitlines()[1:]
     )
     slope = {one["method"]: one["seconds_exponent"] for one in records if one["what"] == "selection"}
-    method, _ = given("long prompts on Qwen")
-    assert slope[method] < 1.2 and slope["divprune"] > 1.8
+    assert slope[ADVICE["long-prompts"].method] < 1.2 and slope["divprune"] > 1.4
 
 
 def test_the_choice_for_vllm_is_served() -> None:
     from tokenprune.integrations.vllm.setting.servable import check_method
 
-    check_method(tokenprune.method(given("a vLLM server")[0]))
+    check_method(tokenprune.method(ADVICE["server"].method))
 
 
 def test_the_choice_for_ocr_lost_nothing_measured_at_this_keep_and_the_one_for_counting_did() -> None:
-    method, keep = given("OCR")
-    assert front_page.lost(method, "text", keep) <= 2
-    assert front_page.lost(given("counting")[0], "counting", 0.25) > 10
+    row = ADVICE["documents"]
+    assert lost(row.method, "text", row.keep) <= 2
+    assert lost(ADVICE["counting"].method, "counting", ADVICE["counting"].keep) > 10
 
 
-@pytest.mark.parametrize("case", ["follow-up questions", "a vLLM server"])
+def lost(method: str, kind: str, keep: float) -> float:
+    """Return the points that a kind of question lost, as in docs/guard.md."""
+    table = json.loads((ROOT / "tokenprune/assets/guard.json").read_text())
+    one = next(one for one in table["methods"][method][kind]["measured"] if one["keep"] == keep)
+    return 100 * (one["unpatched"] - one["share"])
+
+
+@pytest.mark.parametrize("case", ["follow-up", "server"])
 def test_a_choice_that_other_questions_share_is_safe_with_a_prefix_cache(case: str) -> None:
-    info = tokenprune.method_info(given(case)[0])
+    info = tokenprune.method_info(ADVICE[case].method)
     assert info.prefix_cache_safe and not info.query_aware
 
 
-@pytest.mark.parametrize("method", [given("no attention weights (flash attention)")[0], "dart"])
+@pytest.mark.parametrize("method", [ADVICE["no-attention"].method, ADVICE["general"].method, "dart"])
 def test_choices_without_attention_weights_need_none(method: str) -> None:
     assert not [need for need in tokenprune.method_info(method).needs if "attention" in need]
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tokenprune.advice import advice
 from tokenprune.cli.common import get_console
 from tokenprune.cli.completion import complete_models, complete_of
 
@@ -23,25 +24,18 @@ def recommend(
     task: Annotated[
         str,
         typer.Option(
-            help="chat (questions about photographs), documents, video or grounding (where things are).",
-            autocompletion=complete_of("chat", "documents", "video", "grounding"),
+            help=f"{', '.join(advice())} (docs/guide/which-method.md).", autocompletion=complete_of(*advice())
         ),
-    ] = "chat",
-    goal: Annotated[
-        str,
-        typer.Option(
-            help="ttft (time to the first token), memory (of the cache) or quality (as little loss as may be).",
-            autocompletion=complete_of("ttft", "memory", "quality"),
-        ),
-    ] = "ttft",
+    ] = "general",
     out: Annotated[Path | None, typer.Option(help="Write the setting, for patch(model, config=...) and vLLM.")] = None,
 ) -> None:
-    """Name a setting to start from, as Python, vLLM flag and config, each with its evidence: published numbers, our own
-    runs, and closed forms of the model's cost. Nothing is measured: `tokenprune tune` does that, on your questions."""
+    """Name a setting to start from, as Python, vLLM flag and config, with its evidence, graded strong or weak:
+    published numbers, our own runs, and closed forms of the model's cost. Nothing is measured: `tokenprune tune` does
+    that, on your questions."""
     import tokenprune
     from tokenprune.config import Config, write_config
 
-    found = tokenprune.recommend(model, task=task, goal=goal)
+    found = tokenprune.recommend(model, task=task)
     console = get_console()
     console.print(str(found), markup=False, soft_wrap=not console.is_terminal)
     if out is not None:
