@@ -76,6 +76,10 @@ def test_nothing_may_keep_the_promise() -> None:
         "None of 1 tested was shown to lose less than 2 points, with a confidence of 95 %; more questions would hardly "
         "help: larger keeps, or a larger drop may."
     )
+    assert said[2] == (
+        "Tested on 600 held-out questions, the safest first: dart 0.9. Such a promise takes at least 194 of them, if "
+        "no answer changes."
+    )
     assert said[1].startswith("dart 0.9, the safest, lost ") and len(tuning_table(found).rows) == 1
     none = Tuner(Fake(900, {}), grid(["pevlm", "view_select"], [0.5]), Promise(0.02)).run()
     assert [trial.state for trial in none.trials] == [
@@ -109,6 +113,30 @@ def test_a_poor_method_does_not_block_the_others() -> None:
     fake.answers[pool][tuner.held_out[:40]] = 0  # what the search cannot know
     found = tuner.run()
     assert [str(one.candidate) for one in (found.tested[0], found.choice)] == ["fastv 0.75", "fastv 0.5"]
+
+
+def test_a_bold_setting_that_was_lucky_in_the_search_does_not_come_first() -> None:
+    """All answers of the search are kept at a quarter of the tokens; the mild setting changes none at all."""
+    fake = Fake(208, candidates({"fastv 0.75": (0.0, 0.82), "fastv 0.25": (0.0, 0.49), "pool 0.25": (0.0, 0.24)}))
+    mild, other, bold = fake.costs
+    tuner = Tuner(fake, list(fake.costs), Promise(0.03))
+    fake.answers[other][tuner.search[:2]] = 0
+    fake.answers[bold][tuner.held_out[:4]] = 0  # what the search cannot know
+    found = tuner.run()
+    assert found.tested[0].candidate == found.choice.candidate == mild
+    assert bold in [one.candidate for one in found.tested]  # it is tried, but later
+
+
+def test_the_mild_settings_are_carried_to_the_end_of_the_search() -> None:
+    """Whatever bolder ones promise: of many that lose nothing, those that save little are still there."""
+    losses = {
+        f"{name} 0.25": (0.0, 0.24) for name in ("dart", "fastv", "divprune", "pool", "tome", "scope", "prumerge")
+    }
+    losses |= {"dart 0.75": (0.0, 0.72), "fastv 0.75": (0.0, 0.82), "pool 0.75": (0.0, 0.75)}
+    fake = Fake(900, candidates(losses))
+    fake.predicted = {one: {"flops": cost} for one, cost in fake.costs.items()}
+    left = Tuner(fake, list(fake.costs), Promise(0.03)).search_only()
+    assert {str(one.candidate) for one in left} >= {"dart 0.75", "fastv 0.75", "pool 0.75"} and len(left) == 8
 
 
 def test_times_that_happen_to_fall_badly_do_not_take_the_safest_away() -> None:
@@ -260,8 +288,8 @@ def test_halves_are_stratified_and_keep_images_together() -> None:
 
 def test_half_of_the_places_go_to_the_safest() -> None:
     estimates = [Estimate(0.9, 0.4), Estimate(0.8, 0.5), Estimate(0.7, 0.5), Estimate(0.2, 0.9), Estimate(0.1, 0.9)]
-    assert promote(estimates, 2) == [1, 3]
-    assert promote(estimates, 4) == [1, 3, 0, 4]
+    assert promote(estimates, 2) == [1, 4]
+    assert promote(estimates, 4) == [1, 4, 0, 3]
     few, many = (Estimate.of(np.zeros(count), 0.5, Promise(0.02), 800) for count in (40, 400))
     assert 0.5 < few.chance < many.chance < 1 and many.worth == 0.5 * many.chance
     assert Estimate.of(np.ones(40), 0.5, Promise(0.02), 800).chance < 1e-6
@@ -282,4 +310,4 @@ def test_the_sequence_goes_from_the_safest_to_the_cheapest() -> None:
     steps = [Estimate(0.1 + 0.2 * place, 0.9 - 0.2 * place) for place in range(4)]
     assert sequence(steps, 1) == [0] and len(sequence(steps, 3)) == 3
     assert sequence([Estimate(0.2, 0.9), Estimate(0.21, 0.3), Estimate(0.9, 0.29)], 3) == [0, 2]
-    assert safest([Estimate(0.5, 0.7), Estimate(0.1, 0.7), Estimate(0.9, 0.8)]) == [2, 0, 1]
+    assert safest([Estimate(0.5, 0.7), Estimate(0.1, 0.7), Estimate(0.9, 0.8), Estimate(-0.1, 0.9)]) == [2, 1, 0, 3]

@@ -14,29 +14,32 @@ import numpy as np
 from tokenprune.tuning.promise import Promise
 
 CHANCE = 0.05  # to pass: with less, a candidate is not tested, unless there is none that is safer
+WEIGHT = 32  # answers that what is expected before any answer counts for
 _IMAGINED = 2  # answers: one that is lost and one that is won
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """saving: of cost, as a share. chance: to pass the test on the held-out questions, as the search tells it."""
+    """The saving of cost, as a share, and the chance to pass the test on the held-out questions."""
 
     saving: float
     chance: float
 
     @classmethod
-    def of(cls, drops: np.ndarray, saving: float, promise: Promise, held_out: int) -> Estimate:
-        """Normal approximation; as many imagined answers that are lost and won keep few real ones from certainty.
+    def of(cls, drops: np.ndarray, saving: float, promise: Promise, held_out: int, prior: float = 0.0) -> Estimate:
+        """Return the estimate of a candidate by normal approximation. prior: the mean drop expected before any answer.
 
-        More answers won than lost count as luck, not as a reserve: else a setting that changes many answers would seem
+        The prior weighs as much as `WEIGHT` answers, so that of two candidates that lost nothing on few questions the
+        milder one is the safer. A lost and a won answer are imagined, so that few real ones give no certainty. More
+        answers won than lost count as luck, not as a reserve: else a setting that changes many answers would seem
         safer than one that changes none.
         """
         mean, count = float(drops.mean()), len(drops)
         spread = math.sqrt((float(((drops - mean) ** 2).sum()) + _IMAGINED) / (count + _IMAGINED))
-        mean = max(mean, 0.0)
+        mean = max((mean * count + prior * WEIGHT) / (count + WEIGHT), 0.0)
         normal = NormalDist()
         margin = normal.inv_cdf(promise.confidence) * spread / math.sqrt(held_out)
-        error = spread * math.sqrt(1 / count + 1 / held_out)
+        error = spread * math.sqrt(1 / (count + WEIGHT) + 1 / held_out)
         return cls(saving, normal.cdf((promise.max_drop - mean - margin) / error))
 
     @property
@@ -45,16 +48,21 @@ class Estimate:
 
 
 def promote(estimates: Sequence[Estimate], places: int) -> list[int]:
-    """Return the indices of the best, by turns the one with the largest expected saving and the safest (among equals:
-    the first)."""
+    """Return the indices of the best, by turns the one with the largest expected saving and the safest."""
     good = sorted(range(len(estimates)), key=lambda index: -estimates[index].worth)
     both = [index for pair in zip(good, safest(estimates), strict=True) for index in pair]
     return list(dict.fromkeys(both))[:places]
 
 
 def safest(estimates: Sequence[Estimate]) -> list[int]:
-    """Return all indices, those with the largest chance to pass first; equals stay in the given order."""
-    return sorted(range(len(estimates)), key=lambda index: -round(estimates[index].chance, 9))
+    """Return all indices, those with the largest chance to pass first, of equals those that save less; last those that
+    save nothing."""
+
+    def order(index: int) -> tuple[bool, float, float]:
+        one = estimates[index]
+        return one.saving <= 0, -round(one.chance, 9), one.saving
+
+    return sorted(range(len(estimates)), key=order)
 
 
 def sequence(estimates: Sequence[Estimate], most: int) -> list[int]:
@@ -85,4 +93,13 @@ def sequence(estimates: Sequence[Estimate], most: int) -> list[int]:
     return max(subsets, key=expected, default=[])
 
 
-__all__ = ["CHANCE", "Estimate", "promote", "safest", "sequence"]
+def prior(saving: float, limit: float, lost: float = 0.0, saved: float = 0.0) -> float:
+    """Return the mean drop to expect of a setting that saves so much, before any answer: in proportion to its saving,
+    the limit for all cost, or more where its method loses more at the keeps that have answered.
+
+    lost, saved: sums over all answers of the method, of the drop and of the saving.
+    """
+    return max(saving, 0.0) * max(limit, (WEIGHT * limit + lost) / (WEIGHT + saved))
+
+
+__all__ = ["CHANCE", "Estimate", "prior", "promote", "safest", "sequence"]

@@ -162,7 +162,7 @@ def _row(trial: Trial) -> list[str]:
 
 
 def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
-    tested = tuning.tested
+    tested, promise = tuning.tested, tuning.promise
     if not tested:
         heard = [one for one in tuning.trials if one.search]
         if not heard:
@@ -176,15 +176,21 @@ def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
     one, asked = tested[0], tuning.search + tuning.held_out
     closest = f"{one.candidate}, the safest, lost {points(one.drop)} on {one.held_out} held-out questions"
     verdict = f"None of {len(tested)} tested was shown to lose less than {allowed}, with {sure}"
+    asked_of = (
+        f"Tested on {one.held_out} held-out questions, the safest first: "
+        f"{', '.join(str(each.candidate) for each in tested)}. "
+        f"Such a promise takes at least {promise.questions_needed} of them, if no answer changes."
+    )
     if one.state.startswith("keeps"):  # but for --max-kind-drop
-        return [f"{verdict}, and no more in any kind of question than --max-kind-drop allows.", f"{closest}."]
+        return [f"{verdict}, and no more in any kind of question than --max-kind-drop allows.", f"{closest}.", asked_of]
     closest += f", and is shown to lose less than {points(one.bound)}."
     if tuning.more is None:
-        return [f"{verdict}; more questions would hardly help: larger keeps, or a larger drop may.", closest]
+        return [f"{verdict}; more questions would hardly help: larger keeps, or a larger drop may.", closest, asked_of]
     return [
         f"{verdict}; ask about {tuning.more} more questions.",
         f"{closest} An estimate: with {asked + tuning.more} questions in all it would pass {LIKELY:.0%} of the time, "
         "if it goes on to lose what it lost so far.",
+        asked_of,
     ]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from tokenprune.errors import DataError, RunError, TokenPruneError
 from tokenprune.tuning.betting import is_below, questions_likely, upper_bound
 from tokenprune.tuning.candidates import Candidate
-from tokenprune.tuning.estimate import CHANCE, Estimate, promote, sequence
+from tokenprune.tuning.estimate import CHANCE, Estimate, prior, promote, sequence
 from tokenprune.tuning.objective import MAX_SPREAD, TIMED, TITLES, WORK, check_objective, spread
 from tokenprune.tuning.panel import Panel
 from tokenprune.tuning.parts import check_enough, split
@@ -30,7 +30,7 @@ from tokenprune.tuning.trial import Trial, Tuning
 
 FINALISTS = 4
 _FIRST = 32  # questions, at least, before any candidate is dropped
-_TIMED = 2 * FINALISTS  # settings that are timed, at most, where nothing but the ranking needs it
+CARRIED = 2 * FINALISTS  # settings that answer all questions of the search, and are timed if nothing else needs times
 _MOST = 20  # times as many questions are the most that are advised
 
 
@@ -74,7 +74,7 @@ class Tuner:
         self.total = len(self.search) + len(self.held_out) * (1 + min(FINALISTS, alive))
         for size in self.sizes:
             self.total += alive * (size - asked)
-            alive, asked = min(alive, max(FINALISTS, math.ceil(alive / 2))), size
+            alive, asked = min(alive, max(CARRIED, math.ceil(alive / 2))), size
 
     def search_only(self) -> list[Trial]:
         """Search, stacks included, and test nothing; return the trials that were left at the end."""
@@ -83,7 +83,7 @@ class Tuner:
     def run(self) -> Tuning:
         alive = self.search_only()
         if self.objective in TIMED:
-            finalists = self._finalists(self._timed(self._best(alive, _TIMED, "others promise more")))
+            finalists = self._finalists(self._timed(self._best(alive, CARRIED, "others promise more")))
         else:
             finalists = self._timed(self._finalists(alive))
         choice, scores = self._tested(finalists)
@@ -154,7 +154,7 @@ class Tuner:
             alive = [trial for trial in alive if not self._hopeless(trial)]
             if size == self.sizes[-1]:
                 break
-            places = max(FINALISTS, math.ceil(places / 2))
+            places = max(CARRIED, math.ceil(places / 2))
             alive = self._best(alive, places, f"others promise more after {size} questions")
         return alive
 
@@ -174,7 +174,9 @@ class Tuner:
         found = propose(
             [Alone.of(trial, self._drops(trial, self.search[: trial.search]), self._by) for trial in alive],
             lambda candidate: self.panel.predict(candidate).get(self._by),
-            lambda drops, saving: Estimate.of(drops, saving, self.promise, len(self.held_out)),
+            lambda drops, saving: Estimate.of(
+                drops, saving, self.promise, len(self.held_out), prior(saving, self.promise.max_drop)
+            ),
             self.stacks,
         )
         known = {trial.candidate for trial in self.trials}
@@ -183,22 +185,11 @@ class Tuner:
         return made
 
     def _best(self, alive: list[Trial], places: int, reason: str) -> list[Trial]:
-        alive = self._steadiest(alive)
         kept = promote([self._estimate_of(trial) for trial in alive], places)
         for index, trial in enumerate(alive):
             if index not in kept:
                 trial.state = reason
         return [trial for trial in alive if not trial.state]
-
-    def _steadiest(self, alive: list[Trial]) -> list[Trial]:
-        """Return trials in the order in which equals in the search count as safe: those first whose method lost least
-        at all its keeps, and of one method the largest keep (by FLOPs, which do not change from run to run)."""
-        lost: dict[str, list[float]] = {}
-        for trial in self.trials:
-            if trial.search:
-                lost.setdefault(trial.candidate.name, []).append(trial.drop)
-        means = {name: sum(drops) / len(drops) for name, drops in lost.items()}
-        return sorted(alive, key=lambda trial: (means[trial.candidate.name], -trial.price("flops")[0]))
 
     def _asked(self, candidate: Candidate | None, chunk: Sequence[int]) -> None:
         label = "unpatched" if candidate is None else str(candidate)
@@ -233,8 +224,16 @@ class Tuner:
         return False
 
     def _estimate_of(self, trial: Trial) -> Estimate:
+        by = self._stand_in if self._by in TIMED else self._by  # what is risked does not change from run to run
+
+        def saved(one: Trial) -> float:
+            return max(0.0, 1 - one.price(by)[0])
+
+        same = [one for one in self.trials if one.search and one.candidate.name == trial.candidate.name]
+        lost, all_saved = (sum(one.search * of(one) for one in same) for of in (lambda one: one.drop, saved))
+        expected = prior(saved(trial), self.promise.max_drop, lost, all_saved)
         drops = self._drops(trial, self.search[: trial.search])
-        return Estimate.of(drops, trial.saving(self._by), self.promise, len(self.held_out))
+        return Estimate.of(drops, trial.saving(self._by), self.promise, len(self.held_out), expected)
 
     def _timed(self, trials: list[Trial]) -> list[Trial]:
         """Time settings that may be tested; where times are too unsteady to rank them, FLOPs do, which is noted."""
@@ -256,7 +255,6 @@ class Tuner:
 
     def _finalists(self, alive: list[Trial]) -> list[Trial]:
         """Return those to be tested, the safest first."""
-        alive = self._steadiest(alive)
         estimates = [self._estimate_of(trial) for trial in alive]
         chosen = sequence(estimates, FINALISTS)
         for index, (trial, estimate) in enumerate(zip(alive, estimates, strict=True)):
