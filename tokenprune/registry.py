@@ -9,7 +9,7 @@ import importlib
 import inspect
 import logging
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
@@ -62,6 +62,11 @@ class MethodInfo:
     def source(self) -> str:
         """The paper, and whether the method is a reconstruction of what it says."""
         return f"{self.paper}; reconstruction" if self.reconstruction else self.paper
+
+    @property
+    def for_videos(self) -> bool:
+        """Whether the method acts on videos alone: it compares frames, or changes how they attend to each other."""
+        return self.site is Site.ATTENTION or "frames" in self.needs
 
 
 def register(
@@ -152,15 +157,28 @@ def method_class(name: str) -> type[Method]:
     """Return the class registered under `name`; raises UnknownMethodError naming close matches."""
     _load()
     if not isinstance(name, str) or name not in _METHODS:
-        hint = _did_you_mean(name.lower(), _METHODS) if isinstance(name, str) else ""
-        raise UnknownMethodError(f"unknown method {name!r}: {hint}available are {', '.join(sorted(_METHODS))}")
+        raise UnknownMethodError(f"unknown method {name!r}: {_nearest(name)}`tokenprune methods` lists them all")
     return _METHODS[name]
+
+
+def _nearest(name: object) -> str:
+    """Return the start of a sentence that names the three methods whose names are nearest to `name`."""
+    if not isinstance(name, str) or not name:
+        return ""
+    near = difflib.get_close_matches(name.lower(), sorted(_METHODS), n=3, cutoff=0.0)
+    return f"did you mean {_or(near)}? " if _did_you_mean(name.lower(), near) else f"the nearest are {_or(near)}; "
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the start of a sentence that offers what is spelt almost like `name`, empty if nothing is."""
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
-    return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return f"did you mean {_or(close)}? " if close else ""
+
+
+def _or(names: Sequence[str]) -> str:
+    """Return names in words: "'dart', 'fastv' or 'pool'"."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def method_info(name: str) -> MethodInfo:

@@ -191,7 +191,7 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
 
 def test_videos_are_refused() -> None:
     video = SimpleNamespace(is_video=True, where="line 3")
-    with pytest.raises(DataError, match=r"line 3 asks about a video.*--backend hf"):
+    with pytest.raises(DataError, match=r"line 3: asks about a video.*--backend hf"):
         VllmBackend(MadeUp(), "", 4).begin([video])
 
 

@@ -199,15 +199,15 @@ def test_json_too_deep_is_a_bad_row(folder: Path) -> None:
 
 def test_placeholders_in_questions_are_refused(folder: Path) -> None:
     data = load_data(write(folder, GOOD, {**GOOD, "question": "<image>\nwhat?"}, {**GOOD, "question": "is <b> it?"}))
-    with pytest.raises(DataError, match=r"line 2 has '<image>'\. Take it out: images are put before the question"):
+    with pytest.raises(DataError, match=r"1 of 3 questions .*line 2: its question holds '<image>'.*: take it out"):
         check_questions(data.questions, llava())
     check_questions([data.questions[0], data.questions[2]], llava())
     # A processor may name its placeholders by their numbers alone.
     tokenizer = special_tokenizer(image_token="<b>")
     numbered = SimpleNamespace(image_token_id=tokenizer.convert_tokens_to_ids("<b>"), tokenizer=tokenizer)
-    with pytest.raises(DataError, match="line 3 has '<b>'"):
+    with pytest.raises(DataError, match="line 3: its question holds '<b>'"):
         check_questions(data.questions, numbered)
-    with pytest.raises(DataError, match="line 3 has '<b>'"):
+    with pytest.raises(DataError, match="line 3: its question holds '<b>'"):
         check_questions(data.questions, SimpleNamespace(image_token="<b>"))
     check_questions(data.questions, SimpleNamespace())
 

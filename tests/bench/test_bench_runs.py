@@ -268,7 +268,8 @@ def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, t
     mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = bench(mine, "--run", tmp_path / "run")
     assert result.exit_code == 2
-    assert "line 2 has '<image>'" in result.stderr and "--skip-bad" in result.stderr and not (tmp_path / "run").exists()
+    assert "line 2: its question holds '<image>'" in result.stderr and "--skip-bad" in result.stderr
+    assert not (tmp_path / "run").exists()
     # It is left out with the other bad rows, and so is a video where the model takes none.
     mine.write_text(mine.read_text() + '{"image": "none.png", "question": "q", "answer": "a"}\n')
     result = bench(mine, "--skip-bad", "--run", tmp_path / "run")

@@ -109,7 +109,7 @@ def test_the_table_says_what_limits() -> None:
     cells = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
     assert cells["vision tower and projector"] == ["60.0 ms", "60%", "30.0 ms", "x2.00"]
     assert cells["to the first token"] == ["100.0 ms", "", "50.0 ms", "x2.00"]
-    assert cells["KV cache"][-1] == "x4.00" and cells["visual tokens, first to last layer"][2] == "1024 → 256"
+    assert cells["KV cache"][-1] == "x4.00" and cells["visual tokens, first to last layer"][2] == "1024 → 256 (25 %)"
     assert any("What limits it now: vision tower and projector, 60%" in note for note in table.notes)
     assert any("tower (28%)" in note and "x2.06 faster" in note for note in table.notes)
     alone = stage_table(_made_up(after=False))
@@ -233,7 +233,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("--tokens", "9"): "go with --config-only",
         ("--config-only", "--html", str(html)): "measured times",
         ("--method", "nothing"): "nothing",
-        ("--method", "dart,pool", "--keep", "0.1,0.2,0.3"): "3 numbers for 2 methods",
+        ("--method", "pool+dart", "--keep", "0.1+0.2+0.3"): "3 numbers for 2 methods",
         ("--keep", "1.5"): "a share lies in",
         ("--html", str(tmp_path / "no" / "p.html")): "there is no folder",
         ("--config-only", "--model", str(tmp_path)): "cannot read the config",

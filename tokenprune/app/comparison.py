@@ -13,6 +13,7 @@ from tokenprune.app.snippets import LONGEST
 from tokenprune.bench import contact_sheet, side_by_side, timing
 from tokenprune.bench.backend import patched_by
 from tokenprune.bench.contact_sheet import Seen
+from tokenprune.bench.kept import keep_in_words
 from tokenprune.bench.model import Model
 from tokenprune.config import read_config
 from tokenprune.errors import OptionError
@@ -39,6 +40,11 @@ class Asked:
     before: str
     tokens: int
     ttft: dict[str, Any]
+
+    @property
+    def keep_in_words(self) -> str:
+        """The keep, and of a stack what it leaves in all."""
+        return keep_in_words(self.keep, len(read_config(self.setting).steps()[0]), self.kept / max(1, self.tokens))
 
     @property
     def kept(self) -> int:

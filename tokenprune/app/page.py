@@ -20,6 +20,7 @@ from tokenprune.base import ImageChooser
 from tokenprune.bench.drawn_sets import drawn_set
 from tokenprune.bench.heldout import heldout_of, load_heldout
 from tokenprune.bench.media import read_frames
+from tokenprune.bench.pace import Pace
 from tokenprune.errors import TokenPruneError
 
 # Not needed before the model is there: these import transformers' models, which takes seconds.
@@ -96,10 +97,12 @@ def _loaded(loading: Loading) -> list[Any]:
     except TokenPruneError as error:
         return [_title(str(error)), *[gr.skip()] * 4]
     from tokenprune.bench import contact_sheet
+    from tokenprune.bench.model import DRAWINGS_ONLY
 
     video = contact_sheet.takes_video(subject)
     choices = [gr.Dropdown(choices=names) for names in (_drawable(video), ["", *_drawable(video)])]
-    return [_title(f"`{subject.name}`."), gr.File(visible=video), *choices, gr.Column(visible=video)]
+    known = f", which {DRAWINGS_ONLY}" if subject.limits() else ""
+    return [_title(f"`{subject.name}`{known}."), gr.File(visible=video), *choices, gr.Column(visible=video)]
 
 
 def launch(page: gr.Blocks, host: str, port: int, open_browser: bool, block: bool = True) -> Any:
@@ -166,18 +169,23 @@ def _answer(
         from tokenprune.app.comparison import compare
 
         images, note = _seen(subject, image, file, question, methods)
-        step = lambda done, total, label: progress((done, total), desc=label)  # noqa: E731
+        pace = Pace()
+
+        def step(done: int, total: int, label: str) -> None:
+            left = pace.left(done, total)
+            progress((done, total), desc=f"{label}, {left}" if left else label)
+
         asked = compare(subject, images, question, methods, keep, step)
     except TokenPruneError as error:
         raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
     drawings = [
-        gr.Image(value=one.drawing, label=f"{one.spelling}, keep {one.keep:g}", visible=True) for one in asked
+        gr.Image(value=one.drawing, label=f"{one.spelling}, keep {one.keep_in_words}", visible=True) for one in asked
     ]
     drawings += [gr.Image(value=None, visible=False)] * (2 - len(asked))
     name = subject.name.partition(" ")[0]
     lines = [
-        "\n".join(snippets.python(one.setting) for one in asked),
-        "\n".join(snippets.vllm(one.setting) for one in asked),
+        snippets.python(*(one.setting for one in asked)),
+        "\n# or\n".join(snippets.vllm(one.setting) for one in asked),
         "\n".join(snippets.bench(one.spelling, one.keep, name) for one in asked),
     ]
     return [_table(question, asked, note), *drawings, _layers(asked), *lines]
@@ -203,7 +211,8 @@ def _table(question: str, asked: Sequence[Asked], note: str | None) -> str:
     for one in asked:
         stats, tokens = one.seen.stats, f"{one.tokens} → {one.kept}"
         average, first = round(stats.visual_tokens_average), f"{_ms(one.ttft, '')}, ×{one.faster:.2f}"
-        rows.append((f"{one.spelling} {one.keep:g}", one.seen.answer, tokens, average, _size(stats.kv_bytes), first))
+        label = f"{one.spelling} {one.keep_in_words}"
+        rows.append((label, one.seen.answer, tokens, average, _size(stats.kv_bytes), first))
     warnings = [*([note] if note else []), *(_warnings(asked))]
     cells = "".join(
         "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows

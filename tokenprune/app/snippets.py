@@ -15,10 +15,14 @@ from tokenprune.integrations.vllm.setting.settings import KEY, Setting
 LONGEST = 2000  # characters of a question, or of a setting
 
 
-def python(setting: dict[str, Any]) -> str:
-    """Return the call that patches a model."""
+def python(*settings: dict[str, Any]) -> str:
+    """Return the calls that patch a model, each further one in the place of the one before."""
+    return "\n# or, in its place:\n".join(_patch(setting, bool(place)) for place, setting in enumerate(settings))
+
+
+def _patch(setting: dict[str, Any], again: bool) -> str:
     pixels = any(method.site is Site.PRE_ENCODER for method in read_config(setting).steps()[0])
-    more = ", processor=processor" if pixels else ""
+    more = (", processor=processor" if pixels else "") + (", replace=True" if again else "")
     if isinstance(setting["method"], str) and set(setting) == {"method", "keep"}:
         return f'tokenprune.patch(model, "{setting["method"]}", keep={setting["keep"]!r}{more})'
     return f"tokenprune.patch(model, config={setting!r}{more})"

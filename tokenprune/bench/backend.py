@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import tokenprune
 from tokenprune.base import Method, ResizeMethod, Site
 from tokenprune.bench.cost import Prefill, closed_forms, escalated, load_of, spent
-from tokenprune.bench.data import check_questions, misfits
+from tokenprune.bench.data import misfits, refuse, refused_images
 from tokenprune.bench.evidence import recalls
 from tokenprune.bench.model import Model
 from tokenprune.bench.plan import ESCALATE
@@ -90,12 +90,16 @@ class HfBackend:
         return self.subject.max_new_tokens
 
     def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
-        return misfits(questions, self.subject.processor)
+        found = dict(misfits(questions, self.subject.processor))
+        rest = [place for place in range(len(questions)) if place not in found]
+        refused = refused_images([questions[place] for place in rest], lambda one: self.subject.inputs([one], ["?"]))
+        found |= {rest[place]: reason for place, reason in refused}
+        return sorted(found.items())
 
     def begin(self, questions: Sequence[Any], evidence: bool = False) -> None:
         self._videos = any(question.is_video for question in questions)
         self._looks = evidence and any(getattr(question, "looks", ()) for question in questions)
-        check_questions(questions, self.subject.processor)
+        refuse(questions, self.misfits(questions))
 
     def alone(self, setting: Setting) -> bool:
         """A method that looks at an image to size it goes image by image: in a batch, LLaVA's processor would make

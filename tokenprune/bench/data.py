@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from tokenprune.bench.media import BadRow, Source, read_image, read_video, short, source_of
+from tokenprune.bench.media import BadRow, Source, image_size, read_image, read_video, short, source_of
 from tokenprune.bench.rows import read_rows
 from tokenprune.errors import DataError
 
@@ -143,7 +143,7 @@ def misfits(questions: Sequence[Question], processor: Any) -> list[tuple[int, st
         if one.is_video and no_videos:
             found.append((place, _NO_VIDEO))
         elif mark is not None:
-            found.append((place, f"its question holds {mark!r}, which stands for an image in this model's prompts"))
+            found.append((place, f"its question holds {mark!r}, which stands for an image in prompts: take it out"))
     return found
 
 
@@ -162,24 +162,55 @@ def left_out(data: Data, unfit: Sequence[tuple[int, str]]) -> Data:
 
 
 def check_questions(questions: Iterable[Question], processor: Any) -> None:
-    """Raise DataError where questions do not fit the model's processor: a video where it takes none, or words in a
-    question that it takes for an image."""
+    """Raise DataError where questions do not fit the model's processor; see `misfits`."""
     questions = list(questions)
-    check_videos(questions, processor)
-    marks = _marks(processor)
-    wrong = [f"{one.where} has {mark!r}" for one in questions for mark in marks if mark in one.question]
-    if wrong:
-        raise DataError(
-            f"questions must not hold what stands for an image in this model's prompts: {_first(wrong)}. Take it out: "
-            "images are put before the question; or leave such rows out with --skip-bad"
-        )
+    refuse(questions, misfits(questions, processor))
 
 
-def check_videos(questions: Iterable[Question], processor: Any) -> None:
-    """Raise DataError for a video where the model's processor takes none."""
-    video = next((one for one in questions if one.is_video), None)
-    if video is not None and getattr(processor, "video_processor", None) is None:
-        raise DataError(f"{video.where} {_NO_VIDEO}")
+def refuse(questions: Sequence[Any], unfit: Sequence[tuple[int, str]]) -> None:
+    """Raise DataError for the questions at these places, if any, which names up to ten rows for each reason."""
+    if unfit:
+        bad = [(getattr(questions[place], "where", f"question {place}"), reason) for place, reason in unfit]
+        asked = f"{len(bad)} of {len(questions)} questions cannot be asked of this model"
+        raise DataError(f"{asked} (--skip-bad leaves such rows out): {_alike(bad)}")
+
+
+def refused_images(questions: Sequence[Any], takes: Callable[[Image.Image], Any]) -> list[tuple[int, str]]:
+    """Return the places of the questions with an image of a size that the model's processor refuses, with its reason.
+
+    takes: hands a blank image to the processor, and raises DataError. The narrowest, widest, smallest and largest are
+    tried first: where these pass, so do the others.
+    """
+    sizes = [_sizes(one) for one in questions]
+    known = set().union(*sizes)
+    if not known:
+        return []
+    orders = (lambda size: size[0] / size[1], lambda size: size[0] * size[1])
+    ends = {pick(known, key=order) for order in orders for pick in (min, max)}
+    reasons = _refused(ends, takes)
+    if reasons:
+        reasons |= _refused(known - ends, takes)
+    found = ((place, next((size for size in mine if size in reasons), None)) for place, mine in enumerate(sizes))
+    return [(place, f"has an image of {size[0]} x {size[1]}: {reasons[size]}") for place, size in found if size]
+
+
+def _refused(sizes: Iterable[tuple[int, int]], takes: Callable[[Image.Image], Any]) -> dict[tuple[int, int], str]:
+    reasons = {}
+    for size in sizes:
+        try:
+            takes(Image.new("RGB", size))
+        except DataError as error:
+            cause = str(error.__cause__ or error).splitlines()
+            reasons[size] = cause[0] if cause else "the processor refuses it"
+    return reasons
+
+
+def _sizes(question: Any) -> set[tuple[int, int]]:
+    """Return the sizes of a question's images in files; what cannot be read is said where it is read."""
+    try:
+        return {image_size(one) for one in getattr(question, "sources", ()) if isinstance(one, Source)}
+    except BadRow:
+        return set()
 
 
 def _marks(processor: Any) -> list[str]:

@@ -20,7 +20,11 @@ from tokenprune.config import read_config
 from tokenprune.errors import OptionError
 
 CELL = 32  # pixels of a patch in the drawing
-_DARK, _HATCH, _BORDER = 0.22, 64, (255, 255, 255)
+_DARK, _HATCH = 0.22, 64
+_BORDERS = (255, 255, 255), (0, 60, 160)  # of a dark patch, and of a light one
+CROPS = "its processor crops away"
+_CROP = 0.02  # of a side: less is rounding
+_LIGHT = 150  # mean brightness from which a patch is light
 _HEAT = ((15, 10, 70), (100, 20, 130), (200, 50, 90), (250, 140, 20), (250, 250, 110))  # from low to high
 _STOPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -101,7 +105,9 @@ def draw(
     dark = pixels.mean(-1) * _DARK + _HATCH * ((hatch >= step // 2) & (hatch < step // 2 + line))
     drawing = np.where(own[..., None] < 0, dark[..., None], drawing)
     colors = np.array([[color_of(group) for group in row] for row in groups], np.float32)
-    outline = np.where(joined, spread(colors), np.float32(_BORDER))
+    light = np.asarray(image.convert("L").resize((width, height), Image.Resampling.BOX), np.float32) > _LIGHT
+    border = np.where(spread(light)[..., None], *map(np.float32, reversed(_BORDERS)))
+    outline = np.where(joined, spread(colors), border)
     drawing = np.where((_edges(own, line) & (own >= 0))[..., None], outline, drawing)
     drawn = Image.fromarray(drawing.clip(0, 255).round().astype(np.uint8))
     pen, dot = ImageDraw.Draw(drawn), max(1, side // 10)
@@ -156,7 +162,29 @@ def heat(image: Image.Image, scores: np.ndarray, size: tuple[int, int]) -> Image
 
 def seen_part(subject: Model, image: Image.Image) -> Image.Image | None:
     """Return the part of an image that the model sees, at the image's own resolution; None where its processor does
-    more than to resize, crop and pad.
+    more than to resize, crop and pad."""
+    box = seen_box(subject, image)
+    return box and image.convert("RGB").crop(box)
+
+
+def cropped_away(image: Image.Image, box: tuple[int, int, int, int] | None) -> str:
+    """Return in words what the model does not see of an image: "" where it sees all of it, or where that is not known.
+
+    box: of `seen_box`.
+    """
+    if box is None:
+        return ""
+    left, top, right, bottom = box
+    width, height = image.size
+    cut = (("left", left / width), ("right", 1 - right / width), ("top", top / height), ("bottom", 1 - bottom / height))
+    sides = [f"{share:.0%} at the {side}" for side, share in cut if share >= _CROP]
+    seen = f"the model sees {right - left} x {bottom - top} of the image's {width} x {height} pixels"
+    return f"{CROPS} {' and '.join(sides)}: {seen}" if sides else ""
+
+
+def seen_box(subject: Model, image: Image.Image) -> tuple[int, int, int, int] | None:
+    """Return the part of an image that the model sees, as left, top, right and bottom in its pixels; None where its
+    processor does more than to resize, crop and pad.
 
     An image whose colours tell their places goes through the processor, and tells which of them come out.
     """
@@ -165,7 +193,7 @@ def seen_part(subject: Model, image: Image.Image) -> Image.Image | None:
     ramp[..., 0], ramp[..., 1], ramp[..., 2] = np.linspace(0, 255, width), np.linspace(0, 255, height)[:, None], 255
     inputs = subject.inputs([[Image.fromarray(ramp)]], ["?"])
     if inputs.get("pixel_values") is None or inputs["pixel_values"].ndim != 4:
-        return image.convert("RGB")  # flattened patches (Qwen's families) are of the whole image
+        return 0, 0, width, height  # flattened patches (Qwen's families) are of the whole image
     seen = np.asarray(seen_image(subject, inputs, image), float)
     inside = seen[..., 2] > 250  # what was padded is not
     box = []
@@ -182,7 +210,7 @@ def seen_part(subject: Model, image: Image.Image) -> Image.Image | None:
         edge = 0.01 * length  # 256 shades tell a place no better
         box.append((0 if abs(first) < edge else first, length if abs(last - length) < edge else last))
     (left, right), (top, bottom) = box
-    return image.convert("RGB").crop((round(left), round(top), round(right), round(bottom)))
+    return round(left), round(top), round(right), round(bottom)
 
 
 def shared(groups: np.ndarray) -> np.ndarray:

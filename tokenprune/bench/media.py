@@ -70,6 +70,13 @@ def read_image(source: Source) -> Image.Image:
         return _rgb(image)
 
 
+def image_size(source: Source) -> tuple[int, int]:
+    """Return width and height of an image, without decoding it; raises BadRow."""
+    found = source.read()
+    with _reading(source.name, "image"), Image.open(_opened(found)) as image:
+        return image.size
+
+
 def read_video(source: Source, most: int) -> list[Image.Image]:
     """Return frames of a video, evenly chosen where there are more than `most`; raises BadRow, also for frames of
     several sizes."""

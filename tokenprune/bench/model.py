@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,10 @@ SHIPPED = SHIPPED_MODELS["demo_vlm"]  # the default
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
 SHORT = "\nAnswer the question using a single word or phrase."
 
+DRAWINGS_ONLY = (
+    "knows drawn scenes only: what it answers about other images says nothing of a method; name a model with --model"
+)
+
 
 @dataclass
 class Model:
@@ -45,6 +49,14 @@ class Model:
     max_new_tokens: int = 4
     weights: str | None = None
     heldout: Path = FOLDER
+
+    def limits(self, files: Iterable[Path] = ()) -> str:
+        """Return what has to be known of a shipped model's answers about images of others; "" of another model, and
+        where all files are of its own held-out set."""
+        files = [file.resolve() for file in files]
+        if self.weights is None or (files and all(self.heldout in file.parents for file in files)):
+            return ""
+        return f"{self.name} {DRAWINGS_ONLY}"
 
     @cached_property
     def adapter(self) -> Adapter:

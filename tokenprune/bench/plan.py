@@ -11,7 +11,6 @@ import tokenprune
 from tokenprune.base import ImageChooser, Site
 from tokenprune.bench.results import MARKS, UNPATCHED
 from tokenprune.errors import OptionError
-from tokenprune.registry import method_class
 from tokenprune.spelling import draws_at_random, methods_of, setting_of, spelt
 
 BASELINES = tuple(MARKS)
@@ -94,8 +93,8 @@ class Plan:
     def _fits(self, name: str) -> bool:
         """Whether a method has something to do here."""
         info = tokenprune.method_info(name)
-        for_videos = info.site is Site.ATTENTION or "frames" in info.needs
-        return (self.several or not issubclass(method_class(name), ImageChooser)) and (self.videos or not for_videos)
+        choosing = issubclass(info.cls, ImageChooser)
+        return (self.several or not choosing) and (self.videos or not info.for_videos)
 
     def rows(self) -> list[tuple[str, float | int]]:
         """Return each (method, keep) that is run; a method that removes no tokens has one keep."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from statistics import median
 
+from tokenprune.bench.kept import cuts_in_words, percent
 from tokenprune.bench.profiling import FIRST_TOKEN, STAGES, Profile
 from tokenprune.bench.tables import Cell, Table
 from tokenprune.config import read_config
@@ -38,7 +39,8 @@ def stage_table(profile: Profile) -> Table:
         step += [_ms(after.median("decode")), _ratio(profile.ratio("decode"))]
         cache += [f"{after.kv_bytes / 1024:.0f} KiB", _ratio(before.kv_bytes / max(1, after.kv_bytes))]
         average = before.visual[0] / max(1.0, after.visual[2])
-        tokens += [f"{after.visual[0]} → {after.visual[1]}", _ratio(average)]
+        share = percent(after.visual[1] / max(1, before.visual[0]))
+        tokens += [f"{after.visual[0]} → {after.visual[1]} ({share})", _ratio(average)]
     rows += [[*map(Cell, row)] for row in (total, step, cache, tokens)]
     columns = ("stage", "unpatched", "share")
     columns += () if after is None else (setting_name(profile), "faster by")
@@ -68,7 +70,7 @@ def limit_table(model: CostModel, load: Load, keep: float, title: str = "What ea
         "Prefill FLOPs, unpatched over pruned, if choosing cost nothing; the limit leaves the text alone. Smaller "
         "images and merging need a tower that takes them."
     )
-    return Table(title, ("site", f"keep {100 * keep:g} %", "limit", "taken to be"), rows, (first, second))
+    return Table(title, ("site", f"keep {percent(keep)}", "limit", "taken to be"), rows, (first, second))
 
 
 def _notes(profile: Profile) -> list[str]:
@@ -84,6 +86,7 @@ def _notes(profile: Profile) -> list[str]:
             f"By FLOPs of tower ({cost.tower_share:.0%}) and decoder alone it would be {_ratio(predicted)} faster."
         )
     if after is not None:
+        notes.append(f"Asked for: {cuts_in_words(*read_config(profile.setting).steps(), profile.visual_of_an_image)}.")
         slowest = max(FIRST_TOKEN, key=after.median)
         share = after.median(slowest) / median(after.first_token())
         notes.append(f"What limits it now: {STAGES[slowest]}, {share:.0%} of the time to the first token.")

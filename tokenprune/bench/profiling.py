@@ -65,7 +65,7 @@ class Profile:
 
     before, after: unpatched and patched; after is None without a setting. model: the closed forms, without a tower
     where that of the family is not known. load: of the unpatched call. environment: of `Model.environment`.
-    machine_load: of the machine, over the last minute; None where that is not known.
+    machine_load: of the machine, over the last minute; None where that is not known. images: of the prompt.
     """
 
     setting: Setting
@@ -75,6 +75,12 @@ class Profile:
     load: Load
     environment: dict[str, Any]
     machine_load: float | None
+    images: int = 1
+
+    @property
+    def visual_of_an_image(self) -> float:
+        """Visual tokens of an image, unpatched; of several images the mean."""
+        return self.load.visual / self.images
 
     def ratio(self, stage: str | None = None) -> float | None:
         """Return before / after, of a stage or (None) of the time to the first token: the median over pairs of runs
@@ -171,7 +177,7 @@ def profile_call(
             if repeat:
                 side.runs.append(run)
     machine_load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    return Profile(setting, before, after, model, load, subject.environment(), machine_load)
+    return Profile(setting, before, after, model, load, subject.environment(), machine_load, len(images))
 
 
 def _run(subject: Model, ask: Callable[[], dict[str, Any]], new_tokens: int, patched: bool) -> dict[str, float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tokenprune.bench.kept import keep_in_words
 from tokenprune.bench.lines import read_lines
 from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.paired import Answers, Versus, beats, bootstrap, versus
@@ -86,6 +87,12 @@ class Row:
     groups: dict[str, Share] = field(default_factory=dict)
     evidence: dict[str, float] = field(default_factory=dict)
     setting: dict[str, Any] | None = None
+
+    @property
+    def keep_in_words(self) -> str:
+        """The keep, and of a stack that has it at each cut what it leaves in all."""
+        cuts = 1 if self.setting is not None or self.site is None else self.site.count("+") + 1
+        return keep_in_words(self.keep, cuts, self.tokens_out / max(1.0, self.tokens_in))
 
     @property
     def tokens_in(self) -> float:

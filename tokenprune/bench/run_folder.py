@@ -62,6 +62,7 @@ class RunFolder:
                     self.results.append(record)
                     whole = end
                 ends = {file.name: self._read(file) for file in sorted(self.path.glob("predictions*.jsonl"))}
+                self._check_answers()
             with self.group.together():  # nothing is written before all have read
                 if self.group.leads:
                     write_whole(self.path / CONFIG, [self._config], indent=2)
@@ -146,18 +147,37 @@ class RunFolder:
     def _read(self, path: Path) -> int:
         """Take up the batches in a file of predictions; returns the place where the last whole one ends."""
         whole, answers, first = 0, [], 0
-        try:
-            for line, end in read_lines(path):
-                if not answers:
-                    first = line["question"]
-                answers.append(line["prediction"])
-                if "cost" in line:
-                    place = {name: value for name, value in line.items() if name not in _OF_A_QUESTION}
-                    self._batches.setdefault(_key(place), {})[first] = (answers, line["cost"])
-                    answers, whole = [], end
-        except KeyError as error:
-            raise RunError(f"{path} is damaged: a line of it has no {error}") from error
+        for number, (line, end) in enumerate(read_lines(path), 1):
+            if missing := [name for name in ("question", "prediction") if name not in line]:
+                raise RunError(
+                    f"line {number} of {path} is damaged, it has no {' and no '.join(missing)}: remove it and what "
+                    f"follows, and {RESULTS} beside it, and run again"
+                )
+            if not answers:
+                first = line["question"]
+            answers.append(line["prediction"])
+            if "cost" in line:
+                place = {name: value for name, value in line.items() if name not in _OF_A_QUESTION}
+                self._batches.setdefault(_key(place), {})[first] = (answers, line["cost"])
+                answers, whole = [], end
         return whole
+
+    def _check_answers(self) -> None:
+        """Raise RunError for a result whose answers are not all in the predictions, as of a file that was cut."""
+        for record in self.results:
+            if record.get("record") not in ("result", "control"):
+                continue
+            for seed in record.get("seeds") or [None]:
+                place = {"method": record["method"], "keep": record["keep"], "seed": seed}
+                there = sum(len(answers) for answers, _ in self.batches(place).values())
+                if there < record["questions"]:
+                    path = self.path / PREDICTIONS
+                    raise RunError(
+                        f"{path} is cut: it ends at line {len(read_lines(path))}, and of {record['method']} at keep "
+                        f"{record['keep']:g} it holds {there} of {record['questions']} answers that {RESULTS} counts. "
+                        f"Put the whole file back; or remove {self.path / RESULTS}, and the same command asks what is "
+                        "missing"
+                    )
 
 
 def config_of(subject: Model | Backend, plan: Any, metric: str, about: dict[str, Any]) -> dict[str, Any]:

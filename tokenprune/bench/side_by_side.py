@@ -12,7 +12,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from tokenprune.bench import contact_sheet, draw
 from tokenprune.bench.contact_sheet import Seen
+from tokenprune.bench.kept import keep_in_words
 from tokenprune.bench.model import Model
+from tokenprune.config import read_config
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.spelling import setting_of, spelt, split_methods
 
@@ -45,13 +47,39 @@ class Shown:
     tokens: int
     notes: tuple[str, ...] = ()
 
+    @property
+    def kept_panels(self) -> list[Panel]:
+        """Of each method the panel of what it keeps."""
+        return [panel for panel in self.panels[1:] if not panel.scores]
+
+    @property
+    def across(self) -> int:
+        """How many drawings stand side by side; those of several frames stand one below the other."""
+        return 1 if max(len(one.frames) for one in self.seen) > 1 else min(_ACROSS, 1 + len(self.seen))
+
+    def lines(self, across: int) -> list[list[Panel | None]]:
+        """Return the panels line by line, a map of scores under the drawing of its own method; None: an empty place."""
+        columns: list[list[Panel | None]] = []
+        for panel in self.panels:
+            if panel.scores:
+                columns[-1][1] = panel
+            else:
+                columns.append([panel, None])
+        lines = []
+        for start in range(0, len(columns), across):
+            drawings, maps = map(list, zip(*columns[start : start + across], strict=True))
+            lines += [drawings, maps] if any(maps) else [drawings]
+        return lines
+
     def image(self) -> Image.Image:
         """Return all panels with their text as one image."""
-        across = 1 if max(len(one.frames) for one in self.seen) > 1 else min(_ACROSS, len(self.panels))
+        across = self.across
         width = max(panel.image.width for panel in self.panels)
         size = max(15, min(26, width // 26))
-        blocks = [_written(panel, width, size) for panel in self.panels]
-        lines = [blocks[start : start + across] for start in range(0, len(blocks), across)]
+        blank = Image.new("RGB", (width, 1), _PAPER)
+        lines = [
+            [blank if panel is None else _written(panel, width, size) for panel in line] for line in self.lines(across)
+        ]
         head = _text(self.caption, across * (width + _GAP) - _GAP, size)
         rows = [contact_sheet.row(line, _GAP) for line in lines]
         height = sum(one.height + _GAP for one in rows)
@@ -66,8 +94,7 @@ class Shown:
     def pair(self, number: int) -> Image.Image:
         """Return the unpatched panel and what the method `number` keeps, without text: side by side, of several frames
         one below the other."""
-        drawings = [panel for panel in self.panels[1:] if not panel.scores]
-        pair = self.panels[0].image, drawings[number].image
+        pair = self.panels[0].image, self.kept_panels[number].image
         return contact_sheet.row(pair) if len(self.seen[number].frames) == 1 else _column(pair)
 
 
@@ -101,11 +128,13 @@ def show(
     tokens = subject.visual_tokens(full)
     single, several = len(images) == 1, len(names) > 1 or scores
     views = [image.convert("RGB") for image in images]
+    notes: list[str] = []
     if not any(videos):
-        views = [draw.seen_part(subject, image) or image for image in views]
+        boxes = [draw.seen_box(subject, image) for image in views]
+        notes += list(dict.fromkeys(filter(None, map(draw.cropped_away, views, boxes))))
+        views = [image.crop(box) if box else image for image, box in zip(views, boxes, strict=True)]
     panels: list[Panel] = []
     shown: list[Seen] = []
-    notes = []
     for place, (name, setting, video) in enumerate(zip(names, settings, videos, strict=True)):
         step(name, 1 + place, 1 + len(names))
         seen = contact_sheet.seen_under(subject, images, question, setting, video)
@@ -116,14 +145,16 @@ def show(
         if not panels:
             whole = [frame.resize(size) for frame, size in zip(seen.frames, sizes, strict=True)]
             panels.append(Panel(_strip(whole), "unpatched", (f"{tokens} visual tokens", f"answer: {before}")))
-        panels.append(Panel(_strip(seen.drawings(0, sizes)), f"{name}, keep {keep:g}", _about(seen, tokens)))
+        said = keep_in_words(keep, len(read_config(setting).steps()[0]), int(seen.kept.sum()) / max(1, tokens))
+        panels.append(Panel(_strip(seen.drawings(0, sizes)), f"{name}, keep {said}", _about(seen, tokens)))
         if scores and seen.scores is None:
             notes.append(f"{name} ranks no tokens by a score: there is no map of it")
         elif scores:
             maps = zip(seen.frames, seen.split(seen.scores), sizes, strict=True)
             heated = [draw.heat(frame, own, size) for frame, own, size in maps]
             panels.append(Panel(_strip(heated), f"{name}: scores", ("ranks, from dark (low) to yellow (high)",), True))
-    return Shown((subject.name, f"Q: {question}"), panels, shown, before, tokens, tuple(notes))
+    caption = subject.name, f"Q: {question}", *(note for note in notes if note.startswith(draw.CROPS))
+    return Shown(caption, panels, shown, before, tokens, tuple(notes))
 
 
 def plot(
@@ -161,14 +192,16 @@ def plot(
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     subject = Model(model, processor, name, max_new_tokens=16)
     found = show(subject, given, question, names, keep, scores)
-    across = 1 if max(len(one.frames) for one in found.seen) > 1 else min(_ACROSS, len(found.panels))
-    down = -(-len(found.panels) // across)
+    across, lines = found.across, found.lines(found.across)
+    down = len(lines)
     ratio = found.panels[0].image.height / found.panels[0].image.width
     width = 4.0 * across if across > 1 else 8.0
     figure = Figure(figsize=(width, down * (width / across * ratio + 0.9) + 0.6), layout="constrained")
     figure.suptitle("\n".join(found.caption), fontsize=10)
-    for place, panel in enumerate(found.panels):
-        axes = figure.add_subplot(down, across, place + 1)
+    for row, column, panel in ((row, column, one) for row, line in enumerate(lines) for column, one in enumerate(line)):
+        if panel is None:
+            continue
+        axes = figure.add_subplot(down, across, row * across + column + 1)
         axes.imshow(panel.image)
         axes.set_axis_off()
         axes.set_title("\n".join((panel.title, *(textwrap.shorten(line, 80) for line in panel.lines))), fontsize=8)

@@ -10,6 +10,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from tokenprune.bench.equal_cost import in_words
+from tokenprune.bench.lost import signed
 from tokenprune.bench.metrics import METRICS, Metric
 from tokenprune.bench.paired import RESAMPLES
 from tokenprune.bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, Share, busy_load
@@ -185,7 +186,7 @@ def _paired(results: Results) -> Table:
             continue
         cells = []
         for one in (row.versus.get(name) for name in names):
-            ours = "" if one is None else f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+            ours = "" if one is None else f"{signed(one.difference)} [{signed(one.low)}, {signed(one.high)}]"
             cells += [Cell(ours), Cell("" if one is None or one.p is None else f"{one.p:.2g}")]
         hard = ("", "", "")
         if row.hard:
@@ -207,7 +208,7 @@ def _metric(results: Results) -> Metric:
 
 
 def _label(row: Row) -> tuple[str, str]:
-    return row.method, "" if row.method == UNPATCHED else f"{row.keep:g}"
+    return row.method, "" if row.method == UNPATCHED else row.keep_in_words
 
 
 def _interval(share: Share, digits: int = 0) -> str:

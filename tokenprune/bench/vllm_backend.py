@@ -15,10 +15,11 @@ from PIL import Image
 import tokenprune
 from tokenprune.accounting import DecoderShape
 from tokenprune.bench.backend import Answer, Setting
+from tokenprune.bench.data import refuse
 from tokenprune.bench.plan import ESCALATE
 from tokenprune.bench.timing import NEW_TOKENS, in_turns
 from tokenprune.cost_model import CostModel, Load
-from tokenprune.errors import DataError, RunError, UnsupportedSetupError
+from tokenprune.errors import RunError, UnsupportedSetupError
 from tokenprune.registry import method_info
 from tokenprune.setting import parse
 from tokenprune.statistics import Stats
@@ -96,8 +97,7 @@ class VllmBackend:
         return [(place, reason) for place, reason in enumerate(reasons) if reason]
 
     def begin(self, questions: Sequence[Any], evidence: bool = False) -> None:
-        for place, reason in self.misfits(questions):
-            raise DataError(f"{getattr(questions[place], 'where', 'a question')} {reason}")
+        refuse(questions, self.misfits(questions))
         if questions and not self._checked:
             self.engine.check(self._chat(questions[0]))
             self._checked = True

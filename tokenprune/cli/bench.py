@@ -26,8 +26,10 @@ from tokenprune.cli.common import (
     SplitOption,
     SuffixOption,
     ThreadsOption,
+    print_limits,
     print_skipped,
     read_keeps,
+    resumable,
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
@@ -173,7 +175,7 @@ def bench(
         several=set_ == "views" or any(len(one.sources) > 1 for one in questions),
         videos=any(one.is_video for one in questions),
     )
-    with ExitStack() as stack:
+    with resumable(run), ExitStack() as stack:
         images = max((len(one.sources) for one in asked.questions), default=1) if data is not None else 1
         subject = engines.open(stack, images)
         subject.max_new_tokens = 1 if evidence else max_new_tokens or subject.max_new_tokens
@@ -234,6 +236,8 @@ def _measure(
     questions, about = None, {}
     if asked is not None:
         backend_of(subject).begin(asked.questions)  # before a folder is made for what cannot be asked
+        if isinstance(asked, Data) and group.leads:
+            print_limits(subject)
         questions, about = asked.questions if isinstance(asked, Data) else asked, {"data": asked.about()}
     records = []
     with ExitStack() as stack:

@@ -15,12 +15,17 @@ from tokenprune.cli.completion import complete_models
 from tokenprune.errors import TokenPruneError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from tokenprune.bench.data import Data
     from tokenprune.bench.model import Model
 
+STOPPED = 130  # exit code after Ctrl+C, as of a shell
 _PIPED_WIDTH = 160
+_SILENCE = 30  # seconds after which a long step says where it is
+QUESTION = "what is shown?"  # about a user's image, where none is asked
 METHODS_HELP = "Names with commas between them; options (dart:pivot_text=0) and stacks (divprune+fastv) too"
 
 ModelOption = Annotated[
@@ -74,7 +79,8 @@ def get_console(error: bool = False) -> Console:
 
 
 class ErrorGroup(TyperGroup):
-    """Turns our own errors into one red line and exit code 2; other exceptions are bugs and keep their traceback."""
+    """Turns our own errors into one red line and exit code 2, and Ctrl+C into one line and exit code 130; other
+    exceptions are bugs and keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -84,6 +90,18 @@ class ErrorGroup(TyperGroup):
 
             get_console(error=True).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
             raise typer.Exit(2) from None
+        except KeyboardInterrupt as stop:
+            get_console(error=True).print(*stop.args or ("stopped",), markup=False, soft_wrap=True)
+            raise typer.Exit(STOPPED) from None
+
+
+@contextmanager
+def resumable(run: Path | None) -> Iterator[None]:
+    """Have Ctrl+C say that the same command goes on, where the run is kept in a folder."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise stop if run is None else KeyboardInterrupt("stopped; the same command goes on") from None
 
 
 def load_model(
@@ -120,6 +138,12 @@ def print_skipped(data: Data) -> None:
         get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
 
 
+def print_limits(subject: Any) -> None:
+    """Say of a shipped model that it knows nothing of a user's questions."""
+    if said := getattr(subject, "limits", str)():
+        get_console(error=True).print(f"warning: {said}", markup=False, soft_wrap=True)
+
+
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
     from tokenprune.setting import number
 
@@ -136,40 +160,57 @@ def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
     return keeps
 
 
-def read_stack(text: str, keep: str) -> dict[str, Any] | None:
-    """Return a method, or a stack ("divprune+fastv:layer=3"; commas may stand for the plus signs), with its keeps, as
-    `patch(config=...)` takes it; None where none is named."""
+def read_settings(methods: str, keep: str) -> list[dict[str, Any]]:
+    """Return each setting that --methods and --keep name, as `patch(config=...)` takes it; none without a method.
+
+    Commas part settings, and plus signs the methods of a stack and their keeps: "divprune+fastv,dart" at "0.5+0.25" ...
+    """
     from tokenprune.errors import OptionError
     from tokenprune.spelling import methods_of, setting_of, spelt, split_methods
 
-    keeps = read_keeps(keep)
-    listed = "+".join(split_methods(text))
-    number = len(methods_of(spelt(listed))) if listed else 0
-    if len(keeps) not in (1, number):
-        raise OptionError(f"--keep has {len(keeps)} numbers for {number} methods: give one, or one for each")
-    return setting_of(listed, list(keeps) if keeps[1:] else keeps[0]) if listed else None
+    settings = []
+    for name in map(spelt, split_methods(methods)):
+        number = len(methods_of(name))
+        for text in keep.split(","):
+            keeps = read_keeps(text.replace("+", ","))
+            if len(keeps) not in (1, number):
+                raise OptionError(
+                    f"--keep {text} has {len(keeps)} numbers for {number} method{'s'[: number > 1]} in {name}: give "
+                    "one, or one for each with plus signs between them (commas part settings)"
+                )
+            settings.append(setting_of(name, list(keeps) if keeps[1:] else keeps[0]))
+    return settings
 
 
 @contextmanager
 def show_progress(lines: bool = True) -> Iterator[Any]:
-    """Yield a function that takes (label, done, total): a bar on a terminal, else a line for each new label, or nothing
-    (`lines` False)."""
-    console = get_console(error=True)
+    """Yield a function that takes (label, done, total), and shows the time left: a bar on a terminal, else a line for
+    each new label (`lines`), and one every half minute."""
+    from tokenprune.bench.pace import Pace
+
+    console, pace = get_console(error=True), Pace()
     if not console.is_terminal:
-        last = [""]
+        last = ["" if lines else None, pace.clock()]
 
         def line(label: str, done: int, total: int) -> None:
-            if lines and label != last[0]:
-                last[0] = label
-                console.print(f"{done:>5}/{total} {label}", markup=False)
+            left, now = pace.left(done, total), pace.clock()
+            if (lines and label != last[0]) or now - last[1] >= _SILENCE:
+                last[:] = label, now
+                console.print(f"{done:>5}/{total} {label}{left and f', {left}'}", markup=False)
 
         yield line
         return
     from rich import progress as bars
 
-    times = (bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
-    columns = (bars.TextColumn("{task.description:<18}"), bars.BarColumn(), bars.MofNCompleteColumn(), *times)
-    # Batches may take minutes each: the time left follows from all of them, not from those of the last half minute.
-    with bars.Progress(*columns, console=console, transient=True, speed_estimate_period=3600) as progress:
-        task = progress.add_task("")
-        yield lambda label, done, total: progress.update(task, description=label, completed=done, total=total)
+    columns = (
+        bars.TextColumn("{task.description:<18}", markup=False),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("{task.fields[left]}"),
+    )
+    with bars.Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", left="")
+        yield lambda label, done, total: progress.update(
+            task, description=label, completed=done, total=total, left=pace.left(done, total)
+        )

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenprune.cli.common import (
+    METHODS_HELP,
+    QUESTION,
     DeviceOption,
     DtypeOption,
     ModelOption,
@@ -21,7 +23,7 @@ from tokenprune.cli.common import (
     load_config,
     load_model,
     read_keeps,
-    read_stack,
+    read_settings,
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
@@ -29,8 +31,6 @@ from tokenprune.errors import OptionError, TokenPruneError
 
 if TYPE_CHECKING:
     from tokenprune.bench.tables import Table
-
-_QUESTION = "what is shown?"
 
 
 def profile(
@@ -44,11 +44,15 @@ def profile(
             "--methods",
             "--method",
             autocompletion=complete_methods,
-            help="A name out of `tokenprune methods`, or a stack: divprune+fastv:layer=3. Default: none.",
+            help=f"{METHODS_HELP}; each has a table. Default: none.",
         ),
     ] = "",
     keep: Annotated[
-        str, typer.Option(help="Share of the visual tokens, or a whole number of them; one, or one for each method.")
+        str,
+        typer.Option(
+            help="Comma-separated: shares of the visual tokens, or whole numbers of them; 0.5+0.25: one for each "
+            "method of a stack."
+        ),
     ] = "0.25",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each side.")] = 7,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each run makes.")] = 9,
@@ -72,9 +76,14 @@ def profile(
 ) -> None:
     """Show where the time of one call goes (processor, tower, choosing, prefill, decoding), before and after a method,
     and the most that each site can save."""
-    keeps, setting = read_keeps(keep), read_stack(method, keep)
-    if not all(isinstance(one, int) or 0 < one <= 1 for one in keeps):
-        raise OptionError(f"--keep {keep!r}: a share lies in (0, 1]")
+    settings: list[dict[str, Any] | None] = [*read_settings(method, keep)]
+    stacked = "+" in keep and not settings
+    keeps = read_keeps(keep.replace("+", ","))
+    if stacked or not all(isinstance(one, int) or 0 < one <= 1 for one in keeps):
+        hint = "keeps with plus signs between them are of a stack" if stacked else "a share lies in (0, 1]"
+        raise OptionError(f"--keep {keep!r}: {hint}")
+    if len(settings) > 1 and (html is not None or json_file is not None):
+        raise OptionError(f"--html and --json write one setting, and these are {len(settings)}: name one")
     if not config_only and (tokens is not None or tiles is not None):
         raise OptionError("--tokens and --tiles go with --config-only: without it the image tells")
     for path in filter(None, (html, json_file)):
@@ -83,7 +92,7 @@ def profile(
     if config_only:
         if html is not None or json_file is not None:
             raise OptionError("--html and --json write measured times, and --config-only measures none")
-        _from_config(model, setting, keeps, tokens, tiles, text)
+        _from_config(model, settings, keeps, tokens, tiles, text)
         return
     from PIL import Image
 
@@ -98,29 +107,46 @@ def profile(
 
         largest = max(load_heldout(folder=subject.heldout), key=lambda one: one.image.width * one.image.height)
         images, question = [largest.image], question or largest.question
+    printed: set[str] = set()
     with show_progress(lines=False) as step:
-        made = profile_call(
-            subject, images, question or _QUESTION, setting, repeats=repeats, new_tokens=max_new_tokens, step=step
-        )
-    share = _share(keeps, _number(setting), made.load.visual)
-    for table in (stage_table(made), limit_table(made.model, made.load, share)):
-        _print(table)
+        for place, setting in enumerate(settings or [None]):
+            made = profile_call(
+                subject,
+                images,
+                question or QUESTION,
+                setting,
+                repeats=repeats,
+                new_tokens=max_new_tokens,
+                step=partial(_of_several, step, place, max(1, len(settings))),
+            )
+            _print(stage_table(made))
+            shares = _shares(setting, keeps, made.visual_of_an_image)
+            for share in shares:
+                _once(printed, limit_table(made.model, made.load, share))
+    if image and (said := subject.limits(image)):
+        get_console().print(said, markup=False, soft_wrap=True)
     if html is not None:
         from tokenprune.bench.report.flame import profile_page
 
-        _write(html, profile_page(made, share))
+        _write(html, profile_page(made, shares[0]))
     if json_file is not None:
         _write(json_file, json.dumps(made.as_dict(), indent=1, ensure_ascii=False) + "\n")
 
 
+def _of_several(step: Callable[[str, int, int], None], place: int, number: int, label: str, done: int, of: int) -> None:
+    """Say how far all profiles are. place: of the one that is made, of `number`."""
+    step(label, place * of + done, number * of)
+
+
 def _from_config(
     model: str | None,
-    setting: dict[str, Any] | None,
+    settings: Sequence[dict[str, Any]],
     keeps: Sequence[float | int],
     tokens: int | None,
     tiles: int | None,
     text: int,
 ) -> None:
+    from tokenprune.bench.kept import cuts_in_words
     from tokenprune.bench.profile_tables import limit_table
     from tokenprune.config import Config
     from tokenprune.cost_model import CostModel, Load
@@ -129,23 +155,36 @@ def _from_config(
     closed = CostModel.from_config(config)
     load = Load.of_config(config, tokens=tokens, tiles=tiles, text=text)
     title = f"What each site can save at most: {model or 'demo_vlm'}"
-    methods, budgets = ([], []) if setting is None else Config(setting).steps()
-    _print(limit_table(closed, load, _share(keeps, len(methods), load.visual), title))
+    printed: set[str] = set()
+    for setting in settings or [None]:
+        for share in _shares(setting, keeps, load.visual):
+            _once(printed, limit_table(closed, load, share, title))
+        if setting is not None:
+            methods, budgets = Config(setting).steps()
+            ratio = closed.cost(load).flops / closed.predict(load, methods, budgets).flops
+            names = " + ".join(one.name for one in methods)
+            said = (
+                f"{names}: x{ratio:.2f} by FLOPs of tower and decoder; {cuts_in_words(methods, budgets, load.visual)}"
+            )
+            get_console().print(said, markup=False, soft_wrap=True)
+
+
+def _shares(setting: dict[str, Any] | None, keeps: Sequence[float | int], visual: float) -> list[float]:
+    """Return what a setting leaves of an image's tokens; without one, what each keep alone would leave."""
+    from tokenprune.bench.kept import share_left
+    from tokenprune.budget import Budget
+    from tokenprune.config import Config
+
     if setting is not None:
-        ratio = closed.cost(load).flops / closed.predict(load, methods, budgets).flops
-        names = " + ".join(one.name for one in methods)
-        get_console().print(f"{names}: x{ratio:.2f} by FLOPs of tower and decoder", markup=False, soft_wrap=True)
+        return [share_left(Config(setting).steps()[1], visual)]
+    return [share_left([Budget.of(keep)], visual) for keep in keeps]
 
 
-def _number(setting: dict[str, Any] | None) -> int:
-    """Return how many methods a setting has."""
-    return len(setting["method"]) if setting and isinstance(setting["method"], list) else int(setting is not None)
-
-
-def _share(keeps: Sequence[float | int], methods: int, visual: int) -> float:
-    """Return what `methods` methods with these keeps leave together, as a share of an image's tokens."""
-    shares = [min(1.0, keep / max(1, visual)) if isinstance(keep, int) else keep for keep in keeps]
-    return math.prod(shares) if shares[1:] else shares[0] ** max(1, methods)
+def _once(printed: set[str], table: Table) -> None:
+    """Print a table unless one with the same heads was printed."""
+    if table.columns[1] not in printed:
+        printed.add(table.columns[1])
+        _print(table)
 
 
 def _print(table: Table) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from tokenprune.cli.common import (
     METHODS_HELP,
+    QUESTION,
     DeviceOption,
     ModelOption,
     ThreadsOption,
@@ -51,7 +52,7 @@ def show(
         typer.Option("--methods", "--method", help=f"{METHODS_HELP}.", autocompletion=complete_methods),
     ] = "dart",
     keep: Annotated[str, typer.Option(help="Share of the visual tokens, or a whole number of them.")] = "0.25",
-    question: Annotated[str, typer.Option(help="Some methods choose by it.")] = "what color is the circle?",
+    question: Annotated[str, typer.Option(help="Some methods choose by it.")] = QUESTION,
     scores: Annotated[
         bool, typer.Option("--scores", help="Draw a map of scores, too, of methods that rank tokens by one.")
     ] = False,
@@ -81,14 +82,14 @@ def show(
     except (OSError, ValueError) as error:
         raise TokenPruneError(f"cannot write {out}: {error}") from error
     console = get_console()
-    for line in (left_out, *shown.notes):
+    for line in (left_out, *shown.notes, subject.limits(files)):
         if line:
-            console.print(line, markup=False)
+            console.print(line, markup=False, soft_wrap=True)
     console.print(f"{question}  unpatched: {shown.before!r}", markup=False)
-    for name, seen in zip(names, shown.seen, strict=True):
+    for seen, panel in zip(shown.seen, shown.kept_panels, strict=True):
         average = seen.stats.visual_tokens_average
         counts = f"{shown.tokens} → {int(seen.kept.sum())}"
-        console.print(f"{name} {share:g}: {seen.answer!r}", markup=False)
+        console.print(f"{panel.title}: {seen.answer!r}", markup=False)
         console.print(f"  visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
         if len(seen.frames) > 1:
             told = " ".join(f"{kept}/{of}" for kept, of in seen.kept_of_frames())

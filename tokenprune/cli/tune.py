@@ -27,8 +27,10 @@ from tokenprune.cli.common import (
     SuffixOption,
     ThreadsOption,
     get_console,
+    print_limits,
     print_skipped,
     read_keeps,
+    resumable,
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
@@ -141,7 +143,7 @@ def tune(
         )
         questions, about = read.questions, read.about()
     check_enough(len(questions), promise)
-    with ExitStack() as stack:
+    with resumable(run), ExitStack() as stack:
         subject = engines.open(stack, 1 if data is None else max(len(one.sources) for one in questions))
         subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
         asked = backend_of(subject)
@@ -153,6 +155,8 @@ def tune(
                 print_skipped(read)
             check_enough(len(questions), promise)
         asked.begin(questions)  # before a folder is made for what cannot be asked
+        if data is not None and group.leads:
+            print_limits(subject)
         folder = None
         if run is not None:
             search = Search([candidate.setting for candidate in candidates], seed, batch_size, stacks)

@@ -7,6 +7,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
+from tokenprune.bench.kept import keep_in_words, percent
 from tokenprune.bench.tables import Cell, Table
 from tokenprune.config import Config
 from tokenprune.tuning.betting import LIKELY
@@ -87,7 +88,7 @@ def outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
         return [*_nothing(tuning, allowed, sure), *tuning.notes]
     cost, before, after = cost_of(choice), tuning.scores["unpatched"], tuning.scores["tuned"]
     said = [
-        f"{choice.candidate.name}, keep {choice.candidate.keep}: less than {allowed} lost, with {sure}.",
+        f"{choice.candidate.name}, keep {_keep(choice)}: less than {allowed} lost, with {sure}.",
         f"{metric} {100 * before:.1f} → {100 * after:.1f} on {tuning.held_out} held-out questions (shown: less than "
         f"{points(choice.bound)} lost); " + "; ".join(_compared(cost)) + ".",
     ]
@@ -158,7 +159,17 @@ def _row(trial: Trial) -> list[str]:
     drop = "" if trial.drop is None else f"{100 * trial.drop:.2f}"
     bound = "" if trial.bound is None else f"{100 * trial.bound:.1f}"
     asked = str(trial.search + trial.held_out)
-    return [trial.candidate.name, trial.candidate.keep, tokens, time, *shares, asked, drop, bound, trial.state]
+    return [trial.candidate.name, _keep(trial), tokens, time, *shares, asked, drop, bound, trial.state]
+
+
+def _keep(trial: Trial) -> str:
+    """Return the keep, and of a stack that was asked what all of its cuts leave."""
+    cuts = len(trial.candidate.methods)
+    if cuts == 1 or not trial.cost:
+        return trial.candidate.keep
+    if "," in trial.candidate.keep:
+        return f"{trial.candidate.keep} ({percent(trial.cost['keep_ratio'])} in all)"
+    return keep_in_words(trial.candidate.keep, cuts, trial.cost["keep_ratio"])
 
 
 def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tokenprune.bench.lost import POINTS, signed
 from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.paired import versus
 from tokenprune.bench.results import MARKS, UNPATCHED, Results, Row, busy_load
 
-POINTS = (1, 3)  # that may be lost
 ALIKE = 0.01  # of the unpatched model's tokens: settings that differ by no more cost the same
+FEWEST = 4  # questions: with fewer, one answer is worth more than a quarter of the score
 _NAMED = 4  # rivals, at most
 _EPSILON = 1e-9  # 0.9 - 0.91 < -0.01 in floating point
 
@@ -56,6 +57,8 @@ def _verdict(results: Results, rows: list[Row], points: int) -> Verdict:
     title = f"Best at ≤ {allowed} lost"
     if not rows:
         return Verdict(points, None, title, "nothing was run that leaves out visual tokens")
+    if unknown := _nothing_to_say(results.baseline):
+        return Verdict(points, None, title, f"nothing can be said: {unknown}")
     within = [row for row in rows if _lost(row) <= points / 100 + _EPSILON]
     if not within:
         least = min(rows, key=lambda row: (round(_lost(row), 9), row.tokens_average))
@@ -70,6 +73,15 @@ def _verdict(results: Results, rows: list[Row], points: int) -> Verdict:
     )
     remarks = (*_rivals(results, best, rows), *_flaws(results, best))
     return Verdict(points, best, title, _place(results, best), facts, _doubt(results, best, within, points), remarks)
+
+
+def _nothing_to_say(base: Row) -> str:
+    """Return why no setting can be called the best, "" where one can be."""
+    if base.questions < FEWEST:
+        return f"{base.questions} question{'s were' if base.questions > 1 else ' was'} asked, and it takes {FEWEST}"
+    if base.overall.value <= 0:
+        return f"the unpatched model scores 0 on all {base.questions} questions, so that nothing can be lost"
+    return ""
 
 
 def _cheapest(results: Results, rows: list[Row]) -> Row:
@@ -138,8 +150,8 @@ def _alike(results: Results, one: float, other: float) -> bool:
 
 
 def _place(results: Results, row: Row) -> str:
-    unit = " tokens" if isinstance(row.keep, int) else ""
-    return f"{row.method} at {'target' if results.equal_cost else 'keep'} {row.keep:g}{unit}"
+    unit = " tokens" if isinstance(row.keep, int) and row.keep_in_words == str(row.keep) else ""
+    return f"{row.method} at {'target' if results.equal_cost else 'keep'} {row.keep_in_words}{unit}"
 
 
 def _tokens(results: Results, row: Row) -> str:
@@ -163,5 +175,5 @@ def _kv(row: Row) -> str:
 
 def _score(results: Results, row: Row) -> tuple[str, str]:
     gap = row.versus[UNPATCHED]
-    change = f"{100 * gap.difference:+.1f} [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}]"
+    change = f"{signed(gap.difference)} [{signed(gap.low)}, {signed(gap.high)}]"
     return METRICS[results.header.get("metric", "exact")].title, f"{100 * row.overall.value:.1f}, {change}"

@@ -172,13 +172,13 @@ def _left_out(results: Results) -> Iterator[RunWarning]:
 
 
 def _place(row: Row) -> str:
-    return row.method if row.method == UNPATCHED else f"{row.method} at {row.keep:g}"
+    return row.method if row.method == UNPATCHED else f"{row.method} at {row.keep_in_words}"
 
 
 def _by_method(rows: Iterable[Row]) -> list[str]:
     keeps: dict[str, list[str]] = {}
     for row in rows:
-        keeps.setdefault(row.method, []).append(f"{row.keep:g}")
+        keeps.setdefault(row.method, []).append(row.keep_in_words)
     return [f"{method} at {', '.join(some)}" for method, some in keeps.items()]
 
 

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small traps of the command line: what a caption, a comma, Ctrl+C or a file that was cut means."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import tokenprune
+from report_runs import RIVALS, header, made, result
+from tests.api.test_cli import IMAGE, call, refused
+from tokenprune.bench import draw, side_by_side
+from tokenprune.bench.kept import cuts_in_words, keep_in_words, share_left
+from tokenprune.bench.lost import signed
+from tokenprune.bench.model import Model, demo_model, load
+from tokenprune.bench.pace import Pace
+from tokenprune.bench.report.verdict import FEWEST, find_verdicts
+from tokenprune.bench.results import summarise
+from tokenprune.bench.side_by_side import Panel, Shown
+from tokenprune.bench.tables import tables
+from tokenprune.cli import common
+from tokenprune.config import Config
+from tokenprune.spelling import setting_of
+from tokenprune.tuning import Candidate, Promise, Trial, Tuning
+from tokenprune.tuning.report import outcome, tuning_table
+
+PROFILE = ("profile", "--config-only", "--model", "demo_vlm")  # 256 visual tokens
+BENCH = ("bench", "--methods", "uniform", "--keep", "0.25", "--limit", 1, "--repeats", 0, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def subject() -> Model:
+    return load("demo_vlm", device="cpu")
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "column", "said"),
+    [
+        ("64", "keep 25 %", "divprune keeps 64 of 256 visual tokens (25 %), then fastv keeps 64 of 64 visual tokens "
+         "(100 %): 64 of 256 in all (25 %)"),
+        ("0.25", "keep 6.25 %", "fastv keeps 16 of 64 visual tokens (25 %): 16 of 256 in all (6.25 %)"),
+        ("0.5+16", "keep 6.25 %", "divprune keeps 128 of 256 visual tokens (50 %), then fastv keeps 16 of 128"),
+        ("40", "keep 15.6 %", "40 of 256 in all (15.6 %)"),
+    ],
+)  # fmt: skip
+def test_profile_tells_the_share_of_each_cut_and_of_all(keep: str, column: str, said: str) -> None:
+    output = call(*PROFILE, "--methods", "divprune+fastv", "--keep", keep).stdout
+    assert column in output and said in output
+
+
+def test_the_share_that_is_told_is_the_share_that_is_left(subject: Model) -> None:
+    example = Image.open(IMAGE)
+    for keep in (64, 0.25, [0.5, 16]):
+        setting = setting_of("divprune+fastv", keep)
+        inputs = subject.inputs([example], ["what?"])
+        with tokenprune.patched(subject.model, config=setting, guard="off"):
+            subject.generate(inputs)
+            kept = tokenprune.stats(subject.model).visual_tokens_out
+        methods, budgets = Config(setting).steps()
+        assert round(256 * share_left(budgets, 256)) == kept
+        assert f": {kept} of 256 in all (" in cuts_in_words(methods, budgets, 256)
+
+
+def test_a_comma_parts_settings_and_a_plus_sign_makes_a_stack() -> None:
+    several = call(*PROFILE, "--methods", "downsample,fastv:layer=3", "--keep", "0.5").stdout
+    assert re.findall(r"^(\S.*?): x", several, re.MULTILINE) == ["downsample", "fastv"]
+    stack = call(*PROFILE, "--methods", "downsample+fastv:layer=3", "--keep", "0.5+0.25").stdout
+    assert re.findall(r"^(\S.*?): x", stack, re.MULTILINE) == ["downsample + fastv"] and "keep 12.5 %" in stack
+    keeps = call(*PROFILE, "--methods", "divprune", "--keep", "0.5,0.25").stdout
+    assert "128 of 256" in keeps and "64 of 256" in keeps and "keep 50 %" in keeps and "keep 25 %" in keeps
+    drafts = call("draft", "--methods", "divprune,fastv", "--keep", "0.5").stdout
+    assert "divprune 0.5" in drafts and "fastv 0.5" in drafts and "+" not in drafts
+    assert "has 3 numbers for 2 methods" in refused(*PROFILE, "--methods", "dart+divprune", "--keep", "0.1+0.2+0.3")
+    assert "has 2 numbers for 1 method in dart" in refused(*PROFILE, "--methods", "dart", "--keep", "0.1+0.2")
+    assert "are of a stack" in refused(*PROFILE, "--keep", "0.1+0.2")
+    written = refused("profile", "--methods", "dart,divprune", "--json", "x.json")
+    assert "these are 2" in written and not Path("x.json").exists()
+
+
+def test_a_profile_of_two_settings_has_a_table_of_each() -> None:
+    small = ("profile", "--methods", "divprune,divprune+fastv", "--keep", "0.5", "--repeats", 1, "--max-new-tokens", 2)
+    output = call(*small, "--device", "cpu").stdout
+    assert output.count("Where a call's time goes") == 2 and "divprune 0.5 + fastv 0.5" in output
+    assert "256 → 128 (50 %)" in output and "256 → 64 (25 %)" in output
+
+
+def test_a_stack_is_captioned_with_what_it_leaves(subject: Model) -> None:
+    assert keep_in_words(0.25, 1, 0.25) == "0.25" and keep_in_words(64, 2, 0.25) == "64 each, 25 % in all"
+    shown = side_by_side.show(subject, [Image.open(IMAGE)], "what?", ["divprune+fastv", "divprune"], 0.25)
+    assert [panel.title for panel in shown.kept_panels] == [
+        "divprune+fastv, keep 0.25 each, 6.25 % in all", "divprune, keep 0.25",
+    ]  # fmt: skip
+    stack = result("divprune+fastv", 0.25, 99, 99, tokens=6.25) | {"site": "PRE_LLM+IN_LLM"}
+    results = summarise([header(), result("unpatched", 1.0, 100, 100), *RIVALS, stack])
+    cells = [row[1].text for row in tables(results)[0].rows if row[0].text == "divprune+fastv"]
+    assert cells == ["0.25 each, 6.25 % in all"]
+    assert find_verdicts(results)[0].answer == "divprune+fastv at keep 0.25 each, 6.25 % in all"
+
+
+def test_the_tuner_tells_what_a_stack_leaves() -> None:
+    cost = {
+        "prefill_flops_ratio": 0.2, "keep_ratio": 0.0625, "visual_tokens_average": 60, "visual_tokens_in": 256,
+        "kv_bytes": 1, "kv_bytes_full": 4,
+    }  # fmt: skip
+    chosen = Trial(Candidate.of(setting_of("divprune+fastv", 0.25)), "chosen", 1, 1, 0.0, 0.01, cost, kinds={"all": 0})
+    listed = Trial(Candidate.of(setting_of("divprune+fastv", [0.5, 0.125])), "", 1, 1, 0.0, 0.01, cost)
+    tuning = Tuning(Promise(), [chosen, listed], chosen, 1, 1, {"unpatched": 1.0, "tuned": 1.0})
+    assert outcome(tuning)[0].startswith("divprune+fastv, keep 0.25 each, 6.25 % in all: less than 1 point lost")
+    assert [row[1].text for row in tuning_table(tuning).rows] == [
+        "0.25 each, 6.25 % in all", "0.5, 0.125 (6.25 % in all)",
+    ]  # fmt: skip
+
+
+# -- what is said of a run ---------------------------------------------------------------------------------------------
+
+
+def test_no_number_contradicts_the_bound_beside_it() -> None:
+    shown = {-0.0104: "-1.04", -0.01: "-1.0", -0.0096: "-1.0", -0.031: "-3.1", -0.03004: "-3.004", 0.0104: "+1.0"}
+    assert {change: signed(change) for change in shown} == shown
+    for points in (1, 3):
+        for change in np.linspace(-0.04, 0.01, 997):
+            assert (-float(signed(change)) <= points) == (-100 * change <= points + 1e-7)
+
+
+def test_the_verdict_and_the_table_show_a_loss_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    import report_runs
+
+    monkeypatch.setattr(report_runs, "QUESTIONS", 960)  # 10 of 960 lost are 1.04 points
+    base, worse = result("unpatched", 1.0, 480, 480), result("near", 0.25, 475, 475)
+    results = summarise([header(kind_of_question="01" * 480), base, worse])
+    one, _ = find_verdicts(results)
+    assert one.answer == "none; near at keep 0.25 loses least" and "99.0, -1.04 [" in dict(one.facts)["accuracy %"]
+    (paired,) = (table for table in tables(results) if table.title == "Against the baselines")
+    assert paired.rows[0][2].text.startswith("-1.04 [")
+
+
+def test_nothing_is_best_where_nothing_can_be_said() -> None:
+    none = [result("unpatched", 1.0, 0, 0), result("some", 0.25, 0, 0)]
+    for one in find_verdicts(summarise([header(), *none])):
+        assert one.row is None and one.answer.startswith("nothing can be said: the unpatched model scores 0 on all 200")
+    few = [
+        one | {"right": [text[: FEWEST - 1] for text in one["right"]], "questions": FEWEST - 1}
+        for one in (result("unpatched", 1.0, 100, 100), result("some", 0.25, 100, 100))
+    ]
+    for one in find_verdicts(summarise([header(kind_of_question="010"), *few])):
+        assert one.row is None and one.answer == "nothing can be said: 3 questions were asked, and it takes 4"
+    assert find_verdicts(made("", result("some", 0.25, 100, 100)).results)[0].row is not None
+
+
+# -- runs that stop ----------------------------------------------------------------------------------------------------
+
+
+def test_predictions_that_were_cut_are_named_and_nothing_changes(tmp_path: Path) -> None:
+    whole = call(*BENCH, "--run", tmp_path).stdout
+    path = tmp_path / "predictions.jsonl"
+    content = path.read_text()
+    path.write_text("".join(content.splitlines(keepends=True)[:12]))
+    before = {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")}
+    said = refused(*BENCH, "--run", tmp_path)
+    assert f"{path} is cut: it ends at line 12, and of random at keep 0.25 it holds 0 of 8 answers" in said
+    assert {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")} == before
+    # Each of the two ways out that it names leads out.
+    (tmp_path / "results.jsonl").unlink()
+    assert call(*BENCH, "--run", tmp_path).stdout == whole
+    again = path.read_text()  # but for times of what was asked anew
+    assert [json.loads(line)["prediction"] for line in again.splitlines()] == [
+        json.loads(line)["prediction"] for line in content.splitlines()
+    ]
+    content = again
+    path.write_text("".join(content.splitlines(keepends=True)[:12]))
+    assert "is cut" in refused(*BENCH, "--run", tmp_path)
+    path.write_text(content)
+    assert call(*BENCH, "--run", tmp_path).stdout == whole
+
+
+def test_a_line_of_the_predictions_without_an_answer_is_named(tmp_path: Path) -> None:
+    call(*BENCH, "--run", tmp_path)
+    path = tmp_path / "predictions.jsonl"
+    lines = path.read_text().splitlines()
+    lines[2] = json.dumps({key: one for key, one in json.loads(lines[2]).items() if key != "prediction"})
+    path.write_text("\n".join(lines) + "\n")
+    assert f"line 3 of {path} is damaged, it has no prediction: remove it" in refused(*BENCH, "--run", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "stopped", "goes_on"),
+    [
+        (BENCH, "tokenprune.bench.suite.Bench.header", True),
+        (("tune", "--methods", "fastv", "--max-drop", "20%", "--device", "cpu"), "tokenprune.tuning.Tuner.run", True),
+        (("demo", "--device", "cpu"), "tokenprune.bench.demo.run", False),
+        (("methods",), "tokenprune.available_methods", False),
+    ],
+    ids=lambda one: one[0] if isinstance(one, tuple) else "",
+)
+def test_ctrl_c_says_whether_the_same_command_goes_on(
+    command: tuple, stopped: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stopped, stop)
+    monkeypatch.setattr("tokenprune.tuning.Tuner.estimate", lambda self: (1, None))
+    if goes_on:
+        kept = call(*command, "--run", tmp_path / "run", code=130)
+        assert kept.stderr.splitlines()[-1] == "stopped; the same command goes on"
+    assert call(*command, code=130).stderr.splitlines()[-1] == "stopped"
+
+
+# -- how long it takes -------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_time_left_follows_from_the_time_taken() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.left(40, 100) == ""  # of an earlier run: they took no time
+    clock.now += 20
+    assert pace.left(50, 100) == "about 2 min left"
+    clock.now += 20
+    assert pace.left(90, 100) == "about 8 s left" and pace.left(100, 100) == ""
+    clock.now += 10**5
+    assert pace.left(91, 100) == "about 4.9 h left"
+    assert pace.left(1, 8) == ""  # another count began
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_the_time_left_is_told_without_a_terminal(
+    lines: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A line for each label or (commands of one step) none, and in any case one every half minute."""
+    clock = Clock()
+    monkeypatch.setattr("tokenprune.bench.pace.Pace", lambda: Pace(clock))
+    with common.show_progress(lines=lines) as step:
+        for done in range(8):
+            step("one" if done < 4 else "two", done, 8)
+            clock.now += 12
+    said = [line.strip() for line in capsys.readouterr().err.splitlines()]
+    at_times = ["3/8 one, about 60 s left", "6/8 two, about 24 s left"]
+    assert said == (
+        ["0/8 one", at_times[0], "4/8 two, about 48 s left", "7/8 two, about 12 s left"] if lines else at_times
+    )
+
+
+@pytest.mark.parametrize("command", ["bench", "tune", "profile"])
+def test_commands_show_their_progress(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All through the one function that tells the time left."""
+
+    def progress(lines: bool = True) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sys.modules[f"tokenprune.cli.{command}"], "show_progress", progress)
+    with pytest.raises(ZeroDivisionError):
+        call(command, "--device", "cpu", *(("--max-drop", "20%", "--methods", "fastv") if command == "tune" else ()))
+
+
+# -- rows that cannot be asked -----------------------------------------------------------------------------------------
+
+
+def test_all_rows_that_do_not_fit_the_model_are_named_at_once(tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "ok.png")
+    for name, size in {"wide": (2000, 2), "narrow": (2, 2000)}.items():
+        Image.new("RGB", size).save(tmp_path / f"{name}.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "v.gif")
+    rows = [
+        {"image": "ok.png"}, {"image": "wide.png"}, {"video": "v.gif"}, {"image": "narrow.png"}, {"video": "v.gif"},
+        {"image": "ok.png", "question": "is <|image_pad|> it?"}, {"image": "ok.png", "question": "is <image> it?"},
+    ]  # fmt: skip
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": "what?", "answer": "a", **row}) + "\n" for row in rows))
+    told = (*BENCH[:5], "--repeats", 0, "--device", "cpu", "--data", data)
+    said = refused(*told, "--model", "demo_vlm")
+    assert "3 of 7 questions" in said and "line 3, line 5: asks about a video" in said
+    assert "line 7: its question holds '<image>'" in said and "--skip-bad" in said
+    said = refused(*told, "--model", "demo_qwen")
+    assert "3 of 7 questions" in said and "line 6: its question holds '<|image_pad|>'" in said
+    assert "line 2: has an image of 2000 x 2: absolute aspect ratio" in said and "line 4: has an image of 2 x" in said
+    result = call(*told, "--model", "demo_qwen", "--skip-bad")
+    assert [line[:16] for line in result.stderr.splitlines() if line.startswith("skipped")] == [
+        f"skipped: line {number}:" for number in (2, 4, 6)
+    ]
+
+
+# -- show --------------------------------------------------------------------------------------------------------------
+
+
+def test_show_says_what_the_processor_crops_away(subject: Model, tmp_path: Path) -> None:
+    wide = tmp_path / "wide.png"
+    Image.new("RGB", (1000, 500), "gray").save(wide)
+    output = call("show", wide, "--device", "cpu", "--out", tmp_path / "out.png").stdout
+    (line,) = (line for line in output.splitlines() if line.startswith(draw.CROPS))
+    shares = [int(text) for text in re.findall(r"(\d+)% at the (?:left|right)", line)]
+    width, height = map(int, re.search(r"sees (\d+) x (\d+) of the image's 1000 x 500", line).groups())
+    assert shares == [25, 25] and abs(width - 500) <= 12 and height == 500
+    shown = side_by_side.show(subject, [Image.open(wide)], "what?", ["uniform"])
+    assert line in shown.caption
+    for size, sides in {(500, 1000): "25% at the top and 25% at the bottom", (600, 600): ""}.items():
+        image = Image.new("RGB", size)
+        assert sides in draw.cropped_away(image, draw.seen_box(subject, image))
+        assert bool(sides) == bool(draw.cropped_away(image, draw.seen_box(subject, image)))
+    assert draw.cropped_away(image, None) == ""
+
+
+def test_outlines_are_seen_on_white_and_on_black() -> None:
+    """Of every kept patch the edge differs from its inside, whatever the page is like."""
+    image = Image.new("RGB", (128, 64), "white")
+    image.paste("black", (64, 0, 128, 64))
+    kept = np.ones((2, 4), bool)
+    pixels = np.asarray(draw.draw(image, kept, np.arange(8).reshape(2, 4)), int)
+    cells = pixels.reshape(2, 32, 4, 32, 3).transpose(0, 2, 1, 3, 4).reshape(8, 32, 32, 3)
+    for cell in cells:
+        assert np.abs(cell[0] - cell[16, 16]).sum(-1).min() > 200
+        assert np.abs(cell[:, -1] - cell[16, 16]).sum(-1).min() > 200
+
+
+def test_a_map_of_scores_stands_under_its_own_method() -> None:
+    def panel(title: str, scores: bool = False) -> Panel:
+        return Panel(Image.new("RGB", (40, 40)), title, (), scores)
+
+    a, b, c, d = (panel(name) for name in "abcd")
+    of_b, of_d = panel("b", True), panel("d", True)
+    seen = [type("One", (), {"frames": [1]})] * 3
+    shown = Shown((), [a, b, of_b, c, d, of_d], seen, "", 1)
+    assert shown.lines(3) == [[a, b, c], [None, of_b, None], [d], [of_d]]
+    assert shown.lines(1) == [[a], [b], [of_b], [c], [d], [of_d]]
+    assert Shown((), [a, c], seen[:1], "", 1).lines(2) == [[a, c]]
+    assert shown.image().height > shown.image().width / 3
+
+
+def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tmp_path: Path, subject: Model) -> None:
+    photo, out = tmp_path / "photo.png", ("--device", "cpu", "--out", tmp_path / "out.png")
+    Image.new("RGB", (64, 64), "gray").save(photo)
+    mine = call("show", photo, *out).stdout
+    assert "what is shown?  unpatched:" in mine and "circle" not in mine
+    assert "demo_vlm (shipped) knows drawn scenes only" in mine
+    assert "drawn scenes only" not in call("show", IMAGE, *out).stdout  # one of those that it was made for
+    assert subject.limits() and subject.limits([photo]) and not subject.limits([IMAGE])
+    other = Model(subject.model, subject.processor, "other")
+    assert other.limits([photo]) == ""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"image": "photo.png", "question": "what?", "answer": "a"}))
+    asked = (*BENCH[:5], "--repeats", 0, "--device", "cpu")
+    assert "knows drawn scenes only" in call(*asked, "--data", rows).stderr
+    assert "knows drawn scenes only" not in call(*asked, "--limit", 1).stderr
+
+
+# -- the app -----------------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
+    from tokenprune.app import snippets
+    from tokenprune.app.comparison import Asked
+
+    model, processor = demo_model(device="cpu")
+    settings = [setting_of(name, 0.5) for name in ("divprune", "fastv", "downsample+dart")]
+    told = snippets.python(*settings)
+    names: dict[str, Any] = {"tokenprune": tokenprune, "model": model, "processor": processor}
+    exec(told, names)
+    assert [method.name for method in tokenprune.api.attachment_of(model).methods] == ["downsample", "dart"]
+    assert told.count("tokenprune.patch(") == 3 and snippets.python(settings[0]).count("\n") == 0
+    seen = type("Seen", (), {"kept": np.array([True] * 16 + [False] * 240)})
+    asked = Asked("divprune+fastv", 0.25, setting_of("divprune+fastv", 0.25), seen, None, "", 256, {})
+    assert asked.keep_in_words == "0.25 each, 6.25 % in all"
