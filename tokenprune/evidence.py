@@ -193,15 +193,11 @@ def _why_not(setting: dict[str, Any], config: Any) -> str | None:
 
 @cache
 def _never_served(setting: str) -> str | None:
-    """Return why vLLM can serve a setting on no model at all; it is tried out, which takes a moment."""
-    from tokenprune.integrations.vllm.setting.servable import check_method
+    """Return why vLLM can serve a setting on no model at all, by what its method says of itself."""
+    from tokenprune.integrations.vllm.setting.servable import declared_obstacle
 
     (method,), _ = Config(json.loads(setting)).steps()
-    try:
-        check_method(method)
-    except TokenPruneError as error:
-        return str(error).partition(". Servable are")[0]
-    return None
+    return declared_obstacle(method)
 
 
 @cache

@@ -13,8 +13,9 @@ from tokenprune.accounting import DecoderShape
 from tokenprune.base import Site
 from tokenprune.config import Config
 from tokenprune.cost_model import CostModel, Load
-from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.evidence import ASSETS, KEEPS, Candidate, Evidence, candidates, keeps_of
+from tokenprune.errors import OptionError, UnsupportedModelError
+from tokenprune.evidence import KEEPS, Candidate, Evidence, candidates, keeps_of
+from tokenprune.model_config import SHIPPED_MODELS, read_model_config
 from tokenprune.registry import method_class
 
 TASKS = ("chat", "documents", "video", "grounding")
@@ -26,7 +27,6 @@ _TOKENS = {"chat": 1024, "documents": 2048, "video": 8192, "grounding": 1024}  #
 _FRAMES = 16  # of a video, where every view has one size
 _MOST, _MUCH = 0.5, 0.25  # shares of a prefill's FLOPs: from where on the tower decides, and from where a note says so
 _EARLY = (Site.PRE_ENCODER, Site.IN_ENCODER)
-_SHIPPED = ("demo_vlm", "demo_qwen")
 _OTHERS = 3  # of those that the evidence tells no difference from, how many are named
 
 
@@ -176,16 +176,8 @@ def _config_of(model: Any) -> tuple[str, Any]:
         if getattr(config, "model_type", None) is None:
             raise OptionError(f"recommend takes a model, its config, or where it lies, not {type(model).__name__}")
         return getattr(config, "name_or_path", "") or type(model).__name__, config
-    from transformers import AutoConfig
-
-    name, source = (Path(model).name if Path(model).is_dir() else str(model)), str(model)
-    if source in _SHIPPED:
-        name, source = f"{source} (shipped)", str(ASSETS / source)
-    try:
-        return name, AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TokenPruneError(f"cannot read the config of {model}: {reason}") from error
+    name = Path(model).name if Path(model).is_dir() else str(model)
+    return f"{name} (shipped)" if str(model) in SHIPPED_MODELS else name, read_model_config(model)
 
 
 def _sites(family: str) -> tuple[tuple[str, ...], list[str]]:
@@ -218,11 +210,13 @@ def _keep(task: str, goal: str) -> float:
 
 def _is_served(config: Any) -> bool:
     """Whether the plugin for vLLM serves models of this config."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
-
     from tokenprune.integrations.vllm.families import FAMILIES
 
-    return any(one in FAMILIES for one in (*(config.architectures or ()), NAMES.get(config.model_type)))
+    if any(one in FAMILIES for one in config.architectures or ()):
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    return NAMES.get(config.model_type) in FAMILIES
 
 
 def _closed(one: Candidate, cost: CostModel, load: Load, family: str) -> Evidence:

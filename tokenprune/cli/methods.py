@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tokenprune.cli.common import get_console
+from tokenprune.startup import defer_torch
 
 if TYPE_CHECKING:
     from tokenprune.registry import MethodInfo
@@ -20,10 +21,11 @@ _COST = (
 def methods() -> None:
     """List the methods that are registered: where they act, what they keep unless told otherwise, and what that
     costs."""
+    defer_torch()
     from rich.text import Text
 
     import tokenprune
-    from tokenprune.bench.tables import Cell, Table, to_rich
+    from tokenprune.bench.table import Cell, Table, to_rich
 
     def yes(value: bool) -> str:
         return "yes" if value else "no"
@@ -49,14 +51,11 @@ def methods() -> None:
 def _costs() -> Any:
     """Return a function from a method to the share of a prefill's FLOPs that its default keep leaves; "" where the
     method promises none."""
-    from transformers import LlavaConfig
-
     from tokenprune.base import ImageChooser
-    from tokenprune.cost_model import CostModel, Load
+    from tokenprune.cost_model import LLAVA_7B as model
+    from tokenprune.cost_model import LLAVA_7B_LOAD as load
     from tokenprune.errors import TokenPruneError
 
-    config = LlavaConfig()  # that of LLaVA-1.5-7B
-    model, load = CostModel.from_config(config), Load.of_config(config)
     whole = model.cost(load).flops
 
     def cost(info: MethodInfo) -> str:
@@ -75,7 +74,7 @@ def _costs() -> Any:
 
 def families() -> None:
     """List the model families: where methods may act in each, and which are refused, with the reason."""
-    from tokenprune.bench.tables import Cell, Table, to_rich
+    from tokenprune.bench.table import Cell, Table, to_rich
     from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED
 
     known = [

@@ -26,9 +26,10 @@ from tokenprune.cli.common import (
 )
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.startup import defer_torch
 
 if TYPE_CHECKING:
-    from tokenprune.bench.tables import Table
+    from tokenprune.bench.table import Table
 
 _QUESTION = "what is shown?"
 
@@ -72,6 +73,8 @@ def profile(
 ) -> None:
     """Show where the time of one call goes (processor, tower, choosing, prefill, decoding), before and after a method,
     and the most that each site can save."""
+    if config_only:
+        defer_torch()
     keeps, setting = read_keeps(keep), read_stack(method, keep)
     if not all(isinstance(one, int) or 0 < one <= 1 for one in keeps):
         raise OptionError(f"--keep {keep!r}: a share lies in (0, 1]")
@@ -151,7 +154,7 @@ def _share(keeps: Sequence[float | int], methods: int, visual: int) -> float:
 def _print(table: Table) -> None:
     from rich.text import Text
 
-    from tokenprune.bench.tables import to_rich
+    from tokenprune.bench.table import to_rich
 
     shown = to_rich(table)
     if table.columns[0] == "site":

@@ -10,6 +10,7 @@ import typer
 
 from tokenprune.cli.common import get_console
 from tokenprune.cli.completion import complete_models, complete_of
+from tokenprune.startup import defer_torch
 
 
 def recommend(
@@ -38,6 +39,7 @@ def recommend(
 ) -> None:
     """Name a setting to start from, as Python, vLLM flag and config, each with its evidence: published numbers, our own
     runs, and closed forms of the model's cost. Nothing is measured: `tokenprune tune` does that, on your questions."""
+    defer_torch()
     import tokenprune
     from tokenprune.config import Config, write_config
 
