@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode

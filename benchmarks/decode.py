@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from common import default_device, encoded, header, ladder, llava, prompt, results_path, write
 from rich.console import Console

@@ -40,6 +40,9 @@ def run() -> list[str]:
 
 
 def main() -> None:
+    from tokenprune.startup import calm_threads
+
+    calm_threads()
     import torch
     import transformers
 
