@@ -81,8 +81,7 @@ demo: setup ## prune the demo model, then run the benchmark on it
 	HF_HUB_OFFLINE=1 .venv/bin/tokenprune demo
 	HF_HUB_OFFLINE=1 .venv/bin/tokenprune bench --methods $(DEMO_METHODS)
 
-# Waiting threads that spin would count as CPU time.
-BENCH_ENV := HF_HUB_OFFLINE=1 GOMP_SPINCOUNT=0
+BENCH_ENV := HF_HUB_OFFLINE=1
 BENCH_ARGS ?=
 BENCH_PYTHON ?= .venv/bin/python
 

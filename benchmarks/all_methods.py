@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import calm_threads  # noqa: F401
 import typer
 from rank_agreement import agreement, answers, published_scores
 

@@ -2,7 +2,7 @@
 """What a change made of choosing tokens: two trees of this repository, in turn, in one process.
 
     git worktree add ../before main
-    GOMP_SPINCOUNT=0 python benchmarks/before_after.py --before ../before --methods scope,cdpruner
+    python benchmarks/before_after.py --before ../before --methods scope,cdpruner
 
 Each round of a method runs both on the same made-up features (scaling.py) and compares what they keep. The tree of
 before is left out where it would take longer than --patience, by the third power of its time with fewer tokens. Times
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from common import RESULTS, Clock, Peak, header, write
 from rich.console import Console

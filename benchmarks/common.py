@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 import transformers
 from rows import Load, Rows, add_options, quiet, read, write  # noqa: F401 - the scripts have them from here

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 import triton
 from common import RESULTS, write

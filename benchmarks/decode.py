@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from common import (
     Rows,

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from rich.console import Console
 

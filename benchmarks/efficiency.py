@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How close each method that removes tokens comes to its oracle in prefill, and what it costs a step of decoding.
 
-    GOMP_SPINCOUNT=0 python benchmarks/efficiency.py --resume
+    python benchmarks/efficiency.py --resume
 
 Patched: the model's forward on 64 text tokens and an image of 576 (of 2880) visual tokens, of which 64 (320) stay; the
 image is encoded beforehand (`mm_encoder_outputs`, as `generate` does). Methods that read the vision tower, or merge in
@@ -31,6 +31,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import numpy as np
 import torch
 from common import (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What choosing the tokens farthest from each other (`divprune`) costs, beside one product of all tokens and the picks.
 
-    GOMP_SPINCOUNT=0 python benchmarks/farthest.py --threads 1
+    python benchmarks/farthest.py --threads 1
 
 "blocks": what the library does with many tokens. "one by one": the loop that reads all features for each pick, and
 finds the first pick by the products of all pairs, up to `--slow` tokens. Both take turns with the product of N tokens
@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from common import Clock, Rows, add_options, code_version, header, ladder, results_path
 from rich.console import Console

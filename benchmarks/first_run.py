@@ -79,6 +79,9 @@ def first_token(repeats: int, threads: int, allow_load: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    from tokenprune.startup import calm_threads
+
+    calm_threads()
     import torch
     import transformers
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import calm_threads  # noqa: F401
 import numpy as np
 import torch
 from guard_documents import documents, photographs

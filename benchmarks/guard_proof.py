@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import calm_threads  # noqa: F401
+
 import tokenprune
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import Model, load

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 
 if not torch.cuda.is_available():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 from common import fill_page
 from transformers import CONFIG_MAPPING
 

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from asking import Replay, ask, share
 from rich.console import Console

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from common import Live, default_device, encoded, header, llava, prompt, results_path, write
 from rich.console import Console

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from common import Rows, add_options, code_version, header, results_path
 from rich.console import Console

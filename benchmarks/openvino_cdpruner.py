@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from asking import Replay
 from common import RESULTS, fill_page, header, read, write

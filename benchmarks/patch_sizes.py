@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from asking import Replay, ask, share
 from rich.console import Console

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed-ups that papers print beside ours: prefill of a LLaVA-1.5-shaped model, 576 visual tokens to 192, 128 and 64.
 
-    GOMP_SPINCOUNT=0 python benchmarks/peers.py --resume         # measure, and print
+    python benchmarks/peers.py --resume         # measure, and print
     python benchmarks/peers.py --page                            # write docs/peers.md from the results
 
 Ours: random weights, the proportions of LLaVA-1.5's decoder in a smaller size, its token counts; prefill of 64 text
@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from common import (
     AFTER,

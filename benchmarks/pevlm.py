@@ -24,6 +24,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import calm_threads  # noqa: F401
 import torch
 import transformers
 from rich.console import Console

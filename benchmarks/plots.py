@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 from common import RESULTS, quiet
 
 from tokenprune.bench.report.png import curve, panels, png, same_look

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import calm_threads  # noqa: F401
 import numpy as np
 from papers.published import published
 from rich.console import Console

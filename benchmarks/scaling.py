@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How time and peak memory of choosing and removing tokens grow with the visual tokens of one image.
 
-    GOMP_SPINCOUNT=0 python benchmarks/scaling.py --resume
+    python benchmarks/scaling.py --resume
 
 "selection": a method's choice alone (with the attention rows it asks for), on made-up features of width 1024 (256 on a
 CPU; keys likewise), a ninth of the tokens stay. "merge": one step of a tower's merging. "engine": what the engine
@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from common import (
     AFTER,

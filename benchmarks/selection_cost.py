@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from common import RESULTS, device_name, header, results_path, write
 from gpu_targets import A100, H100

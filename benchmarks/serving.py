@@ -36,6 +36,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import numpy as np
 import openai
 import torch

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import openai
 import torch
 from rich.console import Console

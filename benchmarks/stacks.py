@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import numpy as np
 import torch
 from common import Load, add_options, code_version, fill_page, header, read, results_path, write

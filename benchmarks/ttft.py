@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from common import (
     IMAGE_ID,

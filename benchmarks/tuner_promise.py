@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import numpy as np
 import torch
 from common import fill_page, header

@@ -9,13 +9,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor, nn
+import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.kernels.take import top_mask
 from tokenprune.method_repr import ReprIsCall
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from tokenprune.budget import Budget
     from tokenprune.frames import Visual
     from tokenprune.images import InputImage
@@ -209,7 +211,7 @@ class Pruner(Method):
     def _checked(self, score: Any, mask: Tensor) -> Tensor:
         """Return `score`, if it ranks the tokens of `mask`, bool `[S, N]`; raise TokenPruneError if it does not."""
         wanted = f"{self.name}.score() must return a float tensor [S, N] = {list(mask.shape)}"
-        if not isinstance(score, Tensor):
+        if not isinstance(score, torch.Tensor):
             raise TokenPruneError(f"{wanted}, not {type(score).__name__}")
         ranks = score.dtype != mask.dtype and not score.is_complex()  # whole numbers do
         if score.shape != mask.shape or not ranks or score.device != mask.device:

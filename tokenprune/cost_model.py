@@ -201,3 +201,23 @@ def decode_limit(model: CostModel, load: Load, keep: float, rows: int = 1) -> tu
         return weights + rows * model.cost(load, per_layer=[share * load.visual] * model.decoder.layers).cache
 
     return read(1.0) / read(keep), read(1.0) / read(0.0)
+
+
+# LLaVA-1.5-7B, by the closed forms of its config, and one image with 64 tokens of text: what a list of methods without
+# a model refers to. No config is read for it, which would take seconds.
+LLAVA_7B = CostModel(
+    DecoderShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128),
+    TowerShape(
+        layers=24,
+        hidden=1024,
+        attention=1024,
+        intermediate=4096,
+        mlp_matrices=2,
+        patch_numbers=588,
+        unit=1,
+        projector=4096 * (1024 + 4096),
+        protected=1,
+        view=576,
+    ),
+)
+LLAVA_7B_LOAD = Load((576,), 576)

@@ -6,14 +6,16 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from tokenprune.base import Pruner
 from tokenprune.options import check_options
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Share = Annotated[float, Ge(0), Le(1)]
 

@@ -6,17 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, ClassVar
 
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.fingerprint import Fingerprint
 from tokenprune.merging import Merge
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 VTU_FORMS = ("off", "expanded")  # of virtual token unmerging
-Matcher = Callable[[Tensor, list[int] | None], Merge | None]
+Matcher = Callable[["Tensor", list[int] | None], Merge | None]
 
 
 @dataclass(frozen=True)

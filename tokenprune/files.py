@@ -10,10 +10,12 @@ import os
 import stat
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import load
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LIMIT = 64 * 2**20  # bytes; what is read here are thresholds, classifiers and settings
 
@@ -55,6 +57,8 @@ class File(str):
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return the tensors of a safetensors file and its metadata; raises ValueError for any other file."""
+        from safetensors.torch import load
+
         try:
             tensors = load(self.content)
             # Eight bytes for the header's length, then the header, which is JSON.

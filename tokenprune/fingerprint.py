@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from tokenprune.per_layer import of_config
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Of a config what no weight shows.
 _TOLD = ("num_attention_heads", "num_heads", "hidden_act", "layer_norm_eps", "spatial_merge_size", "window_size")

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
 
 from tokenprune.transfer import to_device
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tokenprune.tokens import Segments, TextTokens, TokenSource
 
 

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from tokenprune.accounting import DecoderShape
-from tokenprune.advice import ASSETS, NONE, Advice, Evidence, advice
+from tokenprune.advice import NONE, Advice, Evidence, advice
 from tokenprune.config import Config
 from tokenprune.cost_model import CostModel, Load
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
+from tokenprune.model_config import SHIPPED_MODELS, read_model_config
 from tokenprune.registry import method_class
 
 TASKS = tuple(advice())
 _MUCH = 0.25  # share of a prefill's FLOPs from which on a note tells of the tower
-_SHIPPED = ("demo_vlm", "demo_qwen")
 _ELSEWHERE = 2  # pieces of evidence from elsewhere that are shown
 _CANDIDATES = 3  # methods that the last line names for `tune`
 
@@ -148,16 +148,8 @@ def _config_of(model: Any) -> tuple[str, Any]:
         if getattr(config, "model_type", None) is None:
             raise OptionError(f"recommend takes a model, its config, or where it lies, not {type(model).__name__}")
         return getattr(config, "name_or_path", "") or type(model).__name__, config
-    from transformers import AutoConfig
-
-    name, source = (Path(model).name if Path(model).is_dir() else str(model)), str(model)
-    if source in _SHIPPED:
-        name, source = f"{source} (shipped)", str(ASSETS / source)
-    try:
-        return name, AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TokenPruneError(f"cannot read the config of {model}: {reason}") from error
+    name = Path(model).name if Path(model).is_dir() else str(model)
+    return f"{name} (shipped)" if str(model) in SHIPPED_MODELS else name, read_model_config(model)
 
 
 def _sites(family: str) -> tuple[tuple[str, ...], list[str]]:
@@ -180,6 +172,17 @@ def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
     return cost, Load.of_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
 
 
+def _is_served(config: Any) -> bool:
+    """Return True if the plugin for vLLM serves models of this config."""
+    from tokenprune.integrations.vllm.families import FAMILIES
+
+    if any(one in FAMILIES for one in config.architectures or ()):
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    return NAMES.get(config.model_type) in FAMILIES
+
+
 def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
     before, after = cost.cost(load), cost.predict(load, *Config(row.setting).steps())
     parts = "tower and decoder" if cost.tower is not None else "the decoder"
@@ -193,27 +196,26 @@ def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
 
 def _why_not(row: Advice, config: Any) -> str | None:
     """Return why vLLM cannot serve a row on the model of a config; None if it can."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
-
-    from tokenprune.integrations.vllm.families import FAMILIES
     from tokenprune.integrations.vllm.setting import merge_checks, tower_checks
-    from tokenprune.integrations.vllm.setting.servable import check_method
+    from tokenprune.integrations.vllm.setting.servable import declared_obstacle
 
-    if not any(one in FAMILIES for one in (*(config.architectures or ()), NAMES.get(config.model_type))):
+    if not _is_served(config):
         return "the plugin does not know this family"
     (method,), _ = Config(row.setting).steps()
     at_start = SimpleNamespace(  # of vLLM's own config, what the checks at the start of a server read
         hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")
     )
+    hint = "`recommend --task server` names what it serves"
+    if obstacle := declared_obstacle(method):
+        return f"{obstacle}; {hint}"
     try:
-        check_method(method)
         if merge_checks.merges_in_tower(method):
             plan = SimpleNamespace(method=method, keep=row.keep, removes_nothing=False)
             merge_checks.check_merging(plan, at_start)
         elif tower_checks.reads_tower(method):
             tower_checks.check_method(method, at_start)
     except TokenPruneError as error:
-        return f"{str(error).partition('. Servable are')[0]}; `recommend --task server` names what it serves"
+        return f"{str(error).partition('. Servable are')[0]}; {hint}"
     return None
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from tokenprune.errors import TokenPruneError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tokenprune.observable import Observable, SeenAttention
     from tokenprune.tokens import Patches, Segments, TextTokens, VisualTokens
 

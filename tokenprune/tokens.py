@@ -11,13 +11,15 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.observable import Observable
 from tokenprune.observable_registry import TAKEN_NAMES, close_names, find_observable, find_observable_of_text
 from tokenprune.token_source import TokenSource
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -208,7 +210,7 @@ class VisualTokens:
         return torch.Generator().manual_seed((seed * 1_000_003 + self.segments.ordinal[segment]) % 2**63)
 
 
-class _ByLayer(dict[int | float, Tensor]):
+class _ByLayer(dict[int | float, "Tensor"]):
     """An observable by block of the vision tower; each is computed once."""
 
     def __init__(self, read: Any) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 
-def to_device(values: Sequence | Tensor, device: torch.device) -> Tensor:
+def to_device(values: Sequence | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return numbers of the host as a tensor on `device`. They must not be changed afterwards."""
-    values = values if isinstance(values, Tensor) else torch.tensor(values)
+    values = values if isinstance(values, torch.Tensor) else torch.tensor(values)
     return values.to(device, non_blocking=True)

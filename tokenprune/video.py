@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection
 from tokenprune.kernels.take import top_mask
@@ -17,6 +17,9 @@ from tokenprune.observable import Where
 from tokenprune.observable_registry import observables_of
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def compares_frames(method: Method | None) -> bool:

@@ -14,6 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import tokenprune
+from tokenprune.bench import demo
 from tokenprune.bench.heldout import FOLDER
 from tokenprune.cli import app
 from tokenprune.cli.completion import complete_methods, our_methods
@@ -132,6 +133,16 @@ def test_bench_report_and_their_files(tmp_path: Path) -> None:
     assert call("report", raw, "--html", again).stdout == result.stdout
     assert again.read_text() == page.read_text()
     assert "| uniform | 0.25 | 256 → 64 |" in call("report", raw, "--markdown").stdout
+
+
+def test_demo_says_when_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words that a benchmark has for it; on a free machine there is nothing to say."""
+    monkeypatch.setattr(demo, "REPEATS", 1)
+    monkeypatch.setattr(demo, "METHODS", ("divprune",))
+    for load, shown in ((100.0, True), (0.5, False)):
+        monkeypatch.setattr(demo, "machine_load", lambda load=load: load)
+        said = f"The machine was busy with other work (load 100.0 on {os.cpu_count()} cores)"
+        assert (said in call("demo", "--device", "cpu").stdout) is shown
 
 
 def test_demo_asks_four_questions_before_and_after() -> None:

@@ -16,8 +16,9 @@ from PIL import Image
 
 pytest.importorskip("gradio", reason="gradio makes the page: make test-app sets it up")
 
+from tokenprune.app.comparison import compare
 from tokenprune.app.loading import Loading, own_folder
-from tokenprune.app.page import build, launch
+from tokenprune.app.page import _table, build, launch
 from tokenprune.bench.model import Model, load
 from tokenprune.errors import TokenPruneError
 
@@ -27,6 +28,13 @@ PATIENCE = 120_000  # milliseconds
 @pytest.fixture(scope="module")
 def subject() -> Model:
     return load("demo_qwen", device="cpu")
+
+
+def test_times_of_a_busy_machine_are_marked(subject: Model) -> None:
+    asked = compare(subject, [Image.new("RGB", (112, 112), "red")], "what is shown?", ["divprune"], 0.25)
+    for load_then, marked in ((100.0, True), (0.5, False), (None, False)):
+        asked[0].ttft["load"] = load_then
+        assert ("The machine was busy with other work (load 100.0" in _table("what?", asked, None)) is marked
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from tokenprune.app.snippets import LONGEST
 from tokenprune.base import ImageChooser
 from tokenprune.bench.drawn_sets import drawn_set
 from tokenprune.bench.heldout import heldout_of, load_heldout
+from tokenprune.bench.machine_load import busy_note
 from tokenprune.bench.media import read_frames
 from tokenprune.bench.pace import Pace
 from tokenprune.errors import TokenPruneError
@@ -213,7 +214,7 @@ def _table(question: str, asked: Sequence[Asked], note: str | None) -> str:
         average, first = round(stats.visual_tokens_average), f"{_ms(one.ttft, '')}, ×{one.faster:.2f}"
         label = f"{one.spelling} {one.keep_in_words}"
         rows.append((label, one.seen.answer, tokens, average, _size(stats.kv_bytes), first))
-    warnings = [*([note] if note else []), *(_warnings(asked))]
+    warnings = [*([note] if note else []), *_warnings(asked)]
     cells = "".join(
         "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
     )
@@ -223,7 +224,8 @@ def _table(question: str, asked: Sequence[Asked], note: str | None) -> str:
 
 
 def _warnings(asked: Sequence[Asked]) -> list[str]:
-    said = []
+    busy = busy_note(max((one.ttft["load"] or 0 for one in asked), default=0))
+    said = [busy] if busy else []
     for one in asked:
         if one.faster < 1:
             said.append(f"{one.spelling} is not faster here: choosing costs what is saved, as with few tokens")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from tokenprune.bench.cost import record, spent
 from tokenprune.bench.heldout import load_heldout
+from tokenprune.bench.machine_load import busy_note, machine_load
 from tokenprune.bench.model import Model
 from tokenprune.bench.suite import UNPATCHED, patched
 from tokenprune.bench.tables import Cell, Table
@@ -67,4 +68,5 @@ def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, do
         ])  # fmt: skip
     note = f"Time: all {len(examples)} questions in one batch, vision tower included; median of {REPEATS}."
     columns = ("method", "visual tokens", "layer avg", "prefill FLOPs", "time")
-    return [first, Table("What they cost", columns, rows, (note,))]
+    notes = [note, *filter(None, [busy_note(machine_load())])]
+    return [first, Table("What they cost", columns, rows, tuple(notes))]

@@ -24,8 +24,8 @@ from tokenprune.bench.heldout import FOLDER, heldout_of
 from tokenprune.bench.media import BadRow, check_sizes
 from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
+from tokenprune.model_config import SHIPPED_MODELS
 
-SHIPPED_MODELS = {name: FOLDER.with_name(name) for name in ("demo_vlm", "demo_qwen")}
 SHIPPED = SHIPPED_MODELS["demo_vlm"]  # the default
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
 SHORT = "\nAnswer the question using a single word or phrase."

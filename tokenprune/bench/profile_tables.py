@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import TYPE_CHECKING
 
 from tokenprune.bench.kept import cuts_in_words, percent
-from tokenprune.bench.profiling import FIRST_TOKEN, STAGES, Profile
-from tokenprune.bench.tables import Cell, Table
+from tokenprune.bench.stages import FIRST_TOKEN, STAGES
+from tokenprune.bench.table import Cell, Table
 from tokenprune.config import read_config
 from tokenprune.cost_model import CostModel, Load, decode_limit, site_limits
+
+if TYPE_CHECKING:
+    from tokenprune.bench.profiling import Profile
 
 
 def setting_name(profile: Profile) -> str:

@@ -9,7 +9,6 @@ accelerator the host waits for the device where a stage ends, which costs a litt
 from __future__ import annotations
 
 import inspect
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,22 +21,13 @@ import torch
 import tokenprune
 from tokenprune.bench.backend import Setting, patched_by
 from tokenprune.bench.cost import Prefill, closed_forms, load_of, spent
+from tokenprune.bench.machine_load import machine_load
 from tokenprune.bench.model import Model
+from tokenprune.bench.stages import FIRST_TOKEN, STAGES
 from tokenprune.bench.timing import NEW_TOKENS, quantiles, run_once
 from tokenprune.config import read_config
 from tokenprune.cost_model import CostModel, Load
 from tokenprune.errors import OptionError
-
-# In the order in which they follow each other; all but the last make up the time to the first token.
-STAGES = {
-    "processor": "processor",
-    "tower": "vision tower and projector",
-    "selection": "choosing and removing tokens",
-    "prefill": "decoder's prefill",
-    "rest": "output head, embeddings, generate()",
-    "decode": "a step of decoding",
-}
-FIRST_TOKEN = tuple(STAGES)[:-1]
 
 
 @dataclass
@@ -176,8 +166,7 @@ def profile_call(
                 run = _run(subject, ask, new_tokens, patched=how is not None)
             if repeat:
                 side.runs.append(run)
-    machine_load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    return Profile(setting, before, after, model, load, subject.environment(), machine_load, len(images))
+    return Profile(setting, before, after, model, load, subject.environment(), machine_load(), len(images))
 
 
 def _run(subject: Model, ask: Callable[[], dict[str, Any]], new_tokens: int, patched: bool) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenprune.bench.kept import keep_in_words
 from tokenprune.bench.lines import read_lines
+from tokenprune.bench.machine_load import is_busy
 from tokenprune.bench.metrics import METRICS
 from tokenprune.bench.paired import Answers, Versus, beats, bootstrap, versus
 from tokenprune.bench.significance import is_better, pooled_interval
@@ -222,7 +223,7 @@ def busy_load(results: Results) -> tuple[float, int] | None:
     """Return the highest load met while timing and the number of cores, if other work kept the machine busy."""
     load = max((row.timing.get("load") or 0 for row in results.rows if row.timing), default=0)
     cores = results.header["environment"].get("cores") or 1
-    return (load, cores) if load > 1.25 * cores else None
+    return (load, cores) if is_busy(load, cores) else None
 
 
 def answers_of(record: dict[str, Any], binary: bool) -> Answers:

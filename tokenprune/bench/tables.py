@@ -3,39 +3,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from tokenprune.bench.equal_cost import in_words
 from tokenprune.bench.lost import signed
+from tokenprune.bench.machine_load import busy_note
 from tokenprune.bench.metrics import METRICS, Metric
 from tokenprune.bench.paired import RESAMPLES
 from tokenprune.bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, Share, busy_load
 from tokenprune.bench.significance import LEVEL
+from tokenprune.bench.table import Cell, Table, to_markdown, to_rich
 
 FALLEN = "▼"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Text of one field; bad: to be shown in red."""
-
-    text: str
-    bad: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """Column names, rows of cells, and notes to be printed below; the first column is text, the others align right."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[list[Cell]]
-    notes: tuple[str, ...] = ()
-    grouped: bool = False  # whether a line parts rows whose first cells differ
 
 
 def tables(results: Results) -> list[Table]:
@@ -276,8 +256,7 @@ def _cost_notes(results: Results) -> list[str]:
             "brackets the median speed-up, before it the unpatched model's median over all rows, divided by it."
         )
         if busy := busy_load(results):
-            load = f"load {busy[0]:.1f} on {busy[1]} cores"
-            notes.append(f"The machine was busy with other work ({load}): do not rely on these times.")
+            notes.append(busy_note(*busy))
     return [*notes, *_skipped(results)]
 
 
@@ -292,24 +271,4 @@ def _skipped(results: Results) -> list[str]:
     return notes
 
 
-def to_rich(table: Table) -> RichTable:
-    """Return the table for a terminal; its notes are left to the caller."""
-    made = RichTable(title=table.title, title_justify="left", header_style="bold")
-    for index, name in enumerate(table.columns):
-        made.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < min(2, len(table.columns) - 1))
-    previous = None
-    for row in table.rows:
-        if table.grouped and previous not in (None, row[0].text):
-            made.add_section()
-        previous = row[0].text
-        made.add_row(*(Text(cell.text, style="bold red" if cell.bad else "") for cell in row))
-    return made
-
-
-def to_markdown(table: Table) -> str:
-    """Return the table in GitHub's Markdown; bad cells are bold."""
-    lines = [f"**{table.title}**", "", "| " + " | ".join(table.columns) + " |"]
-    lines.append("| --- |" + " ---: |" * (len(table.columns) - 1))
-    for row in table.rows:
-        lines.append("| " + " | ".join(f"**{c.text}**" if c.bad else c.text for c in row) + " |")
-    return "\n".join([*lines, "", *(f"{note}\n" for note in table.notes)])
+__all__ = ["FALLEN", "Cell", "Table", "tables", "to_markdown", "to_rich"]

@@ -7,7 +7,6 @@ timed is `generate` from pixels to tokens: the vision tower, prefill and decodin
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 from transformers.generation.streamers import BaseStreamer
 
+from tokenprune.bench.machine_load import machine_load
 from tokenprune.bench.model import Model
 
 NEW_TOKENS = 9  # the first one, and eight of which the median is taken
@@ -125,8 +125,7 @@ def in_turns(
             if repeat:
                 runs[which].append(result)
     # Other work on the machine shows in the load: a reader can tell which times to trust.
-    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    timing: dict[str, Any] = {"repeats": repeats, "rows": rows, "new_tokens": new_tokens, "load": load}
+    timing: dict[str, Any] = {"repeats": repeats, "rows": rows, "new_tokens": new_tokens, "load": machine_load()}
     for index, name in enumerate(("ttft", "token")):
         ours, theirs = ([run[index] for run in runs[which]] for which in ("patched", "unpatched"))
         timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = quantiles(ours), quantiles(theirs)

@@ -21,6 +21,7 @@ from tokenprune.cli.recommend import recommend
 from tokenprune.cli.report import report
 from tokenprune.cli.show import demo, show
 from tokenprune.cli.tune import tune
+from tokenprune.startup import calm_threads
 
 app = typer.Typer(
     cls=ErrorGroup,
@@ -54,4 +55,5 @@ for command in (*_COMMANDS, fit_dyrate, fit_d2pruner, fit_fitprune):
 
 def main() -> None:
     """Entry point of the `tokenprune` command."""
+    calm_threads()
     app(prog_name="tokenprune")

@@ -121,15 +121,9 @@ def load_model(
 
 def load_config(model: str | None) -> Any:
     """Return the config of a model, without its weights; None: the one that ships."""
-    from transformers import AutoConfig
+    from tokenprune.model_config import read_model_config
 
-    from tokenprune.bench.model import SHIPPED_MODELS
-
-    try:
-        return AutoConfig.from_pretrained(str(SHIPPED_MODELS.get(model or "demo_vlm", model)))
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TokenPruneError(f"cannot read the config of {model}: {reason}") from error
+    return read_model_config(model or "demo_vlm")
 
 
 def print_skipped(data: Data) -> None:

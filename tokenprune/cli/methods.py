@@ -13,6 +13,7 @@ import typer
 from tokenprune.cli.common import get_console
 from tokenprune.cli.completion import complete_of, our_methods
 from tokenprune.errors import OptionError
+from tokenprune.startup import defer_torch
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,6 +49,7 @@ def methods(
     video: Annotated[bool, typer.Option("--video", help="Those that are for videos alone.")] = False,
 ) -> None:
     """List the methods that are registered, by the site where they act; or show one in full."""
+    defer_torch()
     from rich.text import Text
 
     import tokenprune
@@ -194,14 +196,11 @@ def _keep(info: MethodInfo) -> str:
 def _costs() -> Callable[[MethodInfo], str]:
     """Return a function from a method to the share of a prefill's FLOPs that its default keep leaves; "" where the
     method promises none."""
-    from transformers import LlavaConfig
-
     from tokenprune.base import ImageChooser
-    from tokenprune.cost_model import CostModel, Load
+    from tokenprune.cost_model import LLAVA_7B as model
+    from tokenprune.cost_model import LLAVA_7B_LOAD as load
     from tokenprune.errors import TokenPruneError
 
-    config = LlavaConfig()  # that of LLaVA-1.5-7B
-    model, load = CostModel.from_config(config), Load.of_config(config)
     whole = model.cost(load).flops
 
     def cost(info: MethodInfo) -> str:
@@ -220,7 +219,7 @@ def _costs() -> Callable[[MethodInfo], str]:
 
 def families() -> None:
     """List the model families: where methods may act in each, and which are refused, with the reason."""
-    from tokenprune.bench.tables import Cell, Table, to_rich
+    from tokenprune.bench.table import Cell, Table, to_rich
     from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED
 
     known = [

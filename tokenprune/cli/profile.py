@@ -28,9 +28,10 @@ from tokenprune.cli.common import (
 )
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.startup import defer_torch
 
 if TYPE_CHECKING:
-    from tokenprune.bench.tables import Table
+    from tokenprune.bench.table import Table
 
 
 def profile(
@@ -76,6 +77,8 @@ def profile(
 ) -> None:
     """Show where the time of one call goes (processor, tower, choosing, prefill, decoding), before and after a method,
     and the most that each site can save."""
+    if config_only:
+        defer_torch()
     settings: list[dict[str, Any] | None] = [*read_settings(method, keep)]
     stacked = "+" in keep and not settings
     keeps = read_keeps(keep.replace("+", ","))
@@ -190,7 +193,7 @@ def _once(printed: set[str], table: Table) -> None:
 def _print(table: Table) -> None:
     from rich.text import Text
 
-    from tokenprune.bench.tables import to_rich
+    from tokenprune.bench.table import to_rich
 
     shown = to_rich(table)
     if table.columns[0] == "site":

@@ -11,6 +11,7 @@ import typer
 from tokenprune.advice import advice
 from tokenprune.cli.common import get_console
 from tokenprune.cli.completion import complete_models, complete_of
+from tokenprune.startup import defer_torch
 
 
 def recommend(
@@ -32,6 +33,7 @@ def recommend(
     """Name a setting to start from, as Python, vLLM flag and config, with its evidence, graded strong or weak:
     published numbers, our own runs, and closed forms of the model's cost. Nothing is measured: `tokenprune tune` does
     that, on your questions."""
+    defer_torch()
     import tokenprune
     from tokenprune.config import Config, write_config
 

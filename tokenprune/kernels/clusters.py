@@ -9,15 +9,18 @@ zeros, or with NaN in it, is similar to nothing. Plain PyTorch; nothing here ask
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.coverage import cover
 from tokenprune.kernels.pairs import LEAST, PickedRows, Products, Relation, distances
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.temporal import density_peaks, unit
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NEIGHBOURS = 7  # of a token that tell how dense it is there
 _AT_ONCE = 2**24  # entries of matrices in memory at a time

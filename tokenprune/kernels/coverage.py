@@ -9,14 +9,17 @@ alone, and is kept up to date with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.kernels.dispatch import operation
 from tokenprune.kernels.pairs import Known, Products, Relation, rounded
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.temporal import unit
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AT_ONCE = 2**20  # of how well candidates cover rows, so many in memory at a time
 _NOTHING = 2.0**-40  # share of what a candidate added at first, below which it adds nothing: less is rounding

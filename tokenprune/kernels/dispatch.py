@@ -2,7 +2,7 @@
 """One name for each operation, behind it a PyTorch reference and a Triton kernel.
 
     @operation(kernel="tokenprune.kernels.row_max_triton:row_max", limits=_limits)
-    def row_max(x: Tensor) -> Tensor:
+    def row_max(x: torch.Tensor) -> torch.Tensor:
         \"\"\"What it computes; shapes, dtypes.\"\"\"
         return x.amax(dim=1)
 
@@ -27,7 +27,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
 
@@ -75,7 +74,7 @@ def on_device_of_tensors(launch: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(launch)
     def launch_there(*args: Any, **kwargs: Any) -> Any:
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_cuda)
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_cuda)
         index = next((tensor.device.index for tensor in tensors), None)
         if index is None or index == torch.cuda.current_device():
             return launch(*args, **kwargs)
@@ -102,7 +101,7 @@ class Operation:
 
     def obstacle(self, *args: Any, **kwargs: Any) -> str | None:
         """Return why the kernel cannot run on this input, or None."""
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if not has_triton():
             return "Triton is not installed (pip install triton)"
         if not all(tensor.is_cuda for tensor in tensors) and os.environ.get("TRITON_INTERPRET") != "1":
@@ -122,7 +121,7 @@ class Operation:
         run.
         """
         wanted = choice()
-        on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in args)
+        on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in args)
         if wanted == "reference" or (wanted == "auto" and not on_gpu):
             return self.reference(*args, **kwargs)
         reason = self.obstacle(*args, **kwargs)

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from tokenprune.kernels.dispatch import operation
 from tokenprune.kernels.pairs import PickedRows, Products
 from tokenprune.kernels.picks import Picks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEPENDENT = 1e-5  # share of a token's own variance below which it says nothing new, in float32
 

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
-from torch.nn.functional import normalize
 
 from tokenprune.kernels.dispatch import operation
 from tokenprune.kernels.farthest_blocks import farthest_of_many
 from tokenprune.kernels.match import best_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TABLE = 4096  # tokens whose similarities are kept, all of them; also as many as a token has features
 
@@ -64,7 +67,7 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tenso
     features: `[S, N, D]`; mask: bool `[S, N]`, tokens that are no padding; budget: long `[S]`, how many to take, at
     most those of the mask; most: the largest budget. Ties go to the lower index; NaN counts as farthest.
     """
-    unit = normalize(features.float(), dim=-1)
+    unit = torch.nn.functional.normalize(features.float(), dim=-1)
     if not fits_table(unit):
         taken = torch.zeros_like(mask)
         for row, number in enumerate(budget.tolist()):

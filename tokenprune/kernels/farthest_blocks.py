@@ -11,10 +11,12 @@ all products here have one shape: copies of a token are exactly as far from ever
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROWS, COLUMNS = 512, 128  # tokens of the two sides of every product
 _PARTS = 16  # one of so many tokens is in a block of candidates

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from tokenprune.kernels.dispatch import operation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @operation(kernel="tokenprune.kernels.join_triton:join")

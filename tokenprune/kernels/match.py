@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
-from torch.nn.functional import normalize
 
 from tokenprune.kernels.dispatch import operation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AT_ONCE = 2**22  # similarities in memory at a time
 _BLOCK = 64  # similarities of which the largest is found before its place
@@ -36,8 +39,8 @@ def best_match(
     nothing to find, and long `[S, A]`, its place in b (then 0). Ties go to the lower place; a vector that is not finite
     is less similar (-2) than any other.
     """
-    unit = normalize(a.float(), dim=-1)
-    units = (unit if b is a else normalize(b.float(), dim=-1)).transpose(1, 2)
+    unit = torch.nn.functional.normalize(a.float(), dim=-1)
+    units = (unit if b is a else torch.nn.functional.normalize(b.float(), dim=-1)).transpose(1, 2)
     # On the host it costs little to ask what need not be looked for among all pairs.
     finite = one_group = False
     if a.device.type == "cpu":

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.kernels import farthest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEAST = 16  # rows of a product
 _SQUARE = 256  # tokens whose products with themselves are made at a time

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from tokenprune.kernels.pairs import Relation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BLOCK = 256  # tokens whose fate is settled together
 

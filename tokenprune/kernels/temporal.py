@@ -9,11 +9,15 @@ it, is similar to nothing. Plain PyTorch; nothing here asks the device.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import top_mask
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TINY = 1e-12
 _STEPS = 2.0**20

@@ -10,6 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenprune.startup import calm_threads
+
 if TYPE_CHECKING:
     from lmms_eval.models.registry_v2 import ModelManifest
 
@@ -20,6 +22,7 @@ def manifest() -> ModelManifest:
     """Return what lmms-eval registers: which base is meant, it only tells when it makes the model."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
+    calm_threads()
     return ModelManifest(
         model_id="tokenprune",
         simple_class_path=f"{__name__}.model.TokenPrune",

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from tokenprune.kernels.temporal import unit
 from tokenprune.methods.scores import stretched
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Centering = bool | Literal["standardised", "tower"]
 _TINY = 1e-6

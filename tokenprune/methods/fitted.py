@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from tokenprune.errors import OptionError
 from tokenprune.files import File, reason
 from tokenprune.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,8 @@ class Fitted:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file."""
+        from safetensors.torch import save_file
+
         told = {"kind": self.kind, "layer": str(self.layer), "model": self.model}
         try:
             save_file({"table": self.table.float().contiguous()}, str(path), told)

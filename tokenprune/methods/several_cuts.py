@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Ge
-from torch import Tensor, nn
 
 from tokenprune.base import Method, Pruner, Selection
 from tokenprune.budget import Budget
 from tokenprune.options import check_options
 from tokenprune.schedule import place, profile
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 # What `text_votes` reads.
 TEXT = frozenset({"text_attention", "last_row_attention"})

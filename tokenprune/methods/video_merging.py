@@ -6,11 +6,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Lt
-from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection
 from tokenprune.budget import Budget
@@ -22,6 +21,9 @@ from tokenprune.schedule import profile
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
 from tokenprune.video import Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from tokenprune.observable import SeenAttention, TowerScores
 from tokenprune.observable_registry import register_observable
 from tokenprune.observables.encoder_received_attention import received
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_observable("encoder_attention")

@@ -2,13 +2,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.observable import Backend, SeenAttention, Sizes, TowerScores
 from tokenprune.observable_registry import register_observable
 from tokenprune.observables.encoder_received_attention import received
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_observable("encoder_flow")

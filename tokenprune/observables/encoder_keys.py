@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tokenprune.observable import SeenAttention, TowerBlock
 from tokenprune.observable_registry import register_observable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_observable("encoder_keys")

@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.observable import SeenAttention, TowerScores
 from tokenprune.observable_registry import register_observable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_observable("encoder_received_attention")

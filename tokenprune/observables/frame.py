@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from tokenprune.frames import frame_and_place
 from tokenprune.observable import Sizes
 from tokenprune.observable_registry import register_observable
 from tokenprune.observables.frames import Frames, OfFrames
 from tokenprune.tokens import Segments, TokenSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_observable("frame")

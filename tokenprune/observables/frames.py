@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.observable import Backend, Observable, Sizes, Where
 from tokenprune.observable_registry import observables_of, register_observable
 from tokenprune.tokens import Segments, TokenSource
+
+if TYPE_CHECKING:
+    import torch
 
 
 class OfFrames(Observable):

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tokenprune.observable import Backend, PerToken, Where
 from tokenprune.observable_registry import register_observable
 from tokenprune.tokens import TokenSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_observable("hidden")

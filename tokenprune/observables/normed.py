@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tokenprune.observable import Backend, Observable, Where
 from tokenprune.observable_registry import register_observable
 from tokenprune.observables.hidden import Hidden
 from tokenprune.tokens import Segments, TextTokens, TokenSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_observable("normed")

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from tokenprune.observable import Backend, Observable, SeenAttention, Sizes, Where
 from tokenprune.observable_registry import observables_of, register_observable
 from tokenprune.tokens import Patches, Segments, TokenSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_observable("patches")

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import inspect
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _thread = threading.local()
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.packed_features import Packed
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 PATCH_LAYOUTS = {
     family: layout
@@ -147,7 +149,7 @@ def _patch_grid(source: PatchSource, arguments: dict[str, Any], patches: int) ->
     """Return (height, width) of the tower's grid: the pixels tell, where they may be of any size."""
     pixels, patch = arguments.get("pixel_values"), source.config.vision_config.patch_size
     sides = (patch, patch) if isinstance(patch, int) else tuple(patch)
-    if isinstance(pixels, Tensor) and pixels.ndim >= 4:
+    if isinstance(pixels, torch.Tensor) and pixels.ndim >= 4:
         height, width = (side // of for side, of in zip(pixels.shape[-2:], sides, strict=True))
         if height * width == patches:
             return height, width

@@ -6,30 +6,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from tokenprune.base import Pruner
 from tokenprune.errors import OptionError
-from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.patch_grid import Placed
 from tokenprune.observable import TowerOutput, Where
 from tokenprune.observable_registry import find_observable, observables_of
 from tokenprune.tokens import Patches
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tokenprune.integrations.shared.observation import Observation
+
 # The block in which an observable is read, by its name and the layer that a method named.
 Blocks = dict[tuple, int]
 
 
-Seen = dict[tuple[str, int], list[Tensor]]
+Seen = dict[tuple[str, int], list["Tensor"]]
 
 
 OUTPUT = -1  # in the place of a block: the tower's output
 
 
-Heads = Callable[[Tensor], Tensor]
+Heads = Callable[["Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True)

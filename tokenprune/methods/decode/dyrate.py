@@ -4,11 +4,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Lt
-from torch import Tensor, nn
 
 from tokenprune.base import Site
 from tokenprune.decode import DecodeMethod, Share, TokenType
@@ -17,6 +16,9 @@ from tokenprune.fingerprint import fingerprint
 from tokenprune.methods.decode.rate_predictor import RatePredictor
 from tokenprune.per_layer import per_layer
 from tokenprune.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @register(

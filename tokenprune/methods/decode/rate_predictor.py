@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from tokenprune.errors import OptionError
 from tokenprune.files import File, reason
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _KIND = "tokenprune dyrate predictor"
 
@@ -40,6 +42,8 @@ class RatePredictor:
 
     def save(self, path: str | Path) -> None:
         """Write the classifier to a safetensors file."""
+        from safetensors.torch import save_file
+
         told = {"kind": _KIND, "layer": str(self.layer), "model": self.model}
         try:
             save_file({"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}, str(path), told)

@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.budget import Budget
@@ -15,6 +14,9 @@ from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.transfer import to_device
 from tokenprune.units import UnitDropper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _STEPS = 8  # of the search for a threshold: 1/256 of the range of colours, as many as images have
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
-from torch import Tensor
 
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.files import File, reason
@@ -32,7 +30,7 @@ class Thresholds:
     Raises OptionError for values of another shape or type, and for those that are not finite.
     """
 
-    values: dict[float, Tensor] = field(repr=False)
+    values: dict[float, torch.Tensor] = field(repr=False)
     fingerprint: Fingerprint
     images: int
     settings: dict[str, Any] = field(default_factory=dict)
@@ -43,8 +41,9 @@ class Thresholds:
         for keep, values in self.values.items():
             if not isinstance(keep, float) or not 0 < keep <= 1:
                 raise OptionError(f"thresholds are for shares to keep, floats in (0, 1], not for {keep!r}")
-            if not isinstance(values, Tensor) or values.dim() != 1 or not values.is_floating_point():
-                told = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            if not isinstance(values, torch.Tensor) or values.dim() != 1 or not values.is_floating_point():
+                is_tensor = isinstance(values, torch.Tensor)
+                told = f"{values.dtype} {list(values.shape)}" if is_tensor else type(values).__name__
                 raise OptionError(f"thresholds for keep={keep} must be float32 `[blocks]`, one cosine each, not {told}")
             if not torch.isfinite(values).all():
                 raise OptionError(f"thresholds for keep={keep} are not finite: run `tokenprune calibrate` again")
@@ -54,7 +53,7 @@ class Thresholds:
         """The shares that these are for, largest first."""
         return sorted(self.values, reverse=True)
 
-    def for_keep(self, keep: float | int | None) -> Tensor:
+    def for_keep(self, keep: float | int | None) -> torch.Tensor:
         """Return the thresholds for a share; raises BudgetError for one that was not calibrated."""
         for share, values in self.values.items():
             if isinstance(keep, float) and abs(share - keep) < 1e-9:
@@ -79,6 +78,8 @@ class Thresholds:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file; raises TokenPruneError where that is impossible."""
+        from safetensors.torch import save
+
         about = {
             "version": _VERSION,
             "fingerprint": vars(self.fingerprint),

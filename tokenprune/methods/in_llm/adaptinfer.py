@@ -2,15 +2,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("adaptinfer", site=Site.IN_LLM, needs=TEXT, paper="arXiv 2508.06084")

@@ -4,10 +4,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
-from torch import Tensor
 
 from tokenprune.base import Method, Selection, Site
 from tokenprune.budget import Budget
@@ -17,6 +16,9 @@ from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LAYERS, _HEADS = 32, 32  # of the model that the curve's numbers are for
 _TOP, _MIDDLE = 0.75, 14.9  # of the curve: its height, and where it has fallen by half

@@ -3,12 +3,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le
-from torch import Tensor, nn
-from torch.nn.functional import interpolate
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.pairs import PickedRows, Products
@@ -19,6 +17,9 @@ from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _LEAST = 1e-3  # of the prior's mean, which a cell of it counts at least
 
@@ -141,6 +142,7 @@ def stretched(table: Tensor, count: int, grid: tuple[int, int, int] | None) -> T
     """float32 `[count]`: a table `[rows, columns]` at the places of a grid's tokens, the same in each frame; along the
     order of the tokens where the grid is not known."""
     if grid is None:
-        return interpolate(table.flatten()[None, None], size=count, mode="linear")[0, 0]
+        return torch.nn.functional.interpolate(table.flatten()[None, None], size=count, mode="linear")[0, 0]
     frames, height, width = grid
-    return interpolate(table[None, None], size=(height, width), mode="bilinear")[0, 0].flatten().repeat(frames)
+    frame = torch.nn.functional.interpolate(table[None, None], size=(height, width), mode="bilinear")[0, 0]
+    return frame.flatten().repeat(frames)

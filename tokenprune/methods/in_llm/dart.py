@@ -3,18 +3,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge
-from torch import Tensor
-from torch.nn.functional import normalize
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.take import take_in_turn
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("dart", site=Site.IN_LLM, needs=("keys",), paper="arXiv 2502.11494, EMNLP 2025")
@@ -62,13 +63,13 @@ class Dart(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         kept, pivots, exists = self._pivots(tokens)
-        unit = normalize(tokens.normed.float(), dim=-1)
+        unit = torch.nn.functional.normalize(tokens.normed.float(), dim=-1)
         # How many tokens each pivot adds: an even share of what the image pivots leave, the remainder to the first
         # ones.
         left = tokens.budget - kept.sum(1)
         number = exists.sum(1).clamp(min=1)
         share = left.div(number, rounding_mode="floor")[:, None] + (exists.cumsum(1) <= (left % number)[:, None])
-        similarity = unit @ normalize(pivots.float(), dim=-1).transpose(1, 2)  # [S, N, P]
+        similarity = unit @ torch.nn.functional.normalize(pivots.float(), dim=-1).transpose(1, 2)  # [S, N, P]
         pool = tokens.mask & ~kept
         added = take_in_turn(-similarity.transpose(1, 2), pool, share.masked_fill(~exists, 0), max(tokens.keep))
         return Selection(kept | added, counts=tokens.keep)

@@ -2,15 +2,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge
-from torch import Tensor
 
 from tokenprune.base import Pruner, Site
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("fastv", site=Site.IN_LLM, paper="arXiv 2403.06764, ECCV 2024")

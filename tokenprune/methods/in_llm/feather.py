@@ -2,17 +2,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le
-from torch import Tensor
 
 from tokenprune.base import Selection, Site
 from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("feather", site=Site.IN_LLM, needs=("unrotated_last_row",), paper="arXiv 2412.13180, ICCV 2025")

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, ClassVar
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Method, Site
@@ -18,6 +16,9 @@ from tokenprune.methods.several_cuts import CutsInside, OneCut
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class Recipe(Fitted):

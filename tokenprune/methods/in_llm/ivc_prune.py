@@ -3,11 +3,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
@@ -17,6 +16,9 @@ from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SEEDS = 0.01  # of an image's tokens
 _SKIPPED = 2  # tokens behind an image, what closes it in the prompt

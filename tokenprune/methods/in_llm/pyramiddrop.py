@@ -4,15 +4,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Gt, Le
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("pyramiddrop", site=Site.IN_LLM, needs=("next_row_attention",), paper="arXiv 2410.17247, CVPR 2025")

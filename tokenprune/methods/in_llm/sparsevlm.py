@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from tokenprune.base import Selection, Site
 from tokenprune.kernels.clusters import nearest, peaks
@@ -16,6 +15,9 @@ from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _A_CLUSTER = 10  # recycled tokens for each cluster
 

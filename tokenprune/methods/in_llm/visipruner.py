@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from tokenprune.base import Method, Selection, Site
 from tokenprune.budget import Budget
@@ -16,6 +15,9 @@ from tokenprune.methods.several_cuts import CutsInside, OneCut
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SHALLOW = 6 / 32  # of the layers, in which nothing leaves
 _CALM = 0.999  # cosine above which nothing that is left matters to a layer

@@ -3,10 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from tokenprune.accounting import DecoderShape
 from tokenprune.base import Method, Pruner, Site
@@ -14,6 +13,9 @@ from tokenprune.budget import TARGETS, Budget
 from tokenprune.errors import BudgetError
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("vtw", site=Site.IN_LLM, paper="arXiv 2405.05803, AAAI 2025")

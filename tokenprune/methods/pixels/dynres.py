@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Gt, Le
-from torch import Tensor
-from torch.nn import functional as F
 
 from tokenprune.base import ResizeMethod, Site
 from tokenprune.errors import BudgetError
@@ -18,6 +16,8 @@ from tokenprune.options import check_options
 from tokenprune.registry import register
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tokenprune.images import InputImage
 
 # log10 of the variance of the Laplacian (of grey values in 0..1, mean of the 8 differences) that count as no detail and
@@ -136,8 +136,8 @@ def asks_for_detail(question: str) -> bool:
 def look(grey: Tensor) -> tuple[float, bool]:
     """Return how much detail an image has, in 0..1, and whether it looks like text. grey: float `[H, W]` in 0..1."""
     # The mean difference to the eight neighbours.
-    padded = F.pad(grey[None, None], (1, 1, 1, 1), mode="replicate")
-    laplacian = (F.avg_pool2d(padded, 3, 1)[0, 0] - grey) * 9 / 8
+    padded = torch.nn.functional.pad(grey[None, None], (1, 1, 1, 1), mode="replicate")
+    laplacian = (torch.nn.functional.avg_pool2d(padded, 3, 1)[0, 0] - grey) * 9 / 8
     variance = float(laplacian.var(correction=0))
     detail = (math.log10(max(variance, 1e-12)) - _LEAST) / (_MOST - _LEAST)
     return min(1.0, max(0.0, detail)), _looks_like_text(grey, laplacian)

@@ -6,16 +6,18 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge, Lt
-from torch import Tensor
 
 from tokenprune.base import ImageChooser, Site
 from tokenprune.errors import OptionError
 from tokenprune.options import check_options
 from tokenprune.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FRONT, _BACK, _LEFT, _RIGHT = ("front", "forward", "ahead"), ("back", "rear", "behind"), ("left",), ("right",)
 _DIRECTIONS = {word: group for group in (_FRONT, _BACK, _LEFT, _RIGHT) for word in group}

@@ -3,10 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
@@ -17,6 +16,9 @@ from tokenprune.methods.scores import relevance, stretched
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LOWEST = 1e-6  # relevance of the least relevant token, as a share of the range
 

@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.kernels.temporal import cosine, shares
@@ -12,6 +12,9 @@ from tokenprune.methods.pre_llm.uniform import spread_in_frames
 from tokenprune.registry import register
 from tokenprune.transfer import to_device
 from tokenprune.video import VideoPruner, Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WINDOW = 4
 _BEFORE = (0, 1, 2, 1)  # a frame of a window is compared with the one so many frames before it

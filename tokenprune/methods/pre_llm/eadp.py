@@ -3,12 +3,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
-from torch import Tensor
-from torch.nn.functional import pad
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
@@ -19,6 +17,9 @@ from tokenprune.methods.scores import stretched
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import TextTokens, VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SHARPNESS = 100.0
 _TEMPERATURE = 0.01 + 1e-6
@@ -105,7 +106,8 @@ def smoothed(score: Tensor, tokens: VisualTokens) -> Tensor:
     score = score.clone()
     for row, (grid, count) in enumerate(zip(tokens.grids, tokens.counts, strict=True)):
         if grid is not None and math.prod(grid) == count and min(grid[1:]) > 1:
-            cells = pad(score[row, :count].view(grid[0], 1, *grid[1:]), (1, 1, 1, 1), mode="reflect")
+            cells = score[row, :count].view(grid[0], 1, *grid[1:])
+            cells = torch.nn.functional.pad(cells, (1, 1, 1, 1), mode="reflect")
             cells = near * (cells[..., :-2, :] + cells[..., 2:, :]) + own * cells[..., 1:-1, :]
             cells = near * (cells[..., :-2] + cells[..., 2:]) + own * cells[..., 1:-1]
             score[row, :count] = cells.flatten()

@@ -2,15 +2,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.kernels.temporal import same_place
 from tokenprune.methods.pre_llm.uniform import spread_in_frames
 from tokenprune.registry import register
 from tokenprune.video import VideoPruner, Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FIRST = 4.0  # above all distances, which are at most 2
 

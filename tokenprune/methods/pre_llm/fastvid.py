@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Ge, Gt, Le
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.kernels.clusters import peaks
@@ -26,6 +25,9 @@ from tokenprune.methods.video_merging import (
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.video import Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NEIGHBOURS = 4  # of a token that tell how dense it is there
 

@@ -2,12 +2,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
-from torch import Tensor
-from torch.nn.functional import pad
 
 from tokenprune.base import Pruner, Site
 from tokenprune.kernels.clusters import farthest_weighted, roots
@@ -28,6 +26,9 @@ from tokenprune.methods.video_merging import (
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.video import Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SCENE = 0.9  # frames less alike than that are of different segments
 _LONG = 4  # frames of a segment, at most on average
@@ -123,7 +124,7 @@ class FlashVID(TwoCutMerger):
             return spot
         x = videos.x
         alike, place = (
-            pad(one.view(count, frames - 1, places), (0, 0, 1, 0))
+            torch.nn.functional.pad(one.view(count, frames - 1, places), (0, 0, 1, 0))
             for one in best_match(x[:, 1:].flatten(0, 1), x[:, :-1].flatten(0, 1), rest[:, :-1].flatten(0, 1))
         )
         alike = alike.clamp(max=1)

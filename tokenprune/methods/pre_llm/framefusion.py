@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from tokenprune.base import Site
 from tokenprune.kernels.clusters import roots
@@ -15,6 +14,9 @@ from tokenprune.methods.pre_llm.uniform import spread_in_frames
 from tokenprune.methods.video_merging import VideoMerger, spots
 from tokenprune.registry import register
 from tokenprune.video import Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("framefusion", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2501.01986, ICCV 2025", merges=True)
@@ -39,8 +41,8 @@ class FrameFusion(VideoMerger):
         sizes = [frames[0] for frames in videos.frames]
         if any(keep < size for keep, size in zip(videos.keep, sizes, strict=True)):
             videos.tokens.note(f"{self.name}: less than a frame is to be kept: places are thinned like by uniform")
-        similarity = pad(same_place(videos.x, mask), (0, 0, 1, 0))
-        later = mask & pad(mask[:, :-1], (0, 0, 1, 0))
+        similarity = torch.nn.functional.pad(same_place(videos.x, mask), (0, 0, 1, 0))
+        later = mask & torch.nn.functional.pad(mask[:, :-1], (0, 0, 1, 0))
         number = videos.sizes.sum(1) - videos.budget
         merges = top_mask(similarity.flatten(1), later.flatten(1), number, later[0].numel()).view_as(later)
         spot, places = spots(mask), mask.shape[2]

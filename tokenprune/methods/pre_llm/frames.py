@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tokenprune.base import Site
 from tokenprune.methods.pre_llm.uniform import even, spread_in_frames
 from tokenprune.registry import register
 from tokenprune.video import VideoPruner, Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("frames", site=Site.PRE_LLM, needs=("frames",), paper="none (baseline)")

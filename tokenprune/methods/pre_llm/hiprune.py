@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
-from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.compact import partition
@@ -14,6 +13,9 @@ from tokenprune.methods.tiles import Tiles
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WITH_NEIGHBOURS = 5  # tokens of a cross: an anchor, and what is above, below, left and right of it
 

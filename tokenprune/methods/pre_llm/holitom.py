@@ -3,11 +3,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le
-from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.compact import gather_tokens, partition
@@ -27,6 +26,9 @@ from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
 from tokenprune.video import Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FEW = 0.125  # of a video's tokens, below which the paper's lower threshold goes
 

@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
-from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
@@ -16,6 +15,9 @@ from tokenprune.methods.scores import saliency, stretched
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("idselection", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2604.05601 (reconstruction)")

@@ -3,11 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Gt
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.kernels.clusters import in_parts
@@ -19,6 +18,9 @@ from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.transfer import to_device
 from tokenprune.video import Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MEASURED = 1024  # tokens that tell how far apart those of a video are
 

@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.kernels.clusters import components
@@ -19,6 +18,9 @@ from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.transfer import to_device
 from tokenprune.video import Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HALVINGS = 12  # of the range of thresholds that is searched
 _NEAR = 50  # one part in so many that the number may be off when the search ends

@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from annotated_types import Ge
-from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import in_parts
@@ -17,6 +16,9 @@ from tokenprune.methods.tiles import Tiles, attended, ranked
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("prumerge", site=Site.PRE_LLM, paper="arXiv 2403.15388, ICCV 2025", merges=True)

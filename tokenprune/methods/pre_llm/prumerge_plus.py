@@ -2,15 +2,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import Tiles
 from tokenprune.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("prumerge_plus", site=Site.PRE_LLM, paper="arXiv 2403.15388, ICCV 2025", merges=True)

@@ -2,15 +2,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.base import Pruner, Site
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("random", site=Site.PRE_LLM, paper="none (baseline)")

@@ -5,11 +5,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
@@ -23,6 +22,9 @@ from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AFTER = (3 / 32, 7 / 32, 16 / 32)
 _SIZES = (128.0, 86.0, 57.0, 35.0)  # before the decoder, and at its three cuts

@@ -2,17 +2,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Ge
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels, shares, unit
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.video import VideoPruner, Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("stc", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2512.00891, CVPR 2026")

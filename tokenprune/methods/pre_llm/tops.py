@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Ge
-from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.clusters import by_rows
@@ -17,6 +16,9 @@ from tokenprune.methods.scores import saliency
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("tops", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2606.27161 (reconstruction)")

@@ -2,14 +2,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.kernels.temporal import cosine, curvature, frame_means, shares
 from tokenprune.registry import register
 from tokenprune.video import VideoPruner, Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TEMPERATURE, _EPS = 0.7, 1e-6
 

@@ -2,15 +2,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tokenprune.base import Site
 from tokenprune.kernels.take import settle
 from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels, unit
 from tokenprune.registry import register
 from tokenprune.video import VideoPruner, Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TEMPERATURE = 0.01
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Gt, Le
-from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
@@ -21,6 +20,9 @@ from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.tokens import VisualTokens
 from tokenprune.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AFTER = (2 / 32, 22 / 32)
 _SIZES = (1.0, 7 / 11, 7 / 55)  # the tower's part, and the two cuts, for a quarter of the tokens on average

@@ -4,11 +4,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
-from torch import Tensor
 
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
@@ -20,6 +19,9 @@ from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import profile
 from tokenprune.tokens import Patches, VisualTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("vscan", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2505.22654, TMLR 2026", merges=True)

@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How model families hand images to their decoder: `base` has the common contract, the other files what differs."""
+"""How model families hand images to their decoder: `base` has the common contract, the other files what differs.
 
-from tokenprune.integrations.hf.families import plain, qformer, special
-from tokenprune.integrations.hf.families.base import (
-    Adapter,
-    adapter_for,
-    how_to_add,
-    register_adapter,
-    supported_families,
-)
+The adapters, which import transformers, come with the first of the names below; `table` needs none of them.
+"""
 
-__all__ = [
-    "Adapter",
-    "adapter_for",
-    "how_to_add",
-    "plain",
-    "qformer",
-    "register_adapter",
-    "special",
-    "supported_families",
-]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.families.base import (
+        Adapter,
+        adapter_for,
+        how_to_add,
+        register_adapter,
+        supported_families,
+    )
+
+_FILES = ("base", "plain", "qformer", "special")
+__all__ = ["Adapter", "adapter_for", "how_to_add", "register_adapter", "supported_families"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    base, *_ = (importlib.import_module(f"{__name__}.{file}") for file in _FILES)
+    globals().update((one, getattr(base, one)) for one in __all__)
+    return globals()[name]

@@ -11,7 +11,6 @@ from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.selection.before_llm import probe
 from tokenprune.observable import Backend
 from tokenprune.observable_registry import not_served
 from tokenprune.registry import available_methods, method_class
@@ -27,10 +26,18 @@ def check_method(method: Method, in_llm: bool = False) -> None:
     """Raise OptionError if vLLM cannot serve this method, saying what to use instead."""
     reason = _uncounted(method) or (_unservable_in_llm(method) if in_llm else _unservable(method))
     if reason:
-        key = f" with {IN_LLM}" if in_llm else ""
-        raise OptionError(
-            f"{method.name} cannot be served by vLLM{key}: {reason}. Servable are {', '.join(servable(in_llm))}"
-        )
+        raise OptionError(f"{_refusal(method, reason, in_llm)}. Servable are {', '.join(servable(in_llm))}")
+
+
+def declared_obstacle(method: Method) -> str | None:
+    """Return why vLLM cannot serve this method, by what it says of itself; None if that does not stand against it. The
+    method is not run, so that nothing loads torch."""
+    reason = _uncounted(method) or _unservable(method, run=False)
+    return reason and _refusal(method, reason)
+
+
+def _refusal(method: Method, reason: str, in_llm: bool = False) -> str:
+    return f"{method.name} cannot be served by vLLM{f' with {IN_LLM}' if in_llm else ''}: {reason}"
 
 
 def servable(in_llm: bool = False) -> list[str]:
@@ -55,11 +62,13 @@ def _uncounted(method: Method) -> str | None:
     return None
 
 
-def _unservable_in_llm(method: Method) -> str | None:
+def _unservable_in_llm(method: Method, run: bool = True) -> str | None:
     if method.site is not Site.IN_LLM:
         return f"it does not act inside the language model ({method.site}); leave {IN_LLM} out"
     if _stages(method) != [method]:
         return "it cuts at several layers, and one is what there is"
+    if not run:
+        return None
     from tokenprune.integrations.vllm.selection.in_llm import probe
 
     try:
@@ -69,7 +78,7 @@ def _unservable_in_llm(method: Method) -> str | None:
     return None
 
 
-def _unservable(method: Method) -> str | None:
+def _unservable(method: Method, run: bool = True) -> str | None:
     if method.site is Site.PRE_ENCODER:
         if isinstance(method, ImageChooser):
             return "vLLM needs all of a prompt's images; let clients leave out those that no question is about"
@@ -83,7 +92,7 @@ def _unservable(method: Method) -> str | None:
             return f"vtu={method.vtu} changes attention inside the language model; leave it out"
         why = method.inexact
         return why and f"the prompt's length is settled before the tower runs, and {why}"
-    if method.site is Site.IN_LLM and _unservable_in_llm(method) is None:
+    if method.site is Site.IN_LLM and _unservable_in_llm(method, run) is None:
         return (
             f'it acts inside the language model, after the prompt\'s length is settled; "{IN_LLM}": true allows it, '
             "with limits (docs/serving.md)"
@@ -103,6 +112,10 @@ def _unservable(method: Method) -> str | None:
         options = _written(method.query_free)
         instead = f"; {method.name} does without with {options}" if options else ""
         return f"it reads the question, but an image's features are shared by all prompts that hold it{instead}"
+    if not run:
+        return None
+    from tokenprune.integrations.vllm.selection.before_llm import probe
+
     try:
         probe(method)
     except TokenPruneError as error:

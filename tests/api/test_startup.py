@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before any work: threads that sleep while they wait, and nothing imported that is not needed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlavaConfig
+
+import tokenprune
+from tokenprune.cost_model import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.vllm.setting.servable import check_method, declared_obstacle
+from tokenprune.registry import available_methods, method_class
+from tokenprune.setting import file_options
+
+ROOT = Path(tokenprune.__file__).parents[1]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SPIN, SILENT = "GOMP_SPINCOUNT", "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+# Ends the process where torch is first looked for, and says what libgomp would read there.
+WATCH = f"""
+import os, runpy, sys, types
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("at torch:", os.environ.get({SPIN!r}), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+"""
+ENTRIES = {
+    "main": "from tokenprune.cli import main; sys.argv = ['tokenprune', 'demo']; main()",
+    "tokenprune": "sys.argv = ['tokenprune', 'demo']; runpy.run_module('tokenprune', run_name='__main__')",
+    "tokenprune.cli": "sys.argv = ['tokenprune', 'bench']; runpy.run_module('tokenprune.cli', run_name='__main__')",
+    "app": "sys.modules['gradio'] = types.ModuleType('gradio')\n"
+    "from tokenprune.cli import main; sys.argv = ['tokenprune', 'app']; main()",
+    "benchmarks": f"sys.path.insert(0, {str(BENCHMARKS)!r}); runpy.run_path({str(BENCHMARKS / 'scaling.py')!r})",
+    "lmms-eval": "fake = types.ModuleType('lmms_eval.models.registry_v2'); fake.ModelManifest = dict\n"
+    "sys.modules |= {name: fake for name in ('lmms_eval', 'lmms_eval.models', fake.__name__)}\n"
+    "from tokenprune.lmms_eval import manifest; manifest(); import torch",
+}
+# Prints which of some modules a command imported; torch stands for its compiled part, for `import torch` may wait.
+COUNT = """
+import sys
+from tokenprune.cli import main
+try: main()
+except SystemExit as end: assert not end.code, end.code
+print("imported:", *sorted(({} | {{"torch._C"}}) & set(sys.modules)))
+"""
+NUMBERS = {"numpy", "scipy", "sklearn", "pandas", "PIL"}
+
+
+def run(code: str, *arguments: str, **environment: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if name not in (SPIN, SILENT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True,
+        env=kept | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_threads_sleep_before_torch_is_imported(entry: str) -> None:
+    assert run(WATCH + ENTRIES[entry]) == "at torch: 0\n"
+
+
+def test_a_users_own_spinning_stays() -> None:
+    assert run(WATCH + ENTRIES["main"], **{SPIN: "7"}) == "at torch: 7\n"
+
+
+def test_every_benchmark_calms_its_threads_first() -> None:
+    """Ahead of the first import that could load torch."""
+    late, light = [], ("tokenprune.cli", "tokenprune.errors")
+    heavy = ("torch", "transformers", "common", "asking", "serving", "tokenprune")
+    for path in BENCHMARKS.glob("*.py"):
+        if path.stem == "calm_threads" or "__main__" not in (text := path.read_text()):
+            continue
+        names = []
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names.append(node.module)
+        others = [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]
+        loads = [name for name in others if name.startswith(heavy) and not name.startswith(light)]
+        if loads and others[0] != "calm_threads":
+            late.append(path.name)
+    assert not late, f"import calm_threads first, in {late}"
+
+
+@pytest.mark.parametrize("command", ["methods", "families", "--version"])
+def test_lists_import_neither_torch_nor_transformers(command: str) -> None:
+    """A time would test the machine; what takes the time is importing these. A method that loads torch when it is
+    imported writes `from torch import ...` outside `if TYPE_CHECKING`."""
+    output = run(COUNT.format(NUMBERS | {"transformers"}), command)
+    assert output.splitlines()[-1] == "imported:"
+    if command == "methods":
+        assert all(f" {name} " in output for name in available_methods())
+
+
+def test_completion_imports_neither_torch_nor_transformers() -> None:
+    output = run(
+        "import sys\nsys.argv = ['tokenprune']\n" + COUNT.format(NUMBERS | {"transformers"}),
+        _TOKENPRUNE_COMPLETE="complete_bash", COMP_WORDS="tokenprune bench --methods divpr", COMP_CWORD="3",
+    )  # fmt: skip
+    assert output.split()[0] == "divprune" and output.splitlines()[-1] == "imported:"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("recommend", "demo_vlm"), ("recommend", "demo_qwen"), ("profile", "--config-only", "--method", "fastv")],
+)
+def test_a_config_is_read_without_torch(command: tuple[str, ...]) -> None:
+    """transformers itself brings numpy and Pillow along."""
+    output = run(COUNT.format({"scipy", "sklearn", "pandas", "transformers.generation.utils"}), *command)
+    assert output.splitlines()[-1] == "imported:" and "not found" not in output
+    assert ("start from" if command[0] == "recommend" else "by FLOPs of tower and decoder") in output
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import torch; assert 'torch._C' not in sys.modules; assert torch.ones(2).sum() == 2",
+        "import torch.nn.functional as F; import torch; assert F.relu(torch.tensor([-1.0])) == 0",
+        "from torch import Tensor; import torch; assert isinstance(torch.ones(1), Tensor)",
+        "from transformers import BertConfig, BertModel; BertModel(BertConfig(num_hidden_layers=1))",
+    ],
+)
+def test_deferred_torch_is_torch(use: str) -> None:
+    code = f"import sys\nfrom tokenprune.startup import defer_torch\ndefer_torch()\n{use}\nimport torch._C"
+    assert run(code) == ""
+
+
+def test_the_listed_cost_is_that_of_llava() -> None:
+    config = LlavaConfig()
+    assert CostModel.from_config(config) == LLAVA_7B and Load.of_config(config) == LLAVA_7B_LOAD
+
+
+def test_what_a_method_says_of_itself_is_what_running_it_says() -> None:
+    """Of those that run without a file of their own: `recommend` names no others."""
+    for name in available_methods():
+        method = method_class(name)()
+        if file_options(type(method)):
+            continue
+        tried = None
+        try:
+            check_method(method)
+        except TokenPruneError as error:
+            tried = str(error).partition(". Servable are")[0]
+        assert declared_obstacle(method) == tried
