@@ -2,7 +2,7 @@
 """Run the README's first code on the model and an image that ship with the package, keep what it prints, and take the
 time to its first token.
 
-    GOMP_SPINCOUNT=0 python benchmarks/first_run.py    # writes benchmarks/results/first_run.json; then dev/readme.py
+    python benchmarks/first_run.py    # writes benchmarks/results/first_run.json; then dev/readme.py
 
 The time runs from the image to the first token, processor and vision tower included, of the setting that the code
 patches with, in turn with the unpatched model. It is the speed that the README's first lines and the site's front page

@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import torch
 from asking import ask, share
 from rich.console import Console

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import calm_threads  # noqa: F401
 import numpy as np
 import torch
 from common import code_version, fill_page, header, read, write
