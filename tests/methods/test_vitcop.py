@@ -166,14 +166,14 @@ def test_tiles_and_rows_are_for_themselves() -> None:
 
 
 def test_equal_keys_and_the_place_limit() -> None:
-    """10, 11: all densities tie, so that no chain but a centre's own ends at one; tokens too far apart join nobody."""
+    """10, 11: all densities tie, so that no chain but a centre's own ends at one; of tokens too far apart none has a parent."""
     one, mask = torch.ones(1, 6, 16), torch.ones(1, 6, dtype=torch.bool)
     tile, number = torch.zeros(1, 6, dtype=torch.long), torch.tensor([2])
     row = torch.stack([torch.zeros(6), torch.arange(6) / 6], 1)[None].double()
     assert set(centres_of(one, row, tile, mask, number)[0].tolist()) <= {-1, 0, 1, 2, 3, 4, 5}
     assert centres_of(one, row, tile, mask, torch.tensor([6]))[0].tolist() == list(range(6))
-    apart = centres_of(torch.randn(1, 6, 16), row * 10, tile, mask, torch.tensor([6]))
-    assert apart[0].tolist() == list(range(6))
+    apart = centres_of(torch.randn(1, 6, 16), row * 10, tile, mask, number)
+    assert apart[0].tolist() == [0, 1, 0, 0, 0, 0]  # of those without a parent the first are centres
 
 
 @torch.no_grad()
