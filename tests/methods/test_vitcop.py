@@ -82,7 +82,7 @@ def spots_of(tokens: VisualTokens, row: int) -> list[tuple[float, float]]:
 
 
 def entered(tokens: VisualTokens, share: float) -> tuple[list[int], list[list[int]]]:
-    """What stays of the one image, and the clusters of that as the early cut is told them."""
+    """What stays of the one image, and the clusters of that as the early cut gets them."""
     stage = tokenprune.method("vitcop", clusters=share).stages(Budget(keep=0.2), 32)[0][0]
     kept = stage.select(tokens).keep[0].nonzero().flatten().tolist()
     told = tokens.carry["cluster"][0].tolist()
