@@ -166,7 +166,7 @@ def test_tiles_and_rows_are_for_themselves() -> None:
 
 
 def test_equal_keys_and_the_place_limit() -> None:
-    """10, 11: all densities tie, so that no chain but a centre's own ends at one; of tokens too far apart none has a parent."""
+    """10, 11: all densities tie, so that chains need not end at a centre; of tokens too far apart none has a parent."""
     one, mask = torch.ones(1, 6, 16), torch.ones(1, 6, dtype=torch.bool)
     tile, number = torch.zeros(1, 6, dtype=torch.long), torch.tensor([2])
     row = torch.stack([torch.zeros(6), torch.arange(6) / 6], 1)[None].double()
