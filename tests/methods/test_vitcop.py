@@ -82,7 +82,7 @@ def spots_of(tokens: VisualTokens, row: int) -> list[tuple[float, float]]:
 
 
 def entered(tokens: VisualTokens, share: float) -> tuple[list[int], list[list[int]]]:
-    """What stays of the one image, and the clusters of that as the early cut is told them."""
+    """What stays of the one image, and the clusters of that as the early cut gets them."""
     stage = tokenprune.method("vitcop", clusters=share).stages(Budget(keep=0.2), 32)[0][0]
     kept = stage.select(tokens).keep[0].nonzero().flatten().tolist()
     told = tokens.carry["cluster"][0].tolist()
@@ -166,14 +166,14 @@ def test_tiles_and_rows_are_for_themselves() -> None:
 
 
 def test_equal_keys_and_the_place_limit() -> None:
-    """10, 11: all densities tie, so that no chain but a centre's own ends at one; tokens too far apart join nobody."""
+    """10, 11: all densities tie, so that chains need not end at a centre; of tokens too far apart none has a parent."""
     one, mask = torch.ones(1, 6, 16), torch.ones(1, 6, dtype=torch.bool)
     tile, number = torch.zeros(1, 6, dtype=torch.long), torch.tensor([2])
     row = torch.stack([torch.zeros(6), torch.arange(6) / 6], 1)[None].double()
     assert set(centres_of(one, row, tile, mask, number)[0].tolist()) <= {-1, 0, 1, 2, 3, 4, 5}
     assert centres_of(one, row, tile, mask, torch.tensor([6]))[0].tolist() == list(range(6))
-    apart = centres_of(torch.randn(1, 6, 16), row * 10, tile, mask, torch.tensor([6]))
-    assert apart[0].tolist() == list(range(6))
+    apart = centres_of(torch.randn(1, 6, 16), row * 10, tile, mask, number)
+    assert apart[0].tolist() == [0, 1, 0, 0, 0, 0]  # of those without a parent the first are centres
 
 
 @torch.no_grad()

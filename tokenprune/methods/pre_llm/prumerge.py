@@ -42,11 +42,12 @@ class PruMerge(Pruner):
 
     Differs from the paper: an exact number by default, which counts the token for the rest; attention is that of the
     block that the model reads, head by head, as the paper says (the authors' code takes queries and keys of the tower's
-    last block as one wide head); "rest" leaves out what the code adds to kept tokens, a sum over the 32 nearest
-    weighted by attention, a few hundredths of their length, and its token for the rest is a mean where the code has a
-    sum; "clusters" are means, and no patch is in two of them, as the paper says; merged behind the projector; tokens
-    stay in order, and keep their positions of the full prompt; each image has its own number, its tiles share it in
-    proportion to their patches, and newline tokens go first.
+    last block as one wide head, which a model like LLaVA-1.5 does not run to its end; on the shipped models one wide
+    head is no better, and which of two blocks is better depends on the model, see the page); "rest" leaves out what the
+    code adds to kept tokens, a sum over the 32 nearest weighted by attention, a few hundredths of their length, and its
+    token for the rest is a mean where the code has a sum; "clusters" are means, and no patch is in two of them, as the
+    paper says; merged behind the projector; tokens stay in order, and keep their positions of the full prompt; each
+    image has its own number, its tiles share it in proportion to their patches, and newline tokens go first.
     """
 
     merge: Literal["rest", "clusters", "none"] = "rest"

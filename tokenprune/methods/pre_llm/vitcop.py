@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _AFTER = (2 / 32, 22 / 32)
 _SIZES = (1.0, 7 / 11, 7 / 55)  # the tower's part, and the two cuts, for a quarter of the tokens on average
 _NEAR = 0.6 + 1e-9  # of an image's height or width
-_STEPS = 2.0**30  # densities are told apart to so many parts: equal keys are equally dense however sums are rounded
+_STEPS = 2.0**30  # densities count in such parts: equal keys are equally dense however sums are rounded
 
 
 @register(
