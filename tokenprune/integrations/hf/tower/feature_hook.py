@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 _thread = threading.local()
 Encoder = Callable[[dict[str, Any]], Any]
 
@@ -25,6 +27,7 @@ class FeatureRecorder:
         # generate() reads the signature to know which of its arguments to hand over.
         self.__signature__ = inspect.signature(original)
 
+    @torch.compiler.disable(reason="tokenprune notes what the tower encodes")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Qwen3-VL's get_video_features calls get_image_features: only the outermost call tells what was encoded.
         if getattr(_thread, "encoding", False):
