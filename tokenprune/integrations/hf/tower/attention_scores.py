@@ -214,5 +214,5 @@ def _find_blocks(adapter: Adapter, name: str, methods: Sequence[Pruner]) -> tupl
     kind = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
     raise UnsupportedSetupError(
         f"{name} looks into the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
-        f"and SmolVLM), InternVL, Pixtral and Qwen-VL of transformers, not {kind}; {_instead(methods)}"
+        f"and SmolVLM), InternVL, Pixtral, Qwen-VL and GLM-4V of transformers, not {kind}; {_instead(methods)}"
     )
