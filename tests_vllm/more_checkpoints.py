@@ -120,6 +120,17 @@ def qwen3_moe_config() -> dict[str, Any]:
     return config
 
 
+def qwen35_moe_config() -> dict[str, Any]:
+    config = qwen35_config()
+    config["text_config"] |= MOE | dict(model_type="qwen3_5_moe_text", shared_expert_intermediate_size=96)
+    return config
+
+
+def glm4v_moe_config() -> dict[str, Any]:
+    more = dict(model_type="glm4v_moe_text", n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1)
+    return glm4v_config(**MOE, **more, use_qk_norm=False)  # vLLM reads the last of a config
+
+
 def qwen3() -> Any:
     return qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16)
 
@@ -135,6 +146,10 @@ MORE: dict[str, Checkpoint] = {
         Checkpoint("qwen3_5", qwen35_config, qwen3, QWEN_IMAGE, video=QWEN_VIDEO, mrope=True, sizes=QWEN3_SIZES,
                    dtype="bfloat16"),  # what linear attention takes on a CPU
         Checkpoint("glm4v", glm4v_config, glm4v, GLM_IMAGE, video=GLM_VIDEO, mrope=True, mixes=False,
+                   sizes=((140, 196), (196, 140), (168, 168))),
+        Checkpoint("qwen3_5_moe", qwen35_moe_config, qwen3, QWEN_IMAGE, video=QWEN_VIDEO, mrope=True,
+                   sizes=QWEN3_SIZES, dtype="bfloat16"),
+        Checkpoint("glm4v_moe", glm4v_moe_config, glm4v, GLM_IMAGE, video=GLM_VIDEO, mrope=True, mixes=False,
                    sizes=((140, 196), (196, 140), (168, 168))),
         Checkpoint(
             "aria",
