@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenprune.kernels.match import TIE
 from tokenprune.kernels.target_triton import multipliable, shared_memory
 
 _PROGRAMS = 264  # enough to fill the largest GPUs twice
@@ -34,20 +33,17 @@ def likeness(
 
 
 @triton.jit
-def _better(value, columns, best, anchor, where, TIE: tl.constexpr):
-    """Of each row the maximum so far, and the place chosen so far with the maximum (`anchor`) when it was chosen. A tile
-    that ties with that leaves the place as it is: the first one stays."""
-    found = tl.max(value, 1)
-    at = tl.min(tl.where(value >= found[:, None] - TIE, columns[None, :], 2147483647), 1)
-    better = found > anchor + TIE
-    return tl.maximum(best, found), tl.where(better, found, anchor), tl.where(better, at, where)
+def _rows_max(value, first):
+    """Of each row the maximum and, counted from `first`, its first place."""
+    best, at = tl.max(value, 1, return_indices=True, return_indices_tie_break_left=True)
+    return best, first + at
 
 
 @triton.jit(do_not_specialize=["A", "B", "share", "segments"])
 def _best(
     a, b, inverse_a, inverse_b, allowed, group_a, group_b, value, place, A, B, D, share, segments,
     segment_a, row_a, feature_a, segment_b, row_b, feature_b,
-    ALLOWED: tl.constexpr, GROUPS: tl.constexpr, OTHERS: tl.constexpr, TIE: tl.constexpr,
+    ALLOWED: tl.constexpr, GROUPS: tl.constexpr, OTHERS: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # Program (i, s, p) finds the best of the p-th share of b for the i-th block of a of segment s.
@@ -56,13 +52,15 @@ def _best(
     rows = tl.program_id(0) * BLOCK_A + tl.arange(0, BLOCK_A)
     best = tl.full([BLOCK_A], float("-inf"), tl.float32)
     where = tl.zeros([BLOCK_A], tl.int32)
-    anchor, own, own_anchor, own_where = best, best, best, where
+    own, own_where = best, where
     for first in range(part * share, tl.minimum(part * share + share, B), BLOCK_B):
         columns = first + tl.arange(0, BLOCK_B)
         alike = likeness(
             a + s * segment_a, b + s * segment_b, inverse_a + s * A, inverse_b + s * B, rows, columns, A, B, D,
             row_a, feature_a, row_b, feature_b, BLOCK_A, BLOCK_B, BLOCK_D,
         )  # fmt: skip
+        # What ties is made equal: float32 from 8 to 16 has steps of `match.TIE`. More state for each row would spill.
+        alike = (alike + 12.0) - 12.0
         alike = tl.where(alike == alike, alike, -2.0)
         can = columns < B
         if ALLOWED:
@@ -70,12 +68,14 @@ def _best(
         alike = tl.where(can[None, :], alike, float("-inf"))
         if OTHERS:
             alike = tl.where(rows[:, None] == columns[None, :], float("-inf"), alike)
-        best, anchor, where = _better(alike, columns, best, anchor, where, TIE)
+        found, at = _rows_max(alike, first)
+        # Strictly better only: of equals the first one stays.
+        best, where = tl.where(found > best, found, best), tl.where(found > best, at, where)
         if GROUPS:
             of_row = tl.load(group_a + s * A + rows, rows < A, 0)
             of_column = tl.load(group_b + s * B + columns, columns < B, 0)
-            alike = tl.where(of_row[:, None] == of_column[None, :], alike, float("-inf"))
-            own, own_anchor, own_where = _better(alike, columns, own, own_anchor, own_where, TIE)
+            found, at = _rows_max(tl.where(of_row[:, None] == of_column[None, :], alike, float("-inf")), first)
+            own, own_where = tl.where(found > own, found, own), tl.where(found > own, at, own_where)
     out = (part * segments + s) * A + rows
     tl.store(value + out, best, rows < A)
     tl.store(place + out, where, rows < A)
@@ -129,10 +129,10 @@ def best_match(
         _best[triton.cdiv(count, block_a), segments, parts](
             a, b, inverse_norm(a), inverse_norm(b), flags, of_a, of_b, value, place, count, others_count, width, share,
             segments, *a.stride(), *b.stride(), ALLOWED=allowed is not None, GROUPS=groups, OTHERS=others,
-            TIE=TIE, BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
+            BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
         )  # fmt: skip
     best = value.amax(dim=1)
-    place = torch.where(value >= best[:, None] - TIE, place, others_count).amin(dim=1).long()
+    place = torch.where(value == best[:, None], place, others_count).amin(dim=1).long()
     if groups:
         own = best[1] > -torch.inf
         return torch.where(own, best[1], best[0]), torch.where(own, place[1], place[0])
