@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import cache_utils, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -58,6 +58,23 @@ def masks_for_generate(config: Any, embeds: Tensor, mask: Tensor | None, cache: 
 def mask_of(kind: str, config: Any, embeds: Tensor, mask: Tensor | None, cache: Any) -> Any:
     """Return the mask that transformers' `create_{kind}` makes."""
     return getattr(masking_utils, f"create_{kind}")(**_about(config, embeds, mask, cache))
+
+
+def write_mask(q_length: int, q_offset: int, device: Any, **places: Any) -> Tensor | None:
+    """Return what transformers' function for masks of "sdpa" writes."""
+    given = dict(q_length=q_length, q_offset=q_offset, device=device)
+    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        given = dict(cache_position=q_offset + torch.arange(q_length, device=device))
+    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**places | given)
+
+
+def window_order(tower: nn.Module, grids: Tensor) -> Tensor:
+    """Return long `[N]`, the units of all images in the order in which a tower of windows lines them up."""
+    if hasattr(tower, "get_window_index"):  # up to 5.9
+        return tower.get_window_index(grids)[0]
+    from transformers.vision_utils import get_vision_window_index
+
+    return get_vision_window_index(grids, tower.spatial_merge_size, tower.window_size, tower.patch_size)[0]
 
 
 def _about(config: Any, embeds: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:

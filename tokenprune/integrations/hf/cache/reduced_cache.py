@@ -91,8 +91,8 @@ class _ReducedMixin:
     def reset(self) -> None:
         if not compat.RESET_EMPTIES:
             raise UnsupportedSetupError(
-                f"transformers {compat.VERSION} leaves an emptied cache as long as it was, and its layers hold different "
-                "numbers of tokens here: make a new cache instead, or take transformers 5.18 or later"
+                f"transformers {compat.VERSION} leaves an emptied cache as long as it was, and its layers hold "
+                "different numbers of tokens here: make a new cache instead, or take transformers 5.18 or later"
             )
         super().reset()
         restore(self)

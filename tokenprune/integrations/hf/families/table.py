@@ -147,6 +147,7 @@ _REASONS = {
     "added inside its decoder": "granite_docling",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
     "it takes no images in transformers, text alone": "mistral4",
+    "it is the vision tower of other models, which have a type of their own (llava, mistral3)": "pixtral",
 }
 REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
 
