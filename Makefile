@@ -14,7 +14,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-newest test-newest-quick test-vllm test-vllm-quick test-vllm-v2 vllm-hooks test-all test-lmms test-app app notebooks docs serving demo bench-cpu pages bench-gpu kernels plots lint clean distclean
+.PHONY: help setup test test-newest test-newest-quick test-oldest-quick test-other-processor test-vllm test-vllm-quick test-vllm-v2 vllm-hooks test-all test-lmms test-app app notebooks docs serving demo bench-cpu pages bench-gpu kernels plots lint clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
@@ -33,6 +33,13 @@ test-newest: .venv-newest/.setup-done ## run the tests with the newest transform
 test-newest-quick: .venv-newest/.setup-done ## the same for families, caches and ways to run alone
 	$(TEST_ENV) .venv-newest/bin/python $(PYTEST) tests/engine/test_identity.py tests/families/test_families.py \
 		tests/engine/test_cache.py tests/api/test_ways.py
+
+test-oldest-quick: .venv-oldest/.setup-done ## the same with the oldest transformers supported (constraints-oldest.txt)
+	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST) -m fast tests/engine/test_identity.py tests/families/test_families.py \
+		tests/engine/test_cache.py tests/api/test_ways.py
+
+test-other-processor: setup ## the fast tests of engine, methods, towers and families as on a processor without AVX2
+	$(TEST_ENV) ATEN_CPU_CAPABILITY=default .venv/bin/python $(PYTEST) -m fast tests/engine tests/methods tests/tower tests/families
 
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)
@@ -139,7 +146,7 @@ clean: ## remove builds and caches
 	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-newest .venv-vllm .venv-lmms .venv-docs
+	rm -rf .venv .venv-newest .venv-oldest .venv-vllm .venv-lmms .venv-docs
 
 # An environment apart: vLLM brings versions of its own. Its CPU build goes in without what it requires, because some of that
 # is built for CUDA; see dev/vllm_requirements.py.
@@ -166,6 +173,7 @@ distclean: clean ## remove the environments too
 
 .venv/.setup-done: constraints.txt
 .venv-newest/.setup-done: constraints.txt constraints-newest.txt
+.venv-oldest/.setup-done: constraints.txt constraints-oldest.txt
 .venv-lmms/.setup-done: constraints.txt constraints-lmms.txt
 .venv-lmms/.setup-done: PACKAGES := -e '.[lmms-eval]' pytest
 .venv-app/.setup-done: constraints.txt constraints-app.txt

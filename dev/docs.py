@@ -125,10 +125,10 @@ def observables() -> str:
 
 def families() -> str:
     """The table of families that work, and that of those that are refused."""
-    lines = ["| model type | methods may act | tested with transformers | notes |", "|---|---|---|---|"]
+    lines = ["| model type | methods may act | from transformers | notes |", "|---|---|---|---|"]
     for name, one in sorted(SUPPORTED.items()):
         sites = ", ".join(f"`{site}`" for site in one.sites)
-        lines.append(f"| `{name}` | {sites} | {one.tested} | {cell(one.note)} |")
+        lines.append(f"| `{name}` | {sites} | {one.since} | {cell(one.note)} |")
     packed = ", ".join(f"`{name}`" for name in sorted(PACKED_PATCHES))
     lines += ["", f"Towers that pack patches of any grid, ahead of which `pixelprune` drops units: {packed}."]
     lines += ["", "Refused, with an error that says why:", "", "| model type | because |", "|---|---|"]

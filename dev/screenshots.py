@@ -10,8 +10,6 @@ that does not load, is wider than the window, or has a table that is cut off. Lo
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -106,18 +104,15 @@ def _opened(context: Any, address: str, page: str, image: Path | None) -> list[s
 
 
 def main() -> None:
-    from playwright.sync_api import sync_playwright
+    from browser import started
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("site", type=Path, help="the built site")
     parser.add_argument("out", type=Path, help="where images go")
     parser.add_argument("--pages", nargs="+", default=PAGES, metavar="PAGE.html")
     args = parser.parse_args()
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with started() as browser:
         found = check(browser, args.site, args.pages, args.out)
-        browser.close()
     sys.exit("\n".join(found) or None)
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ if not torch.cuda.is_available():
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from basics import snapshot
-from selection import is_fast, leave_out_combinations, leave_out_families, leave_out_thorough, leave_out_values
+from selection import is_fast, lacking, leave_out_combinations, leave_out_families, leave_out_thorough, leave_out_values
 from zoo import FAMILIES, Family
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
@@ -39,6 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=leave_out(items))
     for item in items:
         item.add_marker("fast" if is_fast(item) else "full")
+        for reason in lacking(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_configure() -> None:
@@ -132,17 +133,15 @@ def models_stay_as_they_were() -> Iterator[None]:
     assert not left, f"a test left its model changed: {left}"
 
 
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The system's Chromium, or the one that the environment variable CHROMIUM names."""
-    driver = pytest.importorskip("playwright.sync_api", reason="Playwright drives the browser: pip install playwright")
-    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if path is None:
-        pytest.skip(f"none of {', '.join(CHROMIUM)} is installed here")
-    with driver.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield started
-        started.close()
+    """A Chromium, as `dev/browser.py` finds one."""
+    pytest.importorskip("playwright.sync_api", reason="Playwright drives the browser: pip install playwright")
+    from tests.docs.test_docs import generator
+
+    tool = generator("browser")
+    try:
+        with tool.started() as one:
+            yield one
+    except tool.NoBrowser as none:
+        pytest.skip(str(none))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.join import join
-from tokenprune.kernels.match import best_match
+from tokenprune.kernels.match import TIE, best_match
 from tokenprune.transfer import to_device
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def best_partners(metric: Tensor, protected: int = 0, counts: list[int] | None =
 
     metric: `[B, n, D]`. protected: the first tokens (class, registers), which are neither sources nor targets. counts:
     the real tokens of each row; what is behind them is padding, and neither either. Returns float `[B, ceil(n/2)]`
-    similarities, -inf for what is no source, and long partners, counted in B. Ties go to the lower place; a zero or
-    non-finite vector is similar to nothing.
+    similarities, in steps of `TIE`, -inf for what is no source, and long partners, counted in B. Ties go to the lower
+    place; a zero or non-finite vector is similar to nothing.
     """
     place = torch.arange(metric.shape[1], device=metric.device).expand(metric.shape[:2])
     can = place >= protected
@@ -134,6 +134,8 @@ def best_partners(metric: Tensor, protected: int = 0, counts: list[int] | None =
     # A single protected token is in A, so that all of B can be found.
     all_of_b = counts is None and protected < 2
     best, partner = best_match(metric[:, ::2], metric[:, 1::2], None if all_of_b else can[:, 1::2])
+    # In steps, so that equal vectors have one similarity, 1, whatever rounding made of it.
+    best = (best / TIE).round() * TIE
     return best.masked_fill(~can[:, ::2], -torch.inf), partner.masked_fill(~can[:, ::2], 0)
 
 

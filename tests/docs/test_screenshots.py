@@ -6,9 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.docs.test_docs import ROOT, generator
 
-WIDE = f"<table><tr><td>{'<td>a-cell-that-does-not-break'.join([''] * 30)}</table>"
+# As wide whatever the fonts are.
+WIDE = "<table style='width: 3000px'><tr><td>a cell</table>"
 PAGES = {
     "good": f"<h1>Good</h1><div style='overflow-x: auto'>{WIDE}</div>",
     "loud": "<script>console.error('broken thing')</script>",
@@ -18,11 +21,12 @@ PAGES = {
 }
 
 
-def test_what_is_wrong_with_a_page_is_said(browser: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("font", [8, 16, 32])
+def test_what_is_wrong_with_a_page_is_said(browser: Any, tmp_path: Path, font: int) -> None:
     tool = generator("screenshots")
     for name, body in PAGES.items():
         head = "<!doctype html><html lang=en><link rel=icon href='data:,'><title>-</title>"
-        (tmp_path / f"{name}.html").write_text(f"{head}<body>{body}")
+        (tmp_path / f"{name}.html").write_text(f"{head}<style>* {{font-size: {font}px}}</style><body>{body}")
     found = tool.check(browser, tmp_path, [f"{name}.html" for name in PAGES], tmp_path / "out")
     for name, said in {"loud": "broken thing", "far": "asks for https://example.org/far.png", "cut": "cut off"}.items():
         assert sum(one.startswith(f"{name}.html at ") and said in one for one in found) == 4, name

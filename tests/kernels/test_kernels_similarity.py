@@ -119,6 +119,38 @@ def test_best_match_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
                     assert all(torch.equal(*pair) for pair in zip(found[0], plain, strict=True))
 
 
+@pytest.mark.parametrize("width", [64, 72, 1024])
+@pytest.mark.parametrize(("a", "b"), [(1, 7), (1, 50), (1, 577), (24, 50)])
+def test_equal_vectors_tie_wherever_they_stand(a: int, b: int, width: int) -> None:
+    """A matrix product gives equal columns, and equal rows, values that differ in the last digits."""
+    x, y = normal(4, a, width), normal(4, 1, width, seed=1).expand(-1, b, -1).clone()
+    x[1:] = x[:1]
+    x[:, a // 2 :] = x[:, : a - a // 2]
+    y[1:] = y[:1]
+    best, place = best_match.reference(x, y)
+    assert not place.any()
+    assert torch.equal(best[1:], best[:1].expand(3, -1)) and torch.equal(best[:, a // 2 :], best[:, : a - a // 2])
+    # Two of them between others.
+    y = normal(4, b, width, seed=2)
+    y[:, b // 2] = y[:, -1] = 2 * x[:, -1]
+    assert (best_match.reference(x, y)[1][:, -1] == b // 2).all()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_nearly_equal_vectors_tie(kernel_device: torch.device, parts: int) -> None:
+    """Of those that are within rounding of the best the first is found, in tiles and in shares of tiles too."""
+    x = normal(1, 5, 32)
+    y = normal(1, 40, 32, seed=1)
+    for i, places in enumerate(((3, 5), (2, 39), (17, 18), (6, 30), (0, 20))):
+        y[0, places[0]] = x[0, i] * (1 + 2e-7)
+        y[0, places[0], i] += 3e-4  # further off by some 1e-8
+        y[0, places[1]] = x[0, i] * 3
+    want = torch.tensor([[3, 2, 17, 6, 0]])
+    assert torch.equal(best_match.reference(x, y)[1], want)
+    got = best_match.triton(x.to(kernel_device), y.to(kernel_device), blocks=(16, 16, 16), parts=parts)
+    assert torch.equal(got[1].cpu(), want)
+
+
 @HALVES_TOO
 @pytest.mark.parametrize("table", [True, False])
 @pytest.mark.parametrize(("s", "n", "d"), [(1, 1, 3), (1, 16, 16), (2, 19, 20)])

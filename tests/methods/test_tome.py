@@ -99,6 +99,14 @@ def test_duplicates_merge_first_and_ties_go_to_the_lower_place() -> None:
     assert same.keep.gather(1, same.target).tolist() == [[1, 1, 1]]
 
 
+def test_equal_pairs_merge_in_order_of_place() -> None:
+    """All pairs are duplicates, of many vectors: rounding makes their cosines 1 and a little more or less."""
+    keys = metric(2, 200, width=72).repeat_interleave(2, dim=1)
+    merge = bipartite_match(keys, 150)
+    assert merge.source.tolist() == [list(range(0, 300, 2))] * 2
+    assert torch.equal(merge.keep.gather(1, merge.target), merge.source + 1)
+
+
 def test_scale_and_batch_order_do_not_matter() -> None:
     keys = metric(3, 14)
     merge, scaled, turned = (bipartite_match(k, 5, 1) for k in (keys, keys * 4, keys.flip(0)))

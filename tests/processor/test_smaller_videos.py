@@ -50,6 +50,24 @@ def test_every_frame_keeps_its_share(cls: type, keep: float) -> None:
         assert t == frames and abs(tokens - keep * whole) <= max(h, w) / 2  # off by half a row of tokens at most
 
 
+@pytest.mark.parametrize("capped", [False, True])
+def test_the_share_is_of_capped_frames(capped: bool) -> None:
+    """transformers 5.22 can cap a frame's pixels as the reference does; a video of few frames has fewer tokens then."""
+    if "cap_pixels_per_frame" not in Qwen3VLVideoProcessor.valid_kwargs.__annotations__:
+        pytest.skip("this version of transformers has no cap_pixels_per_frame")
+    size = {"shortest_edge": 4 * 32**2, "longest_edge": 1024 * 32**2}
+    own = dict(size=size, cap_pixels_per_frame=capped, max_video_tokens=16)
+    one, clip = processor(Qwen3VLVideoProcessor, **own), video(4, 320, 320)
+    ((frames, high, wide),) = grids(one, clip)
+    assert (frames, high * wide // 4) == (2, 16 if capped else 100)
+    assert one.video_processor.get_num_of_video_patches(4, 320, 320) == frames * high * wide
+    patch_processor(one, "downsample", keep=0.25)
+    ((after, low, narrow),) = grids(one, clip)
+    assert after == frames and abs(low * narrow - high * wide / 4) <= 2 * max(low, narrow)
+    inputs = one(videos=[clip], text=["<v> what moves?"], return_tensors="pt")
+    assert int((inputs["input_ids"] == one.video_token_id).sum()) == after * low * narrow // 4
+
+
 def test_the_prompt_has_as_many_placeholders() -> None:
     one, text = processor(), "<v> what moves?"
     inputs = dict(videos=[video(4, 168, 224)], text=[text], return_tensors="pt")

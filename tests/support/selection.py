@@ -12,11 +12,14 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 import tokenprune
 import zoo
 from families import FAMILIES, REFUSED
 from tokenprune import Budget, Pruner
+from tokenprune.integrations.hf import compat
+from tokenprune.integrations.hf.families.table import SUPPORTED
 from tokenprune.observable_registry import find_observable
 
 # `-m fast` runs one family of each kind, and on families one method of each kind.
@@ -94,12 +97,24 @@ SLOW = {
     "vllm/test_serving.py::test_nothing_else_imports_vllm",
 }
 
+REASONS = {
+    name: f"{family.kind} can be pruned from transformers {SUPPORTED[family.kind].since} on, this is {compat.VERSION}"
+    for name, family in FAMILIES.items()
+    if compat.lacks(SUPPORTED[family.kind].since)
+} | {name: f"transformers {compat.VERSION} has no {name}" for name in REFUSED if name not in CONFIG_MAPPING}
+
 
 def names_in(item: pytest.Item) -> set[str]:
     """Return the names among a test's parameters: strings, and what has a name, such as a family or a method."""
     given = getattr(item, "callspec", None)
     values = [] if given is None else [getattr(value, "name", value) for value in given.params.values()]
     return {value for value in values if isinstance(value, str)}
+
+
+def lacking(item: pytest.Item) -> list[str]:
+    """Return why a test cannot run with the installed transformers: the model types that it lacks, or that cannot be
+    pruned with it yet."""
+    return [REASONS[name] for name in sorted(names_in(item) & REASONS.keys())]
 
 
 def is_fast(item: pytest.Item) -> bool:

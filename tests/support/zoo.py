@@ -17,6 +17,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
+from tokenprune.integrations.hf import compat
+
 PAD, BOS, EOS, IMAGE, VIDEO, START, END, BREAK, FAKE, GLOBAL, TILE = range(11)
 FIRST_TEXT_ID, VOCAB = 16, 160
 HIDDEN, HEAD_DIM, VISION = 64, 16, 32
@@ -80,6 +82,10 @@ class Family:
     model_type: str | None = None  # where `name` is that of a variant
     eager: tuple[str, ...] = ()  # configs of parts that do not know sdpa
     settle: Callable[[PreTrainedModel], None] | None = None  # weights that must not be random
+
+    def __post_init__(self) -> None:
+        if self.types == "mm_token_type_ids" and compat.lacks("5.3"):
+            object.__setattr__(self, "types", None)  # no processor hands them over before
 
     @property
     def kind(self) -> str:

@@ -223,12 +223,12 @@ def families() -> None:
     from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED
 
     known = [
-        [Cell(name), Cell(", ".join(one.sites)), Cell(one.tested), Cell(one.note)]
+        [Cell(name), Cell(", ".join(one.sites)), Cell(one.since), Cell(one.note)]
         for name, one in sorted(SUPPORTED.items())
     ]
     refused = [[Cell(name), Cell(reason)] for name, reason in sorted(REFUSED.items())]
     for table in (
-        Table("Families", ("model type", "sites", "tested with transformers", "notes"), known),
+        Table("Families", ("model type", "sites", "from transformers", "notes"), known),
         Table("Refused", ("model type", "because"), refused),
     ):
         shown = to_rich(table)

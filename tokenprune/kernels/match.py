@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 2**22  # similarities in memory at a time
 _BLOCK = 64  # similarities of which the largest is found before its place
+# Cosines of equal vectors differ by up to 2e-7, by where they stand in a matrix and by processor. What is this close to
+# the best is as good: then the place decides, the same on every machine.
+TIE = 2.0**-20
 
 
 def _limits(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> str | None:
@@ -36,8 +39,8 @@ def best_match(
     a: `[S, A, D]`; b: `[S, B, D]`. allowed: bool `[S, B]` or None (all), which of `b` can be found. group_a, group_b:
     long `[S, A]`, `[S, B]` or None: only one of its own group can be found, unless that group has no allowed one.
     others: a and b are the same tokens, and none finds itself. Returns float `[S, A]`, the cosine, -inf where there is
-    nothing to find, and long `[S, A]`, its place in b (then 0). Ties go to the lower place; a vector that is not finite
-    is less similar (-2) than any other.
+    nothing to find, and long `[S, A]`, its place in b (then 0). Ties, which are all within `TIE` of the best, go to the
+    lower place; a vector that is not finite is less similar (-2) than any other.
     """
     unit = torch.nn.functional.normalize(a.float(), dim=-1)
     units = (unit if b is a else torch.nn.functional.normalize(b.float(), dim=-1)).transpose(1, 2)
@@ -63,24 +66,35 @@ def best_match(
             own, where = _first_max(likeness)
             best, place = torch.where(own > -torch.inf, own, best), torch.where(own > -torch.inf, where, place)
         found.append((best, place))
-    return torch.cat([best for best, _ in found], dim=1), torch.cat([place for _, place in found], dim=1)
+    best, place = (torch.cat(part, dim=1) for part in zip(*found, strict=True))
+    # A sum of one row does not depend on where it stands, as that of a matrix product does: equal pairs have one value.
+    cosine = (unit * units.transpose(1, 2).gather(1, place[..., None].expand_as(unit))).sum(2)
+    return torch.where(best > -1.5, cosine, best), place
 
 
 def _first_max(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest of each row, `[S, A]`, and its place, long `[S, A]`, of equal ones the first. x: `[S, A, B]`.
-    Many are searched in blocks: finding a value is several times faster than finding where it stands."""
+    """Return the largest of each row, `[S, A]`, and the first place of one that ties with it, long `[S, A]`. x:
+    `[S, A, B]`. Many are searched in blocks: finding a value is several times faster than finding where it stands."""
     whole = x.shape[2] // _BLOCK
     if whole < 8:
-        return x.max(dim=2)
-    blocks = x[..., : whole * _BLOCK].unflatten(2, (whole, _BLOCK))
-    best, block = blocks.amax(dim=3).max(dim=2)
-    inside = blocks.gather(2, block[..., None, None].expand(-1, -1, 1, _BLOCK)).squeeze(2).max(dim=2).indices
-    place = block * _BLOCK + inside
-    if whole * _BLOCK < x.shape[2]:
-        rest, where = x[..., whole * _BLOCK :].max(dim=2)
-        place = torch.where(rest > best, where + whole * _BLOCK, place)
-        best = torch.maximum(best, rest)
+        best = x.amax(dim=2)
+        return best, _first_tie(x, best)
+    blocks, rest = x[..., : whole * _BLOCK].unflatten(2, (whole, _BLOCK)), x[..., whole * _BLOCK :]
+    of_blocks = blocks.amax(dim=3)
+    if rest.shape[2]:
+        of_blocks = torch.cat([of_blocks, rest.amax(dim=2, keepdim=True)], dim=2)
+    best = of_blocks.amax(dim=2)
+    block = _first_tie(of_blocks, best)
+    inside = blocks.gather(2, block.clamp(max=whole - 1)[..., None, None].expand(-1, -1, 1, _BLOCK)).squeeze(2)
+    place = block * _BLOCK + _first_tie(inside, best)
+    if rest.shape[2]:
+        place = torch.where(block == whole, whole * _BLOCK + _first_tie(rest, best), place)
     return best, place
+
+
+def _first_tie(x: Tensor, best: Tensor) -> Tensor:
+    """Return the first place of each row of x, `[S, A, B]`, that is within `TIE` of `best`, `[S, A]`."""
+    return (x >= (best - TIE)[..., None]).to(torch.uint8).argmax(dim=2)
 
 
 def _are_one(group_a: Tensor, group_b: Tensor) -> bool:

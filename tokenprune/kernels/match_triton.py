@@ -59,6 +59,8 @@ def _best(
             a + s * segment_a, b + s * segment_b, inverse_a + s * A, inverse_b + s * B, rows, columns, A, B, D,
             row_a, feature_a, row_b, feature_b, BLOCK_A, BLOCK_B, BLOCK_D,
         )  # fmt: skip
+        # What ties is made equal: float32 from 8 to 16 has steps of `match.TIE`. More state for each row would spill.
+        alike = (alike + 12.0) - 12.0
         alike = tl.where(alike == alike, alike, -2.0)
         can = columns < B
         if ALLOWED:

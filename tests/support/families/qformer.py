@@ -56,7 +56,7 @@ def _families() -> list[Family]:
         config, decoder = {**parts, "text_config": text}, "language_model.model"
         decoder += ".decoder" if text["model_type"] == "opt" else ""
         return Family(name, config | extra.pop("config", {}), image, (16,), decoder=decoder,
-                      settle=generate_as_asked, **extra)  # fmt: skip
+                      settle=generate_as_asked, eager=("qformer_config",), **extra)  # fmt: skip
 
     return [
         family("blip-2", OPT, blip_image),

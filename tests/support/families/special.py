@@ -499,7 +499,6 @@ def _families() -> list[Family]:
         Family("cosmos3_edge", edge, ernie_image, GRIDS, video=edge_video, types="mm_token_type_ids"),
         Family("cohere_compass", compass, qwen_image, GRIDS, types="mm_token_type_ids"),
         Family("muse_glimmer", muse, qwen_image, GRIDS, video=qwen_video),
-        # Of later versions of transformers.
         Family("minicpm_ocr", minicpm, minicpm_ocr_image, ((8, 8),), collate=minicpm_collate, settle=calm_states),
         Family("muse_spark", spark, qwen_image, GRIDS, video=qwen_video),
         Family("lfm3_vl", lfm3, qwen_image, GRIDS, video=qwen_video),
@@ -512,7 +511,7 @@ def _families() -> list[Family]:
     ]  # fmt: skip
 
 
-FAMILIES: dict[str, Family] = {family.name: family for family in _families() if family.kind in CONFIG_MAPPING}
+FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
 # Families with layers that carry a state, from which no mask can take a token: another oracle is needed.
 STATEFUL = set("qwen3_5 qwen3_5_moe lfm2_vl lfm3_vl minicpmv4_6 minicpmv4_7 minicpm_ocr nemotron_h_omni".split())
 
@@ -548,5 +547,4 @@ _ALL_REFUSED = [
                                                indexer_kv_heads=1, indexer_head_dim=256))), Refused("t5gemma2"),
     Refused("udop"), Refused("vision-encoder-decoder"),
 ]  # fmt: skip
-# Some there are in later versions of transformers alone.
-REFUSED: dict[str, Refused] = {refused.kind: refused for refused in _ALL_REFUSED if refused.kind in CONFIG_MAPPING}
+REFUSED: dict[str, Refused] = {refused.kind: refused for refused in _ALL_REFUSED}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.attention.tensor_parallel import heads_of_all_ranks
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.observation import Observation
@@ -64,7 +65,7 @@ class _Taps(list["Tap"]):
             eager = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
             if eager is not None:
                 break
-        return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        return compat.attention_function(self.config._attn_implementation, eager)
 
 
 class Tap(Attachable):

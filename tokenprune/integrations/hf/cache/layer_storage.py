@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-# Later versions than 5.19 have quantized layers that keep no last tokens in full beside.
-_QUANTIZED = (QuantizedLayer, getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer))
+from tokenprune.integrations.hf import compat
 
 
 def is_quantized(layer: Any) -> bool:
     """Return whether a layer of a cache stores its keys and values quantized."""
-    return isinstance(layer, _QUANTIZED)
+    return isinstance(layer, compat.QUANTIZED_LAYERS)
 
 
 def is_offloaded(cache: Any) -> bool:

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import is_quantized, slots_handed_out
 from tokenprune.integrations.shared.attachable import give_back_class, swap_class
 
@@ -34,16 +33,13 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.decode_state import DecodeState
 
 
-# Later versions than 5.19 put a `DummyLayer` where a decoder layer keeps nothing: it attends to the keys of an earlier
-# one, or not at all.
-_KEEPS_NOTHING = getattr(cache_utils, "DummyLayer", None)
 _KNOWN_LAYERS = {
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
-    _KEEPS_NOTHING,
+    compat.LINEAR_LAYER,
+    compat.EMPTY_LAYER,
 }
 
 
@@ -89,10 +85,15 @@ class _ReducedMixin:
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.tokenprune_reduction.length
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.tokenprune_reduction.length + query_length, 0
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        return self.tokenprune_reduction.length + compat.query_length(query_length), 0
 
     def reset(self) -> None:
+        if not compat.RESET_EMPTIES:
+            raise UnsupportedSetupError(
+                f"transformers {compat.VERSION} leaves an emptied cache as long as it was, and its layers hold "
+                "different numbers of tokens here: make a new cache instead, or take transformers 5.18 or later"
+            )
         super().reset()
         restore(self)
 
@@ -121,10 +122,11 @@ class _ReducedMixin:
     def crop(self, tokens_to_remove: int) -> None:
         reduction = self.tokenprune_reduction
         # A positive number is the (deprecated) absolute length to keep.
-        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, reduction.length - tokens_to_remove)
+        removes = tokens_to_remove < 0 or (tokens_to_remove == 0 and compat.CROP_REMOVES)
+        remove = -tokens_to_remove if removes else max(0, reduction.length - tokens_to_remove)
         if remove == 0:
-            # Layers that record their past give up what is not needed any more.
-            return super().crop(0)
+            # Layers that record their past give up what is not needed any more; older ones record none.
+            return super().crop(0) if compat.CROP_REMOVES else None
         self._refuse_quantized("crop")
         length = reduction.length - remove
         for _, slots in reduction.slots:

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache import reduced_cache as caches
 from tokenprune.integrations.hf.cache.static_cache import check_static, is_static
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
@@ -128,6 +129,11 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
 def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) -> None:
     """Raise UnsupportedSetupError if a decoder with a static cache cannot be cut by `steps`."""
     use = 'leave out cache_implementation="static", or use a dynamic cache'
+    if compat.COUNTS_OUTSIDE:
+        raise UnsupportedSetupError(
+            f"cannot prune with a static cache in transformers {compat.VERSION}, whose models say by their own count "
+            f"where tokens go in it: {use}, or take transformers 5.4 or later"
+        )
     family, attention = adapter.config.model_type, adapter.attention
     for step in steps:
         if step.method.site is Site.DECODE:

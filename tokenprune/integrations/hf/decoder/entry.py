@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.decoder.pruning import apply, cut
 from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
@@ -56,6 +57,8 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         if kwargs.get(name) is not None:
             kwargs[name] = gather_tokens(kwargs[name], layout.index, dim)
     kwargs["position_ids"] = gather_tokens(positions, layout.index, -1)
+    if compat.COUNTS_OUTSIDE:
+        kwargs.pop("cache_position", None)  # the decoder counts what is left
     if call.maskless.issuperset(range(len(adapter.decoder.layers))):
         # So that the decoder makes no dense mask that no layer reads.
         kwargs["attention_mask"] = torch.ones_like(layout.index)

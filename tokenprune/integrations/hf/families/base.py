@@ -2,7 +2,7 @@
 """How model families hand images to their decoder. One adapter covers the common contract; a quirk is an override
 here.
 
-The common contract of transformers (>= 5.19): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
+The common contract of transformers (>= 5.0): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
 into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., past_key_values=...)`.
 """
 
@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import create_masks_for_generate
 
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of
 from tokenprune.integrations.hf.families.table import (
     MERGEABLE,
@@ -222,7 +222,7 @@ class Adapter(PatchSource):
 
         config: in the place of the decoder's own, from which transformers learns the attention implementation.
         """
-        return create_masks_for_generate(config or self.text_config, embeds, mask, cache, None)
+        return compat.masks_for_generate(config or self.text_config, embeds, mask, cache)
 
     # -- per-token arguments of the decoder beyond the common ones
 
@@ -323,6 +323,11 @@ def adapter_for(model: nn.Module) -> Adapter:
     if kind is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model (it has no config.model_type). {how_to_add()}"
+        )
+    if kind in SUPPORTED and compat.lacks(SUPPORTED[kind].since):
+        raise UnsupportedModelError(
+            f"model type {kind!r} can be pruned from transformers {SUPPORTED[kind].since} on, and this is transformers "
+            f"{compat.VERSION}: pip install 'transformers>={SUPPORTED[kind].since}'"
         )
     for adapter in reversed(_ADAPTERS):
         if kind in adapter.families:

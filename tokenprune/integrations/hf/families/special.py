@@ -8,13 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_recurrent_attention_mask,
-)
 
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
 from tokenprune.integrations.hf.families.base import Adapter, register_adapter
 from tokenprune.integrations.hf.families.plain import DeepstackAdapter, ThinkerAdapter
@@ -96,11 +92,10 @@ class Llama4Adapter(Adapter):
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> dict[str, Any]:
         # create_masks_for_generate of transformers 5.19 fails on chunks.
-        config = config or self.text_config
-        about = dict(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache)
+        about = (config or self.text_config, embeds, mask, cache)
         return {
-            "full_attention": create_causal_mask(**about),
-            "chunked_attention": create_chunked_causal_mask(**about),
+            "full_attention": compat.mask_of("causal_mask", *about),
+            "chunked_attention": compat.mask_of("chunked_causal_mask", *about),
         }
 
     def parts(self) -> list[Part]:
@@ -283,9 +278,8 @@ class NemotronAdapter(Adapter):
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> dict[str, Any]:
         # create_masks_for_generate knows no layers of experts.
-        config = config or self.text_config
-        about = dict(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache)
+        about = (config or self.text_config, embeds, mask, cache)
         return {
-            "full_attention": create_causal_mask(**about),
-            "linear_attention": create_recurrent_attention_mask(**about),
+            "full_attention": compat.mask_of("causal_mask", *about),
+            "linear_attention": compat.mask_of("recurrent_attention_mask", *about),
         }

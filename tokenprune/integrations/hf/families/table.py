@@ -7,17 +7,19 @@ A model type in `SUPPORTED` has a tiny model in the test suite, on which cutting
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+OLDEST = "5.0"  # of transformers; pyproject.toml has the same
 
 
 @dataclass(frozen=True)
 class Support:
-    """sites: names of `Site`, in the order in which data meets them. note: what a user should know. tested: versions of
-    transformers."""
+    """sites: names of `Site`, in the order in which data meets them. note: what a user should know. since: the first
+    version of transformers with which the model type can be pruned."""
 
     sites: tuple[str, ...] = ("PRE_LLM", "IN_LLM", "DECODE")
     note: str = ""
-    tested: str = "5.19, 5.23"
+    since: str = OLDEST
 
 
 _INSIDE = ("PRE_LLM", "IN_LLM", "DECODE")
@@ -47,7 +49,7 @@ _PLAIN: dict[str, Support] = {
     "aria": Support(note="queries of a resampler: no grid"),
     "aya_vision": Support(_TOWER),
     "cohere2_vision": Support(_TOWER),
-    "deepseek_ocr2": Support(note="crops, whole image and separator make one run; queries: no grid"),
+    "deepseek_ocr2": Support(note="crops, whole image and separator make one run; queries: no grid", since="5.10"),
     "deepseek_vl": Support(),
     "deepseek_vl_hybrid": Support(),
     "fast_vlm": Support(),
@@ -55,10 +57,10 @@ _PLAIN: dict[str, Support] = {
     "glm46v": _FRAMES_AS_IMAGES,
     "glm4v": _FRAMES_AS_IMAGES,
     "glm4v_moe": _FRAMES_AS_IMAGES,
-    "glm_ocr": _FRAMES_AS_IMAGES,
-    "glmga": _FRAMES_AS_IMAGES,
+    "glm_ocr": replace(_FRAMES_AS_IMAGES, since="5.1"),
+    "glmga": replace(_FRAMES_AS_IMAGES, since="5.10"),
     "got_ocr2": Support(),
-    "hunyuan_vl": Support(note="features for begin, end and ends of rows may go like any other"),
+    "hunyuan_vl": Support(note="features for begin, end and ends of rows may go like any other", since="5.13"),
     "idefics2": Support(note="queries of a resampler: no grid"),
     "janus": Support(note="reading images, not drawing them"),
     "lighton_ocr": Support(),
@@ -68,9 +70,9 @@ _PLAIN: dict[str, Support] = {
     "paddleocr_vl": Support(),
     "paligemma": Support(_TOWER, "kept tokens of the prefix go on seeing each other both ways"),
     "perception_lm": Support(),
-    "pp_chart2table": Support(),
-    "qianfan_ocr": Support(_TOWER),
-    "qwen2_5_omni_thinker": Support(note="audio stays; for the whole model, patch its `thinker`"),
+    "pp_chart2table": Support(since="5.4"),
+    "qianfan_ocr": Support(_TOWER, since="5.6"),
+    "qwen2_5_omni_thinker": Support(note="audio stays; for the whole model, patch its `thinker`", since="5.6"),
     "qwen3_vl_moe": Support(_TOWER, "deepstack features are cut and merged with the tokens"),
     "shieldgemma2": Support(note="kept tokens of an image go on seeing each other both ways"),
     "video_llama_3": Support(
@@ -86,36 +88,34 @@ _STATEFUL = Support(
     "layers with a state build it from the kept tokens alone; scores come from a layer that attends",
 )
 _SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
-_LATER = Support(tested="5.23")
-_LATER_STATEFUL = Support(_STATEFUL.sites, _STATEFUL.note, "5.23")
 _QUERIES = Support(note="with OPT or Vicuna, not with T5; queries of a Q-Former: no grid")
 _SPECIAL: dict[str, Support] = {
-    "qwen3_5": Support(("IN_ENCODER", *_STATEFUL.sites), _STATEFUL.note),
-    "qwen3_5_moe": Support(("IN_ENCODER", *_STATEFUL.sites), _STATEFUL.note),
-    "gemma4": Support(note=_SHARED),
+    "qwen3_5": Support(("IN_ENCODER", *_STATEFUL.sites), _STATEFUL.note, since="5.13"),
+    "qwen3_5_moe": Support(("IN_ENCODER", *_STATEFUL.sites), _STATEFUL.note, since="5.13"),
+    "gemma4": Support(note=_SHARED, since="5.5"),
     "llama4": Support(note="each tile counts as an image; windows and chunks are measured in the full prompt"),
-    "lfm2_vl": _STATEFUL,
-    "lfm3_vl": _LATER_STATEFUL,
+    "lfm2_vl": replace(_STATEFUL, since="5.13"),
+    "lfm3_vl": replace(_STATEFUL, since="5.23"),
     "ernie4_5_vl_moe": Support(),
     "gemma3n": Support(note=_SHARED),
-    "gemma4_unified": Support(),
-    "granite4_vision": Support(note="features of several depths are cut and merged with the tokens"),
-    "kimi_k25": Support(),
-    "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens"),
-    "exaone4_5": Support(),
+    "gemma4_unified": Support(since="5.10"),
+    "granite4_vision": Support(note="features of several depths are cut and merged with the tokens", since="5.8"),
+    "kimi_k25": Support(since="5.13"),
+    "qwen3_omni_moe_thinker": Support(note="deepstack features are cut and merged with the tokens", since="5.6"),
+    "exaone4_5": Support(since="5.8"),
     "emu3": Support(note="images are ids of the vocabulary: tokens that look alike are equal"),
     "chameleon": Support(note="images are ids of the vocabulary: tokens that look alike are equal"),
-    "muse_glimmer": Support(),
-    "muse_spark": _LATER,
-    "step3p7": Support(note="crops come before the whole view in one run: no grid"),
-    "minicpm_ocr": _LATER_STATEFUL,
-    "minicpmv4_6": _STATEFUL,
-    "minicpmv4_7": _STATEFUL,
-    "nemotron_h_omni": _STATEFUL,
-    "cosmos3_omni": Support(note="deepstack features are cut and merged with the tokens"),
-    "cosmos3_edge": Support(),
-    "cohere_compass": Support(note="deepstack features are cut and merged with the tokens"),
-    "hyperclovax_vision_v2": Support(),
+    "muse_glimmer": Support(since="5.15"),
+    "muse_spark": Support(since="5.20"),
+    "step3p7": Support(note="crops come before the whole view in one run: no grid", since="5.16"),
+    "minicpm_ocr": replace(_STATEFUL, since="5.21"),
+    "minicpmv4_6": replace(_STATEFUL, since="5.13"),
+    "minicpmv4_7": replace(_STATEFUL, since="5.18"),
+    "nemotron_h_omni": replace(_STATEFUL, since="5.18"),
+    "cosmos3_omni": Support(note="deepstack features are cut and merged with the tokens", since="5.11"),
+    "cosmos3_edge": Support(since="5.15"),
+    "cohere_compass": Support(note="deepstack features are cut and merged with the tokens", since="5.16"),
+    "hyperclovax_vision_v2": Support(since="5.18"),
     "blip-2": _QUERIES,
     "instructblip": _QUERIES,
     "instructblipvideo": _QUERIES,
@@ -147,6 +147,7 @@ _REASONS = {
     "added inside its decoder": "granite_docling",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
     "it takes no images in transformers, text alone": "mistral4",
+    "it is the vision tower of other models, which have a type of their own (llava, mistral3)": "pixtral",
 }
 REFUSED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface
 
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.sequence.masks import additive
 
 _NAME = "tokenprune_functions"
@@ -139,7 +140,7 @@ def _function(
             allow_is_bidirectional_skip=plain and allow_is_bidirectional_skip,
         )
         # transformers makes eager attention's of this one too, but waits for the device to copy a zero.
-        mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](config=original, dtype=dtype, **skips, **places, **rest)
+        mask = compat.write_mask(config=original, dtype=dtype, **skips, **rest | places)
         return additive(mask, dtype) if eager and mask is not None else mask
 
     real = None if attention_mask is None else attention_mask.to(torch.bool)

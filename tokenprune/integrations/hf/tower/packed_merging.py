@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tokenprune.budget import Budget
 from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
@@ -160,7 +161,4 @@ def window_order(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tenso
     lines them up."""
     if kwargs.get("window_index") is not None:
         return kwargs["window_index"]
-    from transformers.vision_utils import get_vision_window_index
-
-    grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
-    return get_vision_window_index(grids, tower.spatial_merge_size, tower.window_size, tower.patch_size)[0]
+    return compat.window_order(tower, kwargs["grid_thw"] if "grid_thw" in kwargs else args[1])
