@@ -149,6 +149,16 @@ def test_every_model_type_is_built_or_refused() -> None:
         assert kind in CONFIG_MAPPING or compat.lacks(support.since), f"{kind} is not there from {support.since} on"
 
 
+def test_a_version_that_is_too_old_is_refused_by_name(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = FAMILIES["llava"]
+    model = build(family)
+    since = families.SUPPORTED[family.kind].since
+    monkeypatch.setattr(compat, "VERSION", Version("4.57.6"))
+    with pytest.raises(UnsupportedModelError, match=f"'llava' can be pruned from transformers {since} on.* 4.57.6"):
+        tokenprune.patch(model, "divprune", keep=0.5)
+    assert not tokenprune.is_patched(model)
+
+
 @torch.no_grad()
 def test_a_number_is_for_each_image(family: Family, model) -> None:
     """`keep=5` leaves five tokens of each image and video, or of each tile or frame where the table says so."""
