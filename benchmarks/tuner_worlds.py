@@ -25,7 +25,7 @@ from common import code_version, fill_page, header, read, write
 
 from tokenprune.tuning import Candidate, Promise, Tuner, tuner
 
-RESULTS = Path(__file__).parent / "results/cpu/tuner_worlds.jsonl"
+RESULTS = Path(__file__).parent / "results/tuner_worlds.jsonl"
 PAGE = Path(__file__).parent.parent / "docs/tune.md"
 BEGIN, END = "<!-- worlds:begin (benchmarks/tuner_worlds.py --page) -->", "<!-- worlds:end -->"
 LIMIT, CONFIDENCE = 0.03, 0.95

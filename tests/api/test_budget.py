@@ -73,6 +73,8 @@ def _decoders() -> dict[str, Family]:
     """One family for each kind of text config whose layers are attention and an MLP, and all whose layers differ."""
     unlike, found = " ".join(UNLIKE.values()).split(), {}
     for family in EVERY_FAMILY.values():
+        if family.kind not in CONFIG_MAPPING:  # a later version has it
+            continue
         text = CONFIG_MAPPING[family.kind](**copy.deepcopy(family.config)).get_text_config()
         if text.model_type not in unlike and not family.name.endswith("_moe"):
             found.setdefault(text.model_type, family)

@@ -128,7 +128,7 @@ def measured(subject: Model, questions: list, setting: dict | None) -> list:
 
 
 def test_methods_that_keep_all_keep_all_evidence(tiny: Model, videos: list) -> None:
-    assert measured(tiny, videos[:3], {"method": "uniform", "keep": {"tokens": 1}}) == [[1.0]] * 3
+    assert measured(tiny, videos[:3], {"method": "uniform", "keep": 1.0}) == [[1.0]] * 3
     assert measured(tiny, videos[:1], None) == [None]
     assert measured(tiny, videos[:1], {"method": "downsample", "keep": 0.5}) == [None]  # it chooses no tokens
 
@@ -191,7 +191,7 @@ def test_an_image_that_is_cropped_has_no_known_evidence(tiny: Model) -> None:
         images=(Image.new("RGB", (300, 200)),),
     )
     assert measured(subject, [wide], {"method": "uniform", "keep": 0.5}) == [[None]]
-    assert measured(tiny, [wide], {"method": "uniform", "keep": {"tokens": 1}}) == [[1.0]]  # it is resized as a whole
+    assert measured(tiny, [wide], {"method": "uniform", "keep": 1.0}) == [[1.0]]  # it is resized as a whole
 
 
 # -- the sets

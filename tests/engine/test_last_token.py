@@ -79,7 +79,7 @@ def kept_of(model: Any, method: Any, inputs: Any, keep: Any) -> tuple[Any, list]
 
 @pytest.mark.parametrize("method", [OneEnd(), Entry(), OneEnd(merge=True), Entry(merge=True), "dart", "random", "pool"])
 @pytest.mark.parametrize("rows", [(True,), (False, True), (True, True, False)], ids=str)
-@pytest.mark.parametrize("keep", [1, 0.5])
+@pytest.mark.parametrize("keep", [tokenprune.Budget(tokens=1), 0.5], ids=["one", "half"])
 @torch.no_grad()
 def test_the_last_token_stays(rows: tuple[bool, ...], method: Any, keep: Any, build) -> None:
     """In place of another: counts are what they were, and outputs those of the model with the rest masked."""
@@ -90,7 +90,7 @@ def test_the_last_token_stays(rows: tuple[bool, ...], method: Any, keep: Any, bu
     for row, end in enumerate(ends):
         assert end in cuts[-1].kept[row] and logits[row, end].any()
         for piece in pieces(family, inputs)[row]:
-            wanted = keep if keep == 1 else round(keep * len(piece))
+            wanted = 1 if keep == tokenprune.Budget(tokens=1) else round(keep * len(piece))
             assert len(set(piece) & set(cuts[-1].kept[row])) == wanted
     alive = survivors(cuts[-1], inputs["input_ids"].shape[1])
     with reduced(family, model, cuts, alive.shape[1]):

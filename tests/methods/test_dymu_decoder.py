@@ -16,7 +16,7 @@ from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import SUPPORTED, image_arguments, tower_of
 from oracle import close, generate_logits, reduced, survivors
 from tests.tower.test_encoder import BATCHES, expected_sources, with_features
-from tokenprune import BudgetError, EncoderMethod, OptionError, Thresholds, Tower, UnsupportedSetupError
+from tokenprune import Budget, BudgetError, EncoderMethod, OptionError, Thresholds, Tower, UnsupportedSetupError
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
 from tokenprune.files import File
@@ -107,7 +107,7 @@ def test_thresholds_of_another_model(build) -> None:
     for wrong, words in ((other, "other weights"), (build(FAMILIES["llava_onevision"]), "this tower is a Siglip")):
         with pytest.raises(OptionError, match=words):
             tokenprune.patch(wrong, "dymu", keep=0.5, thresholds=found)
-    for keep in (0.25, 1, 0.500001, 18):
+    for keep in (0.25, Budget(tokens=1), 0.500001, 18):
         with pytest.raises(BudgetError, match=r"was not calibrated.*keep=0.5; use"):
             tokenprune.patch(model, "dymu", keep=keep, thresholds=found)
     for budget in (tokenprune.Budget(kv_share=0.5), tokenprune.Budget(keep=0.5, per="prompt")):

@@ -22,7 +22,7 @@ from block_settings import (
     real_of,
 )
 from oracle import close, generate_logits, reduced
-from tokenprune import BudgetError, OptionError, UnsupportedSetupError
+from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer, Tap
 from tokenprune.kernels.block_attention import SINK, TAIL
 from zoo import FAMILIES, VIDEO, Family
@@ -278,7 +278,7 @@ def refused(model: Any, method: Any, error: type[Exception], match: str, **optio
 
 def test_what_is_refused(build) -> None:
     model = build(FAMILIES["qwen2_vl"])
-    for keep in (0.5, 1, 64):
+    for keep in (0.5, Budget(tokens=1), 64):
         refused(model, "pevlm", BudgetError, "removes no tokens", keep=keep)
     refused(model, ["divprune", "pevlm"], BudgetError, r"keep=\[0.25, 1.0\]", keep=0.5)
     everyone = [tokenprune.method("fastv", query="all"), "pevlm"]

@@ -180,7 +180,7 @@ SCHEDULES = [  # layers, tokens, keep, tokens of stage 1, of stage 2; the first 
     (32, 100, 500, 100, 100),
     (32, 576, Budget(average_tokens=64.0), 96, 32),
     (32, 576, Budget(kv_share=0.5), 432, 144),
-    (27, 50, 1, 1, 1),
+    (27, 50, Budget(tokens=1), 1, 1),
 ]
 
 
