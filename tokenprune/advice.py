@@ -32,7 +32,7 @@ NONE = "no evidence: `tune` on your questions"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What speaks for a setting, or against it.
+    """A piece of evidence for a setting, or against it.
 
     kind: "published", "measured by us" or "closed form". told: the number, in words. source: where it stands. about:
     "accuracy" or "time". grade: "strong", "weak", or "" for a closed form.

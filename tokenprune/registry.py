@@ -65,7 +65,7 @@ class MethodInfo:
 
     @property
     def for_videos(self) -> bool:
-        """Whether the method acts on videos alone: it compares frames, or changes how they attend to each other."""
+        """True if the method acts on videos alone: it compares frames, or changes how they attend to each other."""
         return self.site is Site.ATTENTION or "frames" in self.needs
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cuts of a setting leave together, in words: keeps of a stack multiply."""
+"""The share that the cuts of a setting leave together, in words: keeps of a stack multiply."""
 
 from __future__ import annotations
 

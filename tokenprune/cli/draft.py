@@ -49,9 +49,9 @@ def draft(
         cost = DraftCost.of_configs(whole, own, methods, budgets, tokens=tokens, text=text)
         rows = []
         for number in sorted({1, 2, drafts, 2 * drafts}):
-            told = [f"x{cost.speedup(acceptance, number):.2f}" for acceptance in _ACCEPTANCES]
+            speedups = [f"x{cost.speedup(acceptance, number):.2f}" for acceptance in _ACCEPTANCES]
             least = cost.break_even(number)
-            rows.append([*map(Cell, (f"{number} a round", *told, "never" if least is None else f"{least:.0%}"))])
+            rows.append([*map(Cell, (f"{number} a round", *speedups, "never" if least is None else f"{least:.0%}"))])
         columns = ("drafted", *(f"{acceptance:.0%}" for acceptance in _ACCEPTANCES), "pays from")
         drawn = " + ".join(f"{one.name} {budget.short()}" for one, budget in zip(methods, budgets, strict=True))
         title = f"{drawn or 'unpatched'}: how many times faster decoding gets, by the share of drafts accepted"

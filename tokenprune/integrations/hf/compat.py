@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between the versions of transformers that are supported (5.0 to 5.23): all of it stands here."""
+"""Differences between the supported versions of transformers (5.0 to 5.23), all in one place."""
 
 from __future__ import annotations
 

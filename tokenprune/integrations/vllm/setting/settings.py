@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def is_off(self) -> bool:
-        """Whether it is `{"off": true}`."""
+        """True for `{"off": true}`."""
         return self.method is None and self.pixels is None
 
     @property
