@@ -58,9 +58,7 @@ DECODERS: dict[str, dict[str, int]] = {
         vocab_size=16384, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12
     ),
     # Narrow, for prompts of so many tokens that what grows with their square would show.
-    "narrow": dict(
-        vocab_size=5000, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=2
-    ),
+    "narrow": dict(vocab_size=5000, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=2),
     "vicuna-7b": _VICUNA,
     "qwen2.5-7b": _QWEN,
 }

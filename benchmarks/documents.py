@@ -102,9 +102,7 @@ def run(subject: Model, limit: int, methods: tuple[str, ...], known: list[dict[s
             ("decoder", "tower", "end"), mean)}  # fmt: skip
     first = done.get((OURS, "all"))
     if first is None:
-        pairs = [
-            patched_answers(subject, document, OURS, 10**6, n) for document, n in zip(asked, whole, strict=True)
-        ]
+        pairs = [patched_answers(subject, document, OURS, 10**6, n) for document, n in zip(asked, whole, strict=True)]
         first = _result(OURS, "all", pairs)
         yield first
     for level, share in LEVELS.items():

@@ -24,7 +24,7 @@ from common import fill_page
 from torch import Tensor, nn
 
 from tokenprune.calibration.merge import merges_per_block
-from tokenprune.encoder import Tower
+from tokenprune.sites.encoder import Tower
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods" / "dymu.md"
 BEGIN, END = "<!-- rules:begin (benchmarks/dymu_rules.py --page) -->", "<!-- rules:end -->"

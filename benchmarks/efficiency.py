@@ -57,8 +57,8 @@ from rich.table import Table
 
 import tokenprune
 from tokenprune import BudgetError, Site
-from tokenprune.encoder import EncoderMethod
-from tokenprune.video import compares_frames
+from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.view.registry import compares_frames
 
 TILE = 576  # tokens of an image of the tower
 BLOCKS = 6  # of the tower, which lets those that merge in it leave a ninth
@@ -129,9 +129,7 @@ class Case:
 
     def prefill(self, images: Any) -> Times:
         def run() -> None:
-            out = self.model(
-                input_ids=self.ids, mm_encoder_outputs={"image": images}, use_cache=True, logits_to_keep=1
-            )
+            out = self.model(input_ids=self.ids, mm_encoder_outputs={"image": images}, use_cache=True, logits_to_keep=1)
             self.cache = out.past_key_values
 
         return self.clock(run)

@@ -19,7 +19,7 @@ import calm_threads  # noqa: F401
 from common import fill_page
 from transformers import CONFIG_MAPPING
 
-from tokenprune.cost_model import CostModel, Load, site_limits
+from tokenprune.cost.model import CostModel, Load, site_limits
 
 PAGE = Path(__file__).parents[1] / "docs" / "profile.md"
 BEGIN, END = "<!-- limits:begin (benchmarks/limits.py --page) -->", "<!-- limits:end -->"

@@ -151,9 +151,7 @@ class Client:
         except openai.APIStatusError as error:
             return Answer(error.status_code, said=str(error))
         steps = reply.choices[0].logprobs.content
-        likely = {
-            (place, _id(one.token)): one.logprob for place, step in enumerate(steps) for one in step.top_logprobs
-        }
+        likely = {(place, _id(one.token)): one.logprob for place, step in enumerate(steps) for one in step.top_logprobs}
         return Answer(200, tuple(_id(step.token) for step in steps), likely)
 
     async def all(self, requests: Sequence[Request], at_once: int) -> list[Answer]:

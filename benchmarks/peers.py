@@ -46,7 +46,7 @@ from rich.table import Table
 
 import tokenprune
 from tokenprune.config import Config
-from tokenprune.cost_model import CostModel, Load
+from tokenprune.cost.model import CostModel, Load
 
 VISUAL, KEEPS = 576, (192, 128, 64)
 METHODS = "random,divprune,pool,dart,fastv,vscan"

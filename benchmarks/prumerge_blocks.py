@@ -32,8 +32,8 @@ from tokenprune.bench.model import load
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import attended
-from tokenprune.observable import SeenAttention, TowerScores
-from tokenprune.observable_registry import register_observable
+from tokenprune.view.observable import SeenAttention, TowerScores
+from tokenprune.view.registry import register_observable
 
 ROW = ("model", "block", "heads", "keep")
 BLOCKS = {"demo_vlm": (-1, -2), "demo_qwen": (-1, 2)}

@@ -48,12 +48,11 @@ from rich.table import Table
 
 import tokenprune
 from tokenprune import Method, Pruner, Site, VisualTokens
-from tokenprune.accounting import DecoderShape
-from tokenprune.merging import bipartite_match, threshold_match
-from tokenprune.observable import Where
-from tokenprune.observable_registry import observables_of
-from tokenprune.tokens import Patches, Segments, TokenSource
-from tokenprune.video import compares_frames
+from tokenprune.ops.merging import bipartite_match, threshold_match
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.view.observable import Where
+from tokenprune.view.registry import compares_frames, observables_of
+from tokenprune.view.tokens import Patches, Segments, TokenSource
 
 COUNTS = (576, 2880, 8192, 16384, 32768)
 WIDTH, HEADS, TEXT, SHARE = {"cuda": 1024, "cpu": 256}, 8, 64, 9

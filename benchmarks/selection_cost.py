@@ -33,12 +33,12 @@ from scaling import SHARE, TEXT, MadeUp
 
 import tokenprune
 from tokenprune import VisualTokens
-from tokenprune.accounting import DecoderShape
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.selection import merge_tokens
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.merging import best_partners, bipartite_match, most, ragged_merge
-from tokenprune.tokens import Segments
+from tokenprune.ops.merging import best_partners, bipartite_match, most, ragged_merge
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.view.tokens import Segments
 
 METHODS = ("uniform", "random", "fastv", "dyrate", "dart", "divprune", "vscan", "pool", "tome", "dymu", "the cut")
 PREDICTED = (A100, H100)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import tokenprune
 from tokenprune.integrations.hf.families.table import PACKED_PATCHES, REFUSED, SUPPORTED
-from tokenprune.observable import Backend
-from tokenprune.observable_registry import find_observable
 from tokenprune.options import in_words, option_types
+from tokenprune.view.observable import Backend
+from tokenprune.view.registry import find_observable
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 FAMILIES = FOLDER.parent / "families.md"

@@ -101,7 +101,7 @@ def _size(model: str) -> float:
     """Return the parameters of a shipped model's decoder."""
     from transformers import AutoConfig
 
-    from tokenprune.accounting import DecoderShape
+    from tokenprune.shapes.decoder import DecoderShape
 
     config = AutoConfig.from_pretrained(ROOT / "tokenprune/assets" / model.removesuffix(" (shipped)"))
     return float(DecoderShape.from_config(config.get_text_config()).weights)
@@ -185,9 +185,7 @@ def measured_speed() -> Iterator[Entry]:
             f"processor and tower included: {first['model']}, keep {first['keep']:g}, {first['threads']} CPU threads"
         )
         sure = first["ratio"]["p80"] < 1
-        yield timed(
-            first["method"], None, first["keep"], told, "first_run.json", sure=sure, size=_size(first["model"])
-        )
+        yield timed(first["method"], None, first["keep"], told, "first_run.json", sure=sure, size=_size(first["model"]))
     header, records = rows.quiet(RESULTS / "cpu/efficiency.jsonl")
     for one in records:
         if "speedup" in one:

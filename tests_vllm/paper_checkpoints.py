@@ -26,7 +26,7 @@ from checkpoints import HIDDEN, IDS, QWEN_IMAGE, VOCABULARY, text, tokenizer, vi
 from more_checkpoints import GLM_IMAGE, MOE, WIDER, glm4v, glm4v_config, qwen3, qwen35_config, wider
 
 # A stand-in for the code that comes with InternVL's checkpoints.
-_INTERNVL_CODE = '''
+_INTERNVL_CODE = """
 from transformers import PretrainedConfig, Qwen2Config
 
 
@@ -42,7 +42,7 @@ class InternVLChatConfig(PretrainedConfig):
         super().__init__(**kwargs)
         self.vision_config = Vision(**(vision_config or {}))
         self.llm_config = Qwen2Config(**(llm_config or {}))
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -167,4 +167,3 @@ PAPERS: list[Paper] = [
                                           merge_kernel_size=[2, 2])),
           lambda: tokenizer(), "<image>", remote=""),
 ]  # fmt: skip
-

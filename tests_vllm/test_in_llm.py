@@ -19,7 +19,7 @@ from tokenprune.base import Method, Pruner, Site
 from tokenprune.errors import OptionError
 from tokenprune.methods.in_llm.dart import Dart
 from tokenprune.methods.in_llm.fastv import FastV
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 pytestmark = IN_LLM
 NAME = "llava_deep"

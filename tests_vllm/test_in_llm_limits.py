@@ -19,7 +19,7 @@ from tokenprune.integrations.vllm.compat import missing_hooks
 from tokenprune.integrations.vllm.in_llm import limits
 from tokenprune.integrations.vllm.setting.settings import Setting, check_method, check_override
 from tokenprune.methods.in_llm.fastv import FastV
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 pytestmark = IN_LLM
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}

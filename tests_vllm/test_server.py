@@ -23,10 +23,10 @@ from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, Server, serve
 from tokenprune import available_methods, method_info
-from tokenprune.accounting import DecoderShape
 from tokenprune.bench.suite import Bench, Plan
 from tokenprune.bench.vllm_backend import VllmBackend
 from tokenprune.bench.vllm_server import ServerEngine
+from tokenprune.shapes.decoder import DecoderShape
 
 NAME = "qwen2_5_vl"
 STEPS = 4
@@ -41,9 +41,7 @@ def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
         yield running
 
 
-def ask(
-    server: Server, images: list[Any], text: str, override: Any = None, model: str = "tiny", **more: Any
-) -> Any:
+def ask(server: Server, images: list[Any], text: str, override: Any = None, model: str = "tiny", **more: Any) -> Any:
     content: list[dict[str, Any]] = []
     for image in images:
         buffer = io.BytesIO()

@@ -18,14 +18,14 @@ from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, Method, OptionError, Site, Thresholds, UnsupportedSetupError
-from tokenprune.encoder import Tower
 from tokenprune.integrations.shared.patch_grid import PatchSource
 from tokenprune.integrations.vllm.setting import tower_checks
 from tokenprune.integrations.vllm.setting.plan import MODALITIES
 from tokenprune.integrations.vllm.setting.servable import check_method
 from tokenprune.integrations.vllm.worker.tower import blocks_of
 from tokenprune.registry import available_methods, method_class, register
-from tokenprune.video import compares_frames
+from tokenprune.sites.encoder import Tower
+from tokenprune.view.registry import compares_frames
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
 FAMILIES = [

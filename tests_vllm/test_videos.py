@@ -14,7 +14,7 @@ from conftest import Engine, same
 from tokenprune import TokenPruneError
 from tokenprune.integrations.vllm.setting.servable import servable
 from tokenprune.registry import build
-from tokenprune.video import compares_frames
+from tokenprune.view.registry import compares_frames
 
 EVS = {"method": "evs", "keep": 0.4}
 METHODS = [name for name in servable() if compares_frames(build(name, {}))]

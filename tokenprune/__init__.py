@@ -15,13 +15,13 @@ __version__ = "0.1.0.dev0"
 # Where each public name lives.
 _HOMES = {
     "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "feature_cache", "method"),
-    "tokenprune.processors": ("patch_processor", "unpatch_processor"),
-    "tokenprune.two_pass": ("escalate", "Escalation"),
-    "tokenprune.drafts": ("assistant",),
+    "tokenprune.workflows.processors": ("patch_processor", "unpatch_processor"),
+    "tokenprune.workflows.two_pass": ("escalate", "Escalation"),
+    "tokenprune.workflows.drafts": ("assistant",),
     "tokenprune.recommendation": ("recommend", "Recommendation"),
     "tokenprune.bench.model": ("demo_model",),
     "tokenprune.bench.side_by_side": ("plot",),
-    "tokenprune.draft_cost": ("DraftCost",),
+    "tokenprune.cost.draft": ("DraftCost",),
     "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
     "tokenprune.budget": ("Budget",),
     "tokenprune.guard.settings": ("Guard",),
@@ -36,16 +36,17 @@ _HOMES = {
         "Site",
     ),
     "tokenprune.integrations.hf.encoded.feature_cache": ("FeatureCache",),
-    "tokenprune.decode": ("DecodeMethod",),
-    "tokenprune.observable": ("Observable",),
-    "tokenprune.observable_registry": ("available_observables", "register_observable"),
-    "tokenprune.encoder": ("EncoderMethod", "Tower"),
+    "tokenprune.sites.decode": ("DecodeMethod",),
+    "tokenprune.view.observable": ("Observable",),
+    "tokenprune.view.registry": ("available_observables", "register_observable"),
+    "tokenprune.sites.encoder": ("EncoderMethod", "Tower"),
     "tokenprune.calibration.run": ("calibrate",),
     "tokenprune.methods.encoder.thresholds": ("Thresholds",),
-    "tokenprune.tokens": ("TokenSource", "VisualTokens"),
-    "tokenprune.units": ("UnitDropper",),
-    "tokenprune.video": ("VideoPruner", "Videos"),
-    "tokenprune.token_counts": ("count_visual_tokens",),
+    "tokenprune.view.tokens": ("TokenSource", "VisualTokens"),
+    "tokenprune.sites.units": ("UnitDropper",),
+    "tokenprune.methods.video.base": ("VideoPruner",),
+    "tokenprune.view.videos": ("Videos",),
+    "tokenprune.shapes.token_counts": ("count_visual_tokens",),
     "tokenprune.calibration.rate_fitting": ("fit_dyrate",),
     "tokenprune.calibration.attention_fitting": ("fit_d2pruner", "fit_fitprune"),
     "tokenprune.config": ("Config", "read_config", "write_config"),
@@ -76,25 +77,26 @@ if TYPE_CHECKING:
     from tokenprune.calibration.rate_fitting import fit_dyrate
     from tokenprune.calibration.run import calibrate
     from tokenprune.config import Config, read_config, write_config
-    from tokenprune.decode import DecodeMethod
-    from tokenprune.draft_cost import DraftCost
-    from tokenprune.drafts import assistant
-    from tokenprune.encoder import EncoderMethod, Tower
+    from tokenprune.cost.draft import DraftCost
     from tokenprune.errors import *  # noqa: F403
     from tokenprune.guard.settings import Guard
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
     from tokenprune.methods.encoder.thresholds import Thresholds
-    from tokenprune.observable import Observable
-    from tokenprune.observable_registry import available_observables, register_observable
-    from tokenprune.processors import patch_processor, unpatch_processor
+    from tokenprune.methods.video.base import VideoPruner
     from tokenprune.recommendation import Recommendation, recommend
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
+    from tokenprune.shapes.token_counts import count_visual_tokens
+    from tokenprune.sites.decode import DecodeMethod
+    from tokenprune.sites.encoder import EncoderMethod, Tower
+    from tokenprune.sites.units import UnitDropper
     from tokenprune.statistics import Cut, FeatureCacheCounts, Guarded, Removal, Stats
-    from tokenprune.token_counts import count_visual_tokens
-    from tokenprune.tokens import TokenSource, VisualTokens
-    from tokenprune.two_pass import Escalation, escalate
-    from tokenprune.units import UnitDropper
-    from tokenprune.video import VideoPruner, Videos
+    from tokenprune.view.observable import Observable
+    from tokenprune.view.registry import available_observables, register_observable
+    from tokenprune.view.tokens import TokenSource, VisualTokens
+    from tokenprune.view.videos import Videos
+    from tokenprune.workflows.drafts import assistant
+    from tokenprune.workflows.processors import patch_processor, unpatch_processor
+    from tokenprune.workflows.two_pass import Escalation, escalate
 
 
 def __getattr__(name: str) -> Any:

@@ -13,15 +13,15 @@ import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.kernels.take import top_mask
-from tokenprune.method_repr import ReprIsCall
+from tokenprune.options import ReprIsCall
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from tokenprune.budget import Budget
-    from tokenprune.frames import Visual
-    from tokenprune.images import InputImage
-    from tokenprune.tokens import VisualTokens
+    from tokenprune.view.frames import Visual
+    from tokenprune.view.images import InputImage
+    from tokenprune.view.tokens import VisualTokens
 
 
 class Site(enum.StrEnum):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.errors import BudgetError
+from tokenprune.shapes.decoder import DecoderShape
 
 _SCOPES = ("image", "frame", "prompt")
 TARGETS = ("keep", "tokens", "average_tokens", "average_share", "kv_share", "flops_share")

@@ -55,7 +55,7 @@ class Config:
         promised = self.tuned.get("model") or {}
         if "fingerprint" not in promised:
             return
-        from tokenprune.fingerprint import fingerprint
+        from tokenprune.shapes.fingerprint import fingerprint
 
         if fingerprint(model) != promised["fingerprint"]:
             logger.warning(

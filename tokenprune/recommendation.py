@@ -10,13 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.advice import NONE, Advice, Evidence, advice
 from tokenprune.config import Config
-from tokenprune.cost_model import CostModel, Load
+from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.model_config import SHIPPED_MODELS, read_model_config
 from tokenprune.registry import method_class
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.shapes.model_config import SHIPPED_MODELS, read_model_config
 
 TASKS = tuple(advice())
 _MUCH = 0.25  # share of a prefill's FLOPs from which on a note tells of the tower

@@ -15,11 +15,11 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site
-from tokenprune.decode import DecodeMethod
-from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
-from tokenprune.observable_registry import available_observables, need_of
-from tokenprune.units import UnitDropper
+from tokenprune.sites.decode import DecodeMethod
+from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.units import UnitDropper
+from tokenprune.view.registry import available_observables, need_of
 
 logger = logging.getLogger(__name__)
 

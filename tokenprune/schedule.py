@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.budget import TARGETS, Budget
 from tokenprune.errors import BudgetError, OptionError
+from tokenprune.shapes.decoder import DecoderShape
 
 
 class Cut(NamedTuple):

@@ -16,9 +16,9 @@ from papers.sets import TASK_FOLDER
 
 import tokenprune
 from tokenprune import Budget, Site
-from tokenprune.accounting import DecoderShape
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.video import compares_frames
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.view.registry import compares_frames
 
 PRETRAINED = "llava-hf/llava-1.5-7b-hf"
 PATCHES = 576

@@ -20,7 +20,7 @@ from families import FAMILIES as EVERY_FAMILY
 from families.special import BOTH_KINDS, gemma4
 from families.special import FAMILIES as SPECIAL
 from tokenprune import Budget, BudgetError
-from tokenprune.accounting import DecoderShape
+from tokenprune.shapes.decoder import DecoderShape
 from zoo import FAMILIES, VOCAB, Family
 
 BOTH_WAYS = r"keep=1\.0.*Budget\(tokens=1\)"

@@ -15,8 +15,8 @@ import torch
 import tokenprune
 from basics import snapshot
 from tokenprune import BudgetError, Config, ConfigError, OptionError, UnknownMethodError
-from tokenprune.fingerprint import fingerprint
 from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.shapes.fingerprint import fingerprint
 from zoo import FAMILIES
 
 LLAVA = FAMILIES["llava"]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import tokenprune
 from pyramid import Pyramid
 from tokenprune import ConformanceError, OptionError, Selection, Site, TokenPruneError, registry
-from tokenprune.encoder import Tower
-from tokenprune.fingerprint import Fingerprint
-from tokenprune.merging import bipartite_match
 from tokenprune.methods.encoder.thresholds import Thresholds
+from tokenprune.ops.merging import bipartite_match
+from tokenprune.shapes.fingerprint import Fingerprint
+from tokenprune.sites.encoder import Tower
 from tokenprune.testing import check_method, visual_tokens
 
 TOWER = Tower(tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2))

@@ -14,7 +14,7 @@ import tokenprune
 from tokenprune.base import Site
 from tokenprune.cli import app
 from tokenprune.cli.methods import _SITES, WIDE
-from tokenprune.cost_model import CostModel, Load
+from tokenprune.cost.model import CostModel, Load
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -17,10 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 import tokenprune
-from tokenprune import Site, registry, scaffold
+from tokenprune import Site, registry
 from tokenprune.bench.plan import ESCALATE
 from tokenprune.bench.results import UNPATCHED
-from tokenprune.cli import app
+from tokenprune.cli import app, scaffold
 from tokenprune.errors import OptionError, RegistrationError
 
 SITES = [scaffold.spell_site(site) for site in Site]

@@ -15,19 +15,11 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from tokenprune import (
-    BudgetError,
-    OptionError,
-    RegistrationError,
-    Selection,
-    Site,
-    TokenPruneError,
-    observable_registry,
-    registry,
-)
+from tokenprune import BudgetError, OptionError, RegistrationError, Selection, Site, TokenPruneError, registry
 from tokenprune.integrations.vllm.setting.servable import check_method as check_served
-from tokenprune.observable import Backend, PerToken, TowerBlock, Where
-from tokenprune.observable_registry import register_observable
+from tokenprune.view import registry as observable_registry
+from tokenprune.view.observable import Backend, PerToken, TowerBlock, Where
+from tokenprune.view.registry import register_observable
 from zoo import FAMILIES, Family
 
 PACKAGE = Path(tokenprune.__file__).parent

@@ -14,7 +14,7 @@ import pytest
 from transformers import LlavaConfig
 
 import tokenprune
-from tokenprune.cost_model import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load
+from tokenprune.cost.model import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.setting.servable import check_method, declared_obstacle
 from tokenprune.registry import available_methods, method_class

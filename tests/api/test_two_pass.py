@@ -18,7 +18,7 @@ from processors import demo_model, llava, photo, state
 from tokenprune import AlreadyPatchedError, Budget, BudgetError, Escalation, OptionError, UnknownMethodError, escalate
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.methods.pixels.dynres import asks_for_detail
-from tokenprune.two_pass import any_detailed, certainty
+from tokenprune.workflows.two_pass import any_detailed, certainty
 
 QUESTION = "what color is the circle?"
 

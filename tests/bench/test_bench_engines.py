@@ -17,7 +17,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pretender import VISUAL, Pretender, Talk, pretending
-from tokenprune.accounting import DecoderShape
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.lines import read_lines
 from tokenprune.bench.plan import Pass
@@ -29,6 +28,7 @@ from tokenprune.bench.vllm_backend import Chat, Reply, VllmBackend, adds_special
 from tokenprune.bench.vllm_offline import OfflineEngine
 from tokenprune.cli import app
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
+from tokenprune.shapes.decoder import DecoderShape
 
 PLAN = Plan(methods=("uniform", "dart"), keeps=(0.25,), images=1, batch_size=3, repeats=2)
 TEXT_CONFIG = SimpleNamespace(

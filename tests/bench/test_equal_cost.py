@@ -15,7 +15,6 @@ import tokenprune
 from families import FAMILIES
 from report_runs import BASE, GOOD, header
 from tokenprune import Budget
-from tokenprune.accounting import DecoderShape
 from tokenprune.bench.equal_cost import in_words, missed, setting_for
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
@@ -27,8 +26,9 @@ from tokenprune.bench.suite import Bench, Plan
 from tokenprune.bench.tables import tables
 from tokenprune.cli import app
 from tokenprune.config import read_config
-from tokenprune.cost_model import CostModel, Load
+from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import BudgetError, OptionError
+from tokenprune.shapes.decoder import DecoderShape
 
 SHAPE = DecoderShape(layers=32, hidden=64, intermediate=128, heads=4, kv_heads=4, head_dim=16)
 NO_PROMISE = {

@@ -23,7 +23,7 @@ from tokenprune.bench.profiling import FIRST_TOKEN, STAGES, Profile, Side, profi
 from tokenprune.bench.report.flame import flames, profile_page
 from tokenprune.cli import app
 from tokenprune.config import Config
-from tokenprune.cost_model import CostModel, Load, decode_limit, site_limits
+from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
 from tokenprune.errors import OptionError, UnsupportedModelError
 from zoo import FAMILIES
 
@@ -137,9 +137,7 @@ def test_limits_are_those_of_the_closed_forms() -> None:
     found = {one.site: one for one in site_limits(model, prompt, 0.25)}
     decoder = model.decoder
     assert whole.decoder == decoder.prefill_flops([586] * 32) and whole.tower == model.tower.flops([576])
-    assert found[Site.PRE_LLM].at_keep == pytest.approx(
-        whole.flops / (whole.tower + decoder.prefill_flops([154] * 32))
-    )
+    assert found[Site.PRE_LLM].at_keep == pytest.approx(whole.flops / (whole.tower + decoder.prefill_flops([154] * 32)))
     assert found[Site.IN_LLM].limit == pytest.approx(
         whole.flops / (whole.tower + decoder.prefill_flops([586] * 2 + [10] * 30))
     )

@@ -128,7 +128,7 @@ def test_a_run_that_went_on_says_the_same(tmp_path: Path) -> None:
 def test_the_page_opens_with_it() -> None:
     page = make_page([made("", *RIVALS, result("half", 0.5, 99, 99))])
     places = [page.index(text) for text in ("half at keep 0.5", "<svg viewBox", 'id="warnings-1"', "<td")]
-    assert places == sorted(places) and page.count('<h4>Best at') == 2
+    assert places == sorted(places) and page.count("<h4>Best at") == 2
     assert ">TTFT</dt><dd>not taken<" in page.replace("\n", "")
     several = make_page([made("A", *RIVALS, result("half", 0.5, 99, 99)), made("B", *RIVALS)])
     assert several.index("A: Best at ≤ 1 point lost: half at keep 0.5") < several.index("<svg viewBox")

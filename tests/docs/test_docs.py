@@ -14,7 +14,7 @@ import pytest
 
 import tokenprune
 from tokenprune import registry
-from tokenprune.accounting import DecoderShape
+from tokenprune.shapes.decoder import DecoderShape
 from zoo import FAMILIES
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,6 @@ from transformers import DynamicCache
 
 import tokenprune
 from tokenprune import Budget
-from tokenprune.accounting import DecoderShape
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
@@ -27,7 +26,8 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.tokens import Segments
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.view.tokens import Segments
 from zoo import FAMILIES
 
 # Modules of what may or may not be part of a patch: a forward knows none of them.

@@ -159,10 +159,8 @@ def test_patched_after_compiling_and_unpatched() -> None:
 
 
 @pytest.mark.skipif(CPU_COMPILER is None, reason="inductor writes C++, and no compiler is here")
-@pytest.mark.skipif(" " in torch.__path__[0], reason="inductor does not quote torch's path, which has a space in it here")
-@pytest.mark.skipif(
-    os.environ.get("ATEN_CPU_CAPABILITY") == "default", reason="inductor's C++ wants AVX2"
-)
+@pytest.mark.skipif(" " in torch.__path__[0], reason="inductor does not quote torch's path, and it has a space")
+@pytest.mark.skipif(os.environ.get("ATEN_CPU_CAPABILITY") == "default", reason="inductor's C++ wants AVX2")
 def test_inductor_compiles_a_pruned_prefill() -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = shallow(family), family.make_inputs(rows=1)

@@ -16,9 +16,11 @@ from torch import Tensor
 import tokenprune
 from basics import pieces
 from oracle import close
-from tokenprune import OptionError, observable, observable_registry, registry
+from tokenprune import OptionError, registry
 from tokenprune.integrations.hf.decoder.kept_inputs import Inputs
-from tokenprune.observable import Where
+from tokenprune.view import observable
+from tokenprune.view import registry as observable_registry
+from tokenprune.view.observable import Where
 from zoo import FAMILIES, Family
 
 LAYER = 2

@@ -203,9 +203,7 @@ def test_what_transformers_does_to_the_last_tokens_only(build) -> None:
         cache.reset()
         assert type(cache) is Cache
         again = lossless(model)
-        assert torch.equal(
-            model(**inputs, past_key_values=cache).logits, model(**inputs, past_key_values=again).logits
-        )
+        assert torch.equal(model(**inputs, past_key_values=cache).logits, model(**inputs, past_key_values=again).logits)
 
 
 class Unknown(DynamicLayer):

@@ -22,12 +22,12 @@ import tokenprune
 from basics import METHODS, VIDEO_METHODS, check_takes
 from far_device import DEVICE, Far, counting, far_inputs, to_far
 from tokenprune import Site
-from tokenprune.encoder import Tower
 from tokenprune.errors import TokenPruneError
 from tokenprune.guard import images as images
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
 from tokenprune.kernels import block_attention
 from tokenprune.methods.encoder.thresholds import Thresholds
+from tokenprune.sites.encoder import Tower
 from zoo import FAMILIES, Family
 
 # One-dimensional positions, three axes of them, masks that the model prepares itself.

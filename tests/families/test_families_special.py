@@ -19,7 +19,7 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.engine.test_cache import longer, words
 from tokenprune import OptionError, UnsupportedModelError
 from tokenprune.base import Method, Selection, Site
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 from zoo import Family
 
 METHODS = ["random", "fastv"]

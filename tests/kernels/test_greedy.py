@@ -13,11 +13,12 @@ from torch import Tensor
 from far_device import Far, counting
 from greedy import next_pick
 from tokenprune.kernels import coverage as coverage_module
-from tokenprune.kernels import pairs, suppress
+from tokenprune.kernels import pairs
 from tokenprune.kernels.coverage import Coverage, alike, cosines, cover, coverage_gain, most_covering
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.pairs import Known, Products, Relation
-from tokenprune.kernels.suppress import unsuppressed
+from tokenprune.ops import suppress
+from tokenprune.ops.suppress import unsuppressed
 
 COUNTS, WANTED = [12, 7, 1], [5, 6, 1]
 
@@ -164,9 +165,7 @@ def test_the_picks_of_the_kernel(kernel_device: torch.device, s: int, n: int, r:
 
 
 @pytest.mark.parametrize(("s", "n", "d", "most"), [(1, 1, 1, 1), (2, 19, 40, 6), (1, 11, 4, 8)])
-def test_the_greedy_determinant_of_the_kernel(
-    kernel_device: torch.device, s: int, n: int, d: int, most: int
-) -> None:
+def test_the_greedy_determinant_of_the_kernel(kernel_device: torch.device, s: int, n: int, d: int, most: int) -> None:
     """More than there are dimensions, copies, vectors of zeros, a left side of its own."""
     g = torch.Generator().manual_seed(n + d)
     x = torch.randn(s, n, 2 * d, generator=g)[..., ::2] * (1 + torch.rand(s, n, 1, generator=g))

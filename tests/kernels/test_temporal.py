@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels.take import settle
-from tokenprune.kernels.temporal import (
+from tokenprune.ops.temporal import (
     by_frame,
     curvature,
     density_peaks,

@@ -17,7 +17,7 @@ from oracle import close
 from tests.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import BudgetError, OptionError, Thresholds
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.merging import best_partners, bipartite_match, ragged_merge, threshold_match
+from tokenprune.ops.merging import best_partners, bipartite_match, ragged_merge, threshold_match
 from zoo import FAMILIES, Family
 
 

@@ -20,9 +20,9 @@ from tokenprune import Budget, BudgetError, EncoderMethod, OptionError, Threshol
 from tokenprune.bench.heldout import load_heldout
 from tokenprune.bench.model import load
 from tokenprune.files import File
-from tokenprune.fingerprint import Fingerprint
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.merging import most
+from tokenprune.ops.merging import most
+from tokenprune.shapes.fingerprint import Fingerprint
 from zoo import FAMILIES, Family
 
 

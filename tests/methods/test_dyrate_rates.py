@@ -12,8 +12,8 @@ from oracle import generate_logits
 from tests.api.test_cli import call, refused
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.calibration.rate_fitting import _regress
-from tokenprune.fingerprint import fingerprint
 from tokenprune.methods.decode.rate_predictor import RatePredictor
+from tokenprune.shapes.fingerprint import fingerprint
 from zoo import FAMILIES
 
 

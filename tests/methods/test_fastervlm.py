@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tokenprune
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 from tower_tokens import LAYOUTS, best, budgets, kept_of, parts, tiles_of, tower_tokens
 
 

@@ -13,10 +13,10 @@ import torch
 import tokenprune
 from several_cuts import Arrived, best, check_in_model, check_ties
 from tokenprune import Budget, BudgetError, OptionError, VisualTokens
-from tokenprune.accounting import DecoderShape
 from tokenprune.calibration.attention_fitting import left_over
-from tokenprune.fingerprint import fingerprint
 from tokenprune.methods.in_llm.fitprune import Recipe, shares
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.shapes.fingerprint import fingerprint
 from zoo import FAMILIES
 
 

@@ -15,7 +15,7 @@ import torch
 import tokenprune
 from tests.tower.test_encoder_attention import attentions_of
 from tokenprune.integrations.shared.tower_scores import block_index
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 from tower_tokens import LAYOUTS, best, budgets, kept_of, parts, tiles_of, tower_tokens
 from zoo import FAMILIES
 

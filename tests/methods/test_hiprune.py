@@ -12,7 +12,7 @@ import torch
 import tokenprune
 from tokenprune import OptionError
 from tokenprune.integrations.shared.tower_scores import block_index
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 from tower_tokens import LAYOUTS, best, budgets, kept_of, parts, tiles_of, tower_tokens
 
 LAYERS = (0.39, -1)

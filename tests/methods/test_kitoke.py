@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from tokenprune.methods.pre_llm.kitoke import chances, crowd, pivotal, spread
+from tokenprune.methods.video.kitoke import chances, crowd, pivotal, spread
 from videos import best, check_counts, compare, cos, given, moving, select, shares_of
 
 

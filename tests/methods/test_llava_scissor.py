@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from tokenprune.kernels import clusters as kernels
-from tokenprune.kernels.clusters import components
-from tokenprune.kernels.temporal import unit
-from tokenprune.methods.pre_llm import llava_scissor as scissor
+from tokenprune.kernels.pairs import unit
+from tokenprune.methods.video import llava_scissor as scissor
+from tokenprune.ops import clusters as kernels
+from tokenprune.ops.clusters import components
 from videos import best, check_counts, compare, cos, given, mean, moving, select, shares_of
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 import tokenprune
 from basics import METHODS, MODEL_METHODS
 from tokenprune import Pruner, Selection, Site, VisualTokens
-from tokenprune.observable import Sizes, Where
-from tokenprune.observable_registry import find_observable
 from tokenprune.testing import visual_tokens
-from tokenprune.tokens import Patches
+from tokenprune.view.observable import Sizes, Where
+from tokenprune.view.registry import find_observable
+from tokenprune.view.tokens import Patches
 
 
 def made_up(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.test_temporal import naive_shares
-from tokenprune.kernels.clusters import covering
-from tokenprune.kernels.transport import transport
-from tokenprune.methods.pre_llm.ottvid import picks_of_frames
+from tokenprune.methods.video.ottvid import picks_of_frames
+from tokenprune.ops.clusters import covering
+from tokenprune.ops.transport import transport
 from videos import attention_of, best, check_counts, compare, cos, given, moving, same, select, shares_of
 
 

@@ -12,7 +12,7 @@ import torch
 import tokenprune
 from tokenprune import OptionError, Selection
 from tokenprune.integrations.shared.selection import merge_tokens
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 from tower_tokens import LAYOUTS, best, budgets, kept_of, parts, tiles_of, tower_tokens
 
 BOTH = ("prumerge", "prumerge_plus")
@@ -153,7 +153,7 @@ def test_clusters_are_means_by_attention() -> None:
 def test_many_kept_ones_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tower_tokens(LAYOUTS[1], [30, 9])
     whole = select("prumerge", tokens, merge="clusters").assign
-    monkeypatch.setattr("tokenprune.kernels.clusters._AT_ONCE", 3 * tokens.mask.numel())
+    monkeypatch.setattr("tokenprune.ops.clusters._AT_ONCE", 3 * tokens.mask.numel())
     assert torch.equal(select("prumerge", tokens, merge="clusters").assign, whole)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import tokenprune
 from tests.kernels.test_temporal import naive_peaks, naive_shares
 from tokenprune import Budget, OptionError
-from tokenprune.methods.pre_llm.prunevid import scene_ends
+from tokenprune.methods.video.prunevid import scene_ends
 from tokenprune.testing import visual_tokens
 from videos import best, check_counts, compare, cos, given, mean, moving, same, select, shares_of
 

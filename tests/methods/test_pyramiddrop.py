@@ -11,8 +11,8 @@ import pytest
 import tokenprune
 from several_cuts import Arrived, best, check_in_model, check_ties
 from tokenprune import Budget, BudgetError, OptionError, VisualTokens
-from tokenprune.accounting import DecoderShape
 from tokenprune.schedule import place
+from tokenprune.shapes.decoder import DecoderShape
 
 
 def test_each_cut_is_ranked_by_the_layer_behind_it(build: Any) -> None:

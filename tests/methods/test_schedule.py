@@ -14,8 +14,8 @@ import tokenprune
 from basics import pieces
 from pyramid import Pyramid
 from tokenprune import Budget, BudgetError, Method, OptionError
-from tokenprune.accounting import DecoderShape
 from tokenprune.schedule import profile
+from tokenprune.shapes.decoder import DecoderShape
 from zoo import FAMILIES, Family
 
 
@@ -42,8 +42,13 @@ PUBLISHED = (576 + 288 + 144 + 72) / 4
 
 @pytest.mark.parametrize(
     "budget",
-    [dict(keep=PUBLISHED / 576), dict(keep=270), dict(average_tokens=PUBLISHED), dict(average_share=PUBLISHED / 576),
-     dict(kv_share=PUBLISHED / 576)],
+    [
+        dict(keep=PUBLISHED / 576),
+        dict(keep=270),
+        dict(average_tokens=PUBLISHED),
+        dict(average_share=PUBLISHED / 576),
+        dict(kv_share=PUBLISHED / 576),
+    ],
     ids=str,
 )
 def test_published_schedules_come_out(budget: dict) -> None:

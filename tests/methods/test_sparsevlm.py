@@ -67,9 +67,7 @@ def test_words_of_one_text_are_divided_by_their_distance(build: Any) -> None:
 
     def naive(seen: Arrived) -> list[int]:
         lines = [seen.text[i] for i in naive_raters(seen.entered[seen.all_places], seen.entered[seen.text])]
-        heads = [
-            {i: sum(float(one[r, i]) / profile(r - i) for r in lines) for i in seen.places} for one in seen.before
-        ]
+        heads = [{i: sum(float(one[r, i]) / profile(r - i) for r in lines) for i in seen.places} for one in seen.before]
         loudest = sorted(range(len(heads)), key=lambda h: (-sum(heads[h].values()), h))[:2]
         score = {i: sum(heads[h][i] for h in loudest) for i in seen.places}
         return sorted(seen.places, key=lambda i: (-score[i], i))[: seen.keep]

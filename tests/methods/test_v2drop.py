@@ -10,7 +10,7 @@ import torch
 import tokenprune
 from several_cuts import Arrived, best, check_in_model, check_ties
 from tokenprune import Budget, VisualTokens
-from tokenprune.accounting import DecoderShape
+from tokenprune.shapes.decoder import DecoderShape
 from zoo import FAMILIES
 
 

@@ -15,10 +15,10 @@ import tokenprune
 from basics import VIDEO_METHODS
 from naive_video import NAIVE, Places, spread
 from tokenprune import VisualTokens
-from tokenprune.observable import Sizes, Where
-from tokenprune.observable_registry import available_observables, find_observable
 from tokenprune.testing import visual_tokens
-from tokenprune.tokens import Patches
+from tokenprune.view.observable import Sizes, Where
+from tokenprune.view.registry import available_observables, find_observable
+from tokenprune.view.tokens import Patches
 
 PLACES, WIDTH = 6, 12
 MERGING = [name for name in VIDEO_METHODS if tokenprune.method_info(name).merges]
@@ -268,4 +268,3 @@ def test_vcast_gives_more_to_both_sides_of_a_cut() -> None:
     assert min(numbers[3], numbers[4]) > max(numbers[1], numbers[2], numbers[5], numbers[6])
     (kept,) = kept_of("vcast", tokens_of("vcast", [video[:2]], [20]))
     assert sum(t == 0 for t, _ in places(kept, 20)) == 10
-

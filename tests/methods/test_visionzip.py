@@ -12,7 +12,7 @@ from torch import Tensor
 import tokenprune
 from tokenprune import OptionError, Selection
 from tokenprune.integrations.shared.selection import merge_tokens
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 from tower_tokens import LAYOUTS, best, budgets, kept_of, parts, tiles_of, tower_tokens
 
 

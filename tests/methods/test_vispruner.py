@@ -10,7 +10,7 @@ import torch
 
 import tokenprune
 from tokenprune import OptionError
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 from tower_tokens import LAYOUTS, best, budgets, kept_of, parts, tiles_of, tower_tokens
 
 
@@ -79,7 +79,7 @@ def test_papers_sizes_in_bfloat16(grid: tuple[int, int], keep: int) -> None:
 def test_long_lines_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = [([(6, 5), (4, 7)], 1), ([(5, 5)], 0)]
     whole = chosen(tower_tokens(layout, [20, 9]))
-    monkeypatch.setattr("tokenprune.kernels.clusters._AT_ONCE", 1)
+    monkeypatch.setattr("tokenprune.ops.clusters._AT_ONCE", 1)
     assert chosen(tower_tokens(layout, [20, 9])) == whole
 
 

@@ -15,10 +15,10 @@ import tokenprune
 from merging_models import blocks_of, tower_of
 from several_cuts import Arrived, check_in_model
 from tokenprune import Budget, OptionError
-from tokenprune.accounting import DecoderShape
 from tokenprune.methods.pre_llm.vitcop import centres_of
+from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.testing import visual_tokens
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 from tower_tokens import LAYOUTS, budgets, tower_tokens
 from zoo import FAMILIES
 

@@ -15,8 +15,8 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.methods.test_methods import made_up, raster, unit
 from tests.tower.test_encoder_attention import BATCHES, CASES, naive_scores
 from tokenprune import Budget, BudgetError, OptionError, Selection
-from tokenprune.accounting import DecoderShape
-from tokenprune.tokens import Patches
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.view.tokens import Patches
 from zoo import FAMILIES, Family
 
 

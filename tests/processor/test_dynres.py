@@ -25,8 +25,8 @@ from tokenprune import (
     patch_processor,
     unpatch_processor,
 )
-from tokenprune.images import InputImage
 from tokenprune.methods.pixels.dynres import _cells, look
+from tokenprune.view.images import InputImage
 
 KEEPS = [0.0625, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import tokenprune
 from tokenprune import Budget, Site
-from tokenprune.observable import Where
-from tokenprune.observable_registry import observables_of
+from tokenprune.view.observable import Where
+from tokenprune.view.registry import observables_of
 from zoo import IMAGE, VIDEO, Family
 
 METHODS = tokenprune.available_methods()

@@ -14,8 +14,8 @@ import tests.engine.test_modes  # noqa: F401  (registers flash_stand_in)
 from dense_blocks import dense_mask
 from oracle import seen_before
 from tests.kernels.test_block_attention import naive_ids
-from tokenprune.frames import Visual
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL
+from tokenprune.view.frames import Visual
 from zoo import FAMILIES, VIDEO, Family
 
 VIDEO_FAMILIES = [family for family in FAMILIES.values() if family.video]

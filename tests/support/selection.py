@@ -20,7 +20,7 @@ from families import FAMILIES, REFUSED
 from tokenprune import Budget, Pruner
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.table import SUPPORTED
-from tokenprune.observable_registry import find_observable
+from tokenprune.view.registry import find_observable
 
 # `-m fast` runs one family of each kind, and on families one method of each kind.
 FAST_FAMILIES = {

@@ -15,9 +15,9 @@ import tokenprune
 from basics import pieces
 from oracle import reduced, survivors
 from tokenprune import Selection, VisualTokens
-from tokenprune.observable import Sizes
-from tokenprune.observable_registry import find_observable
 from tokenprune.testing import visual_tokens
+from tokenprune.view.observable import Sizes
+from tokenprune.view.registry import find_observable
 from zoo import FAMILIES
 
 TEXT = 5

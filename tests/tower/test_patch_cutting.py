@@ -22,10 +22,10 @@ from tests.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import OptionError, Site, Tower, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.merging import Merge
 from tokenprune.methods.pre_llm import flowcut
-from tokenprune.observable_registry import find_observable
+from tokenprune.ops.merging import Merge
 from tokenprune.testing import ConformanceError, check_method
+from tokenprune.view.registry import find_observable
 from zoo import FAMILIES
 
 PALIGEMMA = MORE["paligemma"]

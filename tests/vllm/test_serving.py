@@ -37,8 +37,8 @@ from tokenprune.methods.pre_llm.random import Random
 from tokenprune.methods.pre_llm.uniform import Uniform
 from tokenprune.setting import IN_LLM
 from tokenprune.testing import visual_tokens
-from tokenprune.tokens import square_grid
-from tokenprune.video import compares_frames
+from tokenprune.view.registry import compares_frames
+from tokenprune.view.tokens import square_grid
 
 SERVER = {"method": "divprune", "keep": 0.25}
 TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
@@ -415,7 +415,7 @@ def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
         alone = segments_of([count], None, "image", rows.device)
         if name == "random":  # draws by the segment's place
             alone.ordinal[0] = index
-        selection = method.select(tokenprune.tokens.VisualTokens(alone, [number], _Hidden(own[None, :, :6])))
+        selection = method.select(tokenprune.view.tokens.VisualTokens(alone, [number], _Hidden(own[None, :, :6])))
         assert stays[start : start + count].tolist() == selection.keep[0].tolist()
         for place in selection.keep[0].nonzero().flatten().tolist():
             members = [place] if selection.assign is None else (selection.assign[0] == place).nonzero().flatten()

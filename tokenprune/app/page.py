@@ -215,9 +215,7 @@ def _table(question: str, asked: Sequence[Asked], note: str | None) -> str:
         label = f"{one.spelling} {one.keep_in_words}"
         rows.append((label, one.seen.answer, tokens, average, _size(stats.kv_bytes), first))
     warnings = [*([note] if note else []), *_warnings(asked)]
-    cells = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
-    )
+    cells = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     title = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     said = "".join(f"<p>⚠ {html.escape(text)}</p>" for text in warnings)
     return f"<h3>{html.escape(question)}</h3><div class=wide><table><tr>{title}</tr>{cells}</table></div>{said}"

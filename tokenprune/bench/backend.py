@@ -17,9 +17,9 @@ from tokenprune.bench.plan import ESCALATE
 from tokenprune.bench.results import UNPATCHED
 from tokenprune.bench.timing import NEW_TOKENS, compare, compare_batches
 from tokenprune.config import read_config
-from tokenprune.cost_model import CostModel, Load
+from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.fingerprint import fingerprint
+from tokenprune.shapes.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from tokenprune.bench.run_folder import Batch

@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import tokenprune
-from tokenprune.accounting import DecoderShape
 from tokenprune.bench.model import Model
-from tokenprune.cost_model import CostModel, Load
+from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.shapes.tower import TowerShape
 from tokenprune.statistics import Stats
-from tokenprune.tower_accounting import TowerShape
 
 
 def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:

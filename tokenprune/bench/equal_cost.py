@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
 from tokenprune.bench.plan import ESCALATE
-from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import BudgetError
 from tokenprune.options import option_types
+from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.spelling import methods_of, setting_of
 
 _INSIDE = (Site.IN_LLM, Site.DECODE)

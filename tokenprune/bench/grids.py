@@ -21,9 +21,7 @@ def grids_of(subject: Model, inputs: dict[str, Any], images: int, video: bool) -
             raise UnsupportedSetupError(f"{family!r} takes images in a form that `show` does not know")
         # [1, tiles, 3, H, W] or [tiles, 3, H, W]: its tokens are those of several crops, and overlap in the image.
         if (told is None or images == 1) and (pixels.ndim > 4 or (pixels.ndim == 4 and len(pixels) != images)):
-            raise UnsupportedSetupError(
-                f"{family!r} cuts an image into tiles; `show` draws images that are one grid"
-            )
+            raise UnsupportedSetupError(f"{family!r} cuts an image into tiles; `show` draws images that are one grid")
         side = math.isqrt(count // images)
         told = told or [(1, side, side)] * images
     behind = 0

@@ -19,12 +19,12 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
-from tokenprune.accounting import DecoderShape
 from tokenprune.bench.heldout import FOLDER, heldout_of
 from tokenprune.bench.media import BadRow, check_sizes
 from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
-from tokenprune.model_config import SHIPPED_MODELS
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.shapes.model_config import SHIPPED_MODELS
 
 SHIPPED = SHIPPED_MODELS["demo_vlm"]  # the default
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.

@@ -10,7 +10,7 @@ from tokenprune.bench.kept import cuts_in_words, percent
 from tokenprune.bench.stages import FIRST_TOKEN, STAGES
 from tokenprune.bench.table import Cell, Table
 from tokenprune.config import read_config
-from tokenprune.cost_model import CostModel, Load, decode_limit, site_limits
+from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
 
 if TYPE_CHECKING:
     from tokenprune.bench.profiling import Profile

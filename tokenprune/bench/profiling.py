@@ -26,7 +26,7 @@ from tokenprune.bench.model import Model
 from tokenprune.bench.stages import FIRST_TOKEN, STAGES
 from tokenprune.bench.timing import NEW_TOKENS, quantiles, run_once
 from tokenprune.config import read_config
-from tokenprune.cost_model import CostModel, Load
+from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError
 
 

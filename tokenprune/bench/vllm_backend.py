@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from PIL import Image
 
 import tokenprune
-from tokenprune.accounting import DecoderShape
 from tokenprune.bench.backend import Answer, Setting
 from tokenprune.bench.data import refuse
 from tokenprune.bench.plan import ESCALATE
 from tokenprune.bench.timing import NEW_TOKENS, in_turns
-from tokenprune.cost_model import CostModel, Load
+from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import RunError, UnsupportedSetupError
 from tokenprune.registry import method_info
 from tokenprune.setting import parse
+from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:

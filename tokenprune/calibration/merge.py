@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import BudgetError
-from tokenprune.merging import Merge, best_partners, most, ragged_merge
+from tokenprune.ops.merging import Merge, best_partners, most, ragged_merge
+from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 
 SCHEDULES = ("constant", "linear", "reverse_linear")
 

@@ -14,11 +14,11 @@ from transformers import LogitsProcessor
 
 from tokenprune.api import is_patched, patched
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
-from tokenprune.fingerprint import fingerprint
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.methods.decode.dyrate import DyRate
 from tokenprune.methods.decode.rate_predictor import RatePredictor
+from tokenprune.shapes.fingerprint import fingerprint
 
 # Weight decay that makes the optimum unique, also where a rate is never the label.
 _DECAY = 1e-4

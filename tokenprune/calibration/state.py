@@ -14,9 +14,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tokenprune.calibration.images import ImageFiles
-from tokenprune.encoder import Tower
 from tokenprune.errors import OptionError
 from tokenprune.methods.encoder.thresholds import write
+from tokenprune.sites.encoder import Tower
 
 _ENTRY = "tokenprune_calibration"
 

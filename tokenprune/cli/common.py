@@ -121,7 +121,7 @@ def load_model(
 
 def load_config(model: str | None) -> Any:
     """Return the config of a model, without its weights; None: the one that ships."""
-    from tokenprune.model_config import read_model_config
+    from tokenprune.shapes.model_config import read_model_config
 
     return read_model_config(model or "demo_vlm")
 

@@ -27,9 +27,7 @@ def draft(
             help=f"What the draft is patched with. {METHODS_HELP}; each has a table.",
         ),
     ] = "divprune",
-    keep: Annotated[
-        str, typer.Option(help="Shares of the visual tokens, or whole numbers; as for `profile`.")
-    ] = "0.1",
+    keep: Annotated[str, typer.Option(help="Shares of the visual tokens, or whole numbers; as for `profile`.")] = "0.1",
     tokens: Annotated[int, typer.Option(min=1, help="Visual tokens of the prompt.")] = 1024,
     text: Annotated[int, typer.Option(min=0, help="Tokens of text, the answer's among them.")] = 256,
     drafts: Annotated[int, typer.Option(min=1, help="Tokens drafted in a round.")] = 4,
@@ -40,7 +38,7 @@ def draft(
 
     from tokenprune.bench.tables import Cell, Table, to_rich
     from tokenprune.config import Config
-    from tokenprune.draft_cost import DraftCost
+    from tokenprune.cost.draft import DraftCost
 
     own = None if draft is None else load_config(draft)
     whole, console = load_config(model), get_console()

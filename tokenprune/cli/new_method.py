@@ -25,7 +25,7 @@ def new_method(
     ] = None,
 ) -> None:
     """Write a package with one method in it, its test and its page, to start from: it works as written."""
-    from tokenprune import scaffold
+    from tokenprune.cli import scaffold
 
     folder = scaffold.new_method(name, site, to)
     console = get_console()

@@ -152,7 +152,7 @@ def _from_config(
     from tokenprune.bench.kept import cuts_in_words
     from tokenprune.bench.profile_tables import limit_table
     from tokenprune.config import Config
-    from tokenprune.cost_model import CostModel, Load
+    from tokenprune.cost.model import CostModel, Load
 
     config = load_config(model)
     closed = CostModel.from_config(config)

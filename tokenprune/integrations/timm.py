@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.shared.block_merging import Block, Merger
 from tokenprune.integrations.shared.composition import check_places
+from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.statistics import Stats
 
 

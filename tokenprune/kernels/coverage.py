@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.dispatch import operation
-from tokenprune.kernels.pairs import Known, Products, Relation, rounded
+from tokenprune.kernels.pairs import Known, Products, Relation, rounded, unit
 from tokenprune.kernels.picks import Picks
-from tokenprune.kernels.temporal import unit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,9 +149,7 @@ def cover(parts: Sequence[Relation], mask: Tensor, number: Tensor, most: int, fa
     return most_covering(tables[0] if len(tables) == 1 else torch.cat(tables, dim=1), mask, number, most, factor)
 
 
-def _greedy(
-    parts: Sequence[Relation], mask: Tensor, number: Tensor, most: int, factor: Tensor | None
-) -> Tensor:
+def _greedy(parts: Sequence[Relation], mask: Tensor, number: Tensor, most: int, factor: Tensor | None) -> Tensor:
     coverage, picks = Coverage(parts), Picks(mask)
     for step in range(most):
         gain = coverage.gain if factor is None else coverage.gain * factor

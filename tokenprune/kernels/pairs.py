@@ -23,6 +23,16 @@ _SQUARE = 256  # tokens whose products with themselves are made at a time
 _AT_ONCE = 2**22  # products in memory at a time, where there is no table
 _STEPS = 2.0**20
 _CANCELLED = 2.0**-40
+_TINY = 1e-12
+
+
+def unit(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """float32, of length 1 along the last axis; zeros where there is nothing to point at, or a mask (bool, an axis
+    less) is False."""
+    x = x.float()
+    length = x.norm(dim=-1, keepdim=True)  # not finite where an entry is not
+    real = length.isfinite() if mask is None else length.isfinite() & mask.unsqueeze(-1)
+    return (x / length.clamp(min=_TINY)).masked_fill_(~real, 0)
 
 
 def rounded(x: Tensor) -> Tensor:

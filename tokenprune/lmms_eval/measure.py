@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import tokenprune
-from tokenprune.accounting import DecoderShape
 from tokenprune.bench.cost import unpatched
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.forward.stats import count_bytes
 from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Stats
 
 

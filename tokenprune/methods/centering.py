@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tokenprune.kernels.temporal import unit
+from tokenprune.kernels.pairs import unit
 from tokenprune.methods.scores import stretched
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError
 from tokenprune.files import File, reason
-from tokenprune.fingerprint import fingerprint
+from tokenprune.shapes.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

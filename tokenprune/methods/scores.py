@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.coverage import cosines
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

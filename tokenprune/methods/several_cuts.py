@@ -15,7 +15,7 @@ from tokenprune.base import Method, Pruner, Selection
 from tokenprune.budget import Budget
 from tokenprune.options import check_options
 from tokenprune.schedule import place, profile
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import shares
-from tokenprune.tokens import VisualTokens
+from tokenprune.ops.temporal import shares
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

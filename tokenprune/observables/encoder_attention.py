@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.observable import SeenAttention, TowerScores
-from tokenprune.observable_registry import register_observable
 from tokenprune.observables.encoder_received_attention import received
+from tokenprune.view.observable import SeenAttention, TowerScores
+from tokenprune.view.registry import register_observable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.observable import SeenAttention, TowerBlock
-from tokenprune.observable_registry import register_observable
+from tokenprune.view.observable import SeenAttention, TowerBlock
+from tokenprune.view.registry import register_observable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.observable import SeenAttention, TowerScores
-from tokenprune.observable_registry import register_observable
+from tokenprune.view.observable import SeenAttention, TowerScores
+from tokenprune.view.registry import register_observable
 
 if TYPE_CHECKING:
     from torch import Tensor

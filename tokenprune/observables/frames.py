@@ -4,9 +4,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.observable import Backend, Observable, Sizes, Where
-from tokenprune.observable_registry import observables_of, register_observable
-from tokenprune.tokens import Segments, TokenSource
+from tokenprune.view.observable import Backend, Observable, Sizes, Where
+from tokenprune.view.registry import observables_of, register_observable
+from tokenprune.view.tokens import Segments, TokenSource
 
 if TYPE_CHECKING:
     import torch

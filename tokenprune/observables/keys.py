@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.observable import Backend, PerToken, Where
-from tokenprune.observable_registry import register_observable
-from tokenprune.tokens import TokenSource
+from tokenprune.view.observable import Backend, PerToken, Where
+from tokenprune.view.registry import register_observable
+from tokenprune.view.tokens import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.observable import Observable, Sizes, Where
-from tokenprune.observable_registry import register_observable
-from tokenprune.tokens import Segments, TokenSource
+from tokenprune.view.observable import Observable, Sizes, Where
+from tokenprune.view.registry import register_observable
+from tokenprune.view.tokens import Segments, TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

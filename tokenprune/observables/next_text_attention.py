@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from tokenprune.observable import AttentionOfText, SeenAttention, Where
-from tokenprune.observable_registry import register_observable
-from tokenprune.tokens import TokenSource
+from tokenprune.view.observable import AttentionOfText, SeenAttention, Where
+from tokenprune.view.registry import register_observable
+from tokenprune.view.tokens import TokenSource
 
 
 @register_observable("next_text_attention")

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.observable import Backend, Observable, Where
-from tokenprune.observable_registry import register_observable
 from tokenprune.observables.hidden import Hidden
-from tokenprune.tokens import Segments, TextTokens, TokenSource
+from tokenprune.view.observable import Backend, Observable, Where
+from tokenprune.view.registry import register_observable
+from tokenprune.view.tokens import Segments, TextTokens, TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

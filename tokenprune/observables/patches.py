@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.observable import Backend, Observable, SeenAttention, Sizes, Where
-from tokenprune.observable_registry import observables_of, register_observable
-from tokenprune.tokens import Patches, Segments, TokenSource
+from tokenprune.view.observable import Backend, Observable, SeenAttention, Sizes, Where
+from tokenprune.view.registry import observables_of, register_observable
+from tokenprune.view.tokens import Patches, Segments, TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.frames import frame_and_place
-from tokenprune.observable import Sizes
-from tokenprune.observable_registry import register_observable
 from tokenprune.observables.frames import Frames, OfFrames
-from tokenprune.tokens import Segments, TokenSource
+from tokenprune.view.frames import frame_and_place
+from tokenprune.view.observable import Sizes
+from tokenprune.view.registry import register_observable
+from tokenprune.view.tokens import Segments, TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

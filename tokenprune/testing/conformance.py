@@ -11,15 +11,15 @@ from typing import Any
 
 from tokenprune.base import AttentionPattern, ImageChooser, Method, ResizeMethod
 from tokenprune.budget import Budget
-from tokenprune.decode import DecodeMethod
-from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import ConformanceError
-from tokenprune.observable_registry import available_observables
 from tokenprune.registry import BASES, build
+from tokenprune.sites.decode import DecodeMethod
+from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.sites.units import UnitDropper
 from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
 from tokenprune.testing.rules import require
-from tokenprune.units import UnitDropper
+from tokenprune.view.registry import available_observables
 
 LAYERS = 32  # of the decoder that a method hears of
 _STAGES = 6  # of a method are checked; what has more does the same at each

@@ -12,14 +12,14 @@ from torch import nn
 
 from tokenprune.base import AttentionPattern, ImageChooser, ResizeMethod
 from tokenprune.budget import Budget
-from tokenprune.decode import DecodeMethod
-from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import OptionError
-from tokenprune.frames import Visual
-from tokenprune.observable import Sizes
-from tokenprune.observable_registry import find_observable
+from tokenprune.sites.decode import DecodeMethod
+from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.sites.units import UnitDropper
 from tokenprune.testing.rules import require
-from tokenprune.units import UnitDropper
+from tokenprune.view.frames import Visual
+from tokenprune.view.observable import Sizes
+from tokenprune.view.registry import find_observable
 
 _KEEPS = (0.5, 0.75, 1.0)
 _QUESTIONS = ("What is in the image?", "Is there a dog in image 2?", "")

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.observable import Observable, Where
-from tokenprune.observable_registry import close_names, find_observable, find_observable_of_text
-from tokenprune.tokens import Segments, TextTokens, TokenSource, VisualTokens
+from tokenprune.view.observable import Observable, Where
+from tokenprune.view.registry import close_names, find_observable, find_observable_of_text
+from tokenprune.view.tokens import Segments, TextTokens, TokenSource, VisualTokens
 
 
 def visual_tokens(

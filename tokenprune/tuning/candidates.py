@@ -14,7 +14,7 @@ from tokenprune.config import Config
 from tokenprune.errors import OptionError
 from tokenprune.registry import available_methods
 from tokenprune.spelling import setting_of
-from tokenprune.video import compares_frames
+from tokenprune.view.registry import compares_frames
 
 KEEPS = (0.75, 0.5, 0.33, 0.25, 0.15)
 SEED = 0  # of methods that draw at random: what is promised holds for the draw that was tested

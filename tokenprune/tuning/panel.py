@@ -17,7 +17,7 @@ from tokenprune.bench.group import ALONE, Group
 from tokenprune.bench.metrics import Metric, metric_named
 from tokenprune.bench.model import Model
 from tokenprune.bench.run_folder import RunFolder
-from tokenprune.cost_model import CostModel, Load
+from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError, UnsupportedSetupError
 from tokenprune.statistics import Stats
 from tokenprune.tuning.candidates import Candidate

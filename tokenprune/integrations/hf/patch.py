@@ -34,9 +34,9 @@ from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.integrations.shared.composition import check_places, composition_key
-from tokenprune.observable import Where
-from tokenprune.observable_registry import observables_of
-from tokenprune.units import UnitDropper
+from tokenprune.sites.units import UnitDropper
+from tokenprune.view.observable import Where
+from tokenprune.view.registry import observables_of
 
 
 def hf_parts(

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tokenprune.encoder import Matcher
-from tokenprune.merging import Merge
-from tokenprune.transfer import to_device
+from tokenprune.ops.merging import Merge
+from tokenprune.ops.transfer import to_device
+from tokenprune.sites.encoder import Matcher
 
 Plan = list[Matcher | None]
 
@@ -89,9 +89,7 @@ class Apart:
         target = places.gather(1, merge.keep.gather(1, merge.assign))
         real = torch.arange(max(sizes), device=device) < to_device(sizes, device)[:, None]
         into[row.expand_as(places), torch.where(real, places, width)] = target
-        for frame, size, left in zip(
-            kind.frames, sizes, merge.left or [merge.keep.shape[1]] * len(sizes), strict=True
-        ):
+        for frame, size, left in zip(kind.frames, sizes, merge.left or [merge.keep.shape[1]] * len(sizes), strict=True):
             self.left[frame] = left - self.protected
             counts[frame[0]] -= size - left
 

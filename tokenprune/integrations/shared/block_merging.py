@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import BudgetError, UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states
 from tokenprune.integrations.shared.units import Units
-from tokenprune.merging import Merge
+from tokenprune.ops.merging import Merge
+from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.encoder import Matcher
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.join import join
-from tokenprune.transfer import to_device
+from tokenprune.ops.transfer import to_device
+from tokenprune.sites.encoder import Matcher
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.packed_features import Packed
-from tokenprune.transfer import to_device
+from tokenprune.ops.transfer import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

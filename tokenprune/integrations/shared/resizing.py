@@ -12,9 +12,9 @@ from typing import Any
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.images import InputImage, collect
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
-from tokenprune.token_counts import Reader, countable_processors, image_processor_of, rule_for
+from tokenprune.shapes.token_counts import Reader, countable_processors, image_processor_of, rule_for
+from tokenprune.view.images import InputImage, collect
 
 
 class Resizer:

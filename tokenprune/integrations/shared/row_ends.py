@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from tokenprune.base import Selection
-from tokenprune.tokens import Segments
-from tokenprune.transfer import to_device
+from tokenprune.ops.transfer import to_device
+from tokenprune.view.tokens import Segments
 
 
 def keep_row_ends(

@@ -13,9 +13,9 @@ import torch
 from tokenprune.base import Pruner
 from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.patch_grid import Placed
-from tokenprune.observable import TowerOutput, Where
-from tokenprune.observable_registry import find_observable, observables_of
-from tokenprune.tokens import Patches
+from tokenprune.view.observable import TowerOutput, Where
+from tokenprune.view.registry import find_observable, observables_of
+from tokenprune.view.tokens import Patches
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ import torch
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.packed_features import first_of_group
-from tokenprune.merging import Merge
+from tokenprune.ops.merging import Merge
 
 if TYPE_CHECKING:
     from torch import Tensor

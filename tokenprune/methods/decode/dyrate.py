@@ -10,12 +10,12 @@ import torch
 from annotated_types import Ge, Lt
 
 from tokenprune.base import Site
-from tokenprune.decode import DecodeMethod, Share, TokenType
 from tokenprune.errors import OptionError
-from tokenprune.fingerprint import fingerprint
 from tokenprune.methods.decode.rate_predictor import RatePredictor
-from tokenprune.per_layer import per_layer
 from tokenprune.registry import register
+from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune.shapes.per_layer import per_layer
+from tokenprune.sites.decode import DecodeMethod, Share, TokenType
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,13 +11,13 @@ from annotated_types import Ge
 
 from tokenprune.base import Site
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.fingerprint import Fingerprint
-from tokenprune.merging import threshold_match
 from tokenprune.methods.encoder.thresholds import Thresholds, shipped
+from tokenprune.ops.merging import threshold_match
 from tokenprune.options import check_options
 from tokenprune.registry import register
+from tokenprune.shapes.fingerprint import Fingerprint
+from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 
 
 @register("dymu", site=Site.IN_ENCODER, paper="arXiv 2504.17040, NeurIPS 2025", merges=True)

@@ -10,10 +10,10 @@ from tokenprune.base import Site
 from tokenprune.budget import Budget
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.encoder.prediction import Distances, Prediction, anchored, from_neighbours
+from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.transfer import to_device
-from tokenprune.units import UnitDropper
+from tokenprune.sites.units import UnitDropper
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ import torch
 
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.files import File, reason
-from tokenprune.fingerprint import Fingerprint
+from tokenprune.shapes.fingerprint import Fingerprint
 
 _SHIPPED = Path(__file__).resolve().parents[2] / "assets" / "thresholds"
 _ENTRY, _VERSION = "tokenprune_thresholds", 1

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from tokenprune.base import Site
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import BudgetError
-from tokenprune.merging import bipartite_match, most
+from tokenprune.ops.merging import bipartite_match, most
 from tokenprune.options import check_options
 from tokenprune.registry import register
+from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 
 
 @register("tome", site=Site.IN_ENCODER, paper="arXiv 2210.09461, ICLR 2023", merges=True)

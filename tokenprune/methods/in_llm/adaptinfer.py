@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 from tokenprune.base import Site
 from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

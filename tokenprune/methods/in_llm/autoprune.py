@@ -12,10 +12,10 @@ from tokenprune.base import Method, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import TEXT, OneCut, SeveralCuts, text_votes
+from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,4 +137,3 @@ def mutual_information(attention: Tensor, words: Tensor) -> Tensor:
     joint = attention.float() / number
     expected = joint.sum(2, keepdim=True) / number
     return (joint * (joint / (expected + 1e-6)).clamp(min=1e-6).log2()).sum((2, 3))
-

@@ -9,14 +9,13 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.pairs import PickedRows, Products
+from tokenprune.kernels.pairs import PickedRows, Products, unit
 from tokenprune.kernels.take import settle, top_mask
-from tokenprune.kernels.temporal import unit
 from tokenprune.methods.fitted import Fitted
+from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

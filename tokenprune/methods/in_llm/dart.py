@@ -12,7 +12,7 @@ from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.take import take_in_turn
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from annotated_types import Ge
 from tokenprune.base import Pruner, Site
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,9 @@ from annotated_types import Ge, Gt, Le
 
 from tokenprune.base import Selection, Site
 from tokenprune.methods.several_cuts import SeveralCuts
+from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

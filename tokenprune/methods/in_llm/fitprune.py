@@ -7,7 +7,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.base import Method, Site
 from tokenprune.budget import TARGETS, Budget
 from tokenprune.errors import BudgetError
@@ -15,7 +14,8 @@ from tokenprune.methods.fitted import Fitted
 from tokenprune.methods.several_cuts import CutsInside, OneCut
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -12,10 +12,10 @@ from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.take import top_mask
+from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from annotated_types import Gt, Le
 from tokenprune.base import Site
 from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

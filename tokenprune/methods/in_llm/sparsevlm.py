@@ -8,13 +8,13 @@ import torch
 from annotated_types import Ge, Le
 
 from tokenprune.base import Selection, Site
-from tokenprune.kernels.clusters import nearest, peaks
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
+from tokenprune.ops.clusters import nearest, peaks
+from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from tokenprune.base import Method, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.methods.several_cuts import OneCut, SeveralCuts
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import CutsInside, OneCut
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

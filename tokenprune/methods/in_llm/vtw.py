@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.base import Method, Pruner, Site
 from tokenprune.budget import TARGETS, Budget
 from tokenprune.errors import BudgetError
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from tokenprune.registry import register
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenprune.images import InputImage
+    from tokenprune.view.images import InputImage
 
 # log10 of the variance of the Laplacian (of grey values in 0..1, mean of the 8 differences) that count as no detail and
 # as all detail. Photographs lie around the middle; scans of text above the upper end.

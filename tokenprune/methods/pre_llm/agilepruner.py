@@ -8,15 +8,15 @@ import torch
 from annotated_types import Ge, Gt
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.coverage import alike
 from tokenprune.kernels.pairs import Relation
-from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import rank_in_group, settle
 from tokenprune.methods.scores import saliency
+from tokenprune.ops.clusters import by_rows
+from tokenprune.ops.suppress import unsuppressed
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Le
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.dpp import greedy_dpp
-from tokenprune.kernels.temporal import unit
+from tokenprune.kernels.pairs import unit
 from tokenprune.methods.centering import Centering, centred, needs_of
 from tokenprune.methods.scores import relevance, stretched
+from tokenprune.ops.clusters import by_rows
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

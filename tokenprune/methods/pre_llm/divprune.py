@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.clusters import farthest_weighted
 from tokenprune.kernels.farthest import farthest
 from tokenprune.methods.centering import Centering, centred, needs_of
+from tokenprune.ops.clusters import farthest_weighted
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 
 @register("divprune", site=Site.PRE_LLM, paper="arXiv 2503.02175, CVPR 2025")

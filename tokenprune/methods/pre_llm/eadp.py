@@ -9,14 +9,14 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.coverage import alike, cosines, cover
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.scores import stretched
+from tokenprune.ops.clusters import by_rows
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import TextTokens, VisualTokens
+from tokenprune.view.tokens import TextTokens, VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.methods.tiles import Tiles, attended
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 
 @register("fastervlm", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2412.01818v1")

@@ -10,13 +10,13 @@ import torch
 
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Matcher, Tower
-from tokenprune.merging import Merge
 from tokenprune.methods.tiles import Tiles
+from tokenprune.ops.merging import Merge
+from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

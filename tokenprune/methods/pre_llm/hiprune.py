@@ -12,7 +12,7 @@ from tokenprune.kernels.compact import partition
 from tokenprune.methods.tiles import Tiles
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,13 +9,14 @@ from annotated_types import Ge
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.compact import gather_tokens, partition
+from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import shares, unit
 from tokenprune.methods.tiles import attended, ranked
+from tokenprune.ops.temporal import shares
+from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

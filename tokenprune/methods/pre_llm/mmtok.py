@@ -9,13 +9,12 @@ import torch
 from annotated_types import Ge, Gt
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.coverage import alike, cover
-from tokenprune.kernels.pairs import Products, Relation
-from tokenprune.kernels.temporal import unit
+from tokenprune.kernels.pairs import Products, Relation, unit
+from tokenprune.ops.clusters import by_rows
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

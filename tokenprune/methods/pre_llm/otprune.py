@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Gt
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.dpp import greedy_dpp
+from tokenprune.ops.clusters import by_rows
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

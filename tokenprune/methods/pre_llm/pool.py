@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.base import Pruner, Selection, Site
+from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

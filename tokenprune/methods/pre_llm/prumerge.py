@@ -8,14 +8,14 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.clusters import in_parts
 from tokenprune.kernels.compact import gather_tokens, partition
+from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import unit
 from tokenprune.methods.tiles import Tiles, attended, ranked
+from tokenprune.ops.clusters import in_parts
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

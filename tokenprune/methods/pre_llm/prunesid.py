@@ -12,13 +12,13 @@ import torch
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.coverage import alike
 from tokenprune.kernels.pairs import Relation
-from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.scores import saliency
+from tokenprune.ops.suppress import unsuppressed
+from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,16 +12,16 @@ from annotated_types import Ge, Le
 
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
-from tokenprune.kernels.clusters import in_parts
 from tokenprune.kernels.compact import partition
+from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.temporal import unit
 from tokenprune.methods.several_cuts import TEXT, text_votes
+from tokenprune.ops.clusters import in_parts
+from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

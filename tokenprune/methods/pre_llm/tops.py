@@ -8,14 +8,14 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.coverage import Coverage, alike
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.picks import Picks
 from tokenprune.methods.scores import saliency
+from tokenprune.ops.clusters import by_rows
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.base import Pruner, Selection, Site
+from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
-from tokenprune.video import Videos
+from tokenprune.view.tokens import VisualTokens
+from tokenprune.view.videos import Videos
 
 if TYPE_CHECKING:
     from torch import Tensor

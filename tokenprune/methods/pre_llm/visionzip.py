@@ -14,7 +14,7 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.tiles import Tiles, attended
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,14 +9,14 @@ import torch
 from annotated_types import Ge, Le
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import unit
 from tokenprune.methods.tiles import Tiles, attended, ranked
+from tokenprune.ops.clusters import in_parts
+from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,15 +11,15 @@ from annotated_types import Gt, Le
 
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
-from tokenprune.kernels.clusters import by_rows, roots
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
+from tokenprune.ops.clusters import by_rows, roots
+from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

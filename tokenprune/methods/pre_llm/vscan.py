@@ -18,7 +18,7 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import profile
-from tokenprune.tokens import Patches, VisualTokens
+from tokenprune.view.tokens import Patches, VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tokenprune.decode import DecodeMethod, TokenType
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.take import top_mask
+from tokenprune.ops.transfer import to_device
+from tokenprune.sites.decode import DecodeMethod, TokenType
 from tokenprune.statistics import Cut, Stats
-from tokenprune.transfer import to_device
 
 
 @dataclass

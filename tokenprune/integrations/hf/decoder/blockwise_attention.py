@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from tokenprune.base import AttentionPattern, Method
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.frames import Visual
 from tokenprune.integrations.hf.attention.observer import Tap
 from tokenprune.integrations.hf.decoder.checks import reruns_layers
 from tokenprune.integrations.hf.encoded.alignment import align_per_image
@@ -31,8 +30,9 @@ from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.integrations.hf.sequence.segments import find_segments
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
-from tokenprune.observable_registry import observables_of
-from tokenprune.transfer import to_device
+from tokenprune.ops.transfer import to_device
+from tokenprune.view.frames import Visual
+from tokenprune.view.registry import observables_of
 
 # What some families' attention functions take that the block attention does not compute.
 _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window")

@@ -18,8 +18,8 @@ from tokenprune.integrations.hf.cache.static_cache import check_static, is_stati
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.observable import Backend, Where
-from tokenprune.observable_registry import not_served, observables_of
+from tokenprune.view.observable import Backend, Where
+from tokenprune.view.registry import not_served, observables_of
 
 _IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED, Where.MODULES_BEFORE)
 # Arguments of a decoder that hold one entry per token and are known to the engine.

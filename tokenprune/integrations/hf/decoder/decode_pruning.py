@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tokenprune.decode import DecodeMethod, TokenType
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Seen
 from tokenprune.integrations.hf.cache.decode_state import DecodeState, gather_keys, right_align, sum_by_type
@@ -29,8 +28,9 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.forward.stats import note_bytes
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
+from tokenprune.sites.decode import DecodeMethod, TokenType
 from tokenprune.statistics import Stats
-from tokenprune.tokens import Segments, require
+from tokenprune.view.tokens import Segments, require
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.reduced_cache import Reduction
@@ -50,7 +50,7 @@ class Decides:
 def check(method: Any, others: int) -> None:
     """Raise OptionError if `method` cannot act while decoding in this model. others: methods of that site beside it."""
     if not isinstance(method, DecodeMethod):
-        raise OptionError(f"{method.name}: a method at the site DECODE must derive from tokenprune.decode.DecodeMethod")
+        raise OptionError(f"{method.name}: a method at the site DECODE must derive from tokenprune.DecodeMethod")
     if others:
         raise OptionError(f"{method.name}: only one of the composed methods can act while decoding")
 

@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.base import Site
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer, Seen
@@ -42,6 +41,7 @@ from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states, with_hidden_states, with_output
 from tokenprune.integrations.shared.observation import Observation
+from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")

@@ -16,9 +16,9 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.observable import Where
-from tokenprune.observable_registry import observables_of
-from tokenprune.token_source import LayerInput
+from tokenprune.view.observable import Where
+from tokenprune.view.registry import observables_of
+from tokenprune.view.source import LayerInput
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

@@ -20,8 +20,8 @@ from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
 from tokenprune.integrations.shared.row_ends import keep_row_ends
 from tokenprune.integrations.shared.selection import merge_tokens, validate_selection
-from tokenprune.tokens import VisualTokens
-from tokenprune.transfer import to_device
+from tokenprune.ops.transfer import to_device
+from tokenprune.view.tokens import VisualTokens
 
 
 def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:

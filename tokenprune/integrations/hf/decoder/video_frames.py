@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenprune import video
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.view import registry
 
 
 def compares_frames(step: Step) -> bool:
     """Return whether a step runs a method that reads which frame of a video tokens are of."""
-    return step.acts and video.compares_frames(step.method)
+    return step.acts and registry.compares_frames(step.method)
 
 
 class VideoFrames(Part):

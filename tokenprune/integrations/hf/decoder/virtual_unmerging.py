@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.base import Method, Selection, Site
-from tokenprune.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.decoder.checks import check_arguments, reruns_layers
 from tokenprune.integrations.hf.families import Adapter
@@ -29,8 +28,9 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
-from tokenprune.tokens import Segments
-from tokenprune.transfer import to_device
+from tokenprune.ops.transfer import to_device
+from tokenprune.sites.encoder import VTU_FORMS, EncoderMethod
+from tokenprune.view.tokens import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

@@ -28,8 +28,8 @@ from tokenprune.integrations.hf.families.table import (
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.patch_grid import PatchSource
-from tokenprune.tokens import square_grid
-from tokenprune.transfer import to_device
+from tokenprune.ops.transfer import to_device
+from tokenprune.view.tokens import square_grid
 
 # Layers that keep a key and a value for each token.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.base import Method, Selection
 from tokenprune.budget import Budget
-from tokenprune.tokens import Segments
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.view.tokens import Segments
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.base import Selection
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.cache.static_cache import is_static
+from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Cut, Removal, Stats
-from tokenprune.tokens import Segments
+from tokenprune.view.tokens import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

@@ -15,7 +15,7 @@ from tokenprune.integrations.hf.encoded.alignment import align_per_image
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.sequence.segments import feature_total, pieces_of
-from tokenprune.transfer import to_device
+from tokenprune.ops.transfer import to_device
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

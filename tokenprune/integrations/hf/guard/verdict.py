@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.guard.settings import KINDS
 from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step, allowed
 from tokenprune.integrations.hf.guard.pixels import SegmentLooks
+from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Guarded
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from typing import Any
 from tokenprune.base import ImageChooser
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
-from tokenprune.images import InputImage
 from tokenprune.integrations.hf.processor.marker import MARK, refuse_second_patch
 from tokenprune.integrations.hf.processor.prompts import PromptReader, intercepted, is_nested
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
-from tokenprune.token_counts import Reader, rule_for
+from tokenprune.shapes.token_counts import Reader, rule_for
+from tokenprune.view.images import InputImage
 
 
 class ViewPatch(Attachable):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
-from tokenprune.frames import frame_counts, tokens_per_frame
 from tokenprune.integrations.hf.encoded.alignment import align_per_image
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.kernels.compact import partition
-from tokenprune.tokens import Segments
-from tokenprune.transfer import to_device
+from tokenprune.ops.transfer import to_device
+from tokenprune.view.frames import frame_counts, tokens_per_frame
+from tokenprune.view.tokens import Segments
 
 RunsPerImage = Callable[[int, list[tuple[int, int]]], list[int]]
 GridOf = Callable[[int], tuple[int, int, int] | None]

@@ -42,9 +42,9 @@ from tokenprune.integrations.shared.tower_scores import (
     tower_features,
     without_tower,
 )
-from tokenprune.observable_registry import find_observable
-from tokenprune.tokens import Patches, Segments
-from tokenprune.transfer import to_device
+from tokenprune.ops.transfer import to_device
+from tokenprune.view.registry import find_observable
+from tokenprune.view.tokens import Patches, Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tokenprune.base import Selection
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import open_record, record_of
 from tokenprune.integrations.hf.families import Adapter
@@ -25,7 +24,8 @@ from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
 from tokenprune.integrations.shared.block_merging import Block, Merger
 from tokenprune.integrations.shared.units import Units
-from tokenprune.tokens import Segments
+from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.view.tokens import Segments
 
 
 class TowerPatch(Merger, Part):

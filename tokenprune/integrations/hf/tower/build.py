@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
 from tokenprune.integrations.hf.tower.packed_merging import BLOCKS, PackedTowerPatch
 from tokenprune.integrations.hf.tower.tile_merging import TilePatch
+from tokenprune.sites.encoder import EncoderMethod
 
 
 def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> TowerPatch:

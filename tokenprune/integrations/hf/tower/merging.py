@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.encoded.record import record_of
@@ -30,7 +29,8 @@ from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.integrations.shared.patch_grid import patches_of
 from tokenprune.integrations.shared.units import Units
-from tokenprune.observable_registry import find_observable
+from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.view.registry import find_observable
 
 
 @dataclass(frozen=True)

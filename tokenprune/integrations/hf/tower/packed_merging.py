@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.attention.observer import Observer
@@ -23,6 +22,7 @@ from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.block_merging import Block, check_checkpointing
 from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.integrations.shared.packed_merging import Packed, mean_of_groups
+from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 
 BLOCKS = frozenset(
     f"{name}VisionBlock" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")

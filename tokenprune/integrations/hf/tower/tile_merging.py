@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import BudgetError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
 from tokenprune.integrations.shared.apart import Apart, Plan
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.packed_features import Packed, newline_number, numbered
-from tokenprune.merging import most
+from tokenprune.ops.merging import most
+from tokenprune.sites.encoder import EncoderMethod
 
 
 class _Key:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.accounting import DecoderShape
 from tokenprune.base import Selection
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnsupportedSetupError
@@ -31,8 +30,9 @@ from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.tower.packed_merging import window_order
 from tokenprune.integrations.shared.attachable import hidden_states, states, with_hidden_states
 from tokenprune.integrations.shared.block_merging import check_checkpointing
-from tokenprune.transfer import to_device
-from tokenprune.units import UnitDropper
+from tokenprune.ops.transfer import to_device
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.sites.units import UnitDropper
 
 
 @dataclass

@@ -15,7 +15,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.integrations.vllm.setting.settings import Setting
-from tokenprune.token_counts import Reader, rule_for
+from tokenprune.shapes.token_counts import Reader, rule_for
 
 
 class SmallerImages(ImageProcessorItems):

@@ -33,7 +33,7 @@ from tokenprune.integrations.vllm.setting.position_checks import longest, origin
 from tokenprune.integrations.vllm.setting.settings import KEY, Setting
 from tokenprune.integrations.vllm.setting.tower_checks import check_items, reads_tower
 from tokenprune.integrations.vllm.setting.unit_checks import drops_units
-from tokenprune.video import compares_frames
+from tokenprune.view.registry import compares_frames
 
 # How an item is put into the prompt, and the field that says what is written.
 _WRITTEN = {PromptReplacement: "replacement", PromptInsertion: "insertion"}

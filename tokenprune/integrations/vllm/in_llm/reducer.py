@@ -16,9 +16,9 @@ from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.in_llm.layout import Piece, Share
 from tokenprune.integrations.vllm.selection.before_llm import Grid
 from tokenprune.integrations.vllm.selection.in_llm import Seen, choose, segments_of
-from tokenprune.observable import Where
-from tokenprune.observable_registry import observables_of
-from tokenprune.token_source import LayerInput
+from tokenprune.view.observable import Where
+from tokenprune.view.registry import observables_of
+from tokenprune.view.source import LayerInput
 
 
 @dataclass(frozen=True)

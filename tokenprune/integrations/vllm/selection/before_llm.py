@@ -18,10 +18,9 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.patch_grid import Placed
 from tokenprune.integrations.shared.selection import checked_keep, merge_tokens
 from tokenprune.integrations.shared.tower_scores import Encoded, as_patches
-from tokenprune.observable import Backend, Observable, Sizes, TowerScores, Where
-from tokenprune.observable_registry import observables_of
-from tokenprune.tokens import Patches, Segments, TokenSource, VisualTokens
-from tokenprune.video import compares_frames
+from tokenprune.view.observable import Backend, Observable, Sizes, TowerScores, Where
+from tokenprune.view.registry import compares_frames, observables_of
+from tokenprune.view.tokens import Patches, Segments, TokenSource, VisualTokens
 
 logger = logging.getLogger(__name__)
 

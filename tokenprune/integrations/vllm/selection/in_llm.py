@@ -15,10 +15,10 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.row_ends import keep_row_ends
 from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, exact_keep
-from tokenprune.observable import Backend, Observable
-from tokenprune.observable_registry import not_served, served_by
-from tokenprune.token_source import LayerInput, TokenSource
-from tokenprune.tokens import Segments, VisualTokens
+from tokenprune.view.observable import Backend, Observable
+from tokenprune.view.registry import not_served, served_by
+from tokenprune.view.source import LayerInput, TokenSource
+from tokenprune.view.tokens import Segments, VisualTokens
 
 
 @dataclass(frozen=True)

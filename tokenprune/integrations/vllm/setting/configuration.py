@@ -16,7 +16,7 @@ from tokenprune.integrations.vllm.setting.position_checks import arrange
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, Setting
 from tokenprune.integrations.vllm.setting.tower_checks import check_method, reads_tower
 from tokenprune.integrations.vllm.setting.unit_checks import check_dropping, drops_units
-from tokenprune.video import compares_frames
+from tokenprune.view.registry import compares_frames
 
 logger = logging.getLogger(__name__)
 _OFFER = f"{KEY}_offer"

@@ -10,13 +10,13 @@ from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Tower
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.fingerprint import Fingerprint
 from tokenprune.integrations.shared.patch_grid import PatchSource, patches_of
 from tokenprune.integrations.shared.tower_scores import read_block
 from tokenprune.integrations.shared.units import Units
 from tokenprune.integrations.vllm.setting.tower_checks import CLASS_TOKENS, check_whole, depth_of, kind_of
+from tokenprune.shapes.fingerprint import Fingerprint
+from tokenprune.sites.encoder import EncoderMethod, Tower
 
 _CLASSES = {
     "clip_vision_model": "CLIPVisionModel",

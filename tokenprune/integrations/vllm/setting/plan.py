@@ -17,10 +17,10 @@ from cachetools import LRUCache, cached
 from torch import Tensor
 
 from tokenprune.errors import OptionError
-from tokenprune.frames import frame_counts, tokens_per_frame
 from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower
 from tokenprune.integrations.vllm.setting.settings import KEY, Setting
-from tokenprune.video import compares_frames
+from tokenprune.view.frames import frame_counts, tokens_per_frame
+from tokenprune.view.registry import compares_frames
 
 # Of what a prompt may hold beside text, these lose tokens; anything else (audio) is left alone.
 MODALITIES = ("image", "video")

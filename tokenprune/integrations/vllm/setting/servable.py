@@ -9,13 +9,13 @@ from functools import lru_cache
 
 from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.observable import Backend
-from tokenprune.observable_registry import not_served
 from tokenprune.registry import available_methods, method_class
 from tokenprune.setting import IN_LLM
-from tokenprune.units import UnitDropper
+from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.units import UnitDropper
+from tokenprune.view.observable import Backend
+from tokenprune.view.registry import not_served
 
 __all__ = ["IN_LLM", "KEY", "check_method", "servable"]
 

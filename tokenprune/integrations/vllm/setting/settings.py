@@ -17,7 +17,7 @@ from tokenprune.files import File
 from tokenprune.integrations.shared.composition import check_places
 from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY, check_method, servable
 from tokenprune.setting import Entry, Layer, parse, plain, short
-from tokenprune.video import compares_frames
+from tokenprune.view.registry import compares_frames
 
 __all__ = ["IN_LLM", "KEY", "Setting", "check_method", "check_override", "servable"]
 

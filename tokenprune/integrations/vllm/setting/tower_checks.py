@@ -11,9 +11,8 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.patch_grid import PatchSource
 from tokenprune.integrations.shared.tower_scores import block_index, read_block, without_tower
 from tokenprune.integrations.vllm.families import FAMILIES
-from tokenprune.observable import Where
-from tokenprune.observable_registry import observables_of
-from tokenprune.video import compares_frames
+from tokenprune.view.observable import Where
+from tokenprune.view.registry import compares_frames, observables_of
 
 # By the model type of the vision config: how many class tokens stand before the patches.
 CLASS_TOKENS = {

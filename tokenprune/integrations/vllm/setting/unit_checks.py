@@ -10,7 +10,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.integrations.vllm.setting.tower_checks import INSTEAD, check_whole
-from tokenprune.units import UnitDropper
+from tokenprune.sites.units import UnitDropper
 
 
 def drops_units(method: Method | None) -> bool:

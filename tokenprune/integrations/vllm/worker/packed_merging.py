@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod, Matcher
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.integrations.shared.packed_merging import Packed, mean_of_groups
 from tokenprune.integrations.vllm.setting.merge_checks import tower_of
 from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, heads_first
 from tokenprune.integrations.vllm.worker.unit_dropping import check_lengths, longest
+from tokenprune.sites.encoder import EncoderMethod, Matcher
 
 
 class PackedTowerMerger(Attachable):

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.budget import Budget
-from tokenprune.encoder import EncoderMethod
 from tokenprune.integrations.shared.block_merging import Block, Merger
 from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower, tower_of, units_of
@@ -31,6 +30,7 @@ from tokenprune.integrations.vllm.setting.tower_checks import heads_of, kind_of
 from tokenprune.integrations.vllm.worker.packed_merging import PackedTowerMerger
 from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, blocks_of, heads_first
 from tokenprune.integrations.vllm.worker.unit_dropping import dropping
+from tokenprune.sites.encoder import EncoderMethod
 
 # Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.
 _NAMES = {"internvl_vision": ("layernorm_after", "lambda_2")}

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import torch
+from annotated_types import Ge, Le
+
+from tokenprune.base import Site
+from tokenprune.kernels.join import join
+from tokenprune.kernels.match import best_match
+from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.take import rank_in_group, top_mask
+from tokenprune.methods.video.merging import VideoMerger
+from tokenprune.ops.clusters import components
+from tokenprune.ops.transfer import to_device
+from tokenprune.options import check_options
+from tokenprune.registry import register
+from tokenprune.view.videos import Videos
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HALVINGS = 12  # of the range of thresholds that is searched
+_NEAR = 50  # one part in so many that the number may be off when the search ends
+
+
+@register("llava_scissor", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2506.21862", merges=True)
+@dataclass(frozen=True)
+class LLaVAScissor(VideoMerger):
+    """Stand in for each group of similar tokens of a video by one: connected components within frames, then of these
+    across the video (LLaVA-Scissor).
+
+    Two tokens of a frame are connected if they are similar enough, and a component becomes its mean; the means of all
+    frames are connected alike, and a component of these becomes its mean, a representative. Every token joins the
+    most similar representative.
+
+    exact: True searches for the threshold that leads to about as many representatives as are to be kept, and then
+    merges the most similar ones, or splits off the tokens least similar to theirs, until it is exact. False takes
+    `threshold`: the video decides how many tokens stay, whatever `keep` says, unless that is all of them.
+    threshold: cosine above which two tokens are connected, where exact is False.
+
+    Source: Sun et al., "LLaVA-Scissor: Token Compression with Semantic Connected Components for Video LLMs", from its
+    formulas alone.
+
+    Differs from the paper: an exact number by default; true components of all tokens (there sampled ones, by a
+    union-find that can lose some); a token that stays is the mean of those that join it (there with its representative
+    as one more), and stands where the token of the component stood that had most neighbours in its frame.
+    """
+
+    exact: bool = True
+    threshold: Annotated[float, Ge(-1), Le(1)] = 0.9
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def by_content_count(self) -> bool:
+        return not self.exact
+
+    def merge(self, videos: Videos) -> tuple[Tensor, None]:
+        into = torch.full_like(videos.mask, -1, dtype=torch.long)
+        for video, (sizes, keep) in enumerate(zip(videos.frames, videos.keep, strict=True)):
+            spot = torch.tensor([f * into.shape[2] + p for f, size in enumerate(sizes) for p in range(size)])
+            spot = to_device(spot, into.device)
+            x, mask = videos.x[video, : len(sizes)], videos.mask[video, : len(sizes)]
+            into[video].view(-1)[spot] = spot[self._joined(x, mask, spot, keep)]
+        return into, None
+
+    def _joined(self, x: Tensor, mask: Tensor, spot: Tensor, keep: int) -> Tensor:
+        """long `[n]`: the token that each of a video's joins. x: `[F, P, D]`; mask: bool `[F, P]`; spot: long `[n]`."""
+        direction = unit(x)
+        alike = (direction @ direction.transpose(1, 2)).clamp(max=1)
+        alike = alike.masked_fill(~(mask.unsqueeze(1) & mask.unsqueeze(2)), -torch.inf)
+        if self.exact:
+            found = fewer(_searched(x, alike, spot, keep), keep)
+        else:
+            found = _representatives(x, alike, spot, self.threshold)
+        tokens = x.flatten(0, 1)[spot]
+        likeness, nearest = (one[0] for one in best_match(tokens[None], found.mean[None]))
+        # The token of each representative that had most neighbours.
+        rank = rank_in_group(found.of[None], found.degree[None])[0]
+        stays = rank == 0
+        token = torch.empty_like(found.size).scatter(0, found.of[stays], stays.nonzero().flatten())
+        if self.exact:
+            more = top_mask(
+                -likeness[None], ~stays[None], torch.tensor([keep - len(token)], device=x.device), keep
+            )[0]  # fmt: skip
+            stays = stays | more
+        return torch.where(stays, torch.arange(len(tokens), device=x.device), token[nearest])
+
+
+class _Found(NamedTuple):
+    """Representatives: mean, float32 `[C, D]`; size, long `[C]`, of how many means each is the mean; of, long `[n]`,
+    the representative of the component that each token is in; degree, long `[n]`, neighbours of each in its frame."""
+
+    mean: Tensor
+    size: Tensor
+    of: Tensor
+    degree: Tensor
+
+
+def _representatives(x: Tensor, alike: Tensor, spot: Tensor, threshold: float) -> _Found:
+    """Components within frames, then of their means. alike: `[F, P, P]`, cosines in each frame, -inf for padding."""
+    near = alike > threshold
+    inside = components(near)  # [F, P], the lowest place of each one's component
+    start = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
+    head = (start + inside).flatten()[spot]  # its spot
+    means, of_token = _means(x.flatten(0, 1), spot, head)
+    unit_ = unit(means)
+    reps, of_mean = _means(means, torch.arange(len(means), device=x.device), components(unit_, threshold))
+    size = torch.bincount(of_mean, minlength=len(reps))
+    return _Found(reps, size, of_mean[of_token], near.sum(2).flatten()[spot])
+
+
+def _means(x: Tensor, member: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of each group, `[C, D]`, in order of their heads, and the group of each member, long `[n]`.
+
+    x: `[m, D]`; member: long `[n]`, indices into x; head: long `[n]`, the index into x of the first of its group.
+    """
+    ones = torch.ones(len(x), device=x.device)
+    own = head == member
+    target = torch.where(own, len(x), head)
+    heads = member[own]
+    number = torch.zeros(len(x), dtype=torch.long, device=x.device)
+    number[heads] = torch.arange(len(heads), device=x.device)
+    return join(x, None, ones, member, target, ones[: len(member)])[heads], number[head]
+
+
+def _searched(x: Tensor, alike: Tensor, spot: Tensor, keep: int) -> _Found:
+    """The representatives of the threshold, of those that bisection tries, at which their number is nearest to `keep`;
+    of two the fewer."""
+    low, high, best = -1.01, 1.0, None
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = _representatives(x, alike, spot, middle)
+        number = len(found.mean)
+        off = (abs(number - keep), number)
+        if best is None or off < (abs(len(best.mean) - keep), len(best.mean)):
+            best = found
+        low, high = (middle, high) if number < keep else (low, middle)
+        if _NEAR * abs(number - keep) <= keep:
+            break
+    return best
+
+
+def fewer(found: _Found, keep: int) -> _Found:
+    """Merge the most similar two representatives until at most `keep` are left; a mean goes on being that of all its
+    components' means."""
+    mean, size, of = found.mean.clone(), found.size.clone(), found.of.clone()
+    count = len(mean)
+    if count <= keep:
+        return found
+    direction = unit(mean)
+    alike = direction @ direction.T
+    alike.fill_diagonal_(-torch.inf)
+    most, with_ = alike.max(1)  # of each the most similar one, kept up to date
+    gone = torch.zeros(count, dtype=torch.bool, device=mean.device)
+    for _ in range(count - keep):
+        one = int(most.argmax())
+        first, second = sorted((one, int(with_[one])))
+        total = size[first] + size[second]
+        mean[first] = (mean[first] * size[first] + mean[second] * size[second]) / total
+        size[first], gone[second] = total, True
+        of = torch.where(of == second, first, of)
+        row = (direction * unit(mean[first])).sum(1).masked_fill(gone, -torch.inf)
+        direction[first] = unit(mean[first])
+        row[first] = -torch.inf
+        alike[second], alike[:, second] = -torch.inf, -torch.inf
+        alike[first], alike[:, first] = row, row
+        closer = (row > most) | ((row == most) & (first < with_))
+        most, with_ = torch.where(closer, row, most), torch.where(closer, first, with_)
+        anew = (((with_ == first) & ~closer) | (with_ == second)).nonzero().flatten()
+        most[anew], with_[anew] = alike[anew].max(1)
+        most[first], with_[first] = row.max(0)
+        most[second] = -torch.inf
+    left = (~gone).nonzero().flatten()
+    number = torch.zeros(count, dtype=torch.long, device=mean.device)
+    number[left] = torch.arange(len(left), device=mean.device)
+    return _Found(mean[left], size[left], number[of], found.degree)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bipartite soft matching: which tokens join which, decided once and applied to features, sizes and provenance alike.
+
+Written from the paper (Bolya et al., "Token Merging: Your ViT But Faster", arXiv 2210.09461, section 3 and appendix D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from tokenprune.kernels.join import join
+from tokenprune.kernels.match import TIE, best_match
+from tokenprune.ops.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merge of B rows of n tokens into m: in each row, sources join (not necessarily different) targets and are gone.
+
+    keep:   long `[B, m]`, the tokens that stay, in the order of the output.
+    source: long `[B, r]`, the tokens that leave.
+    target: long `[B, r]`, the place in the output of the token that each source joins.
+
+    Rows may differ in how many tokens stay and leave. Then `left` has the number that stays in each row and `gone`
+    (long `[B]`) the number that leaves; what stands behind these in `keep`, `source` and `target` is padding, of any
+    value. The output's padding is behind its tokens, and has the size 0. count: n.
+
+    drops: whether what neither stays nor is a source is dropped; else there is no such token.
+    """
+
+    keep: Tensor
+    source: Tensor
+    target: Tensor
+    count: int
+    left: list[int] | None = None
+    gone: Tensor | None = None
+    drops: bool = False
+
+    @staticmethod
+    def dropping(stays: Tensor, left: list[int]) -> Merge:
+        """Return what drops all but the tokens in `stays`, bool `[B, n]`; these keep their order. left: how many stay
+        in each row."""
+        keep = (~stays).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(left)]
+        nobody = keep[:, :0]
+        return Merge(keep, nobody, nobody, stays.shape[1], left, drops=True)
+
+    @cached_property
+    def assign(self) -> Tensor:
+        """long `[B, n]`: for each token its place in the output (of padding: any), -1 where it is dropped."""
+        rows, width = self.keep.shape
+        places = torch.arange(width, device=self.keep.device).expand_as(self.keep)
+        if self.drops:
+            real = places if self._padding is None else places.masked_fill(self._padding, -1)
+            return self.keep.new_full((rows, self.count), -1).scatter(1, self.keep, real)
+        place = self.keep.new_zeros(rows, self.count).scatter(1, self.keep, places)
+        source, target = self._moves
+        # One entry more than asked for takes what goes nowhere: no boolean indexing, so no device sync.
+        place = torch.cat([place.flatten(), place.new_zeros(1)])
+        source = torch.where(target < rows * width, source, rows * self.count)
+        return place.index_copy(0, source, target % width)[:-1].view(rows, self.count)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """`[B, n]` -> `[B, m]`: each token of the output is the sum of its members; padding is 0."""
+        source, target = self._moves
+        stays = x.gather(1, self.keep)
+        if self._padding is not None:
+            stays = stays.masked_fill(self._padding, 0)
+        scratch = torch.cat([stays.flatten(), stays.new_zeros(1)])
+        return scratch.index_add(0, target, x.flatten()[source])[:-1].view_as(stays)
+
+    def mean(self, x: Tensor, size: Tensor) -> Tensor:
+        """`[B, n, D]` -> `[B, m, D]`: means weighted by `size` `[B, n]`, in float32; what nothing joins is copied."""
+        weight, (source, target) = size.flatten(), self._moves
+        mean = join(x.flatten(0, 1), self._stays, weight[self._stays], source, target, weight[source])
+        return mean.view(*self.keep.shape, -1)
+
+    def unmerge(self, x: Tensor) -> Tensor:
+        """`[B, m, D]` -> `[B, n, D]`: every token gets the value of the token it became part of."""
+        return x.gather(1, self.assign.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+    @cached_property
+    def _stays(self) -> Tensor:
+        """`keep`, in rows laid end to end."""
+        return _end_to_end(self.keep, self.count)
+
+    @cached_property
+    def _moves(self) -> tuple[Tensor, Tensor]:
+        """`source` and `target` in rows laid end to end; the target of padding is behind the last row."""
+        source, target = _end_to_end(self.source, self.count), _end_to_end(self.target, self.keep.shape[1])
+        if self.gone is None:
+            return source, target
+        real = (torch.arange(self.source.shape[1], device=source.device) < self.gone[:, None]).flatten()
+        return source, torch.where(real, target, self.keep.numel())
+
+    @cached_property
+    def _padding(self) -> Tensor | None:
+        """bool `[B, m]`: what no token of the output is; None if there is none."""
+        width = self.keep.shape[1]
+        if self.left is None or min(self.left) == width:
+            return None
+        device = self.keep.device
+        return torch.arange(width, device=device) >= to_device(self.left, device)[:, None]
+
+
+def _end_to_end(index: Tensor, count: int) -> Tensor:
+    """long `[B, k]` of places in rows of `count` -> long `[B * k]`."""
+    return (index + count * torch.arange(len(index), device=index.device)[:, None]).flatten()
+
+
+def most(count: int, protected: int = 0) -> int:
+    """How many of `count` tokens one bipartite step can merge at most."""
+    return max(0, (count - protected) // 2)
+
+
+def best_partners(metric: Tensor, protected: int = 0, counts: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Find for each token at an even place (set A) the most similar one at an odd place (set B), by cosine in float32.
+
+    metric: `[B, n, D]`. protected: the first tokens (class, registers), which are neither sources nor targets. counts:
+    the real tokens of each row; what is behind them is padding, and neither either. Returns float `[B, ceil(n/2)]`
+    similarities, in steps of `TIE`, -inf for what is no source, and long partners, counted in B. Ties go to the lower
+    place; a zero or non-finite vector is similar to nothing.
+    """
+    place = torch.arange(metric.shape[1], device=metric.device).expand(metric.shape[:2])
+    can = place >= protected
+    if counts is not None:
+        can = can & (place < to_device(counts, metric.device)[:, None])
+    # A single protected token is in A, so that all of B can be found.
+    all_of_b = counts is None and protected < 2
+    best, partner = best_match(metric[:, ::2], metric[:, 1::2], None if all_of_b else can[:, 1::2])
+    # In steps, so that equal vectors have one similarity, 1, whatever rounding made of it.
+    best = (best / TIE).round() * TIE
+    return best.masked_fill(~can[:, ::2], -torch.inf), partner.masked_fill(~can[:, ::2], 0)
+
+
+def bipartite_match(metric: Tensor, r: int, protected: int = 0) -> Merge | None:
+    """Merge the `r` most similar pairs of one token at an even and one at an odd place; None if there is nothing to do.
+
+    metric: `[B, n, D]`. r is capped at half of the tokens that are not protected. The output holds the protected
+    tokens, then what is left of A, then B. That order mixes the tokens on purpose, so that the next step compares
+    others; what is left of A is in order of place where there is a protected token, else of similarity.
+    """
+    count = metric.shape[1]
+    r = min(r, most(count, protected))
+    if r <= 0:
+        return None
+    best, partner = best_partners(metric, protected)
+    order = best.argsort(dim=1, descending=True, stable=True)
+    source, rest = order[:, :r], order[:, r:]
+    if protected:
+        rest = rest.sort(dim=1).values
+    return _merge(source, rest, partner, count, protected)
+
+
+def _merge(source: Tensor, rest: Tensor, partner: Tensor, count: int, protected: int) -> Merge:
+    """source, rest: places in A. partner: for each of A a place in B."""
+    rows, device = source.shape[0], source.device
+    first, ahead = (protected + 1) // 2, protected // 2  # protected tokens in A and in B
+    prefix = torch.arange(protected, device=device).expand(rows, -1)
+    others = torch.arange(ahead, count // 2, device=device).expand(rows, -1)
+    keep = torch.cat([prefix, 2 * rest[:, first:], 2 * others + 1], dim=1)
+    target = partner.gather(1, source) - ahead + protected + rest.shape[1] - first
+    return Merge(keep, 2 * source, target, count)
+
+
+def threshold_match(
+    metric: Tensor,
+    counts: list[int] | None,
+    *,
+    threshold: float,
+    protected: int = 0,
+    limit: int | None = None,
+    floor: int = 0,
+    ceiling: int | None = None,
+) -> Merge | None:
+    """Merge the pairs more similar than `threshold`, in each row at most half of its tokens and at most `limit`.
+
+    metric: `[B, n, D]`. counts: the real tokens of each row, None if all are. floor, ceiling: the fewest and the most
+    tokens that may be left in a row; where more would be, the best pairs below the threshold merge too. None if no row
+    merges anything.
+    """
+    best, partner = best_partners(metric, protected, counts)
+    counts = counts or [metric.shape[1]] * len(metric)
+    merged = []
+    for count, above in zip(counts, (best > threshold).sum(dim=1).tolist(), strict=True):
+        cap = most(count, protected) if limit is None else min(limit, most(count, protected))
+        least = 0 if ceiling is None else count - ceiling
+        merged.append(min(max(above, least), cap, max(0, count - floor)))
+    return ragged_merge(best, partner, merged, protected, counts)
+
+
+def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, counts: list[int]) -> Merge | None:
+    """Merge in each row its r best pairs; None if no row has any.
+
+    best, partner: of `best_partners`. counts: the real tokens of each row. The output holds the protected tokens, then
+    what is left of A, then B, each in order of place, then padding; a row that merges nothing stays as it is.
+    """
+    if not any(r):
+        return None
+    rows, device = len(r), best.device
+    width = max(counts)
+    left = [count - gone for count, gone in zip(counts, r, strict=True)]
+    real, gone = to_device(counts, device), to_device(r, device)
+    order = best.argsort(dim=1, descending=True, stable=True)
+    ranks = torch.arange(order.shape[1], device=device)
+    leaves = torch.empty_like(order).scatter(1, order, ranks.expand_as(order)) < gone[:, None]
+    # Sorted by kind: 0 protected or left of A, 1 of B, 2 gone or padding.
+    kind = (torch.arange(width, device=device) % 2).repeat(rows, 1)
+    kind[:, ::2] += 2 * leaves
+    kind[:, :protected] = 0
+    kind.masked_fill_(gone[:, None] == 0, 0)
+    kind.masked_fill_(torch.arange(width, device=device) >= real[:, None], 2)
+    sorted_ = kind.argsort(dim=1, stable=True)
+    place = torch.empty_like(sorted_).scatter(1, sorted_, torch.arange(width, device=device).expand_as(sorted_))
+    source = order[:, : max(r)]
+    target = place.gather(1, 2 * partner.gather(1, source) + 1)
+    return Merge(sorted_[:, : max(left)], 2 * source, target, width, left, gone if min(r) < max(r) else None)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell whether what was fitted to one model is used with another: by its shapes and its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tokenprune.shapes.per_layer import of_config
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Of a config what no weight shows.
+_TOLD = ("num_attention_heads", "num_heads", "hidden_act", "layer_norm_eps", "spatial_merge_size", "window_size")
+_NOT_THERE = object()
+_SAMPLES = 16  # values of each parameter: any training moves all of them
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """kind: the tower's class. dtype: of its weights, in which its keys are computed. digest: of shapes and weights."""
+
+    kind: str
+    dtype: str
+    digest: str
+
+    @staticmethod
+    def of(module: nn.Module, **facts: int) -> Fingerprint:
+        """Return the fingerprint of a tower. facts: what else makes a difference, and is no weight.
+
+        Names and order of parameters do not count: transformers changes them between versions.
+        """
+        parameters = list(module.parameters())
+        config = getattr(module, "config", None)
+        if config is None:
+            told = {"heads": [m.num_heads for m in module.modules() if hasattr(m, "num_heads")]}
+        else:
+            told = {name: of_config(config, name, _NOT_THERE) for name in _TOLD}
+            told = {name: value for name, value in told.items() if value is not _NOT_THERE}
+        parts = sorted(_digest(parameter) for parameter in parameters)
+        whole = repr((type(module).__name__, sorted((told | facts).items()), parts))
+        dtype = str(parameters[0].dtype).removeprefix("torch.")
+        return Fingerprint(type(module).__name__, dtype, hashlib.sha256(whole.encode()).hexdigest()[:32])
+
+
+def _digest(parameter: torch.Tensor) -> str:
+    flat = parameter.detach().flatten()
+    places = torch.linspace(0, len(flat) - 1, min(_SAMPLES, len(flat)), dtype=torch.float64).long()
+    sample = flat[places.to(flat.device)].double().cpu().numpy().tobytes()
+    return hashlib.sha256(f"{tuple(parameter.shape)}".encode() + sample).hexdigest()
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return dtype and digest of the `Fingerprint` of `module` as one string."""
+    made = Fingerprint.of(module)
+    return f"{made.dtype}:{made.digest}"

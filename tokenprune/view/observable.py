@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method may see of visual tokens: an observable is one class, registered by name like a method.
+
+Each file of `tokenprune/observables/` holds one. A class of yours is registered by the same decorator; a method then
+names it in its `needs` and reads it as an attribute of its `VisualTokens`. Engines know no observable by name: they
+observe what `where` says, and refuse what `backends` does not have.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from tokenprune.ops.transfer import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tokenprune.view.tokens import Segments, TextTokens, TokenSource
+
+
+_ELEMENTS = 2**24  # of the attention map that is made at a time
+
+
+class Where(enum.StrEnum):
+    """Where an observable is observed; a member equals its name as a string."""
+
+    CUT = "CUT"  # what arrives at the cut: always there, and declared by nobody
+    ENTRY = "ENTRY"  # what enters the decoder
+    LAYER_BEFORE = "LAYER_BEFORE"  # the attention of the decoder layer before the cut
+    NEXT_LAYER = "NEXT_LAYER"  # the attention of the layer behind the cut, if nothing was cut
+    INPUT_BEFORE = "INPUT_BEFORE"  # what the decoder layer before the cut is called with
+    UNROTATED = "UNROTATED"  # the attention of the layer before the cut, if it did not rotate
+    MODULES_BEFORE = "MODULES_BEFORE"  # what attention and MLP of the layer before the cut make of what they get
+    TOWER_BLOCK = "TOWER_BLOCK"  # the attention of a block of the vision tower
+    TOWER = "TOWER"  # the vision tower as a whole
+    FRAMES = "FRAMES"  # which frame of a video tokens are of
+
+
+class Backend(enum.StrEnum):
+    """Who serves an observable: the Hugging Face engine, vLLM before the language model, vLLM inside it."""
+
+    HF = "hf"
+    VLLM = "vllm"
+    VLLM_IN_LLM = "vllm_in_llm"
+
+
+class SeenAttention(Protocol):
+    """Queries and keys of one attention call, after rotary embedding: `[B, H, Q, Dh]` and `[B, Hkv, K, Dh]`, of which
+    the last Q keys belong to the queries; and values, `[B, Hkv, K, Dv]`, if they were read.
+
+    starts: where packed sequences begin and end, if several share one axis.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    starts: Tensor | None
+
+    def keys(self, queries: int) -> Tensor:
+        """Return `[B, queries, Hkv * Dh]`, keys of the last `queries` tokens, heads flattened."""
+
+    def values(self, queries: int) -> Tensor:
+        """Return `[B, queries, Hkv * Dv]`, their values."""
+
+    def value_heads(self, queries: int) -> Tensor:
+        """Return `[B, queries, Hkv, Dv]`, their values, head by head."""
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return float32 `[B, H, R, K]`, softmax attention of the queries at `index`, long `[B, R]`."""
+
+    def visible(self, index: Tensor) -> Tensor:
+        """Return bool `[B, 1 or H, R, K]`, which keys these queries may attend to."""
+
+    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+        """Return float32 `[B, H, Q]`, the mean attention that each token receives from the queries that are `valid`,
+        bool `[B, Q]`, and see it."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of made-up tokens. counts: tokens of each of S segments, of which the longest has N. text: M text tokens
+    behind each. width: D. heads: H."""
+
+    counts: tuple[int, ...]
+    text: int = 0
+    width: int = 16
+    heads: int = 2
+
+    @property
+    def segments(self) -> int:
+        return len(self.counts)
+
+    @property
+    def tokens(self) -> int:
+        return max(self.counts)
+
+
+class Observable:
+    """Base of all observables. A subclass says where it is observed and by whom, and computes itself from a source.
+
+    name:     the attribute of `VisualTokens`, and what a method writes in its `needs`; set by `register_observable`.
+    text_name: the attribute of `VisualTokens.text`, if it is another; set by `register_observable` if it is not.
+    where:    see `Where`. backends: see `Backend`.
+    axes:     of the tensor that it is for visual tokens: S segments, N tokens, H heads, M text tokens, D features;
+              empty if it is no tensor.
+    by_layer: whether it is read of one block at a time, `tokens.<name>(layer)`, out of the method's `encoder_layers`.
+    whole:    whether it takes the whole prompt, with the text behind an image.
+    all_rows: whether it takes what all tokens attend to.
+    rotary:   whether it takes rotary positions, which not every decoder has.
+    """
+
+    name: ClassVar[str] = ""
+    text_name: ClassVar[str] = ""
+    where: ClassVar[Where]
+    backends: ClassVar[frozenset[Backend]] = frozenset({Backend.HF})
+    axes: ClassVar[str] = "SND"
+    by_layer: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    all_rows: ClassVar[bool] = False
+    rotary: ClassVar[bool] = False
+
+    def declared(self, needs: frozenset[str]) -> bool:
+        """Return whether a method of these `needs` may read it."""
+        return self.where is Where.CUT or self.name in needs
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Any:
+        """Return the value for the visual tokens of `segments`, `[S, N, ...]`. layer: if `by_layer`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement of_visual()")
+
+    def of_text(self, source: TokenSource, text: TextTokens) -> Any:
+        """Return the value for the text tokens behind each segment, `[S, M, ...]`; raise AttributeError if there is
+        none, as here."""
+        raise AttributeError(f"the text behind an image has no {self.name!r}")
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Any:
+        """Return a made-up value for visual tokens, on which methods are tried (`tokenprune.testing`)."""
+        return torch.randn(sizes.segments, sizes.tokens, sizes.width, generator=generator)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Any:
+        """Return a made-up value for the text behind each segment; None if it has none."""
+        return None
+
+
+class PerToken(Observable):
+    """Base of what each token of the sequence has one of; the text behind an image has it too."""
+
+    def values(self, source: TokenSource) -> Tensor:
+        """Return `[B, W, ...]`, one for each slot of the sequence as it is at the cut."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement values()")
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return source.at(self.values(source), segments.position, segments)
+
+    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+        return source.at(self.values(source), text.position, text.segments)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.randn(sizes.segments, sizes.text, sizes.width, generator=generator)
+
+
+class AttentionToTokens(Observable):
+    """Base of what the attention of a decoder layer pays to each token, by head."""
+
+    axes = "SHN"
+    whole = True
+
+    def columns(self, source: TokenSource) -> Tensor:
+        """Return float32 `[B, H, W]`, over the slots of the sequence as it is at the cut."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement columns()")
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        columns = self.columns(source)[segments.row_index.squeeze(1)]
+        slots = source.slots(segments.position, segments)
+        return columns.gather(2, slots[:, None, :].expand(-1, columns.shape[1], -1))
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
+
+
+class AttentionOfText(Observable):
+    """Base of what the attention of a decoder layer pays from the text behind an image, by head."""
+
+    axes = "SHMN"
+    whole = True
+
+    def observed(self, source: TokenSource) -> SeenAttention:
+        """Return what the attention of the layer saw."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement observed()")
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        position, mask = source.text_after(segments)
+        found = self._to(source, segments, position, source.slots(segments.position, segments))
+        return found.mul_((mask[:, None, :, None] & segments.mask[:, None, None, :]).float())
+
+    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+        """float32 `[S, H, M, M]`, 0 at padding."""
+        found = self._to(source, text.segments, text.position, source.slots(text.position, text.segments))
+        return found.mul_((text.mask[:, None, :, None] & text.mask[:, None, None, :]).float())
+
+    def weighted(self, source: TokenSource, text: TextTokens, weights: Tensor) -> Tensor:
+        """Return float32 `[S, H, N]`, the sum of the text's rows. weights: `[S, M]` or `[S, H, M]`, of each row."""
+        weights = weights.float().masked_fill(~(text.mask if weights.ndim == 2 else text.mask[:, None]), 0)
+        weights = weights.unsqueeze(1) if weights.ndim == 2 else weights
+        slots, total = source.slots(text.segments.position, text.segments), 0.0
+        for rows, part in self._text_rows(source, text.segments, text.position):
+            total = total + (rows * weights[..., part, None]).sum(2)
+        return total.gather(2, slots[:, None].expand(-1, total.shape[1], -1)).masked_fill(
+            ~text.segments.mask[:, None], 0
+        )
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.rand(sizes.segments, sizes.heads, sizes.text, sizes.tokens, generator=generator)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.rand(sizes.segments, sizes.heads, sizes.text, sizes.text, generator=generator)
+
+    def _to(self, source: TokenSource, segments: Segments, position: Tensor, slots: Tensor) -> Tensor:
+        """Return `[S, H, M, K]`, the attention of the tokens at `position`, `[S, M]`, to those in `slots`, `[S, K]`."""
+        return torch.cat(
+            [
+                rows.gather(3, slots[:, None, None].expand(*rows.shape[:3], -1))
+                for rows, _ in self._text_rows(source, segments, position)
+            ],
+            dim=2,
+        )
+
+    def _text_rows(self, source: TokenSource, segments: Segments, position: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Yield `_rows` of the text behind each image, `position` `[S, M]`; those that are made in one go once for all
+        who read them."""
+        if (held := source.text_rows.get(self.name)) is not None:
+            yield held, slice(None)
+            return
+        for rows, part in self._rows(source, segments, position):
+            if rows.shape[2] == position.shape[1]:
+                source.text_rows[self.name] = rows
+            yield rows, part
+
+    def _rows(self, source: TokenSource, segments: Segments, position: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Yield `[S, H, R, W]`, the attention of R of the tokens at `position` to all slots, and which R they are."""
+        seen = self.observed(source)
+        slots, device = source.slots(position, segments), position.device
+        batch, heads, width = seen.query.shape[0], seen.query.shape[1], seen.key.shape[2]
+        most = max(segments.ordinal) + 1  # segments of a row ask for their rows side by side
+        row, place = to_device(segments.row, device), to_device(segments.ordinal, device)
+        step = max(1, _ELEMENTS // max(1, batch * heads * most * width))
+        for start in range(0, slots.shape[1], step):
+            part = slice(start, start + step)
+            own = slots[:, part]
+            if segments.row == list(range(batch)):
+                yield seen.rows(own)[..., -source.width :], part
+                continue
+            index = own.new_zeros(batch, most, own.shape[1]).index_put((row, place), own)
+            found = seen.rows(index.flatten(1)).unflatten(2, (most, -1))
+            yield found[row, :, place][..., -source.width :], part
+
+
+class TowerBlock(Observable):
+    """Base of what the attention of a block of the vision tower says of each patch.
+
+    A token made of several patches gets their mean, in float32; what is no patch (newlines, a class token) gets 0.
+    """
+
+    where = Where.TOWER_BLOCK
+    backends = frozenset({Backend.HF, Backend.VLLM})
+    by_layer = True
+
+    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+        """Return `[rows, H, patches]` or `[rows, H, patches, Dh]`, class tokens left out. seen: queries and keys of one
+        block, with `protected` class tokens in front of the patches of each row."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement of_patches()")
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        """float32 `[S, N, C]`."""
+        return source.of_tower((self.name, *layer), segments)
+
+
+class TowerOutput(Observable):
+    """Base of what is made of the vision tower's output, as the projector gets it."""
+
+    where = Where.TOWER
+
+    def of_features(self, features: Tensor, protected: int) -> Tensor:
+        """Return `[rows, patches, C]`, class tokens left out. features: `[rows, tokens, Dv]`, with `protected` class
+        tokens in front."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement of_features()")
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        """float32 `[S, N, C]`; a token made of several patches gets their mean, what is no patch 0."""
+        return source.of_tower((self.name,), segments)
+
+
+class TowerScores(TowerBlock):
+    """Base of scores of patches by head: `[S, H, N]`."""
+
+    axes = "SHN"
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return super().of_visual(source, segments, *layer).transpose(1, 2)
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
