@@ -160,7 +160,7 @@ distclean: clean ## remove the environments too
 	$(@D)/bin/python dev/vllm_requirements.py $(@D)/wheels/*.whl > $(@D)/requirements.txt
 	$(PIP) install --quiet -c constraints-vllm.txt -r $(@D)/requirements.txt pytest einops num2words scipy hatchling editables
 	$(PIP) install --quiet -c constraints-vllm.txt --no-deps $(@D)/wheels/*.whl torchvision
-	$(PIP) install --quiet -c constraints-vllm.txt --no-build-isolation -e .
+	$(PIP) install --quiet -c constraints-vllm.txt --no-build-isolation -e . -e ./demo -e ./bench
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@
 
@@ -175,13 +175,13 @@ distclean: clean ## remove the environments too
 .venv-newest/.setup-done: constraints.txt constraints-newest.txt
 .venv-oldest/.setup-done: constraints.txt constraints-oldest.txt
 .venv-lmms/.setup-done: constraints.txt constraints-lmms.txt
-.venv-lmms/.setup-done: PACKAGES := -e '.[lmms-eval]' pytest
+.venv-lmms/.setup-done: PACKAGES := -e . -e ./demo -e './bench[lmms-eval]' pytest
 .venv-app/.setup-done: constraints.txt constraints-app.txt
-.venv-app/.setup-done: PACKAGES := -e '.[app]' pytest playwright einops accelerate
-PACKAGES := -e '.[dev]'
+.venv-app/.setup-done: PACKAGES := -e . -e ./demo -e './bench[app]' pytest playwright einops accelerate
+PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
 # The last constraints file named wins: it replaces the pins of the packages it names. torch comes first, so that no other
 # package can bring another build of it; torchvision comes without its dependencies for the same reason.
-%/.setup-done: pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
+%/.setup-done: pyproject.toml bench/pyproject.toml demo/pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
 	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
 		echo "Python 3.11 or newer is needed; found none. Name one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; fi
 	@$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }

@@ -22,14 +22,15 @@ import calm_threads  # noqa: F401
 import typer
 from rank_agreement import agreement, answers, published_scores
 
-from tokenprune.bench.equal_cost import in_words
-from tokenprune.bench.lines import Lines, read_lines
-from tokenprune.bench.model import SHIPPED_MODELS, load
-from tokenprune.bench.results import UNPATCHED, Results, read_records, summarise
-from tokenprune.bench.significance import pooled_interval
-from tokenprune.bench.suite import Bench, Plan
 from tokenprune.cli.common import ErrorGroup, get_console, show_progress
 from tokenprune.errors import OptionError, RunError
+from tokenprune.profiling.model import load
+from tokenprune.shapes.model_config import SHIPPED
+from tokenprune_bench.equal_cost import in_words
+from tokenprune_bench.lines import Lines, read_lines
+from tokenprune_bench.results import UNPATCHED, Results, read_records, summarise
+from tokenprune_bench.significance import pooled_interval
+from tokenprune_bench.suite import Bench, Plan
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -99,7 +100,7 @@ def results_file(model: str) -> Path:
 
 @app.command()
 def ask(
-    model: Annotated[str, typer.Option(help=f"{' or '.join(SHIPPED_MODELS)}.")] = "demo_vlm",
+    model: Annotated[str, typer.Option(help=f"{' or '.join(SHIPPED)}.")] = "demo_vlm",
     methods: Annotated[str, typer.Option(help="Comma-separated; default: all that act on images.")] = "",
     questions: Annotated[int, typer.Option(min=1, help="Of each kind, the first ones.")] = 10,
     targets: Annotated[str, typer.Option(help="Shares of the visual tokens, comma-separated.")] = "0.5,0.25,0.11",
@@ -110,8 +111,8 @@ def ask(
     """Ask every method at every target; rows that are in the file already are not asked again."""
     from tokenprune.cli.common import read_keeps
 
-    if model not in SHIPPED_MODELS:
-        raise OptionError(f"--model {model!r} is none of {', '.join(SHIPPED_MODELS)}")
+    if model not in SHIPPED:
+        raise OptionError(f"--model {model!r} is none of {', '.join(SHIPPED)}")
     plan = Plan(
         methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
         keeps=read_keeps(targets), images=questions, batch_size=batch_size, repeats=0, equal_cost=True,
@@ -137,7 +138,7 @@ def page(check: Annotated[bool, typer.Option("--check", help="Exit with 1 where 
 def written(text: str) -> str:
     """Return the page with its generated part as it has to be."""
     # The one that favours no method comes first.
-    models = sorted(SHIPPED_MODELS, key=lambda name: name != FAIR)
+    models = sorted(SHIPPED, key=lambda name: name != FAIR)
     parts = [section(path) for path in map(results_file, models) if path.exists()]
     made = "\n\n".join(parts)
     block = re.compile(r"(<!-- all:begin[^\n]*-->\n).*?(<!-- all:end -->)", re.DOTALL)

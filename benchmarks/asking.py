@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.bench.model import Model
-from tokenprune.bench.significance import wilson
-from tokenprune.bench.suite import Bench
+from tokenprune.profiling.model import Model
 from tokenprune.registry import register
+from tokenprune_bench.significance import wilson
+from tokenprune_bench.suite import Bench
 
 
 @register("replay", site=Site.PRE_LLM, paper="none (a measurement)")

@@ -26,10 +26,10 @@ from rich.console import Console
 
 import tokenprune
 from tokenprune import DraftCost
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.tables import Cell, Table, to_markdown, to_rich
 from tokenprune.config import Config
+from tokenprune.profiling.model import Model, load
+from tokenprune_bench.tables import Cell, Table, to_markdown, to_rich
+from tokenprune_demo.heldout import load_heldout
 
 SETTINGS = "random:0.3,divprune:0.5,divprune:0.3,divprune:0.1,fastv:0.3,divprune:1.0"
 DRAFTED = 4

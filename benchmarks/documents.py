@@ -31,9 +31,9 @@ from rich.console import Console
 
 import tokenprune
 from tokenprune.base import Site
-from tokenprune.bench.drawn_sets import DrawnExample, drawn_set
-from tokenprune.bench.model import Model, load
 from tokenprune.errors import TokenPruneError
+from tokenprune.profiling.model import Model, load
+from tokenprune_demo.drawn_sets import DrawnExample, drawn_set
 
 OURS, UNPATCHED = "pixelprune", "unpatched"
 METHODS = (

@@ -142,8 +142,8 @@ def inputs(side: int | None, class_token: bool) -> tuple[Sequence[nn.Module], li
     """The demo tower's blocks, and what enters the first one of them for each held-out image."""
     from PIL import Image
 
-    from tokenprune.bench.heldout import load_heldout
-    from tokenprune.bench.model import load
+    from tokenprune.profiling.model import load
+    from tokenprune_demo.heldout import load_heldout
 
     subject = load(device="cpu")
     tower: Any = copy.deepcopy(subject.model.model.vision_tower).double()

@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks/results/first_run.json"
 # What the README names, and what stands in for it here.
 STAND_INS = {
-    "Qwen/Qwen2.5-VL-3B-Instruct": "tokenprune/assets/demo_vlm",
-    "photo.jpg": "tokenprune/assets/heldout/pictures/002.jpg",
+    "Qwen/Qwen2.5-VL-3B-Instruct": "demo/tokenprune_demo/models/demo_vlm",
+    "photo.jpg": "demo/tokenprune_demo/heldout/pictures/002.jpg",
 }
 MODEL = "demo_vlm"
 PATCHED = re.compile(r'tokenprune\.patch\(model, "(\w+)", keep=([\d.]+)\)')
@@ -59,8 +59,8 @@ def first_token(repeats: int, threads: int, allow_load: bool) -> dict[str, Any]:
     from PIL import Image
 
     import tokenprune
-    from tokenprune.bench.model import load
-    from tokenprune.bench.timing import compare
+    from tokenprune.profiling.model import load
+    from tokenprune.profiling.timing import compare
 
     load_of_machine = Load(allow_load)
     torch.set_num_threads(threads)

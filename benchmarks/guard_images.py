@@ -23,9 +23,9 @@ import torch
 from guard_documents import documents, photographs
 from PIL import Image
 
-from tokenprune.bench.heldout import load_heldout
 from tokenprune.guard.images import blocks_of, text_shares
 from tokenprune.guard.settings import TEXT_LIMIT
+from tokenprune_demo.heldout import load_heldout
 
 RESULTS = Path(__file__).parent / "results/guard_images.jsonl"
 LIMITS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4)

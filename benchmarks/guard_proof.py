@@ -18,10 +18,10 @@ from pathlib import Path
 import calm_threads  # noqa: F401
 
 import tokenprune
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.scenes import KINDS
-from tokenprune.bench.significance import wilson
+from tokenprune.profiling.model import Model, load
+from tokenprune_bench.significance import wilson
+from tokenprune_demo.heldout import load_heldout
+from tokenprune_demo.scenes import KINDS
 
 RESULTS = Path(__file__).parent / "results/guard_proof.jsonl"
 METHODS, KEEP, MODES = ("random", "dart", "pool"), 0.11, ("off", "auto")

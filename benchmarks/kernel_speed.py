@@ -38,8 +38,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tokenprune.bench.timing import quantiles
 from tokenprune.kernels.dispatch import Operation, has_triton, operations
+from tokenprune.profiling.timing import quantiles
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from rich.console import Console
 from torch import Tensor
 
 import tokenprune
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.suite import Bench, Plan
 from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.profiling.model import Model, load
+from tokenprune_bench.suite import Bench, Plan
 
 SIDE = 16  # of the shipped model's grid of patches
 KEEPS = (0.5, 0.25, 0.11)

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 import tokenprune
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.timing import compare
+from tokenprune.profiling.model import Model, load
+from tokenprune.profiling.timing import compare
+from tokenprune_demo.heldout import load_heldout
 
 ROWS = 8
 METHODS = ["pool", "divprune", "fastv"]

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-MODEL = Path(__file__).resolve().parent.parent / "tokenprune/assets/demo_vlm"
+MODEL = Path(__file__).resolve().parent.parent / "demo/tokenprune_demo/models/demo_vlm"
 PROFILES = {"fast": {"keep": 0.11}, "pooled": {"method": "pool", "keep": 0.25}, "ocr": {"off": True}}
 SERVER = {"method": "uniform", "keep": 0.25, "profiles": PROFILES, "min_keep": 0.1}
 OWN = [
@@ -195,7 +195,7 @@ def main() -> None:
     from rich.console import Console
     from serving import served
 
-    from tokenprune.bench.heldout import load_heldout
+    from tokenprune_demo.heldout import load_heldout
 
     examples = load_heldout()
     images = {example.path: example for example in examples}.values()

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import tokenprune
-from tokenprune.bench.heldout import Example, load_heldout
-from tokenprune.bench.model import Model, load
+from tokenprune.profiling.model import Model, load
+from tokenprune_demo.heldout import Example, load_heldout
 
 FILE = RESULTS / "openvino_cdpruner.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "guide" / "openvino.md"

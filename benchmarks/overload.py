@@ -33,7 +33,7 @@ from typing import Any
 
 from rows import Load, add_options
 
-MODEL = Path(__file__).resolve().parent.parent / "tokenprune/assets/demo_vlm"
+MODEL = Path(__file__).resolve().parent.parent / "demo/tokenprune_demo/models/demo_vlm"
 PROFILES = {"full": {"off": True}, "half": {"keep": 0.5}, "tenth": {"keep": 0.11}}
 POLICY = "policy"
 
@@ -171,7 +171,7 @@ def counted(url: str) -> collections.Counter[str]:
 
 async def measure(url: str, args: argparse.Namespace, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return a row for each setting, measured, and one as simulated."""
-    from tokenprune.bench.heldout import load_heldout
+    from tokenprune_demo.heldout import load_heldout
 
     client = Client(url, load_heldout(), args.tokens)
     await client.closed(8, 4, "full")  # to warm up

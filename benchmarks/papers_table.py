@@ -221,7 +221,7 @@ def _execute(command: list[str], folder: Path) -> str:
 
 def _check_installed() -> None:
     if importlib.util.find_spec("lmms_eval") is None:
-        raise TokenPruneError("lmms-eval is not installed: pip install 'tokenprune-vlm[lmms-eval]'")
+        raise TokenPruneError("lmms-eval is not installed: pip install 'tokenprune-bench[lmms-eval]'")
     if not any(one.name == "tokenprune" for one in entry_points(group="lmms_eval.models")):
         raise TokenPruneError(
             "lmms-eval does not see tokenprune: install the package (pip install -e .), not only its path"

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tokenprune
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.suite import Bench, Plan
+from tokenprune.profiling.model import Model, load
+from tokenprune_bench.suite import Bench, Plan
 
 READINGS = ("both", "after", "tower")
 

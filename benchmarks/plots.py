@@ -14,7 +14,7 @@ from typing import Any
 import calm_threads  # noqa: F401
 from common import RESULTS, quiet
 
-from tokenprune.bench.report.png import curve, panels, png, same_look
+from tokenprune_bench.report.png import curve, panels, png, same_look
 
 
 def efficiency(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:

@@ -28,12 +28,12 @@ from rich.console import Console
 from torch import Tensor
 
 import tokenprune
-from tokenprune.bench.model import load
-from tokenprune.bench.suite import Bench, Plan
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import attended
+from tokenprune.profiling.model import load
 from tokenprune.view.observable import SeenAttention, TowerScores
 from tokenprune.view.registry import register_observable
+from tokenprune_bench.suite import Bench, Plan
 
 ROW = ("model", "block", "heads", "keep")
 BLOCKS = {"demo_vlm": (-1, -2), "demo_qwen": (-1, 2)}

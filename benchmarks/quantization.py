@@ -26,11 +26,11 @@ from torch import nn
 from transformers import QuantizedCache
 
 import tokenprune
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.tables import Cell, Table, to_markdown
 from tokenprune.integrations.hf.cache.layer_storage import is_quantized, keys_of, stored_bytes, values_of
+from tokenprune.profiling.model import Model, load
 from tokenprune.shapes.decoder import DecoderShape
+from tokenprune_bench.tables import Cell, Table, to_markdown
+from tokenprune_demo.heldout import load_heldout
 
 PAGE = Path(__file__).parents[1] / "docs" / "quantization.md"
 BEGIN, END = "<!-- quantization:begin (benchmarks/quantization.py --page) -->", "<!-- quantization:end -->"

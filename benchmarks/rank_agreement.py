@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
 
-from tokenprune.bench.results import read_records
+from tokenprune_bench.results import read_records
 
 BUDGET = 64  # of 576 visual tokens
 KEEP = 0.11

@@ -10,7 +10,7 @@ as a control, without pruning. Both are then asked the held-out questions under 
 step is the plain one of transformers: labels, loss, backward; only what the frozen tower makes of an image is kept, so
 that each is encoded once.
 
-Learned from is what `tokenprune.bench.scenes` draws by seeds of its own (`SEED`), over photographs that no held-out
+Learned from is what `tokenprune_demo.scenes` draws by seeds of its own (`SEED`), over photographs that no held-out
 image has, resized to 144 to 320 pixels a side; learning rate and steps were chosen on a third draw. The held-out file
 is read for the last answers alone. Scenes have no named things, so `thing` is a kind that nothing here teaches.
 
@@ -43,10 +43,10 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import tokenprune
-from tokenprune.bench.backgrounds import load_photos
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.scenes import draw_scene
+from tokenprune.profiling.model import Model, load
+from tokenprune_demo.backgrounds import load_photos
+from tokenprune_demo.heldout import load_heldout
+from tokenprune_demo.scenes import draw_scene
 
 SEED = 20260311  # of no other set: the held-out ones are of 20260101, 20260102 and 20260202, training of 0
 TUNING, VALIDATION = 0, 1  # parts of the seed

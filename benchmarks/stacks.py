@@ -29,17 +29,17 @@ from PIL import Image
 from rich.console import Console
 from rows import is_loaded
 
-from tokenprune.bench.heldout import NATIVE, load_heldout
-from tokenprune.bench.model import load
-from tokenprune.bench.profile_tables import setting_name
-from tokenprune.bench.profiling import FIRST_TOKEN, STAGES, profile_call
-from tokenprune.bench.scenes import KINDS
-from tokenprune.bench.tables import Cell, Table, to_markdown, to_rich
-from tokenprune.tuning import Panel, Promise, Tuner, grid
-from tokenprune.tuning.betting import upper_bound
-from tokenprune.tuning.promise import points
-from tokenprune.tuning.stacks import MOST
-from tokenprune.tuning.trial import Trial
+from tokenprune.profiling.model import load
+from tokenprune.profiling.profile import FIRST_TOKEN, STAGES, profile_call
+from tokenprune.profiling.profile_tables import setting_name
+from tokenprune_bench.tables import Cell, Table, to_markdown, to_rich
+from tokenprune_bench.tuning import Panel, Promise, Tuner, grid
+from tokenprune_bench.tuning.betting import upper_bound
+from tokenprune_bench.tuning.promise import points
+from tokenprune_bench.tuning.stacks import MOST
+from tokenprune_bench.tuning.trial import Trial
+from tokenprune_demo.heldout import NATIVE, load_heldout
+from tokenprune_demo.scenes import KINDS
 
 SIDE = 448  # pixels, which make 784 visual tokens
 METHODS = "downsample,tome,divprune,pool,vscan,fastv,dart,dyrate"

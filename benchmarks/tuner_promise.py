@@ -32,11 +32,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 from make_heldout import ANSWERS, one_of_each
-from tokenprune.bench.lines import Lines, read_lines
-from tokenprune.bench.model import load
-from tokenprune.bench.scenes import draw_scene, load_photos
-from tokenprune.tuning import Candidate, Panel, Promise, Tuner, grid
-from tokenprune.tuning.betting import upper_bound
+from tokenprune.profiling.model import load
+from tokenprune_bench.lines import Lines, read_lines
+from tokenprune_bench.tuning import Candidate, Panel, Promise, Tuner, grid
+from tokenprune_bench.tuning.betting import upper_bound
+from tokenprune_demo.scenes import draw_scene, load_photos
 
 RESULTS = Path(__file__).parent / "results/cpu/tuner_promise.jsonl"
 PAGE = Path(__file__).parent.parent / "docs/tune.md"

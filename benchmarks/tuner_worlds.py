@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from common import code_version, fill_page, header, read, write
 
-from tokenprune.tuning import Candidate, Promise, Tuner, tuner
+from tokenprune_bench.tuning import Candidate, Promise, Tuner, tuner
 
 RESULTS = Path(__file__).parent / "results/tuner_worlds.jsonl"
 PAGE = Path(__file__).parent.parent / "docs/tune.md"

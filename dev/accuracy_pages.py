@@ -99,13 +99,13 @@ def ranks() -> str:
 
 def plot() -> bytes:
     """Return the image of accuracy against tokens, a PNG."""
-    from tokenprune.bench.report.png import plot_png
+    from tokenprune_bench.report.png import plot_png
 
     return plot_png(_results(BENCH))
 
 
 def _tables(path: Path) -> str:
-    from tokenprune.bench.tables import tables, to_markdown
+    from tokenprune_bench.tables import tables, to_markdown
 
     parts = [to_markdown(table).strip() for table in tables(_results(path))]
     return "\n\n".join([*parts, f"Raw data: {link(path, '../')}, written by `tokenprune bench --json`."])
@@ -120,7 +120,7 @@ def _cell(row: Any) -> str:
 
 
 def _results(path: Path) -> Any:
-    from tokenprune.bench.results import read_records, summarise
+    from tokenprune_bench.results import read_records, summarise
 
     # Answers do not depend on the load; times taken under one are left out.
     return summarise([{**one, "timing": None} if rows.is_loaded(one) else one for one in read_records(path)])

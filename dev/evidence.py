@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write tokenprune/assets/evidence.json: what speaks for the methods of the table of advice, and against them.
+"""Write evidence.json of `tokenprune recommend`: what speaks for the methods of the table of advice, and against them.
 
 python dev/evidence.py            # write it anew, after a run of benchmarks/ that it reads, or a change of the table
 python dev/evidence.py --check    # exit with 1 where the file is not what this would write
 
 Nothing in the file is typed in here: published numbers come from benchmarks/papers, ours from benchmarks/results. What
-each entry says of itself (questions, keep, photographs, asked, size, sure) is what tokenprune/advice.py grades it by.
+each entry says of itself (questions, keep, photographs, asked, size, sure) is what advice.py grades it by.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import rows  # noqa: E402
 
-FILE = ROOT / "tokenprune/assets/evidence.json"
+FILE = ROOT / "bench/tokenprune_bench/recommend/evidence.json"
 RESULTS, PAPERS = ROOT / "benchmarks/results", ROOT / "benchmarks/papers"
 # The kinds of our questions behind each kind of evidence; (): all of them.
 IMAGES = {"general": (), "reading": ("digits", "word"), "places": ("grounding", "position"), "counting": ("count",)}
@@ -44,7 +44,7 @@ Entry = dict[str, Any]
 
 def entries() -> Iterator[Entry]:
     """Yield the entries of the file, those of the advised methods alone."""
-    from tokenprune.advice import advice
+    from tokenprune_bench.recommend.advice import advice
 
     advised = {one.method for one in advice().values()}
     for made in (published(), accuracy(), published_speed(), measured_speed()):
@@ -102,8 +102,9 @@ def _size(model: str) -> float:
     from transformers import AutoConfig
 
     from tokenprune.shapes.decoder import DecoderShape
+    from tokenprune_demo import MODELS
 
-    config = AutoConfig.from_pretrained(ROOT / "tokenprune/assets" / model.removesuffix(" (shipped)"))
+    config = AutoConfig.from_pretrained(MODELS[model.removesuffix(" (shipped)")])
     return float(DecoderShape.from_config(config.get_text_config()).weights)
 
 

@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 def accuracy(method: str, keep: float | None) -> Any:
     """The row of the shipped benchmark; `keep` None is that of the unpatched model."""
-    from tokenprune.bench.results import read_records, summarise
+    from tokenprune_bench.results import read_records, summarise
 
     results = summarise(read_records(RESULTS / "bench.jsonl"))
     if keep is None:

@@ -29,7 +29,7 @@ CELLS = (
 
 def cells() -> list[tuple[Any, str]]:
     """Return each question with its method."""
-    from tokenprune.bench.heldout import NATIVE, load_heldout
+    from tokenprune_demo.heldout import NATIVE, load_heldout
 
     photos = [one for one in load_heldout(folder=NATIVE) if one.background == "photo"]
     examples = [one for one in photos if min(one.image.size) >= LEAST]
@@ -40,7 +40,7 @@ def cells() -> list[tuple[Any, str]]:
 
 def shown(subject: Any, example: Any, method: str) -> tuple[dict[str, Any], Any]:
     """Return the record of a cell, and the drawing of what is kept."""
-    from tokenprune.bench import side_by_side
+    from tokenprune.show import side_by_side
 
     found = side_by_side.show(subject, [example.image], example.question, [method], KEEP)
     (seen,) = found.seen
@@ -65,7 +65,7 @@ def main() -> None:
     import transformers
     from PIL import Image
 
-    from tokenprune.bench.model import load
+    from tokenprune.profiling.model import load
 
     subject, told = load("demo_qwen"), []
     FOLDER.mkdir(exist_ok=True)

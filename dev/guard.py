@@ -19,9 +19,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tokenprune.bench.results import COLLAPSE, UNPATCHED, read_records
-from tokenprune.bench.significance import pooled_interval
 from tokenprune.guard.settings import KINDS
+from tokenprune_bench.results import COLLAPSE, UNPATCHED, read_records
+from tokenprune_bench.significance import pooled_interval
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks/results/bench.jsonl"

@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tokenprune.bench import side_by_side
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import load
+from tokenprune.profiling.model import load
+from tokenprune.show import side_by_side
+from tokenprune_demo.heldout import load_heldout
 
 FOLDER = Path(__file__).parent.parent / "docs/images/kept"
 KEEP, WIDTH, COLOURS = 0.25, 520, 256

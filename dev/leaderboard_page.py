@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenprune.base import Site
-from tokenprune.bench.leaderboard.checks import read_entry
-from tokenprune.bench.leaderboard.entry import Entry, Line, entry_of
-from tokenprune.bench.results import read_records
+from tokenprune_bench.leaderboard.checks import read_entry
+from tokenprune_bench.leaderboard.entry import Entry, Line, entry_of
+from tokenprune_bench.results import read_records
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/leaderboard.md"

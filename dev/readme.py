@@ -103,8 +103,8 @@ def video() -> str:
 
 def documents() -> str:
     """The table of methods at equal tokens on drawn documents, from its raw file."""
-    from tokenprune.bench.drawn_documents import DOCUMENT_KINDS, LAYOUTS, TEXT_KINDS
-    from tokenprune.bench.significance import better_p, wilson
+    from tokenprune_bench.significance import better_p, wilson
+    from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, TEXT_KINDS
 
     header, *records = (json.loads(line) for line in DOCUMENTS.read_text().splitlines())
     results = [one for one in records if one["record"] == "result"]

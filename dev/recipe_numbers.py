@@ -55,7 +55,7 @@ def video() -> str:
 
 
 def _videos() -> dict[Any, Any]:
-    from tokenprune.bench.results import read_records, summarise
+    from tokenprune_bench.results import read_records, summarise
 
     results = summarise(read_records(RESULTS / "bench_videos.jsonl"))
     told = {(row.method, row.keep): f"{100 * row.overall.value:.1f} %" for row in results.rows}

@@ -47,7 +47,7 @@ def _setting(header: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
 
 def _kinds(kinds: list[str], results: dict[Any, dict[str, Any]]) -> str:
     """Gains over the model as shipped by kind of question, averaged over all methods and keeps."""
-    from tokenprune.bench.paired import Answers, versus
+    from tokenprune_bench.paired import Answers, versus
 
     def answers(tuned: str | None, kind: str) -> Answers:
         pruned = [one["right"] for (name, method, _), one in results.items() if name == tuned and method != CONTROL]
@@ -70,14 +70,14 @@ def _tries(tries: list[dict[str, Any]]) -> str:
 
 
 def _share(right: str) -> str:
-    from tokenprune.bench.significance import wilson
+    from tokenprune_bench.significance import wilson
 
     low, high = wilson(right.count("1"), len(right))
     return f"{100 * right.count('1') / len(right):.1f} [{100 * low:.0f}–{100 * high:.0f}]"
 
 
 def _gain(ours: str, theirs: str) -> str:
-    from tokenprune.bench.paired import Answers, versus
+    from tokenprune_bench.paired import Answers, versus
 
     found = versus(*(Answers([[float(one) for one in right]], [right]) for right in (ours, theirs)))
     return _interval(found)

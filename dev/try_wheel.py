@@ -139,7 +139,7 @@ def try_demo(env: Environment) -> None:
 
 def held_out(env: Environment) -> str:
     """Return an image that ships with the package."""
-    code = "from tokenprune.bench.heldout import FOLDER; print(min(FOLDER.rglob('*.jpg')))"
+    code = "from tokenprune_demo.heldout import FOLDER; print(min(FOLDER.rglob('*.jpg')))"
     return env.run("python", "-c", code).strip()
 
 

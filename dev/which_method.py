@@ -4,8 +4,8 @@ them."""
 
 from __future__ import annotations
 
-from tokenprune import advice
-from tokenprune.advice import Advice, Evidence
+from tokenprune_bench.recommend import advice
+from tokenprune_bench.recommend.advice import Advice, Evidence
 
 UP = "../../"
 ELSEWHERE = 2  # pieces of evidence from elsewhere, of each row
@@ -48,7 +48,7 @@ def _line(piece: Evidence) -> str:
 
 
 def rule() -> str:
-    """Return how evidence is chosen and graded, as the docstring of tokenprune/advice.py says it."""
+    """Return how evidence is chosen and graded, as the docstring of advice.py says it."""
     return advice.__doc__.partition("\n\n")[2].strip()
 
 

@@ -21,12 +21,12 @@ from lmms_eval import evaluator
 from lmms_eval.tasks import TaskManager
 from loguru import logger
 
-import tokenprune
 from checkpoints import CHECKPOINTS
 from more_checkpoints import MORE
-from tokenprune.lmms_eval import TASKS
+from tokenprune_bench.lmms_eval import TASKS
+from tokenprune_demo import MODELS
 
-DEMO = Path(tokenprune.__file__).parent / "assets" / "demo_vlm"
+DEMO = MODELS["demo_vlm"]
 CPU = "device=cpu,device_map=cpu"
 # Images and videos stand where the message has them; the processors write the tokens.
 TEMPLATE = (

@@ -14,8 +14,8 @@ from lmms_eval.utils import simple_parse_args_string
 
 import tokenprune
 from tokenprune import Budget, BudgetError, OptionError, UnknownMethodError
-from tokenprune.lmms_eval.arguments import Setting, read
-from tokenprune.lmms_eval.bases import TESTED
+from tokenprune_bench.lmms_eval.arguments import Setting, read
+from tokenprune_bench.lmms_eval.bases import TESTED
 
 BASE = ("pretrained", "device", "dtype")
 

@@ -16,7 +16,7 @@ from lmms_eval.models import MODEL_REGISTRY_V2
 from PIL import Image
 
 from conftest import CPU, answers, measured
-from tokenprune.lmms_eval.bases import BASES, TESTED, UNTESTED
+from tokenprune_bench.lmms_eval.bases import BASES, TESTED, UNTESTED
 
 FAMILIES = {
     "gemma3": ("gemma3",),
@@ -101,7 +101,7 @@ def test_every_base_is_one_of_lmms_evals() -> None:
 
 @pytest.mark.parametrize("base", UNTESTED)
 def test_an_untested_base_is_warned_of(base: str, log: list[str]) -> None:
-    from tokenprune.lmms_eval.model import _base_class
+    from tokenprune_bench.lmms_eval.model import _base_class
 
     cls = _base_class(base, False)
     assert hasattr(cls, "model")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import CPU, DEMO
-from tokenprune.lmms_eval import TASKS
+from tokenprune_bench.lmms_eval import TASKS
 
 
 def run(output: Path, args: str, *further: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:

@@ -13,8 +13,8 @@ from lmms_eval.models.registry_v2 import ModelManifest
 
 from conftest import CPU, DEMO
 from tokenprune import BudgetError, OptionError, TokenPruneError, UnknownMethodError, UnsupportedModelError
-from tokenprune.lmms_eval import model as integration
-from tokenprune.lmms_eval.bases import TESTED
+from tokenprune_bench.lmms_eval import model as integration
+from tokenprune_bench.lmms_eval.bases import TESTED
 
 NOWHERE = f"pretrained=/there/is/no/such/model,{CPU}"
 

@@ -15,12 +15,12 @@ from lmms_eval.models.model_utils.gen_metrics import get_logged_metrics_history
 import tokenprune
 from conftest import CPU, DEMO, answers, measured
 from tokenprune import BudgetError
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.scenes import KINDS
-from tokenprune.bench.suite import Bench, Plan
-from tokenprune.lmms_eval import model as integration
-from tokenprune.lmms_eval.measure import watched
+from tokenprune.profiling.model import Model, load
+from tokenprune_bench.lmms_eval import model as integration
+from tokenprune_bench.lmms_eval.measure import watched
+from tokenprune_bench.suite import Bench, Plan
+from tokenprune_demo.heldout import load_heldout
+from tokenprune_demo.scenes import KINDS
 
 Evaluate = Callable[..., dict[str, Any]]
 IMAGES, KEEP = 3, 0.11

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from lmms_eval.tasks import TaskManager, get_task_dict
 
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.metrics import METRICS
-from tokenprune.bench.model import SHORT
-from tokenprune.bench.scenes import KINDS
-from tokenprune.lmms_eval import TASKS, suite
+from tokenprune.profiling.model import SHORT
+from tokenprune_bench.lmms_eval import TASKS, suite
+from tokenprune_bench.metrics import METRICS
+from tokenprune_demo.heldout import load_heldout
+from tokenprune_demo.scenes import KINDS
 
 VARIANTS = {"": (SHORT, 16), "_plain": ("", 4)}
 
@@ -25,7 +25,9 @@ def manager() -> TaskManager:
 
 
 def test_the_folder_is_printed() -> None:
-    printed = subprocess.run([sys.executable, "-m", "tokenprune.lmms_eval"], capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-m", "tokenprune_bench.lmms_eval"], capture_output=True, text=True, check=True
+    )
     assert Path(printed.stdout.strip()) == TASKS
 
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from conftest import stop
-from tokenprune.bench import results, tables
-from tokenprune.bench.backend import Backend, HfBackend
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.lines import read_lines
-from tokenprune.bench.model import load
-from tokenprune.bench.run_folder import PREDICTIONS, RunFolder, config_of
-from tokenprune.bench.suite import Bench, Plan
-from tokenprune.bench.vllm_backend import Chat, VllmBackend
-from tokenprune.bench.vllm_offline import OfflineEngine
 from tokenprune.errors import TokenPruneError, UnknownMethodError
-from tokenprune.tuning import Panel, Promise, Tuner, Tuning, grid
+from tokenprune.profiling.model import load
+from tokenprune_bench import results, tables
+from tokenprune_bench.backend import Backend, HfBackend
+from tokenprune_bench.lines import read_lines
+from tokenprune_bench.run_folder import PREDICTIONS, RunFolder, config_of
+from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.tuning import Panel, Promise, Tuner, Tuning, grid
+from tokenprune_bench.vllm_backend import Chat, VllmBackend
+from tokenprune_bench.vllm_offline import OfflineEngine
+from tokenprune_demo.heldout import load_heldout
 
 PLAN = Plan(methods=("uniform", "divprune", "pool", "fastv"), keeps=(0.25,), images=2, batch_size=8, repeats=0)
 SERVED = ("uniform", "divprune", "pool")

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import tokenprune
 from checkpoints import Checkpoint
 from conftest import stop
 from reference import Reference
 from server import Server, free_port, launch
 from test_server import ask
+from tokenprune_demo import MODELS
+from tokenprune_demo.heldout import FOLDER
 
-ASSETS = Path(tokenprune.__file__).parent / "assets"
+ASSETS = MODELS["demo_vlm"].parent
 MODEL = ASSETS / "demo_vlm"
 DOCS = Path(__file__).resolve().parent.parent / "docs/serving.md"
 
@@ -53,9 +54,9 @@ def reference() -> Reference:
 
 def questions() -> list[tuple[Image.Image, str, str]]:
     """Of each kind one, with its answer."""
-    lines = [json.loads(line) for line in (ASSETS / "heldout/questions.jsonl").read_text().splitlines()[:8]]
+    lines = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text().splitlines()[:8]]
     picked = [(line, line["questions"][number]) for number, line in enumerate(lines)]
-    return [(Image.open(ASSETS / "heldout" / line["picture"]), one["question"], one["answer"]) for line, one in picked]
+    return [(Image.open(FOLDER / line["picture"]), one["question"], one["answer"]) for line, one in picked]
 
 
 @pytest.mark.parametrize("override", [None, {"keep": 0.5}, {"method": "pool", "keep": 0.25}, {"off": True}], ids=str)

@@ -23,10 +23,10 @@ from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, Server, serve
 from tokenprune import available_methods, method_info
-from tokenprune.bench.suite import Bench, Plan
-from tokenprune.bench.vllm_backend import VllmBackend
-from tokenprune.bench.vllm_server import ServerEngine
 from tokenprune.shapes.decoder import DecoderShape
+from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.vllm_backend import VllmBackend
+from tokenprune_bench.vllm_server import ServerEngine
 
 NAME = "qwen2_5_vl"
 STEPS = 4

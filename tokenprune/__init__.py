@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0.dev0"
+from tokenprune.startup import require
+
+__version__ = "0.1.0"
 
 # Where each public name lives.
 _HOMES = {
@@ -18,9 +20,9 @@ _HOMES = {
     "tokenprune.workflows.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.workflows.two_pass": ("escalate", "Escalation"),
     "tokenprune.workflows.drafts": ("assistant",),
-    "tokenprune.recommendation": ("recommend", "Recommendation"),
-    "tokenprune.bench.model": ("demo_model",),
-    "tokenprune.bench.side_by_side": ("plot",),
+    "tokenprune_bench.recommend": ("recommend", "Recommendation"),
+    "tokenprune.profiling.model": ("demo_model",),
+    "tokenprune.show.side_by_side": ("plot",),
     "tokenprune.cost.draft": ("DraftCost",),
     "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
     "tokenprune.budget": ("Budget",),
@@ -63,6 +65,7 @@ _HOMES = {
         "PlaceholderMismatchError",
         "ConfigError",
         "ConformanceError",
+        "MissingPackageError",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -70,8 +73,6 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 if TYPE_CHECKING:
     from tokenprune.api import feature_cache, is_patched, method, patch, patched, stats, unpatch
     from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Selection, Site
-    from tokenprune.bench.model import demo_model
-    from tokenprune.bench.side_by_side import plot
     from tokenprune.budget import Budget
     from tokenprune.calibration.attention_fitting import fit_d2pruner, fit_fitprune
     from tokenprune.calibration.rate_fitting import fit_dyrate
@@ -83,9 +84,10 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
     from tokenprune.methods.encoder.thresholds import Thresholds
     from tokenprune.methods.video.base import VideoPruner
-    from tokenprune.recommendation import Recommendation, recommend
+    from tokenprune.profiling.model import demo_model
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.shapes.token_counts import count_visual_tokens
+    from tokenprune.show.side_by_side import plot
     from tokenprune.sites.decode import DecodeMethod
     from tokenprune.sites.encoder import EncoderMethod, Tower
     from tokenprune.sites.units import UnitDropper
@@ -102,7 +104,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'tokenprune' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    home = _HOME_OF[name]
+    module = importlib.import_module(home) if home.startswith("tokenprune.") else require(home, f"tokenprune.{name}")
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

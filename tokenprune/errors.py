@@ -56,5 +56,9 @@ class ConformanceError(TokenPruneError, AssertionError):
     """A method does not do what every method has to; raised by `tokenprune.testing.check_method`."""
 
 
+class MissingPackageError(TokenPruneError, ImportError):
+    """A package that is installed apart is needed, and absent."""
+
+
 class ConfigError(TokenPruneError, ValueError):
     """A file such as `tokenprune.json` cannot be read or written, or is none."""

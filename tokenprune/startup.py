@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a process of our own that come before torch is imported. This module imports nothing heavy itself."""
+"""Steps of a process of our own that come before torch is imported, and packages that are installed apart. This module
+imports nothing heavy itself."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -11,8 +13,24 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from tokenprune.errors import MissingPackageError
+
 _HIDDEN = ("torch", "torchvision")
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+def require(module: str, what: str) -> Any:
+    """Import a module of tokenprune-demo or tokenprune-bench. what: what to say in front of "pip install".
+
+    Raises MissingPackageError, which says what to install, where the package is absent.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise MissingPackageError(f"{what}: pip install {package.replace('_', '-')}") from None
 
 
 def calm_threads() -> None:

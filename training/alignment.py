@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from demo_model import GRID, ID
 from targets import HEADS, SHAPES
-from tokenprune.bench.scenes import COLORS, LARGE, POSITIONS, WORDS
+from tokenprune_demo.scenes import COLORS, LARGE, POSITIONS, WORDS
 
 NAMES = list(HEADS)
 THING = [ID["picture"], *(ID[k] for k in SHAPES), ID["digit"], ID["sign"]]

@@ -13,7 +13,7 @@ import torch
 
 from demo_model import GRID, ID, PATCH
 from targets import letter_labels, patch_labels
-from tokenprune.bench.scenes import KINDS, SIZE, Question, Scene, draw_scene, load_photos
+from tokenprune_demo.scenes import KINDS, SIZE, Question, Scene, draw_scene, load_photos
 
 PREFIX = [ID["<bos>"], ID["user"], ID[":"]]
 COUNT_WEIGHT = {"0": 1.0, "1": 1.0, "2": 1.3, "3": 3.5, "4": 3.5}

@@ -16,8 +16,8 @@ import numpy as np
 from PIL import Image
 
 import tokenprune
-from tokenprune.bench.model import load
-from tokenprune.bench.scenes import draw_scene, load_photos
+from tokenprune.profiling.model import load
+from tokenprune_demo.scenes import draw_scene, load_photos
 
 
 def pictures(seed: int, count: int) -> Iterator[Image.Image]:

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tokenprune.bench.scenes import COLORS, LARGE, POSITIONS, SIZE, TINY, WORDS
+from tokenprune_demo.scenes import COLORS, LARGE, POSITIONS, SIZE, TINY, WORDS
 
 PATCH = 14
 GRID = SIZE // PATCH

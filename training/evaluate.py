@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.scenes import KINDS
+from tokenprune_demo.heldout import load_heldout
+from tokenprune_demo.scenes import KINDS
 
 
 def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -30,8 +30,8 @@ def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=Path("tokenprune/assets/demo_vlm"))
-    parser.add_argument("--heldout", type=Path, default=Path("tokenprune/assets/heldout"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("demo/tokenprune_demo/models/demo_vlm"))
+    parser.add_argument("--heldout", type=Path, default=Path("demo/tokenprune_demo/heldout"))
     parser.add_argument("--pictures", type=int, help="only the first so many")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
@@ -65,7 +65,7 @@ def main() -> None:
                 wrong.append([example.number, example.question, example.answer, answer])
 
     report = {
-        "checkpoint": "tokenprune/assets/demo_vlm",
+        "checkpoint": "demo/tokenprune_demo/models/demo_vlm",
         "pictures": len({e.number for e in examples}),
         "seconds": round(time.time() - begin, 1),
         "torch": torch.__version__,

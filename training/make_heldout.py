@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenprune.bench.scenes import COLORS, KINDS, POSITIONS, WORDS, Question, Scene, draw_scene, load_photos
+from tokenprune_demo.scenes import COLORS, KINDS, POSITIONS, WORDS, Question, Scene, draw_scene, load_photos
 
 ANSWERS = {
     "colour": len(COLORS),
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20260101)
     parser.add_argument("--pictures", type=int, default=200)
     parser.add_argument("--quality", type=int, default=92, help="JPEG quality, without colour subsampling")
-    parser.add_argument("--out", type=Path, default=Path("tokenprune/assets/heldout"))
+    parser.add_argument("--out", type=Path, default=Path("demo/tokenprune_demo/heldout"))
     args = parser.parse_args()
 
     rng, photos, seen, rows = np.random.default_rng(args.seed), load_photos("heldout"), Counter(), []

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from demo_model import GRID, PATCH
-from tokenprune.bench.scenes import COLORS, LARGE, TINY, WORDS, Scene
+from tokenprune_demo.scenes import COLORS, LARGE, TINY, WORDS, Scene
 
 THINGS = ("background", *LARGE, *TINY, "digit", "sign")
 SHAPES = (*LARGE, *TINY)

@@ -22,7 +22,7 @@ from alignment import amplify_side_words, prepare, word_loss
 from batches import DEFAULT_MIX, Batches, draw_batch, pack, to_pixels
 from demo_model import GRID, build_model, export
 from targets import PatchHead
-from tokenprune.bench.scenes import KINDS
+from tokenprune_demo.scenes import KINDS
 
 
 def arguments() -> argparse.Namespace:
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     add("--eval-seconds", type=float, default=200)
     add("--run", type=Path, default=Path("runs/demo_vlm"), help="folder of the resumable state")
     add("--log", type=Path, default=Path("training/log.jsonl"))
-    add("--export", type=Path, default=Path("tokenprune/assets/demo_vlm"), help="where the checkpoint goes")
+    add("--export", type=Path, default=Path("demo/tokenprune_demo/models/demo_vlm"), help="where the checkpoint goes")
     add("--resume", action="store_true", help="start from the state in --run")
     return parser.parse_args()
 

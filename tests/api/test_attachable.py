@@ -22,7 +22,7 @@ from processors import llava, tokenizer
 from tests.api.test_patch import forget_rope_deltas
 from tokenprune.integrations.hf.processor.marker import patch_on
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.lmms_eval.measure import watched
+from tokenprune_bench.lmms_eval.measure import watched
 
 
 class Says:

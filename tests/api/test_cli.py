@@ -14,11 +14,11 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import tokenprune
-from tokenprune.bench import demo
-from tokenprune.bench.heldout import FOLDER
-from tokenprune.cli import app
 from tokenprune.cli.completion import complete_methods, our_methods
 from tokenprune.integrations.hf.families import table as families
+from tokenprune_bench.cli import app
+from tokenprune_demo import demo
+from tokenprune_demo.heldout import FOLDER
 
 IMAGE = FOLDER / "pictures/000.jpg"
 
@@ -177,7 +177,7 @@ def test_errors_are_one_line_that_helps(tmp_path: Path) -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    assert "tokenprune-vlm[bench]" in refused("bench")
+    assert "tokenprune-bench" in refused("bench")
 
 
 def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,20 +16,20 @@ from PIL import Image
 import tokenprune
 from report_runs import RIVALS, header, made, result
 from tests.api.test_cli import IMAGE, call, refused
-from tokenprune.bench import draw, side_by_side
-from tokenprune.bench.kept import cuts_in_words, keep_in_words, share_left
-from tokenprune.bench.lost import signed
-from tokenprune.bench.model import Model, demo_model, load
-from tokenprune.bench.pace import Pace
-from tokenprune.bench.report.verdict import FEWEST, find_verdicts
-from tokenprune.bench.results import summarise
-from tokenprune.bench.side_by_side import Panel, Shown
-from tokenprune.bench.tables import tables
 from tokenprune.cli import common
 from tokenprune.config import Config
+from tokenprune.profiling.kept import cuts_in_words, keep_in_words, share_left
+from tokenprune.profiling.model import Model, demo_model, load
+from tokenprune.profiling.pace import Pace
+from tokenprune.show import draw, side_by_side
+from tokenprune.show.side_by_side import Panel, Shown
 from tokenprune.spelling import setting_of
-from tokenprune.tuning import Candidate, Promise, Trial, Tuning
-from tokenprune.tuning.report import outcome, tuning_table
+from tokenprune_bench.lost import signed
+from tokenprune_bench.report.verdict import FEWEST, find_verdicts
+from tokenprune_bench.results import summarise
+from tokenprune_bench.tables import tables
+from tokenprune_bench.tuning import Candidate, Promise, Trial, Tuning
+from tokenprune_bench.tuning.report import outcome, tuning_table
 
 PROFILE = ("profile", "--config-only", "--model", "demo_vlm")  # 256 visual tokens
 BENCH = ("bench", "--methods", "uniform", "--keep", "0.25", "--limit", 1, "--repeats", 0, "--device", "cpu")
@@ -195,9 +195,13 @@ def test_a_line_of_the_predictions_without_an_answer_is_named(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("command", "stopped", "goes_on"),
     [
-        (BENCH, "tokenprune.bench.suite.Bench.header", True),
-        (("tune", "--methods", "fastv", "--max-drop", "20%", "--device", "cpu"), "tokenprune.tuning.Tuner.run", True),
-        (("demo", "--device", "cpu"), "tokenprune.bench.demo.run", False),
+        (BENCH, "tokenprune_bench.suite.Bench.header", True),
+        (
+            ("tune", "--methods", "fastv", "--max-drop", "20%", "--device", "cpu"),
+            "tokenprune_bench.tuning.Tuner.run",
+            True,
+        ),
+        (("demo", "--device", "cpu"), "tokenprune_demo.demo.run", False),
         (("methods",), "tokenprune.available_methods", False),
     ],
     ids=lambda one: one[0] if isinstance(one, tuple) else "",
@@ -209,7 +213,7 @@ def test_ctrl_c_says_whether_the_same_command_goes_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stopped, stop)
-    monkeypatch.setattr("tokenprune.tuning.Tuner.estimate", lambda self: (1, None))
+    monkeypatch.setattr("tokenprune_bench.tuning.Tuner.estimate", lambda self: (1, None))
     if goes_on:
         kept = call(*command, "--run", tmp_path / "run", code=130)
         assert kept.stderr.splitlines()[-1] == "stopped; the same command goes on"
@@ -247,7 +251,7 @@ def test_the_time_left_is_told_without_a_terminal(
 ) -> None:
     """A line for each label or (commands of one step) none, and in any case one every half minute."""
     clock = Clock()
-    monkeypatch.setattr("tokenprune.bench.pace.Pace", lambda: Pace(clock))
+    monkeypatch.setattr("tokenprune.profiling.pace.Pace", lambda: Pace(clock))
     with common.show_progress(lines=lines) as step:
         for done in range(8):
             step("one" if done < 4 else "two", done, 8)
@@ -365,8 +369,8 @@ def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tm
 
 
 def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
-    from tokenprune.app import snippets
-    from tokenprune.app.comparison import Asked
+    from tokenprune_bench.app import snippets
+    from tokenprune_bench.app.comparison import Asked
 
     model, processor = demo_model(device="cpu")
     settings = [setting_of(name, 0.5) for name in ("divprune", "fastv", "downsample+dart")]

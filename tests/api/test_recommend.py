@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import tokenprune
 from tests.docs.test_docs import generator
-from tokenprune import advice
-from tokenprune.cli import app
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.recommendation import TASKS, recommend
+from tokenprune_bench.cli import app
+from tokenprune_bench.recommend import advice
+from tokenprune_bench.recommend.recommendation import TASKS, recommend
 
 ROOT = Path(__file__).parents[2]
 ADVICE = advice.advice()

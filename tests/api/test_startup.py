@@ -43,7 +43,7 @@ ENTRIES = {
     "benchmarks": f"sys.path.insert(0, {str(BENCHMARKS)!r}); runpy.run_path({str(BENCHMARKS / 'scaling.py')!r})",
     "lmms-eval": "fake = types.ModuleType('lmms_eval.models.registry_v2'); fake.ModelManifest = dict\n"
     "sys.modules |= {name: fake for name in ('lmms_eval', 'lmms_eval.models', fake.__name__)}\n"
-    "from tokenprune.lmms_eval import manifest; manifest(); import torch",
+    "from tokenprune_bench.lmms_eval import manifest; manifest(); import torch",
 }
 # Prints which of some modules a command imported; torch stands for its compiled part, for `import torch` may wait.
 COUNT = """

@@ -15,15 +15,15 @@ from PIL import Image
 
 import tokenprune
 from tests.api.test_cli import refused
-from tokenprune.app import snippets
-from tokenprune.app.comparison import checked, compare
-from tokenprune.app.loading import Loading, own_folder
-from tokenprune.app.snippets import LONGEST
-from tokenprune.bench import side_by_side
-from tokenprune.bench.drawn_sets import drawn_set
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
+from tokenprune.profiling.model import Model, load
+from tokenprune.show import side_by_side
+from tokenprune_bench.app import snippets
+from tokenprune_bench.app.comparison import checked, compare
+from tokenprune_bench.app.loading import Loading, own_folder
+from tokenprune_bench.app.snippets import LONGEST
+from tokenprune_demo.drawn_sets import drawn_set
+from tokenprune_demo.heldout import load_heldout
 
 
 @pytest.fixture(scope="module")
@@ -125,5 +125,5 @@ def test_the_files_of_a_page_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.delitem(sys.modules, "tokenprune.app.page", raising=False)
-    assert "tokenprune-vlm[app]" in refused("app", "--no-open")
+    monkeypatch.delitem(sys.modules, "tokenprune_bench.app.page", raising=False)
+    assert "tokenprune-bench[app]" in refused("app", "--no-open")

@@ -16,11 +16,11 @@ from PIL import Image
 
 pytest.importorskip("gradio", reason="gradio makes the page: make test-app sets it up")
 
-from tokenprune.app.comparison import compare
-from tokenprune.app.loading import Loading, own_folder
-from tokenprune.app.page import _table, build, launch
-from tokenprune.bench.model import Model, load
 from tokenprune.errors import TokenPruneError
+from tokenprune.profiling.model import Model, load
+from tokenprune_bench.app.comparison import compare
+from tokenprune_bench.app.loading import Loading, own_folder
+from tokenprune_bench.app.page import _table, build, launch
 
 PATIENCE = 120_000  # milliseconds
 
@@ -98,8 +98,8 @@ def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
         import sys
         import gradio as gr
         from tokenprune import TokenPruneError
-        from tokenprune.app import page
-        from tokenprune.app.loading import Loading
+        from tokenprune_bench.app import page
+        from tokenprune_bench.app.loading import Loading
 
         class Watched(Loading):
             def get(self):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tokenprune.bench.results import read_records
+from tokenprune_bench.results import read_records
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,12 +13,6 @@ import pytest
 from PIL import Image
 
 import tokenprune
-from tokenprune.bench import draw, grids, paired, results, side_by_side, significance, suite, tables, timing
-from tokenprune.bench.backend import patched_by
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.plan import passes_of
-from tokenprune.bench.report.png import plot_png
-from tokenprune.bench.scenes import KINDS
 from tokenprune.errors import (
     OptionError,
     TokenPruneError,
@@ -26,6 +20,14 @@ from tokenprune.errors import (
     UnsupportedModelError,
     UnsupportedSetupError,
 )
+from tokenprune.profiling import timing
+from tokenprune.profiling.model import Model, load
+from tokenprune.profiling.patched import patched, patched_by
+from tokenprune.show import draw, grids, side_by_side
+from tokenprune_bench import paired, results, significance, suite, tables
+from tokenprune_bench.plan import passes_of
+from tokenprune_bench.report.png import plot_png
+from tokenprune_demo.scenes import KINDS
 
 # -- statistics ------------------------------------------------------------------------------------------------------
 
@@ -325,7 +327,7 @@ def test_models_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytes
         load(dtype="float99")
     with pytest.raises(TokenPruneError, match="cannot use device"):
         load(device="nowhere")
-    monkeypatch.setattr("tokenprune.bench.model.adapter_for", _refuse)
+    monkeypatch.setattr("tokenprune.profiling.model.adapter_for", _refuse)
     with pytest.raises(UnsupportedModelError):
         load(device="cpu")
 
@@ -355,7 +357,7 @@ def test_show_counts_and_draws_what_is_kept(subject: Model, method: str) -> None
 
 
 def test_drawn_patches_are_the_kept_ones(subject: Model) -> None:
-    with suite.patched(subject, "random", 0.25, record=True):
+    with patched(subject, "random", 0.25, record=True):
         inputs = subject.inputs([noise()], ["is there a star?"])
         subject.generate(inputs)
         stats = tokenprune.stats(subject.model)
@@ -370,7 +372,7 @@ def test_drawn_patches_are_the_kept_ones(subject: Model) -> None:
 
 
 def test_merged_patches_share_a_group(subject: Model) -> None:
-    with suite.patched(subject, "pool", 0.25, record=True):
+    with patched(subject, "pool", 0.25, record=True):
         inputs = subject.inputs([noise()], ["is there a star?"])
         subject.generate(inputs)
         kept, groups = draw.patches(subject, inputs, tokenprune.stats(subject.model))
@@ -380,7 +382,7 @@ def test_merged_patches_share_a_group(subject: Model) -> None:
 
 
 def test_groups_whose_token_is_dropped_later_are_dropped(subject: Model) -> None:
-    with suite.patched(subject, "vscan", 0.25, record=True):
+    with patched(subject, "vscan", 0.25, record=True):
         inputs = subject.inputs([noise()], ["is there a star?"])
         subject.generate(inputs)
         merge, cut = tokenprune.stats(subject.model).cuts

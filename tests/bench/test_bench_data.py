@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tokenprune.bench import metrics
-from tokenprune.bench.data import check_questions, load_data, read_columns
 from tokenprune.errors import DataError, OptionError, TokenPruneError
+from tokenprune_bench import metrics
+from tokenprune_bench.data import check_questions, load_data, read_columns
 
 
 @pytest.fixture

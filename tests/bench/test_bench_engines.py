@@ -17,18 +17,18 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pretender import VISUAL, Pretender, Talk, pretending
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.lines import read_lines
-from tokenprune.bench.plan import Pass
-from tokenprune.bench.results import summarise
-from tokenprune.bench.run_folder import RunFolder, config_of
-from tokenprune.bench.suite import Bench, Plan
-from tokenprune.bench.tables import tables
-from tokenprune.bench.vllm_backend import Chat, Reply, VllmBackend, adds_special, request_of
-from tokenprune.bench.vllm_offline import OfflineEngine
-from tokenprune.cli import app
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
 from tokenprune.shapes.decoder import DecoderShape
+from tokenprune_bench.cli import app
+from tokenprune_bench.lines import read_lines
+from tokenprune_bench.plan import Pass
+from tokenprune_bench.results import summarise
+from tokenprune_bench.run_folder import RunFolder, config_of
+from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.tables import tables
+from tokenprune_bench.vllm_backend import Chat, Reply, VllmBackend, adds_special, request_of
+from tokenprune_bench.vllm_offline import OfflineEngine
+from tokenprune_demo.heldout import load_heldout
 
 PLAN = Plan(methods=("uniform", "dart"), keeps=(0.25,), images=1, batch_size=3, repeats=2)
 TEXT_CONFIG = SimpleNamespace(
@@ -255,7 +255,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         OfflineEngine(None)
     monkeypatch.setitem(sys.modules, "openai", None)
     result = bench("--backend", "vllm", "--server", "http://127.0.0.1:1")
-    assert result.exit_code == 2 and "tokenprune-vlm[server]" in result.stderr
+    assert result.exit_code == 2 and "tokenprune-bench[server]" in result.stderr
 
 
 # -- a server ---------------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretender]:
-    pytest.importorskip("openai", reason="the client of --server: pip install 'tokenprune-vlm[server]'")
+    pytest.importorskip("openai", reason="the client of --server: pip install 'tokenprune-bench[server]'")
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with pretending() as made:
@@ -301,7 +301,7 @@ def test_a_server_is_asked(server: Pretender, tmp_path: Path) -> None:
 
 
 def test_questions_of_a_batch_are_asked_at_once(server: Pretender) -> None:
-    from tokenprune.bench.vllm_server import ServerEngine
+    from tokenprune_bench.vllm_server import ServerEngine
 
     engine = ServerEngine(server.url)
     server.gate = threading.Barrier(4)  # opens when four are there
@@ -312,7 +312,7 @@ def test_questions_of_a_batch_are_asked_at_once(server: Pretender) -> None:
 
 
 def test_special_tokens_are_left_to_a_template_that_writes_them(server: Pretender) -> None:
-    from tokenprune.bench.vllm_server import ServerEngine
+    from tokenprune_bench.vllm_server import ServerEngine
 
     server.bos = True
     engine = ServerEngine(server.url)

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 import tokenprune
-from tokenprune.bench.group import Group
-from tokenprune.bench.lines import Lines, read_lines, write_whole
-from tokenprune.bench.model import load
-from tokenprune.bench.run_folder import RunFolder
-from tokenprune.bench.suite import Bench, Plan
 from tokenprune.errors import RunError
+from tokenprune.profiling.model import load
+from tokenprune_bench.group import Group
+from tokenprune_bench.lines import Lines, read_lines, write_whole
+from tokenprune_bench.run_folder import RunFolder
+from tokenprune_bench.suite import Bench, Plan
 
 PLACE = {"method": "uniform", "keep": 0.5, "seed": None}
 BUSY = "another run is writing to .*: wait for it"
@@ -173,8 +173,8 @@ def test_what_one_process_cannot_read_or_write_ends_all(tmp_path: Path) -> None:
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from tokenprune.bench.group import joined
-from tokenprune.bench.run_folder import RunFolder
+from tokenprune_bench.group import joined
+from tokenprune_bench.run_folder import RunFolder
 from tokenprune.errors import RunError
 
 with joined() as group:

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from processors import llava, special_tokenizer
-from tokenprune.bench.data import Data, check_questions, left_out, load_data, misfits
-from tokenprune.bench.model import Model
 from tokenprune.errors import DataError, OptionError
+from tokenprune.profiling.model import Model
+from tokenprune_bench.data import Data, check_questions, left_out, load_data, misfits
 
 GOOD = {"image": "a.png", "question": "what?", "answer": "cat"}
 

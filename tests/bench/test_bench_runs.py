@@ -19,16 +19,17 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import tokenprune
-from tokenprune.bench import cost, paired, results
-from tokenprune.bench.group import Group
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.lines import Lines, read_lines
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.run_folder import RunFolder
-from tokenprune.bench.suite import Bench, Plan
-from tokenprune.cli import app
 from tokenprune.errors import OptionError, RunError
+from tokenprune.profiling import cost
+from tokenprune.profiling.model import Model, load
 from tokenprune.statistics import Stats
+from tokenprune_bench import paired, results
+from tokenprune_bench.cli import app
+from tokenprune_bench.group import Group
+from tokenprune_bench.lines import Lines, read_lines
+from tokenprune_bench.run_folder import RunFolder
+from tokenprune_bench.suite import Bench, Plan
+from tokenprune_demo.heldout import load_heldout
 
 KINDS = ("colour", "count", "word")
 CALLS = 12  # unpatched, three seeds of random, downsample and uniform, each on two batches

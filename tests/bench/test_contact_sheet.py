@@ -19,11 +19,11 @@ import tokenprune
 from processors import LIMITS, demo_model, llava, photo, special_tokenizer
 from tests.api.test_cli import call, refused
 from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.bench import contact_sheet, draw, side_by_side
-from tokenprune.bench.contact_sheet import _GAP
-from tokenprune.bench.grids import grids_of
-from tokenprune.bench.media import read_frames
-from tokenprune.bench.model import Model
+from tokenprune.profiling.media import read_frames
+from tokenprune.profiling.model import Model
+from tokenprune.show import contact_sheet, draw, side_by_side
+from tokenprune.show.contact_sheet import _GAP
+from tokenprune.show.grids import grids_of
 from tokenprune.spelling import setting_of
 from zoo import FAMILIES
 

@@ -14,11 +14,12 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
-from tokenprune.bench.heldout import NATIVE, Example, load_heldout
-from tokenprune.bench.model import SHIPPED_MODELS, Model, load
 from tokenprune.errors import TokenPruneError
+from tokenprune.profiling.model import Model, load
+from tokenprune_demo import MODELS
+from tokenprune_demo.heldout import NATIVE, Example, load_heldout
 
-FOLDER = SHIPPED_MODELS["demo_qwen"]
+FOLDER = MODELS["demo_qwen"]
 TRAINING = Path(__file__).parents[2] / "training" / "qwen"
 
 
@@ -70,7 +71,7 @@ def test_it_answers_held_out_questions(subject, small):
 
 
 def test_its_own_set_is_asked_where_nothing_is_given(subject):
-    from tokenprune.bench.suite import Bench, Plan
+    from tokenprune_bench.suite import Bench, Plan
 
     bench = Bench(subject, Plan(methods=("random",), keeps=(0.5,), images=2))
     assert subject.heldout == NATIVE and "thing" in bench.kinds

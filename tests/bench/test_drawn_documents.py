@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tokenprune
-from tokenprune.bench.drawn_documents import DOCUMENT_KINDS, LAYOUTS, document_answers, draw_document
-from tokenprune.bench.drawn_sets import drawn_set
-from tokenprune.bench.scenes import COLORS
+from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, document_answers, draw_document
+from tokenprune_demo.drawn_sets import drawn_set
+from tokenprune_demo.scenes import COLORS
 
 
 def test_a_document_is_drawn_from_its_seed_and_holds_what_is_asked() -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tokenprune.bench import drawn_videos, drawn_views
-from tokenprune.bench.drawn_videos import ANSWERS, FRAMES, GROUNDS, VIDEO_KINDS, draw_video, video_words
-from tokenprune.bench.drawn_views import CAMERAS, VIEW_KINDS, draw_views, view_answers, view_words
-from tokenprune.bench.scenes import COLORS
 from tokenprune.methods.pixels.view_select import named
+from tokenprune_demo import drawn_videos, drawn_views
+from tokenprune_demo.drawn_videos import ANSWERS, FRAMES, GROUNDS, VIDEO_KINDS, draw_video, video_words
+from tokenprune_demo.drawn_views import CAMERAS, VIEW_KINDS, draw_views, view_answers, view_words
+from tokenprune_demo.scenes import COLORS
 
 SIZES = ((112, 112), (224, 128), (144, 208), (224, 224))
 

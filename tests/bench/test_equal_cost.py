@@ -15,20 +15,20 @@ import tokenprune
 from families import FAMILIES
 from report_runs import BASE, GOOD, header
 from tokenprune import Budget
-from tokenprune.bench.equal_cost import in_words, missed, setting_for
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import load
-from tokenprune.bench.report.compare import same_questions
-from tokenprune.bench.report.drawing import FILE, FOLDER
-from tokenprune.bench.report.runs import Run
-from tokenprune.bench.results import summarise
-from tokenprune.bench.suite import Bench, Plan
-from tokenprune.bench.tables import tables
-from tokenprune.cli import app
 from tokenprune.config import read_config
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import BudgetError, OptionError
+from tokenprune.profiling.model import load
 from tokenprune.shapes.decoder import DecoderShape
+from tokenprune_bench.cli import app
+from tokenprune_bench.equal_cost import in_words, missed, setting_for
+from tokenprune_bench.report.compare import same_questions
+from tokenprune_bench.report.drawing import FILE, FOLDER
+from tokenprune_bench.report.runs import Run
+from tokenprune_bench.results import summarise
+from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.tables import tables
+from tokenprune_demo.heldout import load_heldout
 
 SHAPE = DecoderShape(layers=32, hidden=64, intermediate=128, heads=4, kv_heads=4, head_dim=16)
 NO_PROMISE = {

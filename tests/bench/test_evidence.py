@@ -12,12 +12,12 @@ from PIL import Image
 
 import tokenprune
 from tokenprune.base import Site
-from tokenprune.bench.backend import EVIDENCE, HfBackend
-from tokenprune.bench.drawn_sets import drawn_set, first_frame, shuffled
-from tokenprune.bench.evidence import outcome, recall, tokens_of
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
+from tokenprune.profiling.model import Model, load
 from tokenprune.statistics import Cut
+from tokenprune_bench.backend import EVIDENCE, HfBackend
+from tokenprune_bench.evidence import outcome, recall, tokens_of
+from tokenprune_demo.drawn_sets import drawn_set, first_frame, shuffled
+from tokenprune_demo.heldout import load_heldout
 
 POSITIONS = [3, 4, 5, 6, 9, 10, 11, 12]  # eight visual tokens among text
 
@@ -218,7 +218,7 @@ def test_sets_are_even_and_controls_show_less(name: str, sides: set[int], videos
 
 def test_no_held_out_drawing_is_one_of_training() -> None:
     """Seeds of training are (run, stage, batch): none begins like ours."""
-    from tokenprune.bench import drawn_sets
+    from tokenprune_demo import drawn_sets
 
     assert drawn_sets.SEED == 20260102
     views = drawn_set("views", 8)

@@ -15,13 +15,13 @@ from typer.testing import CliRunner, Result
 
 from report_runs import QUESTIONS, header, result, timing
 from tests.docs.test_docs import generator
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.leaderboard import checks, entry
-from tokenprune.bench.leaderboard.checks import as_plain, check_entry, file_name, read_entry
-from tokenprune.bench.leaderboard.run import read_run
-from tokenprune.bench.run_folder import SCHEMA
-from tokenprune.cli import app
 from tokenprune.errors import DataError
+from tokenprune_bench.cli import app
+from tokenprune_bench.leaderboard import checks, entry
+from tokenprune_bench.leaderboard.checks import as_plain, check_entry, file_name, read_entry
+from tokenprune_bench.leaderboard.run import read_run
+from tokenprune_bench.run_folder import SCHEMA
+from tokenprune_demo.heldout import load_heldout
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = sorted((ROOT / "leaderboard/entries").glob("*.json"))

@@ -142,7 +142,7 @@ def test_dymu_without_thresholds_is_left_and_told(call: Any, lmms_eval: Any, tmp
 def test_running_without_lmms_eval_says_how_to_get_it(papers: Any, call: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(papers.script.importlib.util, "find_spec", lambda name: None)
     code, _, error = call("run", "--out", tmp_path)
-    assert code == 2 and "pip install 'tokenprune-vlm[lmms-eval]'" in error and not list(tmp_path.iterdir())
+    assert code == 2 and "pip install 'tokenprune-bench[lmms-eval]'" in error and not list(tmp_path.iterdir())
     monkeypatch.setattr(papers.script.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(papers.script, "entry_points", lambda group: [])
     assert "does not see tokenprune" in call("run", "--out", tmp_path)[2]

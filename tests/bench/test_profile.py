@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 import tokenprune
 from tokenprune.base import Site
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.profile_tables import limit_table, stage_table
-from tokenprune.bench.profiling import FIRST_TOKEN, STAGES, Profile, Side, profile_call
-from tokenprune.bench.report.flame import flames, profile_page
-from tokenprune.cli import app
 from tokenprune.config import Config
 from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
 from tokenprune.errors import OptionError, UnsupportedModelError
+from tokenprune.profiling.model import Model, load
+from tokenprune.profiling.profile import FIRST_TOKEN, STAGES, Profile, Side, profile_call
+from tokenprune.profiling.profile_tables import limit_table, stage_table
+from tokenprune_bench.cli import app
+from tokenprune_bench.report.flame import flames, profile_page
+from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES
 
 _SPEC = importlib.util.spec_from_file_location(
@@ -76,8 +76,8 @@ def test_a_profile_leaves_the_model_as_it_was(made: Profile, subject: Model) -> 
 
 def test_stages_add_up_to_what_a_call_takes(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that ticks once a look: what a stage takes is known, whatever the machine does."""
-    import tokenprune.bench.profiling as profiling
-    import tokenprune.bench.timing as timing
+    import tokenprune.profiling.profile as profiling
+    import tokenprune.profiling.timing as timing
 
     ticks = iter(range(10**6))
     monkeypatch.setattr(profiling.time, "perf_counter", lambda: next(ticks) / 1000)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tokenprune
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import load
+from tokenprune.profiling.model import load
+from tokenprune_demo.heldout import load_heldout
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("peft")

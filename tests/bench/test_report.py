@@ -15,12 +15,12 @@ import pytest
 
 from report_runs import BASE, GOOD, QUESTIONS, RIVALS, header, made, result, timing
 from tokenprune import TokenPruneError
-from tokenprune.bench import results
-from tokenprune.bench.report import plots
-from tokenprune.bench.report.layers import layer_plots
-from tokenprune.bench.report.page import make_page
-from tokenprune.bench.report.runs import Run
-from tokenprune.bench.report.styles import Styles
+from tokenprune_bench import results
+from tokenprune_bench.report import plots
+from tokenprune_bench.report.layers import layer_plots
+from tokenprune_bench.report.page import make_page
+from tokenprune_bench.report.runs import Run
+from tokenprune_bench.report.styles import Styles
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7 * 7 }}`"
 
@@ -216,5 +216,5 @@ def test_the_templates_are_in_the_wheel() -> None:
     wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling builds the wheel")
     root = Path(__file__).parents[2]
     files = {file.relative_path for file in wheel.WheelBuilder(str(root)).recurse_included_files()}
-    folder = root / "tokenprune/bench/report/templates"
+    folder = root / "bench/tokenprune_bench/report/templates"
     assert {path.relative_to(root).as_posix() for path in folder.iterdir()} <= files

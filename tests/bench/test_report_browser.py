@@ -13,9 +13,9 @@ import pytest
 from report_runs import GOOD, RIVALS, made, result, timing
 from tests.bench.test_report import EVIL, evil_run
 from tests.bench.test_report_samples import entry, folder
-from tokenprune.bench.report.page import make_page
-from tokenprune.bench.report.runs import Run
-from tokenprune.bench.report.samples import read_samples
+from tokenprune_bench.report.page import make_page
+from tokenprune_bench.report.runs import Run
+from tokenprune_bench.report.samples import read_samples
 
 WIDE, NARROW = 1280, 400
 

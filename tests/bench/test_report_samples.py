@@ -19,12 +19,12 @@ from report_runs import result
 from tests.api.test_cli import call, refused
 from tests.bench.test_contact_sheet import Video, flat
 from tests.bench.test_report_warnings import write_run
-from tokenprune.bench.report import drawing
-from tokenprune.bench.report.drawing import Wanted, choose, draw_samples
-from tokenprune.bench.report.page import make_page
-from tokenprune.bench.report.runs import read_runs
-from tokenprune.bench.report.samples import FILE, FOLDER, read_samples
 from tokenprune.errors import OptionError, RunError
+from tokenprune_bench.report import drawing
+from tokenprune_bench.report.drawing import Wanted, choose, draw_samples
+from tokenprune_bench.report.page import make_page
+from tokenprune_bench.report.runs import read_runs
+from tokenprune_bench.report.samples import FILE, FOLDER, read_samples
 from zoo import FAMILIES
 
 # -- which questions
@@ -224,7 +224,7 @@ def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, buil
 
 def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:
     from processors import demo_model, llava, photo
-    from tokenprune.bench.model import Model
+    from tokenprune.profiling.model import Model
 
     images = (photo(90, 120, 0), photo(90, 120, 1))
     question = asked(images=images, question="is there a star?")
@@ -237,7 +237,7 @@ def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from processors import demo_model, llava, photo
-    from tokenprune.bench.model import Model
+    from tokenprune.profiling.model import Model
 
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -12,9 +12,9 @@ import pytest
 import report_runs
 from report_runs import BASE, RIVALS, header, made, result, timing
 from tests.api.test_cli import call
-from tokenprune.bench.report.page import make_page
-from tokenprune.bench.report.verdict import Verdict, find_verdicts
-from tokenprune.bench.results import RESULTS, summarise
+from tokenprune_bench.report.page import make_page
+from tokenprune_bench.report.verdict import Verdict, find_verdicts
+from tokenprune_bench.results import RESULTS, summarise
 
 
 def verdicts(*records: dict[str, Any], **changes: Any) -> list[Verdict]:

@@ -12,9 +12,9 @@ import pytest
 from report_runs import BASE, GOOD, QUESTIONS, RIVALS, header, made, result, timing
 from tests.api.test_cli import call, refused
 from tokenprune import TokenPruneError
-from tokenprune.bench import results
-from tokenprune.bench.report import compare, warnings
-from tokenprune.bench.report.runs import read_runs
+from tokenprune_bench import results
+from tokenprune_bench.report import compare, warnings
+from tokenprune_bench.report.runs import read_runs
 
 
 def codes(*records: dict[str, Any], **changes: Any) -> list[str]:

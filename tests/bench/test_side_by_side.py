@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 import tokenprune
-from tokenprune.bench import draw, side_by_side
-from tokenprune.bench.model import Model, load
 from tokenprune.errors import AlreadyPatchedError, OptionError
+from tokenprune.profiling.model import Model, load
+from tokenprune.show import draw, side_by_side
 
 QUESTION = "is there a star?"
 

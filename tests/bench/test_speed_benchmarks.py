@@ -236,7 +236,7 @@ def test_live_bytes_are_those_of_tensors(script) -> None:
 def test_stacks_are_put_beside_the_best_method(script, tmp_path: Path) -> None:
     """On made-up answers; where the time goes is that of a made-up profile."""
     from tests.tuning.test_stacks import SINGLES, World, candidates
-    from tokenprune.tuning import Promise, Tuner
+    from tokenprune_bench.tuning import Promise, Tuner
 
     stacks = script("stacks")
     world = World(900, candidates(SINGLES))

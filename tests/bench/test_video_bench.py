@@ -11,13 +11,13 @@ import pytest
 
 from tests.api.test_cli import call, refused
 from tiny_video_model import write_tiny_video_model
-from tokenprune.bench import results, tables
-from tokenprune.bench.drawn_sets import drawn_set
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.plan import Pass, Plan
-from tokenprune.bench.report.warnings import find_warnings
-from tokenprune.bench.run_folder import RunFolder, config_of
-from tokenprune.bench.suite import Bench
+from tokenprune.profiling.model import Model, load
+from tokenprune_bench import results, tables
+from tokenprune_bench.plan import Pass, Plan
+from tokenprune_bench.report.warnings import find_warnings
+from tokenprune_bench.run_folder import RunFolder, config_of
+from tokenprune_bench.suite import Bench
+from tokenprune_demo.drawn_sets import drawn_set
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import yaml
 
 import tokenprune
 from tokenprune import Site
-from tokenprune.advice import advice
+from tokenprune_bench.recommend.advice import advice
 from zoo import FAMILIES
 
 ROOT = Path(__file__).parents[2]

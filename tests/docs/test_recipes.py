@@ -20,14 +20,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import tokenprune
 from tests.docs.test_docs import GUIDES, ROOT
 from tokenprune import registry
-from tokenprune.bench.drawn_documents import draw_document
-from tokenprune.bench.heldout import FOLDER
-from tokenprune.cli import app
+from tokenprune_bench.cli import app
+from tokenprune_demo.drawn_documents import draw_document
+from tokenprune_demo.heldout import FOLDER
 
 RECIPES = sorted((ROOT / "docs/recipes").glob("*.md"))
 STAND_INS = {
-    "Qwen/Qwen2.5-VL-7B-Instruct": ROOT / "tokenprune/assets/demo_qwen",
-    "llava-hf/llava-1.5-7b-hf": ROOT / "tokenprune/assets/demo_vlm",
+    "Qwen/Qwen2.5-VL-7B-Instruct": ROOT / "demo/tokenprune_demo/models/demo_qwen",
+    "llava-hf/llava-1.5-7b-hf": ROOT / "demo/tokenprune_demo/models/demo_vlm",
     "photo.jpg": FOLDER / "pictures/002.jpg",
 }
 ELSEWHERE = "# Needs the server above."

@@ -17,13 +17,13 @@ from basics import snapshot
 from guard_drawings import page, scene
 from tokenprune import Budget, Guard, OptionError, UnsupportedSetupError
 from tokenprune.base import Method
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
 from tokenprune.guard.floors import shipped
 from tokenprune.guard.images import AsyncValues, blocks_of
 from tokenprune.guard.settings import KINDS, TEXT_LIMIT
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
 from tokenprune.integrations.hf.guard.part import GuardPart
+from tokenprune.profiling.model import Model, load
+from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES
 
 

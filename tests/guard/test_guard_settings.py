@@ -12,10 +12,10 @@ import tokenprune
 from guard_questions import FRESH, KNOWN, TRIED
 from tests.docs.test_site import tool
 from tokenprune import Guard, OptionError
-from tokenprune.bench.heldout import load_heldout
 from tokenprune.guard.floors import shipped
 from tokenprune.guard.prompts import Reader
 from tokenprune.guard.settings import KINDS
+from tokenprune_demo.heldout import load_heldout
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 

@@ -32,10 +32,10 @@ from tokenprune import (
     Tower,
     UnsupportedSetupError,
 )
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import load
 from tokenprune.calibration.merge import merges_per_block
 from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.profiling.model import load
+from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES, Family
 
 

@@ -17,12 +17,12 @@ from merging_models import SUPPORTED, image_arguments, tower_of
 from oracle import close, generate_logits, reduced, survivors
 from tests.tower.test_encoder import BATCHES, expected_sources, with_features
 from tokenprune import Budget, BudgetError, EncoderMethod, OptionError, Thresholds, Tower, UnsupportedSetupError
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import load
 from tokenprune.files import File
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.ops.merging import most
+from tokenprune.profiling.model import load
 from tokenprune.shapes.fingerprint import Fingerprint
+from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES, Family
 
 

@@ -27,10 +27,10 @@ from tokenprune import (
     patch_processor,
     unpatch_processor,
 )
-from tokenprune.bench.model import load
-from tokenprune.bench.suite import Bench, Plan
 from tokenprune.integrations.hf.processor.prompts import PromptReader
 from tokenprune.methods.pixels.view_select import similarity
+from tokenprune.profiling.model import load
+from tokenprune_bench.suite import Bench, Plan
 from zoo import FAMILIES, FIRST_TEXT_ID, IMAGE, START
 
 CAMERAS = ["CAM_FRONT", "CAM_FRONT_LEFT", "CAM_FRONT_RIGHT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT"]

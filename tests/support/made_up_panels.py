@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.tuning import Candidate
+from tokenprune_bench.tuning import Candidate
 
 
 class Fake:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from transformers.models.siglip2.image_processing_siglip2 import Siglip2ImageProcessor
 from transformers.models.smolvlm.image_processing_smolvlm import SmolVLMImageProcessor
 
-import tokenprune
+from tokenprune_demo import MODELS
 
-DEMO = Path(tokenprune.__file__).parent / "assets" / "demo_vlm"
+DEMO = MODELS["demo_vlm"]
 
 
 @cache

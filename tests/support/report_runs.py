@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenprune.bench import results
-from tokenprune.bench.report.runs import Run
+from tokenprune_bench import results
+from tokenprune_bench.report.runs import Run
 
 QUESTIONS = 200  # half of each kind
 

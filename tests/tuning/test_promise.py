@@ -11,9 +11,9 @@ import pytest
 
 from made_up_panels import Fake
 from tokenprune.errors import OptionError
-from tokenprune.tuning import Promise, Tuner, betting
-from tokenprune.tuning.parts import check_enough
-from tokenprune.tuning.promise import points, read_share
+from tokenprune_bench.tuning import Promise, Tuner, betting
+from tokenprune_bench.tuning.parts import check_enough
+from tokenprune_bench.tuning.promise import points, read_share
 
 # -- the test ----------------------------------------------------------------------------------------------------------
 

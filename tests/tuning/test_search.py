@@ -10,11 +10,11 @@ import pytest
 
 from made_up_panels import Fake, candidates
 from tokenprune.errors import OptionError, RunError, UnsupportedSetupError
-from tokenprune.tuning import Candidate, Promise, Tuner, betting, grid
-from tokenprune.tuning.estimate import Estimate, promote, safest, sequence
-from tokenprune.tuning.objective import OBJECTIVES
-from tokenprune.tuning.parts import split
-from tokenprune.tuning.report import outcome, tuning_table
+from tokenprune_bench.tuning import Candidate, Promise, Tuner, betting, grid
+from tokenprune_bench.tuning.estimate import Estimate, promote, safest, sequence
+from tokenprune_bench.tuning.objective import OBJECTIVES
+from tokenprune_bench.tuning.parts import split
+from tokenprune_bench.tuning.report import outcome, tuning_table
 
 KNOWN = {
     "dart 0.9": (0.0, 0.9), "dart 0.7": (0.001, 0.7), "dart 0.5": (0.004, 0.5), "dart 0.3": (0.1, 0.3),
@@ -248,7 +248,7 @@ def test_times_that_are_not_reliable_rank_nothing_and_are_said(objective: str) -
 def test_the_estimate_is_of_the_first_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, three = known("dart 0.9, dart 0.7, dart 0.5")
     clock = iter([10.0, 13.0])
-    monkeypatch.setattr("tokenprune.tuning.tuner.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("tokenprune_bench.tuning.tuner.time.perf_counter", lambda: next(clock))
     steps: list[tuple[int, int]] = []
     tuner = Tuner(fake, three, Promise(0.02), step=lambda _, done, total: steps.append((done, total)))
     answers, seconds = tuner.estimate()

@@ -12,14 +12,14 @@ import pytest
 
 from made_up_panels import Fake, candidates
 from tokenprune.base import Site
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import load
-from tokenprune.bench.timing import compare, compare_batches
-from tokenprune.tuning import Candidate, Panel, Promise, Tuner, grid
-from tokenprune.tuning.estimate import Estimate
-from tokenprune.tuning.objective import shares
-from tokenprune.tuning.report import outcome
-from tokenprune.tuning.stacks import Alone, needless, propose, sites
+from tokenprune.profiling.model import load
+from tokenprune.profiling.timing import compare, compare_batches
+from tokenprune_bench.tuning import Candidate, Panel, Promise, Tuner, grid
+from tokenprune_bench.tuning.estimate import Estimate
+from tokenprune_bench.tuning.objective import shares
+from tokenprune_bench.tuning.report import outcome
+from tokenprune_bench.tuning.stacks import Alone, needless, propose, sites
+from tokenprune_demo.heldout import load_heldout
 
 # What each loses, and what it spends: the stack of two loses and spends what its parts do together.
 SINGLES = {
@@ -172,7 +172,7 @@ def test_times_begin_with_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that ticks once a look: what the processor takes is part of the time to the first token."""
     from contextlib import nullcontext
 
-    from tokenprune.bench import timing
+    from tokenprune.profiling import timing
 
     ticks = iter(range(10**6))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks) / 1000)

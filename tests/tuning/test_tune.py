@@ -17,15 +17,15 @@ from typer.testing import CliRunner, Result
 
 import tokenprune
 from made_up_panels import Fake, candidates
-from tokenprune.bench.backend import HfBackend
-from tokenprune.bench.group import Group
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.model import Model, load
-from tokenprune.bench.run_folder import RunFolder, config_of
-from tokenprune.cli import app
 from tokenprune.errors import OptionError, RunError
-from tokenprune.tuning import Candidate, Panel, Promise, Search, Tuner, grid
-from tokenprune.tuning.report import tuned_config
+from tokenprune.profiling.model import Model, load
+from tokenprune_bench.backend import HfBackend
+from tokenprune_bench.cli import app
+from tokenprune_bench.group import Group
+from tokenprune_bench.run_folder import RunFolder, config_of
+from tokenprune_bench.tuning import Candidate, Panel, Promise, Search, Tuner, grid
+from tokenprune_bench.tuning.report import tuned_config
+from tokenprune_demo.heldout import load_heldout
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tokenprune.bench.model.load", lambda *args, **options: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("tokenprune.profiling.model.load", lambda *args, **options: pytest.fail("the model was loaded"))
     result = tune("--max-drop", "40%", *arguments, code=2)
     assert says in result.stderr and result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())

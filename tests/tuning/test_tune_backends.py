@@ -12,13 +12,13 @@ from typer.testing import CliRunner, Result
 
 from pretender import pretending
 from tests.bench.test_bench_engines import CONFIG, Killed, MadeUp
-from tokenprune.bench.heldout import load_heldout
-from tokenprune.bench.run_folder import RunFolder, config_of
-from tokenprune.bench.vllm_backend import VllmBackend
-from tokenprune.cli import app
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.tuning import Panel, Promise, Search, Tuner, Tuning, grid
-from tokenprune.tuning.report import tuned_config
+from tokenprune_bench.cli import app
+from tokenprune_bench.run_folder import RunFolder, config_of
+from tokenprune_bench.tuning import Panel, Promise, Search, Tuner, Tuning, grid
+from tokenprune_bench.tuning.report import tuned_config
+from tokenprune_bench.vllm_backend import VllmBackend
+from tokenprune_demo.heldout import load_heldout
 
 QUESTIONS = load_heldout(limit=5)
 # The engine refuses dart, and answers all else as the unpatched model does.
@@ -100,7 +100,7 @@ def test_options_that_do_not_go_together(arguments: str, says: str) -> None:
 
 
 def test_a_server_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("openai", reason="the client of --server: pip install 'tokenprune-vlm[server]'")
+    pytest.importorskip("openai", reason="the client of --server: pip install 'tokenprune-bench[server]'")
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     out = tmp_path / "tokenprune.json"
@@ -108,7 +108,7 @@ def test_a_server_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         given = ["--backend", "vllm", "--server", server.url, "--out", str(out), "--repeats", "1"]
         refused = command(*given)
         assert refused.exit_code == 2 and "the config of one, which is not at hand here" in refused.stderr
-        monkeypatch.setattr("tokenprune.bench.vllm_server._config", lambda model: CONFIG)
+        monkeypatch.setattr("tokenprune_bench.vllm_server._config", lambda model: CONFIG)
         result = command(*given)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("uniform, keep 0.25: less than 40 points lost, with a confidence of 95 %.")

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tokenprune.bench.scenes import KINDS
-from tokenprune.tuning import Candidate, Promise, Tuner
+from tokenprune_bench.tuning import Candidate, Promise, Tuner
+from tokenprune_demo.scenes import KINDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,8 +81,8 @@ def tuned(drops: Sequence[tuple[float, float]], flips: float, seed: int) -> tupl
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what a tuner works out to be told, and decides nothing by: it would take most of the time."""
-    monkeypatch.setattr("tokenprune.tuning.tuner.upper_bound", lambda drops, level: 1.0)
-    monkeypatch.setattr("tokenprune.tuning.tuner.questions_likely", lambda *given: None)
+    monkeypatch.setattr("tokenprune_bench.tuning.tuner.upper_bound", lambda drops, level: 1.0)
+    monkeypatch.setattr("tokenprune_bench.tuning.tuner.questions_likely", lambda *given: None)
 
 
 COSTS = (0.9, 0.7, 0.5, 0.3)

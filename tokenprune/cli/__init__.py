@@ -3,24 +3,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib.metadata import entry_points
+from typing import Annotated, Any
 
 import typer
 
 from tokenprune import __version__
-from tokenprune.cli.app import app as open_app
-from tokenprune.cli.bench import bench
 from tokenprune.cli.calibrate import calibrate, fit_d2pruner, fit_dyrate, fit_fitprune
 from tokenprune.cli.common import ErrorGroup
 from tokenprune.cli.draft import draft
-from tokenprune.cli.leaderboard import leaderboard
 from tokenprune.cli.methods import families, methods
 from tokenprune.cli.new_method import new_method
 from tokenprune.cli.profile import profile
-from tokenprune.cli.recommend import recommend
-from tokenprune.cli.report import report
-from tokenprune.cli.show import demo, show
-from tokenprune.cli.tune import tune
+from tokenprune.cli.show import show
 from tokenprune.startup import calm_threads
 
 app = typer.Typer(
@@ -46,11 +41,25 @@ def _options(
     pass  # the version is answered by its callback
 
 
-_COMMANDS = (methods, families, recommend, bench, report, tune, profile, draft, demo, show, calibrate, new_method)
-app.command("app")(open_app)
-app.add_typer(leaderboard, name="leaderboard")
-for command in (*_COMMANDS, fit_dyrate, fit_d2pruner, fit_fitprune):
-    app.command()(command)
+def _add(command: Any, name: str | None = None) -> None:
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
+    else:
+        app.command(name)(command)
+
+
+def _add_installed() -> None:
+    """Add the commands that installed packages bring; one that cannot be imported is named, and left out."""
+    for entry in sorted(entry_points(group="tokenprune.commands")):
+        try:
+            _add(entry.load(), entry.name)
+        except Exception as error:
+            typer.echo(f"the command {entry.name} ({entry.value}) is left out: {error}", err=True)
+
+
+for command in (methods, families, profile, draft, show, calibrate, fit_dyrate, fit_d2pruner, fit_fitprune, new_method):
+    _add(command)
+_add_installed()
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ def fit_dyrate(
     threads: ThreadsOption = None,
 ) -> None:
     """Fit the predictor of `dyrate` to a model: how many visual tokens each step of an answer can do without."""
-    from tokenprune.bench.fitting import fit
+    from tokenprune.calibration.fitting import fit
 
     subject = load_model(model, device, threads, suffix="")
     options = dict(keep=keep, layer=layer, grid=grid, max_new_tokens=max_new_tokens)
@@ -101,7 +101,7 @@ def fit_d2pruner(
 ) -> None:
     """Find the prior of `d2pruner`: what a model attends to whatever an image shows."""
     import tokenprune
-    from tokenprune.bench.fitting import fit_attention
+    from tokenprune.calibration.fitting import fit_attention
 
     subject = load_model(model, device, threads, suffix="")
     with show_progress() as step:
@@ -123,7 +123,7 @@ def fit_fitprune(
 ) -> None:
     """Fit the recipe of `fitprune`: how many visual tokens each decoder layer can do without."""
     import tokenprune
-    from tokenprune.bench.fitting import fit_attention
+    from tokenprune.calibration.fitting import fit_attention
 
     subject = load_model(model, device, threads, suffix="")
     with show_progress() as step:

@@ -12,20 +12,21 @@ import typer
 from typer.core import TyperGroup
 
 from tokenprune.cli.completion import complete_models
-from tokenprune.errors import TokenPruneError
+from tokenprune.errors import MissingPackageError, TokenPruneError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
 
-    from tokenprune.bench.data import Data
-    from tokenprune.bench.model import Model
+    from tokenprune.profiling.model import Model
 
 STOPPED = 130  # exit code after Ctrl+C, as of a shell
 _PIPED_WIDTH = 160
 _SILENCE = 30  # seconds after which a long step says where it is
 QUESTION = "what is shown?"  # about a user's image, where none is asked
+BENCH = "bench report tune leaderboard recommend app".split()
+ELSEWHERE = dict.fromkeys(BENCH, "tokenprune-bench") | {"demo": "tokenprune-demo"}  # commands of other packages
 METHODS_HELP = "Names with commas between them; options (dart:pivot_text=0) and stacks (divprune+fastv) too"
 
 ModelOption = Annotated[
@@ -79,8 +80,14 @@ def get_console(error: bool = False) -> Console:
 
 
 class ErrorGroup(TyperGroup):
-    """Turns our own errors into one red line and exit code 2, and Ctrl+C into one line and exit code 130; other
-    exceptions are bugs and keep their traceback."""
+    """A group of commands that turns our own errors into one red line and exit code 2, Ctrl+C into one line and exit
+    code 130; other exceptions are bugs and keep their traceback."""
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        command = super().get_command(ctx, name)
+        if command is None and name in ELSEWHERE:
+            raise MissingPackageError(f"`tokenprune {name}` is of another package: pip install {ELSEWHERE[name]}")
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -110,7 +117,7 @@ def load_model(
     import torch
     from transformers.utils import logging
 
-    from tokenprune.bench.model import load
+    from tokenprune.profiling.model import load
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -126,7 +133,7 @@ def load_config(model: str | None) -> Any:
     return read_model_config(model or "demo_vlm")
 
 
-def print_skipped(data: Data) -> None:
+def print_skipped(data: Any) -> None:
     """Name the rows that --skip-bad left out."""
     for line in data.skipped:
         get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
@@ -180,7 +187,7 @@ def read_settings(methods: str, keep: str) -> list[dict[str, Any]]:
 def show_progress(lines: bool = True) -> Iterator[Any]:
     """Yield a function that takes (label, done, total), and shows the time left: a bar on a terminal, else a line for
     each new label (`lines`), and one every half minute."""
-    from tokenprune.bench.pace import Pace
+    from tokenprune.profiling.pace import Pace
 
     console, pace = get_console(error=True), Pace()
     if not console.is_terminal:

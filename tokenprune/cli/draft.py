@@ -36,9 +36,9 @@ def draft(
     drafts that the target accepts. Reads configs alone: no weights are loaded, and nothing is measured."""
     from rich.text import Text
 
-    from tokenprune.bench.tables import Cell, Table, to_rich
     from tokenprune.config import Config
     from tokenprune.cost.draft import DraftCost
+    from tokenprune.profiling.table import Cell, Table, to_rich
 
     own = None if draft is None else load_config(draft)
     whole, console = load_config(model), get_console()

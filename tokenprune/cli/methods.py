@@ -219,8 +219,8 @@ def _costs() -> Callable[[MethodInfo], str]:
 
 def families() -> None:
     """List the model families: where methods may act in each, and which are refused, with the reason."""
-    from tokenprune.bench.table import Cell, Table, to_rich
     from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED
+    from tokenprune.profiling.table import Cell, Table, to_rich
 
     known = [
         [Cell(name), Cell(", ".join(one.sites)), Cell(one.since), Cell(one.note)]

@@ -28,10 +28,10 @@ from tokenprune.cli.common import (
 )
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.startup import defer_torch
+from tokenprune.startup import defer_torch, require
 
 if TYPE_CHECKING:
-    from tokenprune.bench.table import Table
+    from tokenprune.profiling.table import Table
 
 
 def profile(
@@ -99,15 +99,14 @@ def profile(
         return
     from PIL import Image
 
-    from tokenprune.bench.profile_tables import limit_table, stage_table
-    from tokenprune.bench.profiling import profile_call
     from tokenprune.calibration.images import read_image
+    from tokenprune.profiling.profile import profile_call
+    from tokenprune.profiling.profile_tables import limit_table, stage_table
 
     images: list[Image.Image] = [read_image(path) for path in image or ()]
     subject = load_model(model, device, threads, dtype, suffix)
     if not images:
-        from tokenprune.bench.heldout import load_heldout
-
+        load_heldout = require("tokenprune_demo.heldout", "name an --image, or install held-out ones").load_heldout
         largest = max(load_heldout(folder=subject.heldout), key=lambda one: one.image.width * one.image.height)
         images, question = [largest.image], question or largest.question
     printed: set[str] = set()
@@ -129,7 +128,7 @@ def profile(
     if image and (said := subject.limits(image)):
         get_console().print(said, markup=False, soft_wrap=True)
     if html is not None:
-        from tokenprune.bench.report.flame import profile_page
+        profile_page = require("tokenprune_bench.report.flame", "--html needs another package").profile_page
 
         _write(html, profile_page(made, shares[0]))
     if json_file is not None:
@@ -149,10 +148,10 @@ def _from_config(
     tiles: int | None,
     text: int,
 ) -> None:
-    from tokenprune.bench.kept import cuts_in_words
-    from tokenprune.bench.profile_tables import limit_table
     from tokenprune.config import Config
     from tokenprune.cost.model import CostModel, Load
+    from tokenprune.profiling.kept import cuts_in_words
+    from tokenprune.profiling.profile_tables import limit_table
 
     config = load_config(model)
     closed = CostModel.from_config(config)
@@ -174,9 +173,9 @@ def _from_config(
 
 def _shares(setting: dict[str, Any] | None, keeps: Sequence[float | int], visual: float) -> list[float]:
     """Return what a setting leaves of an image's tokens; without one, what each keep alone would leave."""
-    from tokenprune.bench.kept import share_left
     from tokenprune.budget import Budget
     from tokenprune.config import Config
+    from tokenprune.profiling.kept import share_left
 
     if setting is not None:
         return [share_left(Config(setting).steps()[1], visual)]
@@ -193,7 +192,7 @@ def _once(printed: set[str], table: Table) -> None:
 def _print(table: Table) -> None:
     from rich.text import Text
 
-    from tokenprune.bench.table import to_rich
+    from tokenprune.profiling.table import to_rich
 
     shown = to_rich(table)
     if table.columns[0] == "site":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune show` and `demo`: see what a method does."""
+"""`tokenprune show`: see what a method keeps."""
 
 from __future__ import annotations
 
@@ -24,24 +24,6 @@ from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError, TokenPruneError
 
 
-def demo(model: ModelOption = None, device: DeviceOption = None, threads: ThreadsOption = None) -> None:
-    """Ask four held-out questions before and after pruning."""
-    from rich.text import Text
-
-    from tokenprune.bench.demo import KEEP, run
-    from tokenprune.bench.tables import to_rich
-
-    subject = load_model(model, device, threads)
-    console = get_console()
-    with show_progress(lines=False) as step:
-        tables = run(subject, step)
-    for table in tables:
-        console.print(to_rich(table))
-        for note in table.notes:
-            console.print(Text(note, style="dim"))
-    console.print(f"Draw what a method keeps: tokenprune show IMAGE --methods dart,divprune --keep {KEEP}")
-
-
 def show(
     files: Annotated[
         list[Path],
@@ -64,8 +46,8 @@ def show(
 ) -> None:
     """Draw which patches of an image, or of frames, methods keep (outlined), drop (dark, hatched) and merge (one
     colour), side by side, with the answers below."""
-    from tokenprune.bench import contact_sheet, side_by_side
-    from tokenprune.bench.media import read_frames
+    from tokenprune.profiling.media import read_frames
+    from tokenprune.show import contact_sheet, side_by_side
     from tokenprune.spelling import spelt, split_methods
 
     names = [spelt(one) for one in split_methods(methods)]

@@ -7,15 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.startup import torch_hidden
+from tokenprune.startup import require, torch_hidden
 
-SHIPPED_MODELS = {name: Path(__file__).parent.parent / "assets" / name for name in ("demo_vlm", "demo_qwen")}
+SHIPPED = ("demo_vlm", "demo_qwen")  # models of tokenprune-demo; the first is the default of commands
+
+
+def shipped_folder(model: str | Path) -> Path | None:
+    """Return the folder of a model that tokenprune-demo brings, None for any other. Raises MissingPackageError."""
+    if str(model) not in SHIPPED:
+        return None
+    return require("tokenprune_demo", f"{model} is a model of another package").MODELS[str(model)]
 
 
 def read_model_config(model: str | Path) -> Any:
     """Return the config of a model on disk or in the hub's cache, or of one that ships; raises TokenPruneError where it
     cannot be read."""
-    source = SHIPPED_MODELS.get(str(model), model)
+    source = shipped_folder(model) or model
     with torch_hidden():
         from transformers import AutoConfig
 

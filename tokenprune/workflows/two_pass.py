@@ -17,6 +17,7 @@ from tokenprune.registry import build
 
 # Of ten photographs (those of scikit-image that test_dynres.py takes), one has more detail, on the scale of `dynres`.
 _SHARP = 0.9
+ESCALATE = "escalate"  # the name of this in a benchmark, where a method has its own
 _SHOWN = 60  # characters of an answer in its repr
 _OURS = ("return_dict_in_generate", "output_logits")
 
@@ -97,7 +98,7 @@ def escalate(
     one = method if isinstance(method, Method) else build(method, {})
     reason = None
     if guard:
-        question = PromptReader(processor, "escalate").prompt(text).question
+        question = PromptReader(processor, ESCALATE).prompt(text).question
         reason = "question" if asks_for_detail(question) else "image" if any_detailed(processor, images) else None
 
     margin = entropy = None

@@ -11,7 +11,7 @@ from torch import nn
 from native_scenes import MANY, NAMES, NativeScene
 from qwen_model import CELL
 from qwen_vocabulary import ID
-from tokenprune.bench.scenes import COLORS, LARGE, TINY, WORDS
+from tokenprune_demo.scenes import COLORS, LARGE, TINY, WORDS
 
 IGNORE = -100
 SORTS = ("background", *LARGE, *TINY, "digit", "sign", *NAMES)

@@ -13,8 +13,8 @@ from native_scenes import draw_native, photographs
 from packing import Asked, Shown
 from questions import IMAGE_KINDS, MIX, choose
 from qwen_model import CELL, FRAMES
-from tokenprune.bench.drawn_videos import VIDEO_KINDS, draw_video
-from tokenprune.bench.drawn_views import VIEW_KINDS, draw_views
+from tokenprune_demo.drawn_videos import VIDEO_KINDS, draw_video
+from tokenprune_demo.drawn_views import VIEW_KINDS, draw_views
 
 KINDS = (*IMAGE_KINDS, *VIDEO_KINDS, *VIEW_KINDS)
 # Positions from one pair of frames to the next: 2 where the processor is told no frame rate, 24 at two frames a second.

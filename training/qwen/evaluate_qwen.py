@@ -24,7 +24,7 @@ from packing import Asked, Head, Shown, pack
 from questions import MAIN
 from qwen_model import MERGE
 from qwen_vocabulary import ID, VOCAB
-from tokenprune.bench.heldout import load_heldout
+from tokenprune_demo.heldout import load_heldout
 
 SIZES = ((0, 100), (100, 196), (196, 400), (400, 2000))  # visual tokens of an image
 
@@ -63,8 +63,8 @@ def answers(model, processor, image, examples) -> tuple[list[str], int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=Path("tokenprune/assets/demo_qwen"))
-    parser.add_argument("--heldout", type=Path, default=Path("tokenprune/assets/heldout_native"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("demo/tokenprune_demo/models/demo_qwen"))
+    parser.add_argument("--heldout", type=Path, default=Path("demo/tokenprune_demo/heldout_native"))
     parser.add_argument("--images", type=int, help="only the first so many")
     parser.add_argument("--out", type=Path, default=Path("training/qwen/heldout_accuracy.json"))
     args = parser.parse_args()

@@ -13,7 +13,7 @@ from qwen_model import build_model, export
 
 def main() -> None:
     state = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo_qwen/state.pt")
-    folder = Path(sys.argv[2] if len(sys.argv) > 2 else "tokenprune/assets/demo_qwen")
+    folder = Path(sys.argv[2] if len(sys.argv) > 2 else "demo/tokenprune_demo/models/demo_qwen")
     model = build_model()
     model.load_state_dict(torch.load(state)["model"])
     export(model, folder)

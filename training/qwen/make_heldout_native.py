@@ -19,7 +19,7 @@ from PIL import Image
 
 from native_scenes import NAMES, draw_native, photographs
 from questions import MAIN
-from tokenprune.bench.scenes import COLORS, POSITIONS, WORDS
+from tokenprune_demo.scenes import COLORS, POSITIONS, WORDS
 
 ANSWERS = {
     "colour": len(COLORS),
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20260202)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--quality", type=int, default=90, help="JPEG quality, without colour subsampling")
-    parser.add_argument("--out", type=Path, default=Path("tokenprune/assets/heldout_native"))
+    parser.add_argument("--out", type=Path, default=Path("demo/tokenprune_demo/heldout_native"))
     args = parser.parse_args()
 
     rng, photos, seen, rows = np.random.default_rng(args.seed), photographs("heldout"), Counter(), []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn images of any size with named things: what tokenprune.bench.scenes draws, at native resolution.
+"""Drawn images of any size with named things: what tokenprune_demo.scenes draws, at native resolution.
 
 A scene has a width, a height and a scale: the size of what is drawn, 1 being that of the first model's 224 px images.
 """
@@ -17,8 +17,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from qwen_vocabulary import PLURALS, THINGS
-from tokenprune.bench.backgrounds import BACKGROUNDS, load_photos
-from tokenprune.bench.scenes import COLORS, LARGE, POSITIONS, TINY, WORDS, Item, Question, _sprite
+from tokenprune_demo.backgrounds import BACKGROUNDS, load_photos
+from tokenprune_demo.scenes import COLORS, LARGE, POSITIONS, TINY, WORDS, Item, Question, _sprite
 
 EMOJI = Path(os.environ.get("TOKENPRUNE_EMOJI", "runs/emoji.npz"))
 NAMES = list(THINGS)
@@ -66,7 +66,7 @@ def _letters(text: str, size: int, plate: bool) -> tuple[np.ndarray, np.ndarray,
 
 
 def backdrop(rng: np.random.Generator, kind: str, width: int, height: int, photos) -> np.ndarray:
-    """Return a background as bytes [height, width, 3], of the kinds of `tokenprune.bench.backgrounds`."""
+    """Return a background as bytes [height, width, 3], of the kinds of `tokenprune_demo.backgrounds`."""
     first, second = rng.integers(20, 256, 3), rng.integers(20, 256, 3)
     if kind == "plain":
         return np.broadcast_to(first.astype(np.uint8), (height, width, 3)).copy()
@@ -304,7 +304,7 @@ def quadrant(item: Item, width: int, height: int) -> str:
 
 
 def ask(scene: NativeScene) -> list[Question]:
-    """Every question that has one clear answer, worded as in `tokenprune.bench.scenes`, and those about things."""
+    """Every question that has one clear answer, worded as in `tokenprune_demo.scenes`, and those about things."""
     width, height = scene.size
     groups: dict[str, list[Item]] = {}
     for item in scene.items:

@@ -12,7 +12,7 @@ import numpy as np
 from native_scenes import MANY, NAMES, NativeScene, clear_of_middle, quadrant
 from packing import Asked
 from qwen_model import CELL
-from tokenprune.bench.scenes import KINDS, LARGE, TINY
+from tokenprune_demo.scenes import KINDS, LARGE, TINY
 
 MAIN = (*KINDS, "thing")
 HELPERS = ("list", "where", "where thing", "there thing", "many tiny", "side", "things", "row", "rows")

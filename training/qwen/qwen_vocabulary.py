@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tokenprune.bench.scenes import COLORS, LARGE, POSITIONS, TINY, WORDS
+from tokenprune_demo.scenes import COLORS, LARGE, POSITIONS, TINY, WORDS
 
 # A word for each drawing, and its code point in Noto Color Emoji.
 THINGS = {

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune app`: a page in the browser that shows what a method does."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tokenprune.cli.common import DeviceOption, DtypeOption, ModelOption, ThreadsOption, get_console, load_model
+from tokenprune.errors import TokenPruneError
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def app(
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    dtype: DtypeOption = "auto",
+    host: Annotated[str, typer.Option(help="Where to listen; another than this machine lets others in.")] = LOCAL[0],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="A free port.")] = 7860,
+    open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+) -> None:
+    """Open a page: drop an image or a video, ask, and compare methods."""
+    from tokenprune_bench.app.loading import Loading, own_folder
+
+    console, loading = get_console(), Loading(model or "demo_vlm")
+    with own_folder() as folder:  # before gradio, which asks for its folder when it is imported
+        try:
+            from tokenprune_bench.app.page import build, launch
+        except ImportError as error:
+            raise TokenPruneError(f"the app needs gradio ({error}): pip install 'tokenprune-bench[app]'") from error
+        page = build(loading, folder)
+        launch(page, host, port, open_, block=False)  # before the model: its libraries and weights take longer
+        try:
+            console.print(f"http://{host}:{port} (Ctrl+C ends it)", markup=False, highlight=False)
+            if host not in LOCAL:
+                console.print("Whoever reaches this machine can ask: there is no password.", markup=False)
+            loading.give(load_model(model, device, threads, dtype))
+            page.block_thread()
+        finally:
+            loading.fail()
+            page.close(verbose=False)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune bench`: measure methods, and print what was measured."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenprune.cli.common import (
+    METHODS_HELP,
+    BackendOption,
+    BatchSizeOption,
+    ColumnsOption,
+    DeviceOption,
+    DtypeOption,
+    EngineArgsOption,
+    FramesOption,
+    MaxNewTokensOption,
+    ModelOption,
+    ServerOption,
+    SkipBadOption,
+    SplitOption,
+    SuffixOption,
+    ThreadsOption,
+    print_limits,
+    print_skipped,
+    read_keeps,
+    resumable,
+    show_progress,
+)
+from tokenprune.cli.completion import complete_methods
+from tokenprune.errors import OptionError
+from tokenprune_bench.cli.report import show_runs
+
+if TYPE_CHECKING:
+    from tokenprune.profiling.model import Model
+    from tokenprune_bench.backend import Backend
+    from tokenprune_bench.data import Data
+    from tokenprune_bench.group import Group
+    from tokenprune_bench.report.drawing import Wanted
+    from tokenprune_bench.suite import Plan
+    from tokenprune_demo.drawn_sets import DrawnSet
+
+
+def bench(
+    model: ModelOption = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help=f"{METHODS_HELP}; default: all. `random` and `downsample` always run.", autocompletion=complete_methods
+        ),
+    ] = "",
+    keep: Annotated[
+        str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
+    ] = "0.5,0.25,0.11",
+    equal_cost: Annotated[
+        bool,
+        typer.Option(
+            "--equal-cost",
+            help="Each --keep is a share of visual tokens averaged over the decoder's layers: every method gets a "
+            "setting of its own that spends as much, and is skipped with the reason where it has none.",
+        ),
+    ] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Held-out images (videos, prompts, documents), each with one question of every kind, default 24; "
+            "with --data: rows, default all. 0: all.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Your own questions: JSON lines of {image|images|video, question, answer|answers, kind?}, a folder "
+            "with such a file, JSON, CSV, Parquet, or a folder of the `datasets` library."
+        ),
+    ] = None,
+    set_: Annotated[
+        str,
+        typer.Option(
+            "--set",
+            help="Which of our own questions: images, videos (eight frames, eight kinds), small-videos (of 144 "
+            "pixels a side, as demo_qwen knows them), views (six images a prompt), documents (pages, screens, charts).",
+        ),
+    ] = "images",
+    evidence: Annotated[
+        bool,
+        typer.Option(
+            "--evidence",
+            help="Ask nothing for its answer: tell how much of what a question needs is kept. For our own questions.",
+        ),
+    ] = False,
+    metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed, f1 or cider.")] = "exact",
+    columns: ColumnsOption = "",
+    split: SplitOption = None,
+    skip_bad: SkipBadOption = False,
+    frames: FramesOption = 8,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Keep config, raw predictions and results in this folder; the same command goes on there."),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="With --run: draw what each method keeps on so many questions on which they disagree; default 4.",
+        ),
+    ] = None,
+    sample: Annotated[str, typer.Option(help="With --run: draw these questions instead, such as 3,17.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write raw records as JSON lines, for `tokenprune report`.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with everything, which loads nothing else.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
+    repeats: Annotated[int, typer.Option(min=0, help="Timed runs of each method and keep; 0: no timing.")] = 7,
+    batch_size: BatchSizeOption = 32,
+    backend: BackendOption = "hf",
+    server: ServerOption = None,
+    engine_args: EngineArgsOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    dtype: DtypeOption = "auto",
+    suffix: SuffixOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
+) -> None:
+    """Measure accuracy per kind of question, tokens, FLOPs, KV bytes and time of methods, against no pruning.
+
+    To share the work: accelerate launch --num_processes N -m tokenprune bench ...
+    """
+    from tokenprune.spelling import split_methods
+    from tokenprune_bench import significance
+    from tokenprune_bench.backend import backend_of
+    from tokenprune_bench.cli.engines import Engines
+    from tokenprune_bench.data import left_out, load_data, read_columns
+    from tokenprune_bench.group import joined
+    from tokenprune_bench.metrics import metric_named
+    from tokenprune_bench.report.drawing import Wanted
+    from tokenprune_bench.report.runs import finished_run
+    from tokenprune_bench.suite import DEFAULT_IMAGES, Plan
+    from tokenprune_demo.drawn_sets import drawn_set
+
+    engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
+    engines.check()
+    significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
+    check_set(set_, evidence, data, backend, html, plot, samples, sample)
+    wanted = Wanted.of(0 if evidence else samples, sample, run, here=backend == "hf")
+    metric_named(metric)
+    planned = partial(
+        Plan,
+        methods=split_methods(methods),
+        keeps=read_keeps(keep),
+        images=DEFAULT_IMAGES if limit is None else limit,
+        batch_size=batch_size,
+        repeats=0 if evidence else repeats,
+        equal_cost=equal_cost,
+    )
+    planned()  # what is wrong in it is said before anything is read or drawn
+    asked: Data | DrawnSet | None = None
+    if data is not None:
+        asked = load_data(
+            data,
+            skip_bad=skip_bad,
+            columns=read_columns(columns),
+            split=split,
+            frames=frames,
+            limit=limit or 0,
+        )
+    elif set_ != "images":
+        asked = drawn_set(set_, planned().images)
+    questions = [] if asked is None else asked.questions
+    plan = planned(
+        several=set_ == "views" or any(len(one.sources) > 1 for one in questions),
+        videos=any(one.is_video for one in questions),
+    )
+    with resumable(run), ExitStack() as stack:
+        images = max((len(one.sources) for one in asked.questions), default=1) if data is not None else 1
+        subject = engines.open(stack, images)
+        subject.max_new_tokens = 1 if evidence else max_new_tokens or subject.max_new_tokens
+        group = stack.enter_context(joined())
+        if data is not None and skip_bad:
+            asked = left_out(asked, backend_of(subject).misfits(asked.questions))
+            if group.leads:
+                print_skipped(asked)
+        records = _measure(subject, plan, asked, metric, run, json, group, wanted, evidence)
+    if group.leads:
+        show_runs([finished_run(records, run)], html=html, plot=plot)
+
+
+def check_set(
+    set_: str,
+    evidence: bool,
+    data: Path | None,
+    backend: str,
+    html: Path | None,
+    plot: Path | None,
+    samples: int | None,
+    sample: str,
+) -> None:
+    """Raise OptionError for options that do not go together with a set, or with `--evidence`."""
+    from tokenprune_demo.drawn_sets import SETS
+
+    if set_ not in SETS:
+        raise OptionError(f"--set {set_!r} is none of {', '.join(SETS)}")
+    if data is not None and (set_ != "images" or evidence):
+        other = "--evidence" if evidence else f"--set {set_}"
+        raise OptionError(f"{other} is of our own questions, whose evidence is known: leave out --data")
+    if evidence and backend != "hf":
+        raise OptionError("--evidence looks at the model in this process: leave out --backend")
+    if evidence:
+        for name, value in (("html", html), ("plot", plot), ("samples", samples or None), ("sample", sample or None)):
+            if value is not None:
+                raise OptionError(f"--{name} is about answers, and --evidence asks for none: leave one of them out")
+
+
+def _measure(
+    subject: Model | Backend,
+    plan: Plan,
+    asked: Data | DrawnSet | None,
+    metric: str,
+    run: Path | None,
+    json: Path | None,
+    group: Group,
+    wanted: Wanted,
+    evidence: bool,
+) -> list[dict[str, Any]]:
+    from tokenprune_bench.backend import backend_of
+    from tokenprune_bench.data import Data
+    from tokenprune_bench.lines import Lines
+    from tokenprune_bench.report.drawing import draw_samples
+    from tokenprune_bench.run_folder import RunFolder, config_of
+    from tokenprune_bench.suite import Bench
+
+    questions, about = None, {}
+    if asked is not None:
+        backend_of(subject).begin(asked.questions)  # before a folder is made for what cannot be asked
+        if isinstance(asked, Data) and group.leads:
+            print_limits(subject)
+        questions, about = asked.questions if isinstance(asked, Data) else asked, {"data": asked.about()}
+    records = []
+    with ExitStack() as stack:
+        step = stack.enter_context(show_progress()) if group.leads else None
+        file = stack.enter_context(Lines(json)) if json is not None and group.leads else None
+        folder = None
+        if run is not None:
+            config = config_of(subject, plan, metric, about | ({"evidence_only": True} if evidence else {}))
+            folder = stack.enter_context(RunFolder(run, config, group))
+        bench = Bench(
+            subject,
+            plan,
+            step,
+            questions=questions,
+            metric=metric,
+            about=about,
+            evidence_only=evidence,
+            folder=folder,
+            group=group,
+        )
+        wanted.check(len(bench.examples))
+        for record in bench.records():
+            if file is not None:
+                file.write(record)
+            records.append(record)
+        if run is not None and group.leads:
+            draw_samples(run, subject, bench.examples, records, wanted, step)
+    return records

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `tokenprune bench` asks: a model in this process, or vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenprune.cli.common import load_model
+from tokenprune.errors import OptionError
+from tokenprune_bench.group import own_device
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from tokenprune.profiling.model import Model
+    from tokenprune_bench.backend import Backend
+
+BACKENDS = ("hf", "vllm")
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The options that say who answers, as they were given."""
+
+    backend: str
+    server: str | None
+    engine_args: str | None
+    model: str | None
+    device: str | None
+    threads: int | None
+    dtype: str
+    suffix: str | None
+
+    def check(self) -> None:
+        """Raise OptionError for options that do not go together."""
+        if self.backend not in BACKENDS:
+            raise OptionError(f"--backend {self.backend!r} is none of {', '.join(BACKENDS)}")
+        if self.backend == "hf":
+            for name, value in (("--server", self.server), ("--engine-args", self.engine_args)):
+                if value is not None:
+                    raise OptionError(f"{name} goes with --backend vllm")
+            return
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise OptionError(
+                "--backend vllm runs in one process: vLLM shards by itself "
+                "(--engine-args '{\"tensor_parallel_size\": 2}', or a server with --data-parallel-size)"
+            )
+        meant = {"device": self.device, "threads": self.threads}
+        if self.server is not None:
+            meant |= {"dtype": None if self.dtype == "auto" else self.dtype, "engine-args": self.engine_args}
+        how = "vLLM: use --engine-args" if self.server is None else "a server, which was started with its own"
+        for name, value in meant.items():
+            if value is not None:
+                raise OptionError(f"--{name} is no option of {how}")
+
+    def open(self, stack: ExitStack, images: int) -> Model | Backend:
+        """Return what answers; `stack` ends it. images: the most that a question has."""
+        if self.backend == "hf":
+            return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
+        from tokenprune.profiling.model import SHORT
+        from tokenprune.shapes.model_config import SHIPPED, shipped_folder
+        from tokenprune_bench.vllm_backend import VllmBackend
+
+        shipped = shipped_folder(self.model or SHIPPED[0]) if self.server is None else None
+        if self.server is not None:
+            from tokenprune_bench.vllm_server import ServerEngine
+
+            engine: Any = ServerEngine(self.server, self.model)
+        else:
+            from tokenprune_bench.vllm_offline import OfflineEngine
+
+            model = self.model if shipped is None else None if shipped.name == "demo_vlm" else str(shipped)
+            engine = OfflineEngine(model, self.dtype, _read(self.engine_args), images)
+        stack.callback(engine.close)
+        suffix = (SHORT if shipped is None else "") if self.suffix is None else self.suffix
+        return VllmBackend(engine, suffix, max_new_tokens=16 if shipped is None else 4)
+
+
+def _read(engine_args: str | None) -> dict[str, Any]:
+    try:
+        read = json.loads(engine_args or "{}")
+    except ValueError as error:
+        raise OptionError(f"--engine-args {engine_args!r} is no JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise OptionError("--engine-args takes an object such as '{\"max_model_len\": 4096}'")
+    return read

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune report`: what runs of `tokenprune bench` say, in the terminal, as Markdown, plot or page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenprune.cli.common import get_console
+from tokenprune.errors import OptionError
+
+if TYPE_CHECKING:
+    from tokenprune_bench.report.runs import Run
+    from tokenprune_bench.tables import Table
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="What `tokenprune bench` wrote: folders of --run, files of --json.")
+    ],
+    html: Annotated[Path | None, typer.Option(help="Write one page with everything, which loads nothing else.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
+) -> None:
+    """Make tables, plots and a page from the raw records of earlier runs; several are compared."""
+    from tokenprune_bench.report.runs import read_runs
+
+    if plot is not None and len(runs) > 1:
+        raise OptionError("--plot draws one run: name one, or write a page of all with --html")
+    show_runs(read_runs(runs), html=html, plot=plot, markdown=markdown)
+
+
+def show_runs(runs: Sequence[Run], html: Path | None, plot: Path | None, markdown: bool = False) -> None:
+    """Print tables, warnings and verdicts, and write what was asked for."""
+    from rich.text import Text
+
+    from tokenprune_bench.report.compare import comparisons
+    from tokenprune_bench.report.page import make_page
+    from tokenprune_bench.report.png import plot_png, write
+    from tokenprune_bench.report.verdict import find_verdicts
+    from tokenprune_bench.report.warnings import lines
+    from tokenprune_bench.tables import tables
+
+    console = get_console()
+    for run in runs:
+        if run.label:
+            title = f"{run.title} ({run.model})"
+            console.print(Text(f"## {title}\n" if markdown else title, style="bold"), soft_wrap=True)
+        for table in tables(run.results):
+            _show(table, markdown)
+        for line in lines(run.results):
+            console.print(Text(f"- {line}" if markdown else f"! {line}", style="yellow"), soft_wrap=markdown)
+        for verdict in find_verdicts(run.results):
+            console.print(Text(f"- {verdict.line}" if markdown else verdict.line, style="bold"), soft_wrap=markdown)
+    for table in comparisons(runs):
+        _show(table, markdown)
+    if html is not None:
+        write(html, make_page(runs))
+    if plot is not None:
+        write(plot, plot_png(runs[0].results))
+    for path in filter(None, (html, plot)):
+        get_console(error=True).print(f"written: {path}", markup=False, soft_wrap=True)
+
+
+def _show(table: Table, markdown: bool) -> None:
+    from rich.text import Text
+
+    from tokenprune_bench.tables import to_markdown, to_rich
+
+    console = get_console()
+    if markdown:
+        console.print(to_markdown(table), markup=False, soft_wrap=True)
+        return
+    console.print(to_rich(table))
+    for note in table.notes:
+        console.print(Text(note, style="dim"))

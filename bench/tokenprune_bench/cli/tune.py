@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune tune`: find the cheapest setting that keeps accuracy on the user's questions."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenprune.cli.common import (
+    METHODS_HELP,
+    BackendOption,
+    BatchSizeOption,
+    ColumnsOption,
+    DeviceOption,
+    DtypeOption,
+    EngineArgsOption,
+    FramesOption,
+    MaxNewTokensOption,
+    ModelOption,
+    ServerOption,
+    SkipBadOption,
+    SplitOption,
+    SuffixOption,
+    ThreadsOption,
+    get_console,
+    print_limits,
+    print_skipped,
+    read_keeps,
+    resumable,
+    show_progress,
+)
+from tokenprune.cli.completion import complete_methods
+from tokenprune.errors import ConfigError, OptionError
+
+if TYPE_CHECKING:
+    from tokenprune_bench.group import Group
+    from tokenprune_bench.tuning import Tuner, Tuning
+
+NOTHING = 1  # exit code: the search went well and found nothing
+
+
+def tune(
+    max_drop: Annotated[
+        str, typer.Option(help="Points of the metric that may be lost: 1%, 1pt and 0.01 all are from 80 % to 79 %.")
+    ] = "1%",
+    confidence: Annotated[float, typer.Option(help="How sure it must be that no more is lost.")] = 0.95,
+    target_ttft: Annotated[
+        str | None,
+        typer.Option(
+            help="Time to the first token to be reached: 0.5x of unpatched, or 120ms; what is slower is left out."
+        ),
+    ] = None,
+    objective: Annotated[
+        str,
+        typer.Option(help="What is made small, against unpatched: ttft, throughput (measured), tokens, flops or kv."),
+    ] = "ttft",
+    max_kind_drop: Annotated[
+        str | None, typer.Option(help="The same as --max-drop for each kind of question, without a confidence.")
+    ] = None,
+    methods: Annotated[str, typer.Option(help=f"{METHODS_HELP}; default: all.", autocompletion=complete_methods)] = "",
+    keep: Annotated[
+        str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
+    ] = "0.75,0.5,0.33,0.25,0.15",
+    stacks: Annotated[
+        int,
+        typer.Option(min=0, help="Stacks of these methods at several sites that may be tried, too; 0: none."),
+    ] = 16,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Held-out images, each with 8 questions; with --data: rows. 0: all.")
+    ] = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="Your own questions, as for `bench`; default: those that ship, 8 kinds of them.")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed or f1.")] = "exact",
+    columns: ColumnsOption = "",
+    split: SplitOption = None,
+    skip_bad: SkipBadOption = False,
+    frames: FramesOption = 8,
+    out: Annotated[Path, typer.Option(help="The file to write, for patch(model, config=...) and vLLM.")] = Path(
+        "tokenprune.json"
+    ),
+    run: Annotated[
+        Path | None, typer.Option(help="Keep answers in this folder; the same command goes on there.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the split of the questions into search and held-out.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of a setting.")] = 7,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the settings that were not tested, too.")] = False,
+    batch_size: BatchSizeOption = 32,
+    backend: BackendOption = "hf",
+    server: ServerOption = None,
+    engine_args: EngineArgsOption = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    dtype: DtypeOption = "auto",
+    suffix: SuffixOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
+) -> None:
+    """Find the cheapest method and keep that lose less than --max-drop on your questions, and write tokenprune.json.
+
+    Exit code 1: the search found nothing that keeps the promise, and no file is written.
+
+    To share the work: accelerate launch --num_processes N -m tokenprune tune ...
+    """
+    from tokenprune.config import write_config
+    from tokenprune.spelling import spelt, split_methods
+    from tokenprune_bench.backend import backend_of
+    from tokenprune_bench.cli.engines import Engines
+    from tokenprune_bench.data import left_out, load_data, read_columns
+    from tokenprune_bench.group import joined
+    from tokenprune_bench.run_folder import RunFolder, config_of
+    from tokenprune_bench.tuning import Panel, Promise, Search, Tuner, grid
+    from tokenprune_bench.tuning.objective import check_objective
+    from tokenprune_bench.tuning.panel import tunable_metric
+    from tokenprune_bench.tuning.parts import check_enough
+    from tokenprune_bench.tuning.promise import read_share
+    from tokenprune_bench.tuning.report import tuned_config
+    from tokenprune_demo.heldout import heldout_of, load_heldout
+
+    engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
+    engines.check()
+    tunable_metric(metric)
+    check_objective(objective)
+    if objective == "throughput" and backend != "hf":
+        raise OptionError("--objective throughput is measured with the model in this process: use --backend hf")
+    kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
+    promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
+    candidates = grid([spelt(one) for one in split_methods(methods)], read_keeps(keep))
+    if not out.parent.is_dir():  # said before the work, not after it
+        raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
+    if data is None:
+        folder = heldout_of(model)
+        questions = load_heldout(limit=limit or None, folder=folder)
+        digest = hashlib.sha256((folder / "questions.jsonl").read_bytes()).hexdigest()[:16]
+        about: dict[str, Any] = {"name": "held-out set of tokenprune", "questions": len(questions), "digest": digest}
+    else:
+        read = load_data(
+            data, skip_bad=skip_bad, columns=read_columns(columns), split=split, frames=frames, limit=limit
+        )
+        questions, about = read.questions, read.about()
+    check_enough(len(questions), promise)
+    with resumable(run), ExitStack() as stack:
+        subject = engines.open(stack, 1 if data is None else max(len(one.sources) for one in questions))
+        subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
+        asked = backend_of(subject)
+        group = stack.enter_context(joined())
+        if data is not None and skip_bad:
+            read = left_out(read, asked.misfits(questions))
+            questions, about = read.questions, read.about()
+            if group.leads:
+                print_skipped(read)
+            check_enough(len(questions), promise)
+        asked.begin(questions)  # before a folder is made for what cannot be asked
+        if data is not None and group.leads:
+            print_limits(subject)
+        folder = None
+        if run is not None:
+            search = Search([candidate.setting for candidate in candidates], seed, batch_size, stacks)
+            folder = stack.enter_context(RunFolder(run, config_of(asked, search, metric, {"data": about}), group))
+        panel = Panel(asked, questions, metric, batch_size=batch_size, folder=folder, group=group)
+        step = stack.enter_context(show_progress(lines=False)) if group.leads else None
+        tuner = Tuner(
+            panel, candidates, promise, seed=seed, repeats=repeats, objective=objective, stacks=stacks, step=step
+        )
+        _announce(tuner, len(candidates), group)
+        tuning = tuner.run()
+    if group.leads:
+        _report(tuning, panel.metric.title, verbose)
+    if tuning.choice is None:
+        raise typer.Exit(NOTHING)
+    if group.leads:
+        write_config(out, tuned_config(tuning, panel, about))
+        get_console().print(f'written: {out}; tokenprune.patch(model, config="{out}")', markup=False, soft_wrap=True)
+
+
+def _announce(tuner: Tuner, settings: int, group: Group) -> None:
+    """Say how long it may take, once the first answers are there."""
+    answers, seconds = tuner.estimate()
+    if not group.leads:
+        return
+    took = "goes on where it stopped"
+    if seconds is not None:
+        took = f"about {seconds / 60:.0f} minutes" if seconds >= 90 else f"about {max(1, seconds):.0f} seconds"
+    tried = f"{settings} settings" + (f" and up to {tuner.stacks} stacks" if tuner.stacks else "")
+    count = f"{len(tuner.search) + len(tuner.held_out)} questions"
+    get_console(error=True).print(f"{tried}, {count}: at most {answers} answers, {took}", markup=False)
+
+
+def _report(tuning: Tuning, metric: str, verbose: bool) -> None:
+    from rich.text import Text
+
+    from tokenprune_bench.tables import to_rich
+    from tokenprune_bench.tuning.report import others_table, outcome, tuning_table
+
+    console = get_console()
+    for place, line in enumerate(outcome(tuning, metric)):
+        bad = line.startswith("warning") or (tuning.choice is None and not place)
+        console.print(Text(line, style="bold red" if bad else "" if place else "bold green"), soft_wrap=True)
+    for table in (tuning_table(tuning), *([others_table(tuning)] if verbose else [])):
+        if table.rows:
+            shown = to_rich(table)
+            shown.columns[-1].justify = "left"
+            console.print(shown)
+            for note in table.notes:
+                console.print(Text(note, style="dim"), soft_wrap=True)
+    if not verbose and (rest := len(tuning.trials) - len(tuning.tested)):
+        console.print(Text(f"{rest} more settings were not tested: --verbose says why.", style="dim"))

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's calls of `generate` cost, as numbers that lmms-eval can put into its results."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import tokenprune
+from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.forward.stats import count_bytes
+from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.profiling.cost import unpatched
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.statistics import Stats
+
+
+@dataclass
+class Tally:
+    """Sums over calls of `generate`.
+
+    stats: what all calls spent. requests: rows of all calls. ttft_ms: one time for each call.
+    seconds, new_tokens: of the whole calls. failed: calls that raised.
+    """
+
+    stats: Stats = field(default_factory=Stats)
+    requests: int = 0
+    calls: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    new_tokens: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def total(tallies: Sequence[Tally]) -> Tally:
+        """Return the sum of several."""
+        total = Tally()
+        for tally in tallies:
+            for one in fields(Tally):
+                setattr(total, one.name, getattr(total, one.name) + getattr(tally, one.name))
+        return total
+
+    def numbers(self, shares: bool = True) -> dict[str, float]:
+        """Return means per request; the times are per call, which answers a batch.
+
+        shares: whether the model saw all visual tokens at its entry, so that it can tell what share it kept. Methods on
+        pixels hand it fewer.
+        """
+        requests = max(1, self.requests)
+        names = ("visual_tokens_in", "visual_tokens_out", "visual_tokens_average", "kv_bytes")
+        told = {name: getattr(self.stats, name) / requests for name in names}
+        if shares:
+            told["kv_bytes_full"] = self.stats.kv_bytes_full / requests
+            told["keep_ratio"] = self.stats.keep_ratio
+            told["prefill_flops_ratio"] = self.stats.prefill_flops_ratio
+        if self.calls:
+            told["overhead_ms"] = self.stats.overhead_ms / self.calls
+            told["ttft_ms"] = statistics.fmean(self.ttft_ms)
+            told["ttft_ms_p50"] = statistics.median(self.ttft_ms)
+        return told | {"measured_requests": self.requests, "generate_calls": self.calls, "failed_calls": self.failed}
+
+
+class _Watch(Attachable):
+    """Stands in for a model's `generate`, and notes in a `Tally` what each call cost."""
+
+    def __init__(self, model: nn.Module, tally: Tally) -> None:
+        super().__init__()
+        self.tally, self.generate = tally, model.generate
+        self.model, self.adapter = model, adapter_for(model)
+        self.shape = DecoderShape.from_config(self.adapter.text_config)
+        self.error: TokenPruneError | None = None
+        self._begin = 0.0
+        self._first: tuple[float, Any] | None = None  # when the first forward was done, and its cache's bytes
+
+    def _attach(self) -> None:
+        self.hook(self.model.register_forward_hook, self.first_forward)
+        self.wrap(self.model, "generate", self._before)
+
+    def _before(self, generate: Callable[..., Any]) -> _Watch:
+        self.generate = generate
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.error is not None:  # the models of lmms-eval catch it, and would ask the next question in vain
+            raise self.error
+        self._first, self._begin = None, time.perf_counter()
+        try:
+            output = self.generate(*args, **kwargs)
+        except Exception as error:
+            self.tally.failed += 1
+            if isinstance(error, TokenPruneError):
+                self.error = error
+            raise
+        _wait(getattr(output, "sequences", output))
+        seconds = time.perf_counter() - self._begin
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None or self._first is None:
+            raise TokenPruneError("generate was called without input_ids, so nothing can be counted")
+        self._note(ids, kwargs, output, seconds)
+        return output
+
+    def first_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._first is None:
+            _wait(output.logits)
+            told = time.perf_counter()
+            self._first = (told - self._begin, count_bytes(getattr(output, "past_key_values", None), 0)[0])
+
+    def _note(self, ids: torch.Tensor, kwargs: dict[str, Any], output: Any, seconds: float) -> None:
+        rows, length = ids.shape
+        first, kv_bytes = self._first
+        whole = unpatched(self.shape, rows, length, self._visual_tokens(ids, kwargs), kv_bytes)
+        stats = tokenprune.stats(self.model) if tokenprune.is_patched(self.model) else whole
+        if not stats.prefill_flops_full:  # a prompt of text alone, of which a patch notes nothing
+            stats = replace(stats, prefill_flops=whole.prefill_flops, prefill_flops_full=whole.prefill_flops)
+        self.tally.stats += stats
+        self.tally.requests += rows
+        self.tally.calls += 1
+        self.tally.ttft_ms.append(1000 * first)
+        self.tally.seconds += seconds
+        sequences = getattr(output, "sequences", output)
+        self.tally.new_tokens += rows * max(0, sequences.shape[1] - length)
+
+    def _visual_tokens(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
+        return sum(int(mask.sum()) for mask in self.adapter.visual_mask({"input_ids": ids} | kwargs).values())
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    """A GPU runs behind the host: let it catch up before the clock is read."""
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Tally]:
+    """Measure every call of `model.generate` within the block; works for patched and unpatched models.
+
+    Raises the first error of our own that `generate` raised, at the end, since callers may have caught it.
+    """
+    tally = Tally()
+    watch = _Watch(model, tally)
+    watch.attach()
+    try:
+        yield tally
+    finally:
+        watch.detach()
+    if watch.error is not None:
+        raise watch.error

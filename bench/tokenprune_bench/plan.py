@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a benchmark runs: methods, keeps, seeds, and the batches that questions are asked in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import tokenprune
+from tokenprune.base import ImageChooser, Site
+from tokenprune.errors import OptionError
+from tokenprune.spelling import draws_at_random, methods_of, setting_of, spelt
+from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune_bench.results import MARKS, UNPATCHED
+
+BASELINES = tuple(MARKS)
+DEFAULT_KEEPS = (0.5, 0.25, 0.11)
+DEFAULT_IMAGES = 24
+T = TypeVar("T")
+
+
+class Pass(NamedTuple):
+    """A method, a keep and a seed, with which all questions are asked; of the unpatched model the name is
+    `UNPATCHED`. A method may have options, and be a stack: "divprune+fastv:layer=3" (spelling.py)."""
+
+    method: str
+    keep: float | int
+    seed: int | None = None
+
+    @staticmethod
+    def of_control(name: str) -> Pass:
+        """Return the pass in which the unpatched model is asked what a control shows."""
+        return Pass(f"{UNPATCHED}, {name}", 1.0)
+
+    @property
+    def setting(self) -> dict[str, Any] | None:
+        """What `patch(config=...)` takes; None: the unpatched model."""
+        return self.setting_with({})
+
+    def setting_with(self, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Return the setting, with options that methods have where the pass names none, by method."""
+        if self.method.startswith(UNPATCHED):
+            return None
+        if self.method == ESCALATE:
+            return {"method": self.method, "keep": self.keep}
+        return setting_of(self.method, self.keep, defaults, self.seed)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run. The baselines are put in front of `methods`; () means all registered ones, but for those that choose
+    between images where `several` is not set, and those for videos where `videos` is not. `ESCALATE` can be named
+    beside them. Options and stacks are written as in spelling.py; every method of a stack gets the keep.
+
+    several, videos: whether a question may have several images, or a video. images: how many held-out images (or
+    videos, prompts), each with one question of every kind; 0: all. Questions that are given are all asked. seeds:
+    methods that draw at random (that have an option `seed`) answer once with each. repeats: timed runs of each (method,
+    keep); 0: no timing. equal_cost: each of `keeps` is a share of the unpatched model's visual tokens, averaged over
+    the decoder's layers, and each method gets a setting of its own that spends it (see equal_cost.py).
+    """
+
+    methods: tuple[str, ...] = ()
+    keeps: tuple[float | int, ...] = DEFAULT_KEEPS
+    images: int = DEFAULT_IMAGES
+    batch_size: int = 32
+    seeds: tuple[int, ...] = (0, 1, 2)
+    repeats: int = 7
+    several: bool = False
+    videos: bool = False
+    equal_cost: bool = False
+
+    def __post_init__(self) -> None:
+        names = self.methods or tuple(name for name in tokenprune.available_methods() if self._fits(name))
+        names = tuple(name if name == ESCALATE else spelt(name) for name in names)  # raises with close matches
+        stacks = [name for name in names if name != ESCALATE and len(methods_of(name)) > 1] if self.equal_cost else []
+        if stacks:
+            raise OptionError(f"{stacks[0]} is a stack, whose parts could share a cost in many ways: name methods")
+        ordered = tuple(dict.fromkeys((*BASELINES, *names)))
+        object.__setattr__(self, "methods", ordered)
+        for keep in self.keeps:
+            tokenprune.Budget.of(keep)
+            if self.equal_cost and not isinstance(keep, float):
+                raise OptionError(
+                    f"equal cost is a share of the unpatched model's visual tokens, such as 0.25, not {keep} tokens"
+                )
+        for name, low in (("images", 0), ("batch_size", 1), ("repeats", 0)):
+            if getattr(self, name) < low:
+                raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}")
+        if not self.keeps or not self.seeds:
+            raise OptionError("a benchmark needs at least one keep and one seed")
+
+    def _fits(self, name: str) -> bool:
+        """Whether a method has something to do here."""
+        info = tokenprune.method_info(name)
+        choosing = issubclass(info.cls, ImageChooser)
+        return (self.several or not choosing) and (self.videos or not info.for_videos)
+
+    def rows(self) -> list[tuple[str, float | int]]:
+        """Return each (method, keep) that is run; a method that removes no tokens has one keep."""
+        return [
+            (name, keep)
+            for name in self.methods
+            for keep in (self.keeps if self.equal_cost or not self._removes_nothing(name) else (1.0,))
+        ]
+
+    @staticmethod
+    def _removes_nothing(name: str) -> bool:
+        return name != ESCALATE and all(method.site is Site.ATTENTION for method in methods_of(name))
+
+
+def passes_of(name: str, keep: float | int, seeds: Sequence[int]) -> list[Pass]:
+    """Return the passes of a method at a keep: one for each seed if it draws at random, else one."""
+    drawn = name != ESCALATE and not name.startswith(UNPATCHED) and draws_at_random(name)
+    return [Pass(name, keep, seed) for seed in (seeds if drawn else (None,))]
+
+
+def batched(items: Sequence[T], size: int, alone: Callable[[T], bool]) -> list[list[T]]:
+    """Cut questions into batches in their order; one that is `alone` (about a video) shares its batch with none."""
+    batches: list[list[T]] = []
+    for item in items:
+        if batches and len(batches[-1]) < size and not (alone(item) or alone(batches[-1][0])):
+            batches[-1].append(item)
+        else:
+            batches.append([item])
+    return batches

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A setting to start from, for a model and a situation: a row of the table of advice (advice.py), graded for
+the model's size, with closed forms of the model's cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tokenprune.config import Config
+from tokenprune.cost.model import CostModel, Load
+from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
+from tokenprune.registry import method_class
+from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.shapes.model_config import SHIPPED, read_model_config
+from tokenprune_bench.recommend.advice import NONE, Advice, Evidence, advice
+
+TASKS = tuple(advice())
+_MUCH = 0.25  # share of a prefill's FLOPs from which on a note tells of the tower
+_ELSEWHERE = 2  # pieces of evidence from elsewhere that are shown
+_CANDIDATES = 3  # methods that the last line names for `tune`
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A setting to start from; `print` shows it on one screen.
+
+    setting: as `patch(config=...)` takes it; more: what else to pass, as Python. evidence: what speaks for it at its
+    keep and task, and against; elsewhere: what is known of the method at other keeps and tasks. notes: what is not
+    known, and what the model's shape says. candidates: methods to give to `tune`. served: whether vLLM can serve it;
+    why_not: the reason where it cannot.
+    """
+
+    model: str
+    family: str
+    task: str
+    setting: dict[str, Any]
+    reason: str
+    evidence: tuple[Evidence, ...]
+    elsewhere: tuple[Evidence, ...] = ()
+    notes: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
+    more: str = ""
+    served: bool = False
+    why_not: str = ""
+
+    @property
+    def method(self) -> str:
+        return self.setting["method"]
+
+    @property
+    def python(self) -> str:
+        """The call that patches a model."""
+        more = self.more and f", {self.more}"
+        return f'tokenprune.patch(model, "{self.method}", keep={self.setting["keep"]!r}{more})'
+
+    @property
+    def config(self) -> str:
+        """The same as the content of a tokenprune.json."""
+        return json.dumps(self.setting)
+
+    @property
+    def vllm(self) -> str | None:
+        """The flag for `vllm serve`; None where vLLM cannot serve it."""
+        return f"--mm-processor-kwargs '{json.dumps({'tokenprune': self.setting})}'" if self.served else None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model} ({self.family}), {self.task}: start from {self.method} at keep {self.setting['keep']:g}",
+            f"  because: {self.reason}",
+            "",
+            f"  Python  {self.python}",
+            f"  vLLM    {self.vllm or f'not served: {self.why_not}'}",
+            f"  config  {self.config}",
+            "",
+            *(f"- {one}" for one in (*self.evidence, *self.notes)),
+        ]
+        if self.elsewhere:
+            lines += ["", "Elsewhere (other keeps or other questions):"]
+            lines += [f"- {one}" for one in self.elsewhere[:_ELSEWHERE]]
+            if (rest := len(self.elsewhere) - _ELSEWHERE) > 0:
+                lines.append(f"- {rest} more: tokenprune.recommend(...).elsewhere")
+        names = ",".join(self.candidates)
+        lines += ["", f"It is a start, not a promise: tokenprune tune --data YOUR_QUESTIONS --methods {names}"]
+        return "\n".join(lines)
+
+
+def recommend(model: Any, *, task: str = "general") -> Recommendation:
+    """Return a setting to start from, with its evidence: the row of the table of advice for this task.
+
+    model: a model, its config, or the path or name of one on disk or in the hub's cache; no weights are read. task: a
+    situation of the table, as docs/guide/which-method.md has it: "general" (photographs), "documents", "grounding"
+    (where things are), "counting", "video", "long-video", "long-prompts", "server" (vLLM), "follow-up" (questions),
+    "no-attention" (weights) or "tower" (one that is most of the work).
+
+    Evidence is graded for the size of the model's decoder. Where the method of a row cannot act in the model's family,
+    the row that this one names instead is taken, and a note says so.
+
+    Raises OptionError for a task that is none, TokenPruneError for a config that cannot be read, UnsupportedModelError
+    for a family that is refused.
+    """
+    if task not in TASKS:
+        raise OptionError(f"task {task!r} is none of {', '.join(TASKS)}")
+    name, config = _config_of(model)
+    family = config.model_type
+    sites, notes = _sites(family)
+    row = advice()[task]
+    while method_class(row.method).site.name not in sites:
+        notes.append(f"{row.method} cannot act in {family!r}: this is the row {row.instead!r}.")
+        row = advice()[row.instead]
+    cost, load = _cost(config, row)
+    near, elsewhere = row.evidence(cost.decoder.weights)
+    if not any(one.about == "accuracy" for one in near):
+        notes.insert(0, f"Accuracy at this keep and task: {NONE}.")
+    acting = [one for one in (row, *advice().values()) if method_class(one.method).site.name in sites]
+    why_not = _why_not(row, config)
+    return Recommendation(
+        name,
+        family,
+        task,
+        row.setting,
+        row.reason,
+        (*near, _closed(row, cost, load, family)),
+        tuple(elsewhere),
+        (*notes, *filter(None, [row.note]), *_about(cost, load, task)),
+        tuple(dict.fromkeys(one.method for one in acting if one.keep < 1))[:_CANDIDATES],
+        row.more,
+        why_not is None,
+        why_not or "",
+    )
+
+
+def _about(cost: CostModel, load: Load, task: str) -> list[str]:
+    if cost.tower is None or task == "tower" or (share := cost.cost(load).tower_share) <= _MUCH:
+        return []
+    return [
+        f"The vision tower is {share:.0%} of a prefill's FLOPs here: no cut after it makes that more than "
+        f'x{1 / share:.2f} as fast; task "tower" names what acts in it.'
+    ]
+
+
+def _config_of(model: Any) -> tuple[str, Any]:
+    if not isinstance(model, (str, Path)):
+        config = getattr(model, "config", model)
+        if getattr(config, "model_type", None) is None:
+            raise OptionError(f"recommend takes a model, its config, or where it lies, not {type(model).__name__}")
+        return getattr(config, "name_or_path", "") or type(model).__name__, config
+    name = Path(model).name if Path(model).is_dir() else str(model)
+    return f"{name} (shipped)" if str(model) in SHIPPED else name, read_model_config(model)
+
+
+def _sites(family: str) -> tuple[tuple[str, ...], list[str]]:
+    """Return where methods may act in a family, and what to know of it; raises UnsupportedModelError."""
+    from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED, Support
+
+    if family in REFUSED:
+        raise UnsupportedModelError(f"{family!r} cannot be patched: {REFUSED[family]}")
+    if family in SUPPORTED:
+        return SUPPORTED[family].sites, []
+    return Support().sites, [f"{family!r} is not in the table of families: patch() tries the common contract."]
+
+
+def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
+    try:
+        cost = CostModel.from_config(config)
+    except UnsupportedModelError:
+        return CostModel(DecoderShape.from_config(config.get_text_config())), Load((), row.tokens)
+    own = cost.tower.view is None
+    return cost, Load.of_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
+
+
+def _is_served(config: Any) -> bool:
+    """Return True if the plugin for vLLM serves models of this config."""
+    from tokenprune.integrations.vllm.families import FAMILIES
+
+    if any(one in FAMILIES for one in config.architectures or ()):
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    return NAMES.get(config.model_type) in FAMILIES
+
+
+def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
+    before, after = cost.cost(load), cost.predict(load, *Config(row.setting).steps())
+    parts = "tower and decoder" if cost.tower is not None else "the decoder"
+    told = (
+        f"prefill x{before.flops / after.flops:.2f} as fast by FLOPs of {parts}, KV cache "
+        f"{after.cache / before.cache:.0%}, with {load.visual} visual tokens and {load.text} of text; choosing not "
+        "counted"
+    )
+    return Evidence("closed form", told, f"the config of this {family}")
+
+
+def _why_not(row: Advice, config: Any) -> str | None:
+    """Return why vLLM cannot serve a row on the model of a config; None if it can."""
+    from tokenprune.integrations.vllm.setting import merge_checks, tower_checks
+    from tokenprune.integrations.vllm.setting.servable import declared_obstacle
+
+    if not _is_served(config):
+        return "the plugin does not know this family"
+    (method,), _ = Config(row.setting).steps()
+    at_start = SimpleNamespace(  # of vLLM's own config, what the checks at the start of a server read
+        hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")
+    )
+    hint = "`recommend --task server` names what it serves"
+    if obstacle := declared_obstacle(method):
+        return f"{obstacle}; {hint}"
+    try:
+        if merge_checks.merges_in_tower(method):
+            plan = SimpleNamespace(method=method, keep=row.keep, removes_nothing=False)
+            merge_checks.check_merging(plan, at_start)
+        elif tower_checks.reads_tower(method):
+            tower_checks.check_method(method, at_start)
+    except TokenPruneError as error:
+        return f"{str(error).partition('. Servable are')[0]}; {hint}"
+    return None
+
+
+__all__ = ["TASKS", "Evidence", "Recommendation", "recommend"]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Intervals and paired tests on strings of right (1) and wrong (0) answers, one character a question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenprune.errors import TokenPruneError
+
+LEVEL = 0.05  # of the one-sided test
+
+
+def binomtest() -> Any:
+    """Return scipy's binomial test; raises TokenPruneError without scipy."""
+    try:
+        from scipy.stats import binomtest as made
+    except ImportError as error:
+        raise TokenPruneError("the benchmark needs scipy: pip install tokenprune-bench") from error
+    return made
+
+
+def wilson(right: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Return Wilson's interval of a share, both ends in [0, 1]."""
+    if n == 0:
+        return 0.0, 1.0
+    interval = binomtest()(right, n).proportion_ci(confidence_level=level, method="wilson")
+    # Rounding may leave 1 - 1e-16 at the ends.
+    return max(0.0, float(interval.low)), min(1.0, float(interval.high))
+
+
+def pooled_interval(answers: Sequence[str]) -> tuple[float, float, float]:
+    """Return the share right over all seeds, and its interval.
+
+    answers: one string a seed, all on the same questions. The interval counts each question once, however many seeds
+    answered it: answers to one question are not independent.
+    """
+    n = len(answers[0])
+    if n == 0:
+        return 0.0, 0.0, 1.0
+    share = sum(one.count("1") for one in answers) / (n * len(answers))
+    return share, *wilson(round(share * n), n)
+
+
+def interleaved(answers: Sequence[str]) -> str:
+    """Return one answer a question, question i from seed i mod S: a paired test sees each question once, all seeds."""
+    return "".join(answers[index % len(answers)][index] for index in range(len(answers[0])))
+
+
+def discordant(ours: str, theirs: str) -> tuple[int, int]:
+    """Return how many questions only we and only they answered right."""
+    pairs = list(zip(ours, theirs, strict=True))
+    return pairs.count(("1", "0")), pairs.count(("0", "1"))
+
+
+def better_p(ours: str, theirs: str) -> float:
+    """Return the one-sided p-value of McNemar's exact test: how likely so many wins are if we are no better."""
+    wins, losses = discordant(ours, theirs)
+    if wins + losses == 0:
+        return 1.0
+    return float(binomtest()(wins, wins + losses, 0.5, alternative="greater").pvalue)
+
+
+def is_better(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Whether our answers (one string a seed) are significantly better than theirs to the same questions."""
+    return better_p(interleaved(ours), interleaved(theirs)) < LEVEL

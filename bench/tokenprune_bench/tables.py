@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of a benchmark, once, for the terminal, Markdown and the report alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tokenprune.profiling.machine_load import busy_note
+from tokenprune.profiling.table import Cell, Table, to_markdown, to_rich
+from tokenprune_bench.equal_cost import in_words
+from tokenprune_bench.lost import signed
+from tokenprune_bench.metrics import METRICS, Metric
+from tokenprune_bench.paired import RESAMPLES
+from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, Share, busy_load
+from tokenprune_bench.significance import LEVEL
+
+FALLEN = "▼"
+
+
+def tables(results: Results) -> list[Table]:
+    """Return the tables of cost and overall accuracy, of accuracy per kind of question, and of paired differences;
+    where they are known, those of groups beside the kinds, of evidence that is kept, and of controls."""
+    evidence = [_evidence(results)] if any(row.evidence for row in results.rows) else []
+    groups = [_groups(results)] if results.groups else []
+    controls = [_controls(results)] if results.controls else []
+    made = [_cost(results), _kinds(results), *groups, *evidence, *controls, _paired(results)]
+    if results.evidence_only:
+        made = [_spent(results), *evidence]
+    if not results.equal_cost:
+        return made
+    # What stands under "keep" elsewhere is here what all methods spend.
+    titled = [replace(one, columns=tuple("target" if name == "keep" else name for name in one.columns)) for one in made]
+    return [titled[0], _settings(results), *titled[1:]]
+
+
+def _settings(results: Results) -> Table:
+    """What each method was given at equal cost, and what its layers saw."""
+    rows = [
+        [
+            *map(Cell, _label(row)),
+            Cell(f"{100 * row.tokens_average / row.tokens_in:.1f} %"),
+            Cell(in_words(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])),
+        ]
+        for row in results.rows
+        if row.setting
+    ]
+    note = (
+        "Target: the share of the unpatched model's visual tokens that every method shall spend, averaged over the "
+        "decoder's layers. Reached: what it spent. Setting: what it was given for that, as `patch(config=...)` takes "
+        "it, and what was left of the tokens in which layers."
+    )
+    return Table("Equal cost", ("method", "target", "reached", "setting"), rows, (note,), grouped=True)
+
+
+def _spent(results: Results) -> Table:
+    """What a run cost that asked nothing for its answer."""
+    rows = []
+    for row in results.rows:
+        flops = row.stats["prefill_flops_ratio"]
+        counts = f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}"
+        rows.append([*map(Cell, (*_label(row), *counts, "" if flops is None else f"{flops:.0%}"))])
+    columns = ("method", "keep", "visual tokens", "layer avg", "prefill FLOPs")
+    note = "Nothing was asked for its answer: there are no scores, and no times."
+    return Table(_title(results), columns, rows, (note, *_skipped(results)), grouped=True)
+
+
+def _groups(results: Results) -> Table:
+    rows = [
+        [*map(Cell, _label(row)), *(Cell(f"{100 * one.value:.0f} [{_interval(one)}]") for one in row.groups.values())]
+        for row in results.rows
+    ]
+    note = "What stands still is most of a video only where the ground does: no method is ranked by that group alone."
+    columns = ("method", "keep", *results.groups)
+    return Table("Accuracy by what is behind the things", columns, rows, (note,), grouped=True)
+
+
+def _evidence(results: Results) -> Table:
+    names = [
+        name for name in ("", *results.kinds, *results.groups) if any(name in row.evidence for row in results.rows)
+    ]
+    rows = [
+        [
+            *map(Cell, _label(row)),
+            *(Cell(f"{100 * row.evidence[name]:.0f}" if name in row.evidence else "") for name in names),
+        ]
+        for row in results.rows
+        if row.evidence
+    ]
+    note = (
+        "Percent of what has to be seen to answer a question that can still be seen: of each look (a thing, or a thing "
+        "at one time) some kept token lies in one of its boxes, or a merged one has half of its weight there. Of "
+        "methods that do not choose among tokens, and of the unpatched model, it says nothing."
+    )
+    columns = ("method", "keep", *(name or "all" for name in names))
+    return Table("Evidence kept", columns, rows, (note,), grouped=True)
+
+
+def _controls(results: Results) -> Table:
+    kinds = list(dict.fromkeys(kind for control in results.controls for kind in control.chance))
+    rows = []
+    for control in results.controls:
+        cells = []
+        for kind in kinds:
+            if kind not in control.kinds:
+                cells.append(Cell(""))
+                continue
+            share, chance = control.kinds[kind], f"chance {100 * control.chance[kind]:.0f}"
+            cells.append(Cell(f"{100 * share.value:.0f} [{_interval(share)}], {chance}", kind in control.passed))
+        rows.append([Cell(control.name), *cells])
+    note = (
+        "The unpatched model, shown less than it needs: it must do no better than chance. Red: its whole 95 % Wilson "
+        "interval is above chance, and what a method scores on that kind says nothing of what it sees."
+    )
+    return Table("Controls, which must fail", ("control", *kinds), rows, (note,))
+
+
+def _cost(results: Results) -> Table:
+    evident = any(row.evidence for row in results.rows)
+    columns = (
+        "method", "keep", "visual tokens", "layer avg", "prefill FLOPs", "KV cache", "TTFT, ms", "per token, ms",
+        *(["evidence"] if evident else []), _metric(results).title, "95 % CI", "no better than",
+    )  # fmt: skip
+    whole = {name: results.whole_ms(name) for name in ("ttft", "token")}
+    rows = []
+    for row in results.rows:
+        name, keep = _label(row)
+        bytes_, full = row.stats["kv_bytes"], row.stats["kv_bytes_full"]
+        rows.append([
+            *map(Cell, (name, keep, f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}")),
+            Cell("" if row.stats["prefill_flops_ratio"] is None else f"{row.stats['prefill_flops_ratio']:.0%}"),
+            Cell(f"{_bytes(bytes_ / row.questions)} ({bytes_ / full:.0%})" if full else ""),
+            *(Cell(_time(row, name, ms)) for name, ms in whole.items()),
+            *([Cell(f"{100 * row.evidence['']:.0f}" if row.evidence else "")] if evident else []),
+            Cell(f"{100 * row.overall.value:.1f}"),
+            Cell(_interval(row.overall, 1)),
+            Cell(" ".join(row.marks), bad=bool(row.marks)),
+        ])  # fmt: skip
+    return Table(_title(results), columns, rows, tuple(_cost_notes(results)), grouped=True)
+
+
+def _kinds(results: Results) -> Table:
+    rows = []
+    for row in results.rows:
+        cells = [
+            Cell(f"{100 * share.value:.0f}{FALLEN if share.collapsed else ''} [{_interval(share)}]", share.collapsed)
+            for share in row.kinds.values()
+        ]
+        rows.append([*map(Cell, _label(row)), *cells])
+    metric = _metric(results)
+    right = "Percent right" if metric.name == "exact" else metric.title
+    interval = "bootstrap, of no width where all questions score the same," if metric.graded else "Wilson"
+    note = (
+        f"{right} [95 % {interval} interval]. {FALLEN} (red): more than {100 * COLLAPSE:.0f} points below the "
+        "unpatched model: this kind of question is lost, whatever the mean says."
+    )
+    columns = ("method", "keep", *results.baseline.kinds)
+    return Table("Accuracy by kind of question", columns, rows, (note,), grouped=True)
+
+
+def _paired(results: Results) -> Table:
+    names = (UNPATCHED, *MARKS)
+    rows = []
+    for row in results.rows:
+        if row.method == UNPATCHED:
+            continue
+        cells = []
+        for one in (row.versus.get(name) for name in names):
+            ours = "" if one is None else f"{signed(one.difference)} [{signed(one.low)}, {signed(one.high)}]"
+            cells += [Cell(ours), Cell("" if one is None or one.p is None else f"{one.p:.2g}")]
+        hard = ("", "", "")
+        if row.hard:
+            share = row.hard.ours
+            hard = (f"{100 * share.value:.0f} [{_interval(share)}]", f"{100 * row.hard.unpatched:.0f}")
+            hard = (*hard, f"{row.hard.questions}")
+        rows.append([*map(Cell, _label(row)), *cells, *map(Cell, hard)])
+    note = (
+        f"Points gained or lost on the same questions [95 % interval, paired bootstrap with {RESAMPLES} resamples]; p: "
+        "McNemar's exact test, two-sided. Nothing is corrected for the number of comparisons. Hard: the questions that "
+        "`downsample` at the same keep gets wrong, the score there, that of the unpatched model, and how many they are."
+    )
+    columns = (*(text for name in names for text in (f"vs {name}", "p")), "hard", "unpatched", "questions")
+    return Table("Against the baselines", ("method", "keep", *columns), rows, (note,), grouped=True)
+
+
+def _metric(results: Results) -> Metric:
+    return METRICS[results.header.get("metric", "exact")]
+
+
+def _label(row: Row) -> tuple[str, str]:
+    return row.method, "" if row.method == UNPATCHED else row.keep_in_words
+
+
+def _interval(share: Share, digits: int = 0) -> str:
+    return f"{100 * share.low:.{digits}f}–{100 * share.high:.{digits}f}"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 2**20:.1f} MiB" if number >= 10 * 2**20 else f"{number / 2**10:.0f} KiB"
+
+
+def _time(row: Row, name: str, whole: float | None) -> str:
+    """Milliseconds, and the speed-up over the unpatched model, whose milliseconds (`whole`) are their product."""
+    if whole is None or (row.method != UNPATCHED and (row.timing is None or f"{name}_ratio" not in row.timing)):
+        return ""
+    ratio = 1.0 if row.method == UNPATCHED else row.timing[f"{name}_ratio"]["p50"]
+    said = f"{ratio * whole:.{0 if ratio * whole >= 100 else 1}f}"
+    return said if row.method == UNPATCHED else f"{said} ({1 / ratio:.2f}x)"
+
+
+def _title(results: Results) -> str:
+    base, env = results.baseline, results.header["environment"]
+    data = results.header.get("data")
+    asked = f"of {data['name']}" if data else f"on {base.questions // len(base.kinds)} images"
+    return f"{env['model']}: {base.questions} questions {asked}, {env['device']}, {_engine(env)}, {env['dtype']}"
+
+
+def _engine(env: dict[str, Any]) -> str:
+    if "vllm" in env:
+        return f"vLLM {env['vllm']}"
+    return f"{env['threads']} thread{'s' if env['threads'] != 1 else ''}"
+
+
+def _cost_notes(results: Results) -> list[str]:
+    timing = next((row.timing for row in results.rows if row.timing), None)
+    sites = {"IN_LLM", "DECODE"}
+    cut_inside = (row.method for row in results.rows if row.site and sites & set(row.site.split("+")))
+    inside = ", ".join(dict.fromkeys(cut_inside)) or "none here"
+    meaning = ", ".join(f"{mark} = not better than {name}" for name, mark in MARKS.items())
+    how = "an exact one-sided McNemar test" if _metric(results).right is not None else "a one-sided paired bootstrap"
+    vllm = "vllm" in results.header["environment"]
+    cache = "closed form, from the length of the prompt that vLLM reports" if vllm else "measured"
+    notes = [
+        "Visual tokens: of an image as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean "
+        + (
+            "over the decoder's layers: at one target all spend the same, by settings of their own (next table)."
+            if results.equal_cost
+            else f"over the decoder's layers. IN_LLM methods ({inside}) see all tokens in the layers before their cut: "
+            "at the same keep they spend more than PRE_LLM ones, so compare at equal layer avg."
+        ),
+        "FLOPs: decoder prefill, closed form, share of unpatched; KV cache: of one question after prefill, "
+        f"{cache}. `downsample` saves work in the vision tower too, which only TTFT shows.",
+        f"No better than: {meaning}, by {how} at {100 * LEVEL:.0f} % on the same questions "
+        "at the same keep. "
+        "Methods that draw at random are pooled over "
+        f"{len(results.header['plan']['seeds'])} seeds; their intervals count each question once.",
+    ]
+    if timing:
+        how = (
+            "requests to vLLM, one at a time and with an image that no cache has seen, processor included"
+            if vllm
+            else f"runs of `generate` on {timing['rows']} question(s), vision tower included, processor not"
+        )
+        notes.append(
+            f"Times: medians of {timing['repeats']} {how}. Each row was timed in turn with the unpatched model: in "
+            "brackets the median speed-up, before it the unpatched model's median over all rows, divided by it."
+        )
+        if busy := busy_load(results):
+            notes.append(busy_note(*busy))
+    return [*notes, *_skipped(results)]
+
+
+def _skipped(results: Results) -> list[str]:
+    notes = []
+    if left_out := (results.header.get("data") or {}).get("skipped"):
+        more = f" and {len(left_out) - 1} more" if left_out[1:] else ""
+        notes.append(f"Left out of the data: {left_out[0]}{more}")
+    for record in results.skipped:
+        at = "target" if results.equal_cost else "keep"
+        notes.append(f"Skipped {record['method']} at {at} {record['keep']:g}: {record['reason']}")
+    return notes
+
+
+__all__ = ["FALLEN", "Cell", "Table", "tables", "to_markdown", "to_rich"]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tuner found, in words, as tables for people and as a configuration for `patch`."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+from tokenprune.config import Config
+from tokenprune.profiling.kept import keep_in_words, percent
+from tokenprune_bench.tables import Cell, Table
+from tokenprune_bench.tuning.betting import LIKELY
+from tokenprune_bench.tuning.objective import MAX_SPREAD, TITLES, WORK, shares, spread
+from tokenprune_bench.tuning.panel import Panel
+from tokenprune_bench.tuning.promise import points
+from tokenprune_bench.tuning.trial import COLLAPSE, Trial, Tuning
+
+
+def tuned_config(tuning: Tuning, panel: Panel, data: dict[str, Any]) -> Config:
+    """Return the choice with what is promised of it; there must be one. data: name and digest of the questions."""
+    choice, promise = tuning.choice, tuning.promise
+    env = panel.environment
+    model = {"name": env["model"], "type": env["model_type"]}
+    if "engine" not in env:  # what vLLM loaded cannot be compared with a model of transformers
+        model["fingerprint"] = panel.backend.fingerprint()
+    return Config(
+        choice.candidate.setting,
+        {
+            "promise": {
+                "max_drop": promise.max_drop,
+                "confidence": promise.confidence,
+                "max_kind_drop": promise.max_kind_drop,
+                "target_ttft": promise.target_ttft,
+            },
+            "objective": tuning.objective,
+            "ranked_by": tuning.ranked_by,
+            "metric": panel.metric.name,
+            "data": data,
+            "model": model,
+            "questions": {"search": tuning.search, "held_out": tuning.held_out},
+            "measured": {
+                **tuning.scores,
+                "drop": choice.drop,
+                "drop_below": choice.bound,
+                "kinds": choice.kinds,
+            },
+            "cost": cost_of(choice),
+            "candidates": len(tuning.trials),
+            "tested": len(tuning.tested),
+            "environment": env,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        },
+    )
+
+
+def cost_of(trial: Trial) -> dict[str, Any]:
+    """Return what a setting that was asked costs, of one question, beside the unpatched model on the same questions.
+
+    visual_tokens: averaged over the decoder's layers. kv_bytes: after prefill. ttft_*: None where it was not timed;
+    ttft_ms is the ratio, the median over runs in pairs, times the unpatched model's median. ttft_reliable: whether the
+    runs agree well enough (`objective.MAX_SPREAD`). batch_ratio: of times of a batch, patched / unpatched, where it
+    was timed. work_ratio: of the prefill FLOPs of tower and decoder, those of the tower in closed form.
+    """
+    cost, timing, asked = trial.cost, trial.timing, trial.search + trial.held_out
+    ratio, whole = (timing["ttft_ratio"]["p50"], timing["ttft_ms_unpatched"]["p50"]) if timing else (None, None)
+    return {
+        "prefill_flops_ratio": cost["prefill_flops_ratio"],
+        "keep_ratio": cost["keep_ratio"],
+        "visual_tokens": cost["visual_tokens_average"] / asked,
+        "visual_tokens_unpatched": cost["visual_tokens_in"] / asked,
+        "kv_ratio": cost["kv_bytes"] / max(1, cost["kv_bytes_full"]),
+        "kv_bytes": cost["kv_bytes"] / asked,
+        "kv_bytes_unpatched": cost["kv_bytes_full"] / asked,
+        "ttft_ratio": ratio,
+        "ttft_ms": timing and ratio * whole,
+        "ttft_ms_unpatched": whole,
+        "ttft_reliable": timing and spread(timing) <= MAX_SPREAD,
+        "work_ratio": shares(cost, None, trial.predicted)[WORK],
+    } | ({"batch_ratio": timing["batch_ratio"]["p50"]} if timing and "batch_ratio" in timing else {})
+
+
+def outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
+    """Return what the search came to, in sentences: the verdict first, warnings last. metric: its title."""
+    choice, promise = tuning.choice, tuning.promise
+    allowed, sure = points(promise.max_drop), f"a confidence of {100 * promise.confidence:g} %"
+    if choice is None:
+        return [*_nothing(tuning, allowed, sure), *tuning.notes]
+    cost, before, after = cost_of(choice), tuning.scores["unpatched"], tuning.scores["tuned"]
+    said = [
+        f"{choice.candidate.name}, keep {_keep(choice)}: less than {allowed} lost, with {sure}.",
+        f"{metric} {100 * before:.1f} → {100 * after:.1f} on {tuning.held_out} held-out questions (shown: less than "
+        f"{points(choice.bound)} lost); " + "; ".join(_compared(cost)) + ".",
+    ]
+    if len(choice.kinds) > 1:
+        worst = sorted(choice.kinds, key=choice.kinds.get, reverse=True)[:3]
+        said.append("Points lost by kind: " + ", ".join(f"{kind} {100 * choice.kinds[kind]:.1f}" for kind in worst))
+    if tuning.collapsed:
+        said.append(
+            f"warning: more than {points(COLLAPSE)} lost in {', '.join(tuning.collapsed)}: such questions are lost, "
+            "whatever the mean says; --max-kind-drop forbids it"
+        )
+    if cost["ttft_ratio"] is not None and cost["ttft_reliable"] and cost["ttft_ratio"] >= 1:
+        said.append(
+            "warning: the first token comes no sooner than unpatched on this machine: it saves memory and FLOPs"
+        )
+    return said + [f"warning: {note}" for note in tuning.notes]
+
+
+def _compared(cost: dict[str, Any]) -> list[str]:
+    """Tokens, time and memory, unpatched → tuned."""
+    tokens, whole = cost["visual_tokens"], cost["visual_tokens_unpatched"]
+    said = [f"visual tokens {whole:.0f} → {tokens:.0f} ({tokens / max(1, whole):.0%}, averaged over layers)"]
+    if cost["ttft_ratio"] is not None:
+        doubt = "" if cost["ttft_reliable"] else ", not reliable"
+        said.append(
+            f"TTFT {cost['ttft_ms_unpatched']:.1f} → {cost['ttft_ms']:.1f} ms ({cost['ttft_ratio']:.2f}x{doubt})"
+        )
+    if "batch_ratio" in cost:
+        said.append(f"questions a second {1 / cost['batch_ratio']:.2f}x")
+    before, after = (cost[name] / 2**10 for name in ("kv_bytes_unpatched", "kv_bytes"))
+    said.append(f"KV cache {before:.0f} → {after:.0f} KiB ({cost['kv_ratio']:.0%})")
+    said.append(f"prefill FLOPs {cost['prefill_flops_ratio']:.0%}")
+    if round(cost["work_ratio"], 2) != round(cost["prefill_flops_ratio"], 2):
+        said[-1] += f", with the vision tower's {cost['work_ratio']:.0%}"
+    return said
+
+
+def tuning_table(tuning: Tuning) -> Table:
+    """Return the settings that were put to the test, the safest first."""
+    sure = f"{100 * tuning.promise.confidence:g} %"
+    notes = (
+        "Drop: points of the metric lost on the held-out questions. Below: what the drop is shown to be below with a "
+        f"confidence of {sure}, for this setting alone. All else: share of what the unpatched model spends.",
+        f"Asked: {tuning.search} questions to search with and {tuning.held_out} held out. Cheapest: by "
+        f"{TITLES[tuning.ranked_by]}.",
+    )
+    title = f"Tested for a drop below {points(tuning.promise.max_drop)}, confidence {sure}, the safest first"
+    return _table(title, tuning.tested, notes)
+
+
+def others_table(tuning: Tuning) -> Table:
+    """Return the settings that were not put to the test, with the reasons, those that came furthest first."""
+    rest = sorted((one for one in tuning.trials if not one.held_out), key=lambda one: (-one.search, one.drop or 0.0))
+    note = f"Asked: of {tuning.search} questions to search with. Drop: points of the metric lost on them."
+    return _table("Not tested", rest, (note,))
+
+
+def _table(title: str, trials: Sequence[Trial], notes: tuple[str, ...]) -> Table:
+    columns = ("method", "keep", "tokens", "TTFT", "KV cache", "prefill FLOPs", "asked", "drop", "below", "outcome")
+    return Table(title, columns, [[*map(Cell, _row(one))] for one in trials], notes)
+
+
+def _row(trial: Trial) -> list[str]:
+    cost = cost_of(trial) if trial.cost else {}
+    tokens = f"{cost['visual_tokens'] / max(1, cost['visual_tokens_unpatched']):.0%}" if cost else ""
+    time = f"{trial.timing['ttft_ratio']['p50']:.2f}x" if trial.timing else ""
+    shares = [f"{cost[name]:.0%}" if cost else "" for name in ("kv_ratio", "prefill_flops_ratio")]
+    drop = "" if trial.drop is None else f"{100 * trial.drop:.2f}"
+    bound = "" if trial.bound is None else f"{100 * trial.bound:.1f}"
+    asked = str(trial.search + trial.held_out)
+    return [trial.candidate.name, _keep(trial), tokens, time, *shares, asked, drop, bound, trial.state]
+
+
+def _keep(trial: Trial) -> str:
+    """Return the keep, and of a stack that was asked what all of its cuts leave."""
+    cuts = len(trial.candidate.methods)
+    if cuts == 1 or not trial.cost:
+        return trial.candidate.keep
+    if "," in trial.candidate.keep:
+        return f"{trial.candidate.keep} ({percent(trial.cost['keep_ratio'])} in all)"
+    return keep_in_words(trial.candidate.keep, cuts, trial.cost["keep_ratio"])
+
+
+def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
+    tested, promise = tuning.tested, tuning.promise
+    if not tested:
+        heard = [one for one in tuning.trials if one.search]
+        if not heard:
+            return ["No setting could be tried; --verbose says why."]
+        one = min(heard, key=lambda one: one.drop)
+        return [
+            f"None of {len(heard)} settings was worth a test: each was shown to lose too much in the search, or saves "
+            "nothing; --verbose says which. Larger keeps or a larger drop may help.",
+            f"{one.candidate} came closest: {points(one.drop)} lost on {one.search} questions.",
+        ]
+    one, asked = tested[0], tuning.search + tuning.held_out
+    closest = f"{one.candidate}, the safest, lost {points(one.drop)} on {one.held_out} held-out questions"
+    verdict = f"None of {len(tested)} tested was shown to lose less than {allowed}, with {sure}"
+    asked_of = (
+        f"Tested on {one.held_out} held-out questions, the safest first: "
+        f"{', '.join(str(each.candidate) for each in tested)}. "
+        f"Such a promise takes at least {promise.questions_needed} of them, if no answer changes."
+    )
+    if one.state.startswith("keeps"):  # but for --max-kind-drop
+        return [f"{verdict}, and no more in any kind of question than --max-kind-drop allows.", f"{closest}.", asked_of]
+    closest += f", and is shown to lose less than {points(one.bound)}."
+    if tuning.more is None:
+        return [f"{verdict}; more questions would hardly help: larger keeps, or a larger drop may.", closest, asked_of]
+    return [
+        f"{verdict}; ask about {tuning.more} more questions.",
+        f"{closest} An estimate: with {asked + tuning.more} questions in all it would pass {LIKELY:.0%} of the time, "
+        "if it goes on to lose what it lost so far.",
+        asked_of,
+    ]
+
+
+__all__ = ["cost_of", "others_table", "outcome", "tuned_config", "tuning_table"]

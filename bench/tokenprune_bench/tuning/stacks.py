@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks of methods at different sites, put together from what each did alone; and what need not be asked at all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenprune.base import ImageChooser, Method, Site
+from tokenprune.errors import OptionError
+from tokenprune.integrations.shared.composition import check_places
+from tokenprune_bench.tuning.candidates import Candidate
+from tokenprune_bench.tuning.estimate import CHANCE, Estimate, promote
+from tokenprune_bench.tuning.trial import Trial
+
+MOST = 16  # stacks that are proposed
+_OF_A_SITE = 4  # settings of one site that stacks are made of
+_SITES = (Site.PRE_ENCODER, Site.IN_ENCODER, Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A setting of one method that has answered. drops: float `[questions]`, score lost on each. spent: share of the
+    unpatched model's, of what is made small."""
+
+    candidate: Candidate
+    drops: np.ndarray
+    spent: float
+
+    @classmethod
+    def of(cls, trial: Trial, drops: np.ndarray, objective: str) -> Alone:
+        """Of a trial that has answered; what it spends is by the closed forms, where they tell."""
+        share = trial.expected(objective)
+        return cls(trial.candidate, drops, trial.price(objective)[0] if share is None else share)
+
+    @property
+    def drop(self) -> float:
+        return max(0.0, float(self.drops.mean()))
+
+
+def sites(candidates: Iterable[Candidate]) -> set[Site]:
+    """Return the sites of those that a stack can be made of."""
+    return {site for candidate in candidates if (site := site_of(candidate)) is not None}
+
+
+def site_of(candidate: Candidate) -> Site | None:
+    """Return where a setting of one method acts; None if it is a stack already, or nothing to stack."""
+    methods: list[Method] = candidate.methods
+    one = len(methods) == 1 and not isinstance(methods[0], ImageChooser) and methods[0].site in _SITES
+    return methods[0].site if one else None
+
+
+def needless(trial: Trial, trials: Sequence[Trial], objective: str, enough: int) -> str | None:
+    """Return why a trial is not asked: `enough` others are expected to spend less, and lost nothing so far; None if it
+    is to be asked, or if the closed forms do not tell what it spends.
+
+    The mildest setting of a method is asked in any case: a search that ends with gambles alone promises nothing.
+    """
+    share = trial.expected(objective)
+    if share is None:
+        return None
+    same = [one.expected(objective) or 0.0 for one in trials if one.candidate.name == trial.candidate.name]
+    if site_of(trial.candidate) is not None and share >= max(same):
+        return None
+    heard = [one for one in trials if one.search and not one.state and one.drop <= 0]
+    cheaper = sum((one.expected(objective) or 0.0) < share for one in heard)
+    return f"not asked: {cheaper} that spend less, by the closed forms, lost nothing" if cheaper >= enough else None
+
+
+def propose(
+    answered: Sequence[Alone],
+    spent: Callable[[Candidate], float | None],
+    estimate: Callable[[np.ndarray, float], Estimate],
+    most: int = MOST,
+) -> list[Candidate]:
+    """Return stacks of two sites and more that are worth asking, at most `most`.
+
+    Of each site those settings are stacked that are on its front: no other there spends less and loses less. What a
+    stack loses is taken to be what its parts lose, question by question. spent: what the closed forms say that a
+    candidate spends, as a share; None where they say nothing, and then what its parts spend is multiplied. estimate: of
+    drops and a saving, what to expect. A stack is left out where a setting alone loses no more and spends no more, or
+    where it has hardly a chance to pass the test.
+    """
+    fronts = {site: _front([one for one in answered if site_of(one.candidate) is site]) for site in _SITES}
+    choices = [[None, *front] for front in fronts.values() if front]
+    found: list[tuple[Candidate, Estimate]] = []
+    for combination in itertools.product(*choices):
+        parts = [one for one in combination if one is not None]
+        if len(parts) < 2:
+            continue
+        candidate = _stacked(parts)
+        if candidate is None:
+            continue
+        drops = np.clip(sum(one.drops for one in parts), -1, 1)
+        share = spent(candidate)
+        if share is None:
+            share = float(np.prod([one.spent for one in parts]))
+        if any(one.spent <= share and one.drop <= max(0.0, float(drops.mean())) for one in answered):
+            continue
+        expected = estimate(drops, 1 - share)
+        if expected.chance >= CHANCE:
+            found.append((candidate, expected))
+    return [found[index][0] for index in promote([one for _, one in found], most)]
+
+
+def _front(alone: Sequence[Alone]) -> list[Alone]:
+    """Return up to `_OF_A_SITE` settings that no other beats at both, spread from the safest to the cheapest."""
+    best: list[Alone] = []
+    for one in sorted(alone, key=lambda one: (one.drop, one.spent)):
+        if not best or one.spent < best[-1].spent:
+            best.append(one)
+    if len(best) <= _OF_A_SITE:
+        return best
+    return [best[round(place)] for place in np.linspace(0, len(best) - 1, _OF_A_SITE)]
+
+
+def _stacked(parts: Sequence[Alone]) -> Candidate | None:
+    """Return a candidate of the methods of several, in the order of their sites; None if they are in each other's
+    way."""
+    entries, keeps = [], []
+    for one in parts:
+        setting = one.candidate.setting
+        entries.append({name: value for name, value in setting.items() if name != "keep"})
+        keeps.append(setting.get("keep", one.candidate.methods[0].default_keep))
+    made = Candidate.of({"method": entries, "keep": keeps})
+    try:
+        check_places(made.methods)
+    except OptionError:
+        return None
+    return made
+
+
+__all__ = ["MOST", "Alone", "needless", "propose", "site_of", "sites"]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune demo`: a few held-out questions before and after pruning."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from tokenprune.profiling.cost import record, spent
+from tokenprune.profiling.machine_load import busy_note, machine_load
+from tokenprune.profiling.model import Model
+from tokenprune.profiling.patched import UNPATCHED, patched
+from tokenprune.profiling.table import Cell, Table
+from tokenprune.statistics import Stats
+from tokenprune_demo.heldout import load_heldout
+
+KEEP = 0.25
+METHODS = ("dart", "divprune", "random")
+KINDS = ("colour", "count", "word", "grounding")
+REPEATS = 3
+
+
+def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, done, total: None) -> list[Table]:
+    """Return a table of answers and one of what they cost; nothing is chosen by its outcome.
+
+    step: called with a label, how many runs are done, and of how many, between the runs.
+    """
+    asked = load_heldout(kinds=KINDS, limit=len(KINDS), folder=subject.heldout)
+    examples = [next(e for e in asked if e.number == number and e.kind == kind) for number, kind in enumerate(KINDS)]
+    inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
+    names = (UNPATCHED, *METHODS)
+    answers: dict[str, list[str]] = {}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    costs: dict[str, Stats] = {}
+    for repeat in range(REPEATS + 1):
+        for place, name in enumerate(names):
+            step(name, repeat * len(names) + place, (REPEATS + 1) * len(names))
+            with patched(subject, name, KEEP):
+                begin = time.perf_counter()
+                answers[name] = subject.generate(inputs)
+                # The first run warms up.
+                if repeat:
+                    times[name].append(time.perf_counter() - begin)
+                else:
+                    costs[name] = spent(subject, inputs, 0 if name == UNPATCHED else None)
+
+    rows = []
+    for index, example in enumerate(examples):
+        cells = [
+            Cell(answers[name][index], bad=not example.is_right(answers[name][index].rstrip("."))) for name in names
+        ]
+        rows.append([Cell(example.path.name), Cell(example.question), Cell(example.answer), *cells])
+    titles = [name if name == UNPATCHED else f"{name} {KEEP}" for name in names]
+    title = f"{subject.name}: answers (wrong ones in red)"
+    first = Table(title, ("image", "question", "gold", *titles), rows)
+
+    rows = []
+    whole = costs[UNPATCHED]
+    for name, title in zip(names, titles, strict=True):
+        cost, median, n = record(costs[name], whole), statistics.median(times[name]), len(examples)
+        rows.append([
+            Cell(title),
+            Cell(f"{cost['visual_tokens_out'] / n:.0f} of {cost['visual_tokens_in'] / n:.0f}"),
+            Cell(f"{cost['visual_tokens_average'] / n:.0f}"),
+            Cell(f"{cost['prefill_flops_ratio']:.0%}"),
+            Cell(f"{1000 * median:.0f} ms ({statistics.median(times[UNPATCHED]) / median:.2f}x)"),
+        ])  # fmt: skip
+    note = f"Time: all {len(examples)} questions in one batch, vision tower included; median of {REPEATS}."
+    columns = ("method", "visual tokens", "layer avg", "prefill FLOPs", "time")
+    notes = [note, *filter(None, [busy_note(machine_load())])]
+    return [first, Table("What they cost", columns, rows, tuple(notes))]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fixed held-out sets: drawn images that ship with the package, with one question of each kind per image.
+
+`FOLDER` holds images of 224 x 224 pixels (of `demo_vlm`), `NATIVE` images of 112 to 448 pixels a side (of `demo_qwen`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from PIL import Image
+
+FOLDER = Path(__file__).resolve().parent / "heldout"
+NATIVE = FOLDER.with_name("heldout_native")
+
+Box = tuple[int, int, int, int]
+
+
+@lru_cache(maxsize=256)
+def _open(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+def heldout_of(model: str | None) -> Path:
+    """Return the folder of the set that belongs to a model, by its name; None: the default model."""
+    return NATIVE if model == "demo_qwen" else FOLDER
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question about one held-out image; ``boxes`` are the pixels (left, top, right, bottom) of the evidence."""
+
+    number: int
+    path: Path
+    background: str
+    kind: str
+    question: str
+    answer: str
+    boxes: tuple[Box, ...]
+
+    @property
+    def image(self) -> Image.Image:
+        return _open(self.path)
+
+    @property
+    def images(self) -> tuple[Image.Image, ...]:
+        return (self.image,)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return (self.answer,)
+
+    @property
+    def looks(self) -> tuple[tuple[tuple[int, Box], ...], ...]:
+        """What has to be seen, as of `DrawnQuestion.looks`: each box."""
+        return tuple(((0, box),) for box in self.boxes)
+
+    @property
+    def is_video(self) -> bool:
+        return False
+
+    def is_right(self, generated: str) -> bool:
+        """Whether generated text (special tokens removed) is the answer and nothing else."""
+        return generated.strip().lower() == self.answer
+
+
+def load_heldout(
+    kinds: Collection[str] | None = None, limit: int | None = None, folder: str | Path = FOLDER
+) -> list[Example]:
+    """The examples of the given kinds (default: all) on the first ``limit`` images, image by image."""
+    folder, examples = Path(folder), []
+    lines = (folder / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines[:limit]):
+        row = json.loads(line)
+        for asked in row["questions"]:
+            if kinds is None or asked["kind"] in kinds:
+                boxes = tuple(tuple(box) for box in asked["boxes"])
+                examples.append(
+                    Example(
+                        number,
+                        folder / row.get("image", row.get("picture")),
+                        row["background"],
+                        asked["kind"],
+                        asked["question"],
+                        asked["answer"],
+                        boxes,
+                    )
+                )
+    return examples

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of questions about drawn videos, and how what they ask about is placed and drawn, act by act."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from tokenprune_demo.scenes import COLORS, LARGE, TINY, WORDS, Box, _font, _sprite
+
+FRAMES = 8
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "direction": ("left", "right", "up", "down"),
+    "order": ("first", "second"),  # which of the two things that the question names: it is answered with its name
+    "events": ("0", "1", "2", "3", "4"),
+    "rare": tuple(COLORS),
+    "text": WORDS,
+    "when": ("start", "middle", "end"),
+    "still": tuple(COLORS),
+    "change": tuple(COLORS),
+}
+VIDEO_KINDS = tuple(ANSWERS)
+TIMED = ("direction", "order", "when")  # kinds that frames in another order cannot answer
+CHANCE = {kind: 1 / len(answers) for kind, answers in ANSWERS.items()}
+CHANCE_SHUFFLED = CHANCE | {"direction": 1 / 2}  # left or right, or else up or down, is seen in any order
+TEXTS = {
+    "direction": "which way does the {} move?",
+    "order": "what came first, the {} or the {}?",
+    "events": "how many times did the {} blink?",
+    "rare": "what color was the tiny {}?",
+    "text": "which word was shown?",
+    "when": "was the {} at the start, the middle or the end?",
+    "still": "what color is the {}?",
+    "change": "what color was the {} at the end?",
+}
+_SLIVER = 6  # a part of a thing at the edge that is narrower than this many pixels is no evidence
+Place = tuple[int, Box]  # number of a frame or image, and a box (left, top, right, bottom, in pixels) in it
+
+
+@dataclass(frozen=True)
+class DrawnQuestion:
+    """One question about a video, or about several images, and its answer.
+
+    looks: what has to be seen to answer it; each look is a set of places, of which one is enough.
+    """
+
+    kind: str
+    text: str
+    answer: str
+    looks: tuple[tuple[Place, ...], ...]
+
+    @property
+    def boxes(self) -> tuple[Place, ...]:
+        """All places that hold evidence."""
+        return tuple(place for look in self.looks for place in look)
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One drawn thing.
+
+    what: a shape or ``"sign"``. values: for each frame its colour, ``"<colour> to <colour>"`` while it changes slowly,
+    a word; None where it is not there. boxes: for each frame where it is, or would be; several where it lies across
+    an edge, and comes in on the other side.
+    """
+
+    what: str
+    values: tuple[str | None, ...]
+    boxes: tuple[tuple[Box, ...], ...]
+
+    def looks(self, frames: Sequence[int]) -> tuple[tuple[Place, ...], ...]:
+        """Return one look for each of these frames."""
+        return tuple(tuple((frame, box) for box in self.boxes[frame]) for frame in frames)
+
+    def look(self, frames: Sequence[int]) -> tuple[tuple[Place, ...], ...]:
+        """Return a single look at any of these frames."""
+        return (tuple(place for look in self.looks(frames) for place in look),)
+
+
+class Stage:
+    """Places things on the frames of a ground, without overlap at any time, and asks about them."""
+
+    def __init__(self, rng: np.random.Generator, grounds: list[Image.Image]) -> None:
+        self.rng, self.grounds = rng, grounds
+        self.width, self.height = grounds[0].size
+        self.things: list[Thing] = []
+        self.questions: list[DrawnQuestion] = []
+        self.taken = np.zeros((0, 4))
+        self.light = np.mean([np.asarray(grounds[frame].convert("L")).mean() for frame in (0, -1)]) > 105
+        tiny = [str(shape) for shape in rng.permutation(TINY)]
+        self.tiny, rest = tiny[:2], [*LARGE, *tiny[2:]]
+        self.shapes = [rest[number] for number in rng.permutation(len(rest))]
+
+    def act(self, kind: str, answer: str) -> None:
+        """Add the things that a question of a kind is about, and the question; nothing where there is no room.
+
+        Whether there is room, and how often `rng` is called, depends on no answer.
+        """
+        getattr(self, f"_{kind}")(answer)
+
+    def _direction(self, answer: str) -> None:
+        step = int(self.rng.integers(5, 10)) * (1 if answer in ("right", "down") else -1)
+        radius, across = self._radius(), answer in ("left", "right")
+        # Every place is as likely, those across an edge too: else a frame would tell which way a thing came.
+        x, y = int(self.rng.integers(self.width)), int(self.rng.integers(self.height))
+        path = [
+            ((x + step * frame * across) % self.width, (y + step * frame * (not across)) % self.height)
+            for frame in range(FRAMES)
+        ]
+        color = self._color()
+        star = self._shape(self.shapes.pop(), [color] * FRAMES, radius, path)
+        self._ask("direction", answer, star.looks(range(FRAMES)), star.what)
+
+    def _order(self, answer: str) -> None:
+        if len(self.shapes) < 2 or len(places := self._find(2)) < 2:
+            return
+        early = int(self.rng.integers(1, FRAMES - 4))
+        late = int(self.rng.integers(early + 3, FRAMES - 1))
+        starts = (early, late) if answer == "first" else (late, early)
+        pair = [self._brief(start, place) for start, place in zip(starts, places, strict=True)]
+        looks = tuple(
+            look for one, start in zip(pair, starts, strict=True) for look in one.look(range(start, start + 2))
+        )
+        names = [one.what for one in pair]
+        self._ask("order", names[answer == "second"], looks, *names)
+
+    def _events(self, answer: str) -> None:
+        off = _apart(self.rng, int(answer))
+        color = self._color()
+        if thing := self._placed([None if frame in off else color for frame in range(FRAMES)]):
+            self._ask("events", answer, thing.looks(range(FRAMES)), thing.what)
+
+    def _rare(self, answer: str) -> None:
+        # A second tiny thing of another shape, mostly in another frame: to find one is not to find the right one.
+        for place, color in zip(self._find(2, tiny=True), (answer, self._color()), strict=False):
+            frame = int(self.rng.integers(1, FRAMES))
+            colors = [color if number == frame else None for number in range(FRAMES)]
+            thing = self._shape(self.tiny.pop(), colors, place[0], [place[1:]] * FRAMES)
+            self._ask("rare", color, thing.look([frame]), thing.what)
+
+    def _text(self, answer: str) -> None:
+        font = _font(int(self.rng.integers(16, 21)))
+        # All words take as much room, so that none is left out more often.
+        ends = [font.getbbox(word) for word in WORDS]
+        left, top = min(end[0] for end in ends), min(end[1] for end in ends)
+        width, height = max(end[2] for end in ends) - left + 8, max(end[3] for end in ends) - top + 8
+        corner = self._room(width, height)
+        if corner is None:
+            return
+        x, y = corner
+        box, frame = (x, y, x + width, y + height), int(self.rng.integers(1, FRAMES))
+        dark, light = (tuple(int(v) for v in self.rng.integers(low, low + 45, 3)) for low in (0, 211))
+        ink, plate = (dark, light) if self.rng.random() < 0.5 else (light, dark)
+        pen = ImageDraw.Draw(self.grounds[frame])
+        pen.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), fill=plate, outline=ink)
+        pen.text((x + 4 - left, y + 4 - top), answer, fill=ink, font=font)
+        values = tuple(answer if number == frame else None for number in range(FRAMES))
+        sign = self._keep(Thing("sign", values, ((box,),) * FRAMES))
+        self._ask("text", answer, sign.look([frame]))
+
+    def _when(self, answer: str) -> None:
+        start = 1 + 2 * ANSWERS["when"].index(answer) + int(self.rng.random() < 0.5 and answer == "end")
+        if self.shapes and (places := self._find(1)):
+            thing = self._brief(start, places[0])
+            self._ask("when", answer, thing.look(range(start, start + 2)), thing.what)
+
+    def _still(self, answer: str) -> None:
+        if thing := self._placed([answer] * FRAMES):
+            self._ask("still", answer, thing.look(range(FRAMES)), thing.what)
+
+    def _change(self, answer: str) -> None:
+        before, step = self._color(), int(self.rng.integers(2, FRAMES - 1))
+        values = [before if frame < step else answer for frame in range(FRAMES)]
+        if self.rng.random() < 0.5 and before != answer:
+            values = [before, *[f"{before} to {answer}"] * (FRAMES - 3), answer, answer]
+        if thing := self._placed(values):
+            last = max((frame + 1 for frame in range(FRAMES) if values[frame] != answer), default=0)
+            self._ask("change", answer, thing.look(range(last, FRAMES)), thing.what)
+
+    def _ask(self, kind: str, answer: str, looks: tuple[tuple[Place, ...], ...], *names: str) -> None:
+        self.questions.append(DrawnQuestion(kind, TEXTS[kind].format(*names), answer, looks))
+
+    def _color(self) -> str:
+        return list(COLORS)[self.rng.integers(len(COLORS))]
+
+    def _radius(self) -> int:
+        large = min(self.width, self.height) >= 160
+        return int(self.rng.integers(13, 19) if large else self.rng.integers(12, 15))
+
+    def _placed(self, values: Sequence[str | None]) -> Thing | None:
+        if not self.shapes or not (places := self._find(1)):
+            return None
+        return self._shape(self.shapes.pop(), values, places[0][0], [places[0][1:]] * FRAMES)
+
+    def _brief(self, start: int, place: tuple[int, int, int]) -> Thing:
+        """Add a thing that is there for two frames."""
+        color = self._color()
+        colors = [color if frame in (start, start + 1) else None for frame in range(FRAMES)]
+        return self._shape(self.shapes.pop(), colors, place[0], [place[1:]] * FRAMES)
+
+    def _find(self, number: int, tiny: bool = False) -> list[tuple[int, int, int]]:
+        """Return up to `number` free places: radius, left, top; they are taken from then on."""
+        found = []
+        for _ in range(number):
+            radius = int(self.rng.integers(6, 9)) if tiny else self._radius()
+            side = 2 * radius + 4
+            if (corner := self._room(side, side)) is not None:
+                found.append((radius, *corner))
+                x, y = corner
+                self.taken = np.vstack([self.taken, (x, y, x + side, y + side)])
+        return found
+
+    def _room(self, width: int, height: int) -> tuple[int, int] | None:
+        xs = self.rng.integers(2, self.width - width - 1, 80)
+        ys = self.rng.integers(2, self.height - height - 1, 80)
+        boxes, gap = self.taken[None], 2
+        clash = (boxes[..., 0] < (xs + width + gap)[:, None]) & (boxes[..., 2] > (xs - gap)[:, None])
+        clash &= (boxes[..., 1] < (ys + height + gap)[:, None]) & (boxes[..., 3] > (ys - gap)[:, None])
+        free = (~clash.any(1)).nonzero()[0]
+        return (int(xs[free[0]]), int(ys[free[0]])) if len(free) else None
+
+    def _shape(self, what: str, values: Sequence[str | None], radius: int, path: Sequence[tuple[int, int]]) -> Thing:
+        """Draw a shape where it is at each frame (left, top), in its colours; None: not there."""
+        whole, inside = _sprite(what, radius, 1.5 if radius > 14 else 0.75)
+        outline = (15, 15, 15) if self.light else (245, 245, 245)
+        shade = self.rng.integers(-12, 13, 3)
+        boxes = []
+        for frame, (left, top) in enumerate(path):
+            value, image = values[frame], self.grounds[frame]
+            mine = []
+            for x, y in product((left, left - self.width), (top, top - self.height)):
+                box = (max(x, 0), max(y, 0), min(x + whole.width, self.width), min(y + whole.height, self.height))
+                if box[0] >= box[2] or box[1] >= box[3]:
+                    continue
+                if value is not None:
+                    fill = np.clip(_rgb(value, frame) + shade, 0, 255)
+                    image.paste(outline, (x, y), whole)
+                    image.paste(tuple(int(v) for v in fill), (x, y), inside)
+                if box[2] - box[0] >= _SLIVER and box[3] - box[1] >= _SLIVER:
+                    mine.append(box)
+            boxes.append(tuple(sorted(mine)))
+        return self._keep(Thing(what, tuple(values), tuple(boxes)))
+
+    def _keep(self, thing: Thing) -> Thing:
+        self.things.append(thing)
+        self.taken = np.vstack([self.taken, *(box for boxes in thing.boxes for box in boxes)])
+        return thing
+
+
+def _rgb(value: str, frame: int) -> np.ndarray:
+    """Return the colour of a frame; a slow change runs over all frames but the first and the last two."""
+    before, _, after = value.partition(" to ")
+    part = frame / (FRAMES - 2) if after else 0.0
+    return np.array(COLORS[before]) * (1 - part) + np.array(COLORS[after or before]) * part
+
+
+def _apart(rng: np.random.Generator, number: int) -> set[int]:
+    """Return `number` of the frames but the first, no two of them neighbours, each choice equally likely."""
+    free = FRAMES - 1 - max(number - 1, 0)
+    chosen = np.sort(rng.random(FRAMES - 1)[:free].argsort()[:number])
+    return {1 + int(frame) + place for place, frame in enumerate(chosen)}

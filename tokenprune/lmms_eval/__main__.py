@@ -1,8 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Print the folder of the tasks: `--include_path "$(python -m tokenprune.lmms_eval)"`."""
-
-from __future__ import annotations
-
-from tokenprune.lmms_eval import TASKS
-
-print(TASKS)

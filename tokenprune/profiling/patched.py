@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loaded model patched for a while, by a setting that a table can name."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import tokenprune
+from tokenprune.base import Method, Site
+from tokenprune.config import read_config
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.profiling.model import Model
+from tokenprune.workflows.two_pass import ESCALATE
+
+UNPATCHED = "unpatched"  # stands for a method in tables and records
+Setting = dict[str, Any] | None  # as `patch(config=...)` takes it; None: the unpatched model
+
+
+def patched(
+    subject: Model,
+    name: str,
+    keep: float | int | dict[str, float],
+    videos: bool = False,
+    record: bool = False,
+    **options: Any,
+) -> AbstractContextManager[Any]:
+    """Return `patched_by` for a method by its name, with its options; `UNPATCHED` leaves the model as it is."""
+    setting = None if name == UNPATCHED else {"method": name, "keep": keep} | options
+    return patched_by(subject, setting, videos, record)
+
+
+def patched_by(
+    subject: Model, setting: Setting, videos: bool = False, record: bool = False
+) -> AbstractContextManager[Any]:
+    """Return a context in which the subject's model is patched; methods that act on pixels get its processor.
+
+    videos: whether the model sees videos.
+    """
+    if setting is None:
+        return nullcontext()
+    more: dict[str, Any] = {"record": record}
+    for method in methods_in(setting):
+        if not videos and (method.site is Site.ATTENTION or "frames" in method.needs):
+            raise UnsupportedSetupError(
+                f"{method.name} acts on videos, and here the model sees images only: it would leave them as they are"
+            )
+        if method.site is Site.PRE_ENCODER:
+            more["processor"] = subject.processor
+    return tokenprune.patched(subject.model, config=setting, guard="off", **more)
+
+
+def methods_in(setting: Setting) -> list[Method]:
+    """Return the methods of a setting, in their order."""
+    return [] if setting is None or escalates(setting) else read_config(setting).steps()[0]
+
+
+def escalates(setting: Setting) -> bool:
+    """Return True for a setting that asks twice (`tokenprune.escalate`), which is no patch."""
+    return setting is not None and setting.get("method") == ESCALATE

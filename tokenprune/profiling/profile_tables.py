@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile in tables: the stages of a call, and what each site can save at most."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from tokenprune.config import read_config
+from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
+from tokenprune.profiling.kept import cuts_in_words, percent
+from tokenprune.profiling.stages import FIRST_TOKEN, STAGES
+from tokenprune.profiling.table import Cell, Table
+
+if TYPE_CHECKING:
+    from tokenprune.profiling.profile import Profile
+
+
+def setting_name(profile: Profile) -> str:
+    """Return a setting in words, "downsample 0.5 + divprune 0.25"; "" without one."""
+    if profile.setting is None:
+        return ""
+    methods, budgets = read_config(profile.setting).steps()
+    return " + ".join(f"{method.name} {budget.short()}" for method, budget in zip(methods, budgets, strict=True))
+
+
+def stage_table(profile: Profile) -> Table:
+    """Return the milliseconds of each stage, before and after."""
+    before, after = profile.before, profile.after
+    whole = sum(before.median(stage) for stage in FIRST_TOKEN)
+    rows = []
+    for stage in FIRST_TOKEN:
+        row = [STAGES[stage], _ms(before.median(stage)), f"{before.median(stage) / whole:.0%}"]
+        if after is not None:
+            row += [_ms(after.median(stage)), _ratio(profile.ratio(stage) if stage != "selection" else None)]
+        rows.append([*map(Cell, row)])
+    total = ["to the first token", _ms(median(before.first_token())), ""]
+    step = [STAGES["decode"], _ms(before.median("decode")), ""]
+    cache = ["KV cache", f"{before.kv_bytes / 1024:.0f} KiB", ""]
+    tokens = ["visual tokens, first to last layer", f"{before.visual[0]}", ""]
+    if after is not None:
+        total += [_ms(median(after.first_token())), _ratio(profile.ratio())]
+        step += [_ms(after.median("decode")), _ratio(profile.ratio("decode"))]
+        cache += [f"{after.kv_bytes / 1024:.0f} KiB", _ratio(before.kv_bytes / max(1, after.kv_bytes))]
+        average = before.visual[0] / max(1.0, after.visual[2])
+        share = percent(after.visual[1] / max(1, before.visual[0]))
+        tokens += [f"{after.visual[0]} → {after.visual[1]} ({share})", _ratio(average)]
+    rows += [[*map(Cell, row)] for row in (total, step, cache, tokens)]
+    columns = ("stage", "unpatched", "share")
+    columns += () if after is None else (setting_name(profile), "faster by")
+    return Table(f"Where a call's time goes: {profile.environment['model']}", columns, rows, tuple(_notes(profile)))
+
+
+def limit_table(model: CostModel, load: Load, keep: float, title: str = "What each site can save at most") -> Table:
+    """Return what the closed forms say; raises nothing for a model whose tower is not known, whose part is left out."""
+    limits = site_limits(model, load, keep)
+    if model.tower is None:
+        limits = limits[2:]  # of the decoder
+    rows = [[*map(Cell, (limit.site, _ratio(limit.at_keep), _ratio(limit.limit), limit.what))] for limit in limits]
+    step = decode_limit(model, load, keep)
+    told = "a step of decoding, by what it reads of weights and cache"
+    rows.append([*map(Cell, ("DECODE", _ratio(step[0]), _ratio(step[1]), told))])
+    cost = model.cost(load)
+    if model.tower is None:
+        first = "The vision tower of this family is not known in closed form: ratios are of the decoder's FLOPs alone."
+    else:
+        free = cost.flops / cost.tower
+        first = (
+            f"The tower, with its projector, is {cost.tower_share:.0%} of the prefill's FLOPs ({len(load.views)} "
+            f"view(s), {sum(load.views)} patches, {load.visual} visual tokens, {load.text} of text). With the decoder "
+            f"free the prefill would be {_ratio(free)} faster: no cut behind the tower gives more."
+        )
+    second = (
+        "Prefill FLOPs, unpatched over pruned, if choosing cost nothing; the limit leaves the text alone. Smaller "
+        "images and merging need a tower that takes them."
+    )
+    return Table(title, ("site", f"keep {percent(keep)}", "limit", "taken to be"), rows, (first, second))
+
+
+def _notes(profile: Profile) -> list[str]:
+    before, after = profile.before, profile.after
+    runs, load = len(before.runs), profile.machine_load
+    said = f"Medians of {runs} run{'s'[: runs != 1]}" + ("" if after is None else " of each, in turn, with ratios")
+    said += " taken run by run" if after is not None else ""
+    notes = [said + ("." if load is None else f"; load of the machine {load:.1f}.")]
+    predicted = profile.predicted()
+    if predicted is not None:
+        cost = profile.model.cost(profile.load)
+        notes.append(
+            f"By FLOPs of tower ({cost.tower_share:.0%}) and decoder alone it would be {_ratio(predicted)} faster."
+        )
+    if after is not None:
+        notes.append(f"Asked for: {cuts_in_words(*read_config(profile.setting).steps(), profile.visual_of_an_image)}.")
+        slowest = max(FIRST_TOKEN, key=after.median)
+        share = after.median(slowest) / median(after.first_token())
+        notes.append(f"What limits it now: {STAGES[slowest]}, {share:.0%} of the time to the first token.")
+        notes.append(f"Answers: {before.answer!r} unpatched, {after.answer!r} patched.")
+    if profile.environment["device"] != "cpu" and after is not None:
+        notes.append("Choosing is timed on the host: on this device it is the time to launch it.")
+    return notes
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"x{value:.2f}" if value < 10 else f"x{value:.0f}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f} ms"

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to first token and time per token, patched against unpatched, in one process and on the same question.
+
+Runs of the two take turns, so that a machine that slows down slows both, and the ratio is taken run by run. What is
+timed is `generate` from pixels to tokens: the vision tower, prefill and decoding, but not the processor.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from transformers.generation.streamers import BaseStreamer
+
+from tokenprune.profiling.machine_load import machine_load
+from tokenprune.profiling.model import Model
+
+NEW_TOKENS = 9  # the first one, and eight of which the median is taken
+
+
+class _Clock(BaseStreamer):
+    """Notes when `generate` hands over each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def run_once(subject: Model, inputs: dict[str, Any], new_tokens: int = NEW_TOKENS) -> tuple[float, float]:
+    """Return the time to the first token and the median time of a further one, both in milliseconds."""
+    clock = _Clock()
+    begin = time.perf_counter()
+    subject.generate(inputs, streamer=clock, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
+    # The first entry is the prompt, which `generate` hands over before the model runs.
+    first, *rest = clock.times[1:]
+    steps = [1000 * (b - a) for a, b in zip([first, *rest], rest, strict=False)]
+    return 1000 * (first - begin), statistics.median(steps)
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return p20, p50 and p80, interpolated between the values."""
+    found = np.quantile(values, (0.2, 0.5, 0.8)).round(4).tolist()
+    return dict(zip(("p20", "p50", "p80"), found, strict=True))
+
+
+def compare(
+    subject: Model,
+    patched: Callable[[], AbstractContextManager[Any]],
+    ask: Callable[[], dict[str, Any]],
+    repeats: int,
+    new_tokens: int = NEW_TOKENS,
+    processor: bool = False,
+) -> dict[str, Any]:
+    """Time an unpatched and a patched model in turns.
+
+    patched: makes a context in which the subject's model is patched. ask: makes the model's arguments of one batch.
+    new_tokens: at least 2, the first and those of which the median is taken. processor: whether the time to the first
+    token begins with the image, and not with the model's arguments.
+    Returns quantiles over `repeats` runs each (after one that does not count): ttft_ms and token_ms, the same of the
+    unpatched model, and their ratios, patched / unpatched, each from two runs that follow each other; load: of the
+    machine, over the last minute.
+    """
+    full = ask()
+    with patched():
+        small = ask()
+
+    def run(inputs: dict[str, Any]) -> tuple[float, float]:
+        if not processor:
+            return run_once(subject, inputs, new_tokens)
+        begin = time.perf_counter()
+        inputs = ask()
+        before = 1000 * (time.perf_counter() - begin)
+        first, step = run_once(subject, inputs, new_tokens)
+        return before + first, step
+
+    def run_patched() -> tuple[float, float]:
+        with patched():
+            return run(small)
+
+    return in_turns(lambda: run(full), run_patched, repeats, len(full["input_ids"]), new_tokens)
+
+
+def compare_batches(
+    unpatched: Callable[[], Any], patched: Callable[[], Any], repeats: int, rows: int
+) -> dict[str, Any]:
+    """Time two ways to answer the same `rows` questions, in turns. Returns quantiles over `repeats` runs each (after
+    one that does not count): batch_ms, batch_ms_unpatched, and batch_ratio, patched / unpatched; batch_rows."""
+
+    def timed(run: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
+        def once() -> tuple[float, float]:
+            begin = time.perf_counter()
+            run()
+            return 1000 * (time.perf_counter() - begin), 1.0  # a step is not told apart
+
+        return once
+
+    found = in_turns(timed(unpatched), timed(patched), repeats, rows)
+    told = {name.replace("ttft", "batch"): value for name, value in found.items() if name.startswith("ttft")}
+    return told | {"batch_rows": rows}
+
+
+def in_turns(
+    unpatched: Callable[[], tuple[float, float]],
+    patched: Callable[[], tuple[float, float]],
+    repeats: int,
+    rows: int = 1,
+    new_tokens: int = NEW_TOKENS,
+) -> dict[str, Any]:
+    """Call the two in turns, each of which returns the milliseconds to a first token and of a further one; returns what
+    `compare` does. rows: questions that each asks. new_tokens: that each makes."""
+    runs: dict[str, list[tuple[float, float]]] = {"unpatched": [], "patched": []}
+    for repeat in range(repeats + 1):
+        # Who goes first changes from run to run: the second one finds warmer caches.
+        for which in ("unpatched", "patched") if repeat % 2 else ("patched", "unpatched"):
+            result = patched() if which == "patched" else unpatched()
+            if repeat:
+                runs[which].append(result)
+    # Other work on the machine shows in the load: a reader can tell which times to trust.
+    timing: dict[str, Any] = {"repeats": repeats, "rows": rows, "new_tokens": new_tokens, "load": machine_load()}
+    for index, name in enumerate(("ttft", "token")):
+        ours, theirs = ([run[index] for run in runs[which]] for which in ("patched", "unpatched"))
+        timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = quantiles(ours), quantiles(theirs)
+        timing[f"{name}_ratio"] = quantiles([a / b for a, b in zip(ours, theirs, strict=True)])
+    return timing
