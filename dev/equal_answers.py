@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record what every method computes on ten tiny families and the shipped models, and compare another commit with it.
+
+python dev/equal_answers.py record OLD.json                         # in a checkout of the earlier commit
+python dev/equal_answers.py compare OLD.json [--checkout OTHER]     # exits with 1 where an answer is another one
+python dev/equal_answers.py compare OLD.json --only 'llava/.*fastv' # cells whose names hold a regular expression
+
+A cell is one setting on one batch (dev/equal_cells.py): digests of the logits of prefill and of each step, the tokens
+written, the statistics and the kept positions; or the class of the error that the setting raises, and its message, of
+which another wording is told but is no difference. These two files serve commits whose modules have other names. Bits
+are compared: record and compare on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+Cell = dict[str, Any]
+
+
+def cells(checkout: Path, wanted: Callable[[str], Any]) -> Iterator[tuple[str, Cell]]:
+    """Compute the cells whose names are wanted; `checkout` has the shipped models, and is on the path."""
+    from equal_cells import KEEPS, KINDS, WAYS, Shipped, answered, settings
+
+    from zoo import FAMILIES
+
+    every = settings()
+    few = {name: one for name, one in every.items() if name in {f"{kind} keep={KEEPS[0]}" for kind in KINDS} or not one}
+    for name, family in FAMILIES.items():
+        build = cache(family.build)
+        for way, (given, patch, options) in WAYS.items():
+            if way == "video" and family.video is None:
+                continue
+            ask, attention = partial(family.make_inputs, **given), "eager" if way == "eager" else "sdpa"
+            for setting, one in (every if way in ("images", "video") else few).items():
+                if wanted(cell := f"{name}/{way}/{setting}"):
+                    yield cell, answered(build(attention), ask, options, one and {**one, **patch})
+    shipped = {file.parent.name: file.parent for file in sorted(checkout.glob("[!.]*/**/demo_*/model.safetensors"))}
+    for name, place in shipped.items():
+        if not any(wanted(f"{name}/shipped/{setting}") for setting in every):
+            continue
+        one = Shipped(place)
+        with tempfile.TemporaryDirectory() as folder:
+            for setting, patch in (every | one.fitted(Path(folder))).items():
+                if wanted(cell := f"{name}/shipped/{setting}"):
+                    both = patch and {**patch, "processor": one.processor}
+                    yield cell, answered(one.model, one.ask, {"min_new_tokens": 3}, both)
+
+
+def computed(checkout: Path, only: str) -> dict[str, Cell]:
+    """Return the cells whose names hold `only`; tell of the progress on stderr."""
+    found, begin, told = {}, time.monotonic(), ""
+    for name, cell in cells(checkout, re.compile(only).search):
+        found[name] = json.loads(json.dumps(cell))
+        if told != (told := name.rpartition("/")[0]):
+            print(f"{time.monotonic() - begin:5.0f} s {len(found):5} cells, {told}", file=sys.stderr, flush=True)
+    print(f"{time.monotonic() - begin:5.0f} s {len(found):5} cells", file=sys.stderr)
+    return found
+
+
+def compare(old: dict[str, Cell], new: dict[str, Cell]) -> bool:
+    """Print how cells compare, and return whether all are equal."""
+    counts, different, words = Counter(), [], []
+    for name in sorted(old.keys() | new.keys()):
+        one, other = ({**side.get(name, {})} for side in (old, new))
+        messages = [cell.pop("message", "") for cell in (one, other)]
+        parts = [part for part in one | other if one.get(part) != other.get(part)]
+        kind = "gone" if not other else "new" if not one else "different" if parts else "equal"
+        counts[name.split("/")[0], kind] += 1
+        counts["all", kind] += 1
+        if parts:
+            different.append(f"{name}: {kind}, {', '.join(parts[:8])} {' -> '.join(filter(None, messages))}")
+        elif messages[0] != messages[1]:
+            words.append(f"{name}:\n    {messages[0]}\n    {messages[1]}")
+    kinds = ("equal", "different", "gone", "new")
+    for family in ("", *dict.fromkeys(family for family, _ in sorted(counts, key=lambda key: key[0] == "all"))):
+        print(f"{family:18}" + "".join(f"{counts[family, kind] if family else kind:>11}" for kind in kinds))
+    for title, lines in (("no longer equal", different), ("refused in other words, no difference", words)):
+        if lines:
+            print(f"\n{title}: {len(lines)}, of which the first 20 are", *lines[:20], sep="\n  ")
+    return not different
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in ("record", "compare"):
+        one = commands.add_parser(command)
+        one.add_argument("file", type=Path)
+        one.add_argument("--checkout", type=Path, default=Path(__file__).resolve().parent.parent)
+        one.add_argument("--only", default="", help="a regular expression that names of cells have to hold")
+    asked = parser.parse_args()
+    checkout = asked.checkout.resolve()
+    zoos = [file.parent for file in checkout.glob("tests/**/zoo.py")]
+    sys.path[:0] = map(str, filter(Path.is_dir, [checkout, checkout / "demo", checkout / "bench", *zoos]))
+    import tokenprune
+
+    if not Path(tokenprune.__file__).is_relative_to(checkout):
+        parser.error(f"tokenprune comes from {tokenprune.__file__}, not from {checkout}")
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    machine = [torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability()]
+    if asked.command == "record":
+        asked.file.write_text(json.dumps({"machine": machine, "cells": computed(checkout, asked.only)}, indent=0))
+        return 0
+    record = json.loads(asked.file.read_text())
+    if record["machine"] != machine:
+        print(f"recorded with {record['machine']}, here are {machine}: bits may differ", file=sys.stderr)
+    old = {name: cell for name, cell in record["cells"].items() if re.search(asked.only, name)}
+    return 0 if compare(old, computed(checkout, asked.only)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
