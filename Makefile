@@ -164,7 +164,7 @@ distclean: clean ## remove the environments too
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@
 
-# The tools of the site read the code, they do not import it: no torch here.
+# The site describes methods without running any: the registry is imported, torch is not there (dev/mkdocs_hooks.py).
 .venv-docs/.setup-done: constraints-docs.txt
 	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed; name one: make docs PYTHON=..." >&2; exit 1; fi
 	@$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }
