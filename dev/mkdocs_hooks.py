@@ -83,6 +83,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     a page links to."""
     files.append(File.generated(config, FIGURE, content=figure_sites.figure(names=True)))
     pages = {source: (ROOT / source).read_text() for source in PAGES}
+    pages["CHANGELOG.md"] = with_news(pages["CHANGELOG.md"])
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         pages[f"notebooks/{path.name}"] = as_markdown(path)
         files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
@@ -112,6 +113,16 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         options = "{show_root_heading: false, show_root_toc_entry: false, heading_level: 3}"
         markdown += f"\n\n## Reference\n\n::: {module_of(name)}\n    options: {options}\n"
     return markdown
+
+
+def with_news(changelog: str) -> str:
+    """Return the changelog with the lines of changelog.d in front of its first version."""
+    paths = sorted(path for path in (ROOT / "changelog.d").glob("*.md") if path.name != "README.md")
+    if not paths:
+        return changelog
+    head, first, rest = changelog.partition("\n## ")
+    news = "\n".join(path.read_text().strip().replace("](../", "](") for path in paths)
+    return f"{head}\n## Since then\n\n{news}\n{first}{rest}"
 
 
 def module_of(method: str) -> str:

@@ -129,6 +129,31 @@ def test_a_marker_becomes_what_is_made_of_the_code(hooks: Any) -> None:
         page_of(hooks, "faq.md", "<!-- made: nothing -->")
 
 
+def test_lines_of_users_stand_in_front_of_the_changelog(
+    hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    log = "# Changelog\n\n## [0.1.0]\n\n- Old.\n"
+    assert hooks.with_news(log) == log
+    (tmp_path / "changelog.d").mkdir()
+    for name, text in {"README": "no line", "b": "- **B** ([page](../docs/b.md)).\n", "a": "- **A**.\n"}.items():
+        (tmp_path / f"changelog.d/{name}.md").write_text(text)
+    news = "## Since then\n\n- **A**.\n- **B** ([page](docs/b.md)).\n"
+    assert hooks.with_news(log) == log.replace("## [0.1.0]", f"{news}\n## [0.1.0]")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "changelog.d").glob("[!R]*.md")) or [None], ids=lambda path: path.stem if path else "none"
+)
+def test_a_line_of_the_changelog_is_one_bullet(path: Path | None) -> None:
+    if path is None:
+        pytest.skip("no change waits for a release")
+    text = path.read_text()
+    assert re.fullmatch(r"- .+(\n  .+)*\n", text)
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (path.parent / target).exists(), target
+
+
 def test_every_marker_has_its_page(hooks: Any) -> None:
     texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     found = [name for text in texts for name in hooks.MARKER.findall(text)]
