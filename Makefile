@@ -109,12 +109,19 @@ bench-cpu: setup ## measure speed on the CPU, then rewrite the pages (about thre
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --cases 2880:320 --resume $(BENCH_ARGS)
 	$(MAKE) --no-print-directory pages
 
+# Scripts of benchmarks/ that write a part of a page from their results, with --page.
+PAGES_OF := $(shell grep -rhoE 'begin \(benchmarks/[a-z_]+\.py --page\)' docs | sed 's/.*\/\(.*\)\.py.*/\1/' | sort -u)
+
 pages: ## write evidence, plots and the generated parts of README and pages from the results
 	$(BENCH_PYTHON) dev/evidence.py
 	$(BENCH_PYTHON) benchmarks/plots.py
-	$(BENCH_PYTHON) benchmarks/peers.py --page
-	$(BENCH_PYTHON) benchmarks/stacks.py --page
+	set -e; for script in $(PAGES_OF); do $(BENCH_PYTHON) benchmarks/$$script.py --page; done
+	$(BENCH_PYTHON) benchmarks/all_methods.py page
+	$(BENCH_PYTHON) benchmarks/papers_table.py page
+	$(BENCH_PYTHON) dev/guard.py
 	$(BENCH_PYTHON) dev/leaderboard_page.py
+	$(BENCH_PYTHON) dev/figure_sites.py
+	$(BENCH_PYTHON) dev/docs.py
 	$(BENCH_PYTHON) dev/readme.py
 
 # BENCH_ARGS=--tiny proves the code on a CPU.
@@ -164,7 +171,7 @@ distclean: clean ## remove the environments too
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@
 
-# The tools of the site read the code, they do not import it: no torch here.
+# The site describes methods without running any: the registry is imported, torch is not there (dev/mkdocs_hooks.py).
 .venv-docs/.setup-done: constraints-docs.txt
 	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed; name one: make docs PYTHON=..." >&2; exit 1; fi
 	@$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }

@@ -178,7 +178,10 @@ def page(check: Annotated[bool, typer.Option("--check", help="Exit with 1 where 
 
 def written(text: str) -> str:
     """Return the page with its generated part as it has to be."""
-    made = [tables.tasks(), tables.runs(), *tables.comparison(), tables.others(), tables.sources(), tables.left_out()]
+    made = [
+        *(tables.tasks(), tables.runs(), *tables.beside_published()),
+        *(tables.others(), tables.sources(), tables.left_out()),
+    ]
     heads = {2: f"## To compare\n\n{_READING}"}
     parts = []
     for place, one in enumerate(made):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of docs/methods, from the registry: the head of each method's page and the index; of
-docs/families.md, from the table of families; and of docs/add-a-method.md, the list of observables.
+"""Describe methods, observables and families in tables: for the site, which dev/mkdocs_hooks.py puts together, the
+head of each method's page, the index of methods and the list of observables; and in docs/families.md the families.
 
-python dev/docs.py            # rewrite heads, index and families; a page that lacks a head gets one below its title
-python dev/docs.py --check    # exit with 1 where a page is not what this would write (the test suite checks the same)
+python dev/docs.py            # rewrite the table of families
+python dev/docs.py --check    # exit with 1 where it is not what this would write (the test suite checks the same)
 
-A page is `docs/methods/<name>.md`: a title, the head, and text written by hand, which is never touched.
+A method's page is `docs/methods/<name>.md`: a title, and text written by hand. No torch is needed here.
 """
 
 from __future__ import annotations
@@ -86,19 +86,24 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def page(name: str, text: str) -> str:
-    """Return a page with its head as it has to be."""
-    made = f"<!-- head:begin (dev/docs.py) -->\n\n{head(name)}\n\n<!-- head:end -->"
-    block = re.compile(r"<!-- head:begin[^\n]*-->.*?<!-- head:end -->", re.DOTALL)
-    if block.search(text):
-        return block.sub(lambda _: made, text, count=1)
-    title, _, rest = text.partition("\n") if text.startswith("# ") else (f"# {name}", "", text)
-    return f"{title}\n\n{made}\n\n{rest.lstrip()}"
+def pages() -> list[Path]:
+    """Return the pages of methods, in order of their names."""
+    return sorted(path for path in FOLDER.glob("*.md") if path.stem != "README")
+
+
+def with_head(name: str, text: str) -> str:
+    """Return the text of a page with the head of its method below its title."""
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\n{head(name)}\n\n{rest.lstrip()}"
 
 
 def index() -> str:
-    """The table of all methods, in the order in which data meets them."""
-    lines = ["| method | acts | query-aware | prefix-cache-safe | merges | what it does | source |", "|---" * 7 + "|"]
+    """Return the figure and the table of all methods, in the order in which data meets them."""
+    lines = ["![Each method at its site](../images/sites-methods.svg)", ""]
+    lines += [
+        "| method | acts | query-aware | prefix-cache-safe | merges | what it does | source |",
+        "|---" * 7 + "|",
+    ]
     infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
     for info in sorted(infos, key=lambda info: (info.site.order, info.name)):
         summary = cell(info.summary.split(". ")[0].rstrip("."))
@@ -137,20 +142,9 @@ def families() -> str:
 
 
 def written() -> dict[Path, str]:
-    """Return every file that is generated in part, as it has to be; a page that is not there is empty."""
-    files = {}
-    for name in tokenprune.available_methods():
-        path = FOLDER / f"{name}.md"
-        files[path] = page(name, path.read_text() if path.exists() else "")
-    parts = (
-        (FOLDER / "README.md", "index", index()),
-        (FAMILIES, "families", families()),
-        (FAMILIES.parent / "add-a-method.md", "observables", observables()),
-    )
-    for path, part, table in parts:
-        block = re.compile(rf"(<!-- {part}:begin[^\n]*-->\n).*?(<!-- {part}:end -->)", re.DOTALL)
-        files[path] = block.sub(lambda match, table=table: f"{match[1]}\n{table}\n\n{match[2]}", path.read_text())
-    return files
+    """Return every file that is generated in part, as it has to be."""
+    block = re.compile(r"(<!-- families:begin[^\n]*-->\n).*?(<!-- families:end -->)", re.DOTALL)
+    return {FAMILIES: block.sub(lambda match: f"{match[1]}\n{families()}\n\n{match[2]}", FAMILIES.read_text())}
 
 
 def main() -> None:

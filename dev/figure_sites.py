@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw docs/images/sites.svg, the six sites where a method may act, with the methods that the registry has for each,
-and sites-short.svg, with their number.
+"""Draw docs/images/sites.svg, the six sites where a method may act. The documentation's site shows it with the methods
+of each too (dev/mkdocs_hooks.py).
 
 python dev/figure_sites.py            # draw it
-python dev/figure_sites.py --check    # exit with 1 if a file is not what this would draw
+python dev/figure_sites.py --check    # exit with 1 if the file is not what this would draw
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import tokenprune
 from tokenprune.base import Site
 
 FIGURE = Path(__file__).parent.parent / "docs/images/sites.svg"
-SHORT = FIGURE.with_name("sites-short.svg")  # counts methods in place of naming them
 # Of each site: what changes there, in three lines.
 CHANGES = {
     Site.PRE_ENCODER: ("the image itself:", "fewer pixels,", "fewer views"),
@@ -155,15 +154,16 @@ def lines_of(names: list[str], width: float, size: float) -> list[str]:
     return lines
 
 
-def figure(names: bool = True) -> str:
-    """Return the figure as SVG text. names: name the methods of each site, or else count them."""
-    infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
+def figure(names: bool = False) -> str:
+    """Return the figure as SVG text. names: with the methods of each site."""
     size = 16
-    methods = {site: lines_of([info.name for info in infos if info.site == site], COLUMN - 24, size) for site in Site}
-    if not names:
-        counted = {site: sum(info.site == site for info in infos) for site in Site}
-        methods = {site: [f"{n} method{'' if n == 1 else 's'}"] for site, n in counted.items()}
-    card = 120 + 23 * max(len(lines) for lines in methods.values())
+    methods: dict[Site, list[str]] = {site: [] for site in Site}
+    if names:
+        infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
+        methods = {
+            site: lines_of([info.name for info in infos if info.site == site], COLUMN - 24, size) for site in Site
+        }
+    card = 120 + 23 * max(map(len, methods.values()))
     legend = CARD + card + 30
     parts = []
     for column, columns, title in STAGES:
@@ -204,21 +204,14 @@ def figure(names: bool = True) -> str:
     )
 
 
-def figures() -> dict[Path, str]:
-    """Return each figure that is committed, as it has to be."""
-    return {FIGURE: figure(), SHORT: figure(names=False)}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the figure is out of date")
-    check = parser.parse_args().check
-    stale = [path for path, made in figures().items() if not path.exists() or path.read_text() != made]
-    if check and stale:
-        print(f"{stale[0].name} is out of date: run python dev/figure_sites.py", file=sys.stderr)
+    if not parser.parse_args().check:
+        FIGURE.write_text(figure())
+    elif FIGURE.read_text() != figure():
+        print(f"{FIGURE.name} is out of date: run python dev/figure_sites.py", file=sys.stderr)
         return 1
-    for path in stale:
-        path.write_text(figures()[path])
     return 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of README.md, from the registry and the committed raw files; dev/readme.py writes them."""
+"""The generated parts of README.md, from the committed raw files; dev/readme.py writes them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import rows  # noqa: E402
 import which_method  # noqa: E402
-
-import tokenprune  # noqa: E402
-from tokenprune import Site  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 
@@ -99,13 +96,3 @@ def choice() -> str:
         "[your questions](docs/tune.md)."
     )
     return f"{which_method.table(up='')}\n\n{default}"
-
-
-def methods() -> str:
-    """The names of all methods, by the place where they act."""
-    infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
-    places = []
-    for site in Site:
-        names = [f"[`{info.name}`](docs/methods/{info.name}.md)" for info in infos if info.site is site]
-        places.append(f"{site.words} {', '.join(names)}")
-    return f"{len(infos)} [methods](docs/methods/README.md): " + "; ".join(places) + "."

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write "The house in numbers" of docs/architecture.md: files, lines and imports of each folder of the library, at an
-earlier commit and now; print what no layout should have.
+"""Count files, lines and imports of each folder of the three distributions, and find what no layout should have.
 
-python dev/house.py                    # rewrite the table, and print circles and imports that point upward
-python dev/house.py --check            # change nothing; exit with 1 if the table is out of date
-python dev/house.py --before COMMIT    # take the numbers of "before" from that commit (dev/house_before.json)
+python dev/house.py                # print the table, circles, imports that point upward, and the size of the engine
+python dev/house.py --root DIR     # the same of another checkout
 
-An import counts wherever it stands in a file, but under `if TYPE_CHECKING`, which never runs. A circle is a set of
-files (or folders) each of which reaches the others by imports; files that lie in `tokenprune/` itself, or beside the
+The site shows the table in docs/architecture.md (dev/mkdocs_hooks.py). Nothing is imported: imports are read from the
+code, wherever they stand in a file, but under `if TYPE_CHECKING`, which never runs. A circle is a set of files (or
+folders) each of which reaches the others by imports; files that lie in a distribution's own folder, or beside the
 folders that a contract of `[tool.importlinter]` in pyproject.toml names, count as folders of their own there. Upward is
 against the layers of these contracts. Code is lines without blanks, comments and docstrings.
 """
@@ -17,47 +16,65 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
-import subprocess
 import sys
-import tarfile
-import tempfile
 import tokenize
 import tomllib
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import grimp
-import networkx
-
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/architecture.md"
-BEFORE = Path(__file__).with_name("house_before.json")
-BEGIN, END = "<!-- house:begin (dev/house.py) -->", "<!-- house:end -->"
-PACKAGE = "tokenprune"
+# The package of each distribution, and the folder of the repository in which it lies.
+PACKAGES = {"tokenprune": ".", "tokenprune_bench": "bench", "tokenprune_demo": "demo"}
 # The engine proper: what prunes a decoder, whatever the method and the family.
 ENGINE = [f"tokenprune/integrations/hf/{room}" for room in ("decoder", "forward", "sequence", "cache", "attention")]
 Imports = set[tuple[str, str]]
 
 
-def imports_of(root: Path, package: str = PACKAGE) -> Imports:
-    """Return the imports between the modules of the package that lies in `root`: (importer, imported)."""
-    sys.path.insert(0, str(root))
-    try:
-        graph = grimp.build_graph(package, cache_dir=None, exclude_type_checking_imports=True)
-    finally:
-        sys.path.remove(str(root))
-    return {(one, other) for one in graph.modules for other in graph.find_modules_directly_imported_by(one)}
+def packages_of(root: Path) -> dict[str, Path]:
+    """Return the packages of a checkout, each with the folder in which it lies; of an older one those that it has."""
+    found = {package: root / folder for package, folder in PACKAGES.items()}
+    return {package: folder for package, folder in found.items() if (folder / package).is_dir()}
 
 
-def files_of(root: Path, package: str = PACKAGE) -> dict[str, Path]:
-    """Return the file of each module of the package that lies in `root`."""
+def files_of(packages: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the file of each module of some packages, which lie in the folders given."""
     files = {}
-    for path in sorted((root / package).rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for package, folder in packages.items():
+        for path in sorted((folder / package).rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return files
+
+
+def imports_of(files: Mapping[str, Path], for_types: bool = False) -> Imports:
+    """Return the imports between modules: (importer, imported). for_types: those under TYPE_CHECKING too."""
+    found = set()
+    for module, path in files.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for name in _imported(ast.parse(path.read_text()), package, for_types):
+            while name and name not in files:
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                found.add((module, name))
+    return found
+
+
+def _imported(node: ast.AST, package: str, for_types: bool) -> Iterator[str]:
+    """Yield what a part of a file imports: modules, or names in them."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        around = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        base = ".".join([*around, *([node.module] if node.module else [])])
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.If) and not for_types and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        for part in node.orelse:
+            yield from _imported(part, package, for_types)
+    else:
+        for part in ast.iter_child_nodes(node):
+            yield from _imported(part, package, for_types)
 
 
 def code_lines(text: str) -> int:
@@ -72,14 +89,17 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
-def measure(root: Path, package: str = PACKAGE, open_folders: Collection[str] = ()) -> dict[str, Any]:
-    """Return the numbers of the package that lies in `root`: of each folder its files, its lines, and its imports
-    (within it, out of it, into it), and the circles.
+def measure(packages: Mapping[str, Path], open_folders: Collection[str] = ()) -> dict[str, Any]:
+    """Return the numbers of some packages: of each folder its files, its lines, and its imports (within it, out of it,
+    into it), and the circles.
 
-    open_folders: as modules; files in them count as folders of their own in circles, as those of the package itself.
+    open_folders: as modules; files in them count as folders of their own in circles, as those of a package itself.
     """
-    files, imports = files_of(root, package), imports_of(root, package)
-    folder = {module: path.parent.relative_to(root).as_posix() for module, path in files.items()}
+    files = files_of(packages)
+    imports = imports_of(files)
+    folder = {}
+    for module, path in files.items():
+        folder[module] = path.parent.relative_to(packages[module.partition(".")[0]]).as_posix()
     folders = {one: dict(files=0, lines=0, within=0, out=0, into=0) for one in sorted(set(folder.values()))}
     for module, path in files.items():
         folders[folder[module]]["files"] += 1
@@ -90,16 +110,35 @@ def measure(root: Path, package: str = PACKAGE, open_folders: Collection[str] = 
         else:
             folders[folder[one]]["out"] += 1
             folders[folder[other]]["into"] += 1
-    in_the_open = {name.replace(".", "/") for name in (package, *open_folders)}
+    in_the_open = {name.replace(".", "/") for name in (*packages, *open_folders)}
     room = {module: module if at in in_the_open else at for module, at in folder.items()}
     rooms = {(room[one], room[other]) for one, other in imports if room[one] != room[other]}
-    return {"folders": folders, "circles of files": circles(imports), "circles of folders": circles(rooms)}
+    return {
+        "folders": folders,
+        "circles of files": circles(imports),
+        "circles of files, types counted": circles(imports_of(files, for_types=True)),
+        "circles of folders": circles(rooms),
+    }
 
 
 def circles(imports: Iterable[tuple[str, str]]) -> list[list[str]]:
     """Return the sets of names that reach each other, the largest first."""
-    found = networkx.strongly_connected_components(networkx.DiGraph(imports))
-    return sorted((sorted(one) for one in found if len(one) > 1), key=lambda one: (-len(one), one))
+    direct = defaultdict(set)
+    for one, other in imports:
+        direct[one].add(other)
+    reached = {}
+    for one in list(direct):
+        reached[one], ahead = set(), [one]
+        while ahead:
+            new = direct.get(ahead.pop(), set()) - reached[one]
+            reached[one] |= new
+            ahead += new
+    found = {
+        tuple(sorted(other for other in there if one in reached.get(other, ())))
+        for one, there in reached.items()
+        if one in there
+    }
+    return sorted((list(one) for one in found if len(one) > 1), key=lambda one: (-len(one), one))
 
 
 def upward(imports: Imports, contracts: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -138,38 +177,36 @@ def layer_of(module: str, place: dict[str, tuple[int, str, bool]]) -> tuple[int,
     return None
 
 
-def at_commit(commit: str) -> dict[str, Any]:
-    """Return the numbers of the library as it was at `commit`."""
-    packed = subprocess.run(
-        ["git", "archive", commit, PACKAGE], cwd=ROOT, capture_output=True, check=True
-    ).stdout  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            archive.extractall(folder, filter="data")
-        return {"commit": commit} | measure(Path(folder))
-
-
-def table(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the table of two measurements, and a note; a folder that one of them lacks has a dash there."""
+def table(now: Mapping[str, Any]) -> str:
+    """Return the table of a measurement, a sum for each package, and a note."""
     keys = ("files", "lines", "within", "out", "into")
     lines = ["| folder | files | lines | imports within | imports out | imports in |", "|---|---|---|---|---|---|"]
-    for name in sorted({*before["folders"], *now["folders"]}):
-        cells = [[one["folders"].get(name, {}).get(key, "–") for one in (before, now)] for key in keys]
-        lines.append(f"| `{name}` | " + " | ".join(f"{old} → {new}" for old, new in cells) + " |")
-    sums = [[sum(row[key] for row in one["folders"].values()) for one in (before, now)] for key in keys]
-    lines.append("| all | " + " | ".join(f"{old} → {new}" for old, new in sums) + " |")
-    circles = [
-        f"{kind}: {' → '.join(in_words(one[f'circles of {kind}']) for one in (before, now))}"
-        for kind in ("files", "folders")
-    ]
+    for package in sorted({name.partition("/")[0] for name in now["folders"]}):
+        own = {name: one for name, one in now["folders"].items() if name.partition("/")[0] == package}
+        lines += [_row(f"`{name}`", [one[key] for key in keys]) for name, one in own.items()]
+        sums = [sum(one[key] for one in own.values()) for key in keys]
+        lines.append(_row(f"**all of {package}**", [f"**{one}**" for one in sums]))
     note = (
-        f"Before → now; before is commit {before['commit']}. An import is a pair of files, one of which imports the "
-        "other at run time; *out* leads into another folder, *in* comes from one. Circles of "
-        + "; of ".join(circles)
-        + "."
+        "An import is a pair of files, one of which imports the other at run time; *out* leads into another folder, "
+        f"*in* comes from one. Circles of files: {in_words(now['circles of files'])}, with the imports of type "
+        f"checkers {in_words(now['circles of files, types counted'])}; of folders: "
+        f"{in_words(now['circles of folders'])}."
     )
-    source = "By `python dev/house.py`; raw data: [dev/house_before.json](../dev/house_before.json) and the code."
-    return "\n\n".join(["\n".join(lines), note, source])
+    return "\n\n".join(["\n".join(lines), note])
+
+
+def _row(name: str, cells: Iterable[object]) -> str:
+    return f"| {' | '.join([name, *map(str, cells)])} |"
+
+
+def in_numbers(root: Path = ROOT) -> dict[str, Any]:
+    """Return the numbers of a checkout."""
+    return measure(packages_of(root), [name for one in contracts(root) for name in one.get("containers", ())])
+
+
+def contracts(root: Path = ROOT) -> list[dict[str, Any]]:
+    """Return the contracts of import-linter of a checkout."""
+    return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
 def in_words(found: list[list[str]]) -> str:
@@ -178,32 +215,22 @@ def in_words(found: list[list[str]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the table is out of date")
-    parser.add_argument("--before", metavar="COMMIT", help="take the left columns from this commit")
-    options = parser.parse_args()
-    if options.before:
-        BEFORE.write_text(json.dumps(at_commit(options.before), indent=1) + "\n")
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    now = measure(ROOT, open_folders=[name for one in contracts for name in one.get("containers", ())])
-    text = PAGE.read_text()
-    head, _, rest = text.partition(BEGIN)
-    made = f"{head}{BEGIN}\n\n{table(json.loads(BEFORE.read_text()), now)}\n\n{END}{rest.partition(END)[2]}"
-    if options.check:
-        if made != text:
-            print("docs/architecture.md is out of date: run python dev/house.py", file=sys.stderr)
-        return int(made != text)
-    PAGE.write_text(made)
-    for name in ("circles of files", "circles of folders"):
-        print(f"{name}: {len(now[name])}")
-        for one in now[name]:
-            print("  " + ", ".join(one))
-    against = upward(imports_of(ROOT), contracts)
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="a checkout (default: this one)")
+    root = parser.parse_args().root
+    now = in_numbers(root)
+    print(table(now))
+    for name, found in now.items():
+        if name.startswith("circles"):
+            print(f"{name}: {len(found)}")
+            for one in found:
+                print("  " + ", ".join(one))
+    against = upward(imports_of(files_of(packages_of(root))), contracts(root))
     print(f"imports upward: {len(against)}")
     for one, other in against:
         print(f"  {one} -> {other}")
     total = [0, 0]
     for folder in ENGINE:
-        texts = [path.read_text() for path in sorted((ROOT / folder).glob("*.py"))]
+        texts = [path.read_text() for path in sorted((root / folder).glob("*.py"))]
         counts = sum(len(text.splitlines()) for text in texts), sum(map(code_lines, texts))
         total = [one + more for one, more in zip(total, counts, strict=True)]
         print(f"{folder}: {counts[0]} lines, {counts[1]} of code")

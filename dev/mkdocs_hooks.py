@@ -3,20 +3,46 @@
 
 README, changelog and notebooks are pages too, and are written once, where readers of the repository look for them.
 Links are those of the repository; here they are turned into links of the site. Other files that pages link to, such as
-the raw data of the benchmarks, go into the site under files/. Below every method's page stands its docstring.
+the raw data of the benchmarks, go into the site under files/.
+
+What follows from the code is made here and is in no file: `<!-- made: NAME -->` becomes the table of that name
+(`MADE`), a method's page gets its head below the title and its docstring at the end, and `methods/*.md` in the
+navigation becomes every such page. So two changes that each add a method touch no line in common.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "dev")]
+
+
+class _Absent(ModuleType):
+    """A module that can be imported, and nothing else: methods are described without running any."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the site is built without {self.__name__}, and {self.__name__}.{name} is read on import")
+
+
+if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
+    sys.modules["torch"] = _Absent("torch")
+
+import figure_sites  # noqa: E402
+import house  # noqa: E402
+
+import docs  # noqa: E402
+
 PAGES = {
     "README.md": "on-one-page.md",
     "CHANGELOG.md": "changelog.md",
@@ -26,12 +52,38 @@ PAGES = {
     "training/README.md": "training.md",
     "training/qwen/README.md": "training-qwen.md",
 }
+MADE: dict[str, Callable[[], str]] = {
+    "index": docs.index,
+    "observables": docs.observables,
+    "house": lambda: house.table(house.in_numbers()),
+}
+MARKER = re.compile(r"^<!-- made: ([\w-]+) -->$", re.MULTILINE)
+ALL_METHODS = "methods/*.md"
+FIGURE = "images/sites-methods.svg"  # of the index of methods
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:)([^)#\s]+)")
 
 
+def on_config(config: Any) -> Any:
+    """Put every page of a method into the navigation."""
+    config["nav"] = _with_methods(config["nav"])
+    return config
+
+
+def _with_methods(entry: Any) -> Any:
+    if isinstance(entry, dict):
+        return {title: _with_methods(part) for title, part in entry.items()}
+    if isinstance(entry, list):
+        pages = [{path.stem: f"methods/{path.name}"} for path in docs.pages()]
+        return [one for part in entry for one in (pages if part == ALL_METHODS else [_with_methods(part)])]
+    return entry
+
+
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add the pages that lie outside docs/, then every other file of the repository that a page links to."""
+    """Add the pages that lie outside docs/ and the figure of all methods, then every other file of the repository that
+    a page links to."""
+    files.append(File.generated(config, FIGURE, content=figure_sites.figure(names=True)))
     pages = {source: (ROOT / source).read_text() for source in PAGES}
+    pages["CHANGELOG.md"] = with_news(pages["CHANGELOG.md"])
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         pages[f"notebooks/{path.name}"] = as_markdown(path)
         files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
@@ -46,17 +98,31 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Turn links of the repository into links of the site."""
+    """Put in what is made here, and turn links of the repository into links of the site."""
     uri = page.file.src_uri
+    name = PurePosixPath(uri).stem if uri.startswith("methods/") and not uri.endswith("/README.md") else None
+    markdown = MARKER.sub(lambda match: MADE[match[1]](), markdown)
+    if name:
+        markdown = docs.with_head(name, markdown)
     targets = links(source_of(uri), markdown)
     folder = PurePosixPath(uri).parent
     markdown = LINK.sub(
         lambda match: os.path.relpath(uri_of(targets[match[1]]), folder) if match[1] in targets else match[1], markdown
     )
-    if uri.startswith("methods/") and (name := PurePosixPath(uri).stem) != "README":
+    if name:
         options = "{show_root_heading: false, show_root_toc_entry: false, heading_level: 3}"
         markdown += f"\n\n## Reference\n\n::: {module_of(name)}\n    options: {options}\n"
     return markdown
+
+
+def with_news(changelog: str) -> str:
+    """Return the changelog with the lines of changelog.d in front of its first version."""
+    paths = sorted(path for path in (ROOT / "changelog.d").glob("*.md") if path.name != "README.md")
+    if not paths:
+        return changelog
+    head, first, rest = changelog.partition("\n## ")
+    news = "\n".join(path.read_text().strip().replace("](../", "](") for path in paths)
+    return f"{head}\n## Since then\n\n{news}\n{first}{rest}"
 
 
 def module_of(method: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of README.md and docs: lists from the registry, numbers from the committed raw files.
+"""Write the generated parts of README.md and docs: numbers from the committed raw files.
 
 python dev/readme.py            # rewrite the pages and docs/images/bench.png
 python dev/readme.py --check    # exit with 1 where a page is not what this would write
@@ -157,11 +157,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    stale = [path for path, text in generated().items() if path.read_text() != text]
+    stale = {path: text for path, text in generated().items() if path.read_text() != text}
     if args.check:
         sys.exit(bool(stale))
-    for path in stale:
-        path.write_text(generated()[path])
+    for path, text in stale.items():
+        path.write_text(text)
     (ROOT / "docs/images/bench.png").write_bytes(accuracy_pages.plot())
 
 
@@ -186,7 +186,6 @@ PAGES = {
         "problem": front_page.problem,
         "printed": front_page.printed,
         "choice": front_page.choice,
-        "methods": front_page.methods,
     },
     "docs/guide/which-method.md": which_method.PARTS,
     "docs/serving.md": serving_page.PARTS,

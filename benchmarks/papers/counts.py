@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from papers.published import BUDGETS
-from papers.settings import average, cuts_of, in_words, settings
+from papers.settings import average, cuts_of, in_words
 from papers.tables import Table
 
 import tokenprune
-from tokenprune import Budget, Site
+from tokenprune import Budget
 
 _OUTPUT = "what each cut layer hands on: the layer itself sees what reaches it"
 _SCHEDULE = "no number: the schedule that ships with it"
@@ -77,19 +77,6 @@ COUNTS = (
 )  # fmt: skip
 
 
-def at_the_entry() -> list[str]:
-    """The methods that keep as many tokens as they say from the decoder's entry on."""
-    found = [one.method for one in settings() if one.means == "input" and one.tokens == str(one.budget)]
-    return sorted(name for name in set(found) if found.count(name) == len(BUDGETS))
-
-
-def on_average() -> list[str]:
-    """The other methods that a setting of ours brings to an average of 192, 128 or 64 tokens over the layers."""
-    inside = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
-    known = {one.method for one in settings() if one.means == "average"}
-    return sorted(name for name in known if tokenprune.method_info(name).site in inside)
-
-
 def table() -> Table:
     """Return what each number comes to."""
     lines = []
@@ -102,12 +89,11 @@ def table() -> Table:
         "method", "its authors say", "which counts", "tokens in their code", "averaged over layers",
         "here, at that average",
     ]  # fmt: skip
-    entry, inside = (", ".join(f"`{name}`" for name in names) for names in (at_the_entry(), on_average()))
     about = (
         "For LLaVA-1.5-7B, with 576 visual tokens and 32 layers. The fourth column is typed in from the authors' code, "
         "with the tokens that a cut keeps beside those that it is asked for; the last two are computed by the library. "
-        f'Where all tokens leave before the decoder (here {entry}), "64" is 64 in every layer. Of {inside} the budget '
-        "here is the average, whatever their authors call it. Code that counts what each cut layer hands on says less "
+        'Where all tokens leave before the decoder, "64" is 64 in every layer. Of all other methods the budget here is '
+        "the average, whatever their authors call it. Code that counts what each cut layer hands on says less "
         "than its layers process: so does that of `autoprune`, by (576 - last count) / 32, which is 12 to 18 tokens; "
         "its lists are made anew for each image."
     )

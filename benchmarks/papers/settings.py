@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from papers.published import BUDGETS, UNPATCHED
 from papers.sets import TASK_FOLDER
 
 import tokenprune
-from tokenprune import Budget, Site
+from tokenprune import Budget, ImageChooser, ResizeMethod, Site, UnitDropper
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.registry import compares_frames
@@ -23,19 +23,39 @@ from tokenprune.view.registry import compares_frames
 PRETRAINED = "llava-hf/llava-1.5-7b-hf"
 PATCHES = 576
 SHAPE = DecoderShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128)
+# What a method may be of which no run stands in the table, by what it says of itself, and why.
+UNFIT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("methods for videos", compares_frames, "compares the frames of videos; here are images"),
+    ("patterns of attention", lambda one: one.site is Site.ATTENTION, "removes no tokens"),
+    (
+        "choices between images",
+        lambda one: isinstance(one, ImageChooser),
+        "chooses between the images of a prompt; here every prompt has one",
+    ),
+    (
+        "sizes by content",
+        lambda one: isinstance(one, ResizeMethod) and one.by_content,
+        "gives each image a number by its content: what 192 on average takes is not known before the run",
+    ),
+    (
+        "units of patches dropped ahead of the tower",
+        lambda one: isinstance(one, UnitDropper),
+        "acts on towers that pack patches of any grid, and LLaVA-1.5 has a fixed one",
+    ),
+    (
+        "images withdrawn",
+        lambda one: one.least == 0,
+        "may withdraw all tokens at a layer: what 192 takes is not known before the run, or is met by whole layers",
+    ),
+)
+OUR_OWN = "tokenprune.methods."
 LEFT_OUT = {
-    "pevlm": "removes no tokens, and acts on video alone",
-    "view_select": "chooses between the images of a prompt; here every prompt has one",
-    "pixelprune": "acts on towers that pack patches of any grid, and LLaVA-1.5 has a fixed one",
-    "visipruner": "keeps what its own layers decide, up to `keep`: what 192 takes is not known before the run",
-    "vtw": "withdraws all tokens at a layer: a budget is met by whole layers, from below",
-    "ivc_prune": "counts what stays at its cut; the layers before it keep all, and only its authors' code evicts them",
-    "dynres": "gives each image a number by its content: what 192 on average takes is not known before the run",
+    "ivc_prune": "counts what stays at its cut; the layers before it keep all, and only its authors' code evicts them"
 }
 LEFT_OUT |= {
-    name: "compares the frames of videos; here are images"
+    name: reasons[0]
     for name in tokenprune.available_methods()
-    if compares_frames(tokenprune.method(name))
+    if (reasons := [why for _, is_so, why in UNFIT if is_so(tokenprune.method(name))])
 }
 # As its paper has it: merged in the tower, unmerged in the decoder's attention.
 _OPTIONS = {"dymu": {"vtu": "expanded"}}
@@ -87,9 +107,7 @@ class Setting:
 def settings() -> tuple[Setting, ...]:
     """Return all settings: unpatched, then our methods in the order in which data meets them."""
     ours = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
-    ours = [
-        info for info in ours if info.cls.__module__.startswith("tokenprune.methods.") and info.name not in LEFT_OUT
-    ]
+    ours = [info for info in ours if info.cls.__module__.startswith(OUR_OWN) and info.name not in LEFT_OUT]
     found = [Setting(UNPATCHED)]
     for info in sorted(ours, key=lambda info: info.site.order):
         for budget in BUDGETS:

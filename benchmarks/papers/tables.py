@@ -12,7 +12,7 @@ from statistics import fmean
 from papers.outcomes import Measured
 from papers.published import BUDGETS, UNPATCHED, Published, Row, published
 from papers.sets import SETS
-from papers.settings import LEFT_OUT, Setting, settings
+from papers.settings import UNFIT, Setting, settings
 
 MARK = 1.0  # points: a larger difference is marked
 _EMPTY = ""
@@ -33,11 +33,19 @@ class Table:
 def comparison(measured: Mapping[str, Measured] | None = None) -> list[Table]:
     """Return all tables with a place for the reader's numbers, filled in where `measured` (setting -> benchmark ->
     number) has them."""
-    measured, data = measured or {}, published()
-    ours = list(dict.fromkeys(one.method for one in settings()))
-    with_numbers = [name for name in ours if data.of(name)]
-    tables = [_beside(data, name, measured) for name in with_numbers]
-    return [*tables, _alone([name for name in ours if name not in with_numbers], measured)]
+    measured = measured or {}
+    published_ones = _with_published_numbers()
+    others = list(dict.fromkeys(one.method for one in settings() if one.method not in published_ones))
+    return [*beside_published(measured), _alone(others, measured)]
+
+
+def beside_published(measured: Mapping[str, Measured] | None = None) -> list[Table]:
+    """Return the tables of the methods of which papers print numbers."""
+    return [_beside(published(), name, measured or {}) for name in _with_published_numbers()]
+
+
+def _with_published_numbers() -> list[str]:
+    return [name for name in dict.fromkeys(one.method for one in settings()) if published().of(name)]
 
 
 def _beside(data: Published, method: str, measured: Mapping[str, Measured]) -> Table:
@@ -172,12 +180,13 @@ def others() -> Table:
 
 
 def runs() -> Table:
-    """What each setting keeps."""
-    lines = []
-    for one in settings():
+    """What each setting of a method with published numbers keeps."""
+    lines, shown = [], _with_published_numbers()
+    for one in (one for one in settings() if one.method in shown):
         given = " ".join(f"`{name}={value}`" for name, value in one.given.items())
         lines.append([f"`{one.name}`", given, one.tokens, f"{one.average:.1f}"])
-    return Table("Settings", ["setting", "arguments", "visual tokens", "averaged over layers"], lines)
+    about = "Of methods without published numbers `python benchmarks/papers_table.py commands` prints them."
+    return Table("Settings", ["setting", "arguments", "visual tokens", "averaged over layers"], lines, about)
 
 
 def tasks() -> Table:
@@ -200,7 +209,7 @@ def sources() -> Table:
 
 def left_out() -> Table:
     """Methods and numbers that are not in the tables, and why."""
-    lines = [[f"`{name}`", why] for name, why in LEFT_OUT.items()] + [list(one) for one in published().left_out]
+    lines = [[what, why] for what, _, why in UNFIT] + [list(one) for one in published().left_out]
     return Table("Left out", ["what", "why"], lines)
 
 

@@ -190,10 +190,19 @@ def test_what_papers_count_comes_to_what_their_layers_see(papers: Any) -> None:
         assert papers.settings.average(ours) == pytest.approx(one.average, abs=0.5), one
 
 
-def test_every_method_of_the_papers_table_is_counted_or_named(papers: Any) -> None:
-    counts = papers.counts
-    known = {*counts.at_the_entry(), *counts.on_average(), "unpatched", "downsample", "dymu"}
-    assert {one.method for one in papers.settings.settings()} == known
+def test_the_pages_name_no_method_without_published_numbers(papers: Any) -> None:
+    """A method that is added changes neither page: what has no numbers of papers is in the tables of a run alone."""
+    data = papers.published.published()
+    absent = {one.method for one in papers.settings.settings() if not data.of(one.method)}
+    assert absent and "random" in absent
+    text = papers.script.written(papers.script.PAGE.read_text())
+    assert not [name for name in absent if f"method={name}`" in text or f"### {name}\n" in text]
+    everything = "\n".join(papers.tables.to_markdown(one) for one in papers.tables.comparison())
+    assert all(f"| `{name}` | 64 |" in everything for name in absent if f"{name}-64" in _names(papers))
+
+
+def _names(papers: Any) -> set[str]:
+    return {one.name for one in papers.settings.settings()}
 
 
 def test_errors_are_ours(papers: Any) -> None:

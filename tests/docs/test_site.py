@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -45,10 +46,21 @@ def pages(entry: Any) -> Iterator[str]:
             yield from pages(part)
 
 
-def test_every_page_and_notebook_is_in_the_navigation() -> None:
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """dev/mkdocs_hooks.py. (mkdocs itself is not in this environment.)"""
+    monkeypatch.setitem(sys.modules, "mkdocs", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "mkdocs.structure", types.SimpleNamespace())
+    files = types.SimpleNamespace(File=object, Files=object)
+    monkeypatch.setitem(sys.modules, "mkdocs.structure.files", files)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tool("mkdocs_hooks")
+
+
+def test_every_page_and_notebook_is_in_the_navigation(hooks: Any) -> None:
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     notebooks = {f"notebooks/{path.stem}.md" for path in NOTEBOOKS}
-    listed = list(pages(SITE["nav"]))
+    listed = list(pages(hooks.on_config({"nav": SITE["nav"]})["nav"]))
     assert set(listed) == written | notebooks | FROM_ELSEWHERE
     assert len(listed) == len(set(listed))
 
@@ -61,8 +73,10 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     text = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
-    documented = re.findall(r"^::: (tokenprune\.\S+)$", text, re.MULTILINE)
-    public = {f"tokenprune.{name}" for name in tokenprune.__all__ if name != "__version__"}
+    documented = re.findall(r"^::: (tokenprune\S+)$", text, re.MULTILINE)
+    homes = {name: tokenprune._HOME_OF[name] for name in tokenprune.__all__ if name != "__version__"}
+    core = "tokenprune"  # what another distribution has stands there under its own name
+    public = {f"{core if home.partition('.')[0] == core else home}.{name}" for name, home in homes.items()}
     assert public <= set(documented)
     assert len(documented) == len(set(documented))
 
@@ -88,15 +102,72 @@ def test_notebooks_are_committed_bare(path: Path) -> None:
         assert (path.parent / target).exists(), target
 
 
-def test_a_method_page_ends_with_the_docstring_of_the_method(monkeypatch) -> None:
-    """The hook finds the module by its name, in whatever folder it lies. (mkdocs itself is not in this environment.)"""
-    files = types.SimpleNamespace(File=object, Files=object)
-    monkeypatch.setitem(sys.modules, "mkdocs", types.SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "mkdocs.structure", types.SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "mkdocs.structure.files", files)
-    hooks = tool("mkdocs_hooks")
+def page_of(hooks: Any, uri: str, text: str) -> str:
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=uri))
+    return hooks.on_page_markdown(text, page=page, config={}, files=None)
+
+
+def test_a_method_page_has_head_and_docstring_of_its_method(hooks: Any) -> None:
+    """The hook finds the module by its name, in whatever folder it lies."""
     for name in tokenprune.available_methods():
         assert hooks.module_of(name) == tokenprune.method_info(name).cls.__module__
+    made = page_of(hooks, "methods/dart.md", "# DART, a method\n\nText of ours.\n")
+    parts = ("# DART, a method\n", "| source | arXiv", "| `pivot_image` | `4` | an int >= 1 | how many pivots")
+    parts += ("Text of ours.", "## Reference", "::: tokenprune.methods.in_llm.dart")
+    places = [made.index(part) for part in parts]
+    assert places == sorted(places) and made.count("| `exact` |") == 1
+
+
+def test_a_marker_becomes_what_is_made_of_the_code(hooks: Any) -> None:
+    made = page_of(hooks, "methods/README.md", (ROOT / "docs/methods/README.md").read_text())
+    assert all(made.count(f"| [`{name}`]({name}.md) |") == 1 for name in tokenprune.available_methods())
+    made = page_of(hooks, "add-a-method.md", (ROOT / "docs/add-a-method.md").read_text())
+    seen = set(tokenprune.available_observables()) - {"hidden", "normed"}
+    assert all(made.count(f"\n| `{name}` |") == 1 for name in seen)
+    assert "| **all of tokenprune** |" in page_of(hooks, "architecture.md", "# A\n\n<!-- made: house -->\n")
+    with pytest.raises(KeyError, match="nothing"):
+        page_of(hooks, "faq.md", "<!-- made: nothing -->")
+
+
+def test_lines_of_users_stand_in_front_of_the_changelog(
+    hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    log = "# Changelog\n\n## [0.1.0]\n\n- Old.\n"
+    assert hooks.with_news(log) == log
+    (tmp_path / "changelog.d").mkdir()
+    for name, text in {"README": "no line", "b": "- **B** ([page](../docs/b.md)).\n", "a": "- **A**.\n"}.items():
+        (tmp_path / f"changelog.d/{name}.md").write_text(text)
+    news = "## Since then\n\n- **A**.\n- **B** ([page](docs/b.md)).\n"
+    assert hooks.with_news(log) == log.replace("## [0.1.0]", f"{news}\n## [0.1.0]")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "changelog.d").glob("[!R]*.md")) or [None], ids=lambda path: path.stem if path else "none"
+)
+def test_a_line_of_the_changelog_is_one_bullet(path: Path | None) -> None:
+    if path is None:
+        pytest.skip("no change waits for a release")
+    text = path.read_text()
+    assert re.fullmatch(r"- .+(\n  .+)*\n", text)
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (path.parent / target).exists(), target
+
+
+def test_every_marker_has_its_page(hooks: Any) -> None:
+    texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    found = [name for text in texts for name in hooks.MARKER.findall(text)]
+    assert sorted(found) == sorted(hooks.MADE)
+
+
+def test_methods_are_described_where_torch_is_not_installed() -> None:
+    """As in the environment of the site: a stand-in for torch that can be imported and has nothing."""
+    code = (
+        "import sys; sys.modules['torch'] = type(sys)('torch'); sys.path.insert(0, 'dev'); import docs, figure_sites; "
+    )
+    code += "made = docs.index() + docs.observables() + ''.join(docs.head(page.stem) for page in docs.pages())"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_stripping_a_notebook_takes_outputs_and_counts_and_nothing_else() -> None:
