@@ -31,8 +31,9 @@ import tokenprune
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import attended
 from tokenprune.profiling.model import load
-from tokenprune.view.observable import SeenAttention, TowerScores
+from tokenprune.view.observable import TowerScores
 from tokenprune.view.registry import register_observable
+from tokenprune.view.segments import SeenAttention
 from tokenprune_bench.suite import Bench, Plan
 
 ROW = ("model", "block", "heads", "keep")

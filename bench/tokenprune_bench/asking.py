@@ -13,8 +13,9 @@ from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.plan import batched
 
 if TYPE_CHECKING:
+    from tokenprune_bench.answers import Batch
     from tokenprune_bench.backend import Backend
-    from tokenprune_bench.run_folder import Batch, RunFolder
+    from tokenprune_bench.run_folder import RunFolder
 
 
 class Asking:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from tokenprune.base import ResizeMethod, Site
 from tokenprune.cost.model import CostModel, Load
@@ -16,15 +16,13 @@ from tokenprune.profiling.patched import Setting, escalates, methods_in, patched
 from tokenprune.profiling.timing import NEW_TOKENS, compare, compare_batches
 from tokenprune.shapes.fingerprint import fingerprint
 from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune_bench.answers import Batch
 from tokenprune_bench.data import misfits, refuse, refused_images
 from tokenprune_bench.evidence import recalls
 
-if TYPE_CHECKING:
-    from tokenprune_bench.run_folder import Batch
-
 EVIDENCE = "evidence"  # in the cost of a batch: the evidence recall of each question, or None
 _CHOOSING = (Site.IN_ENCODER, Site.PRE_LLM, Site.IN_LLM)  # where a method chooses among tokens
-Answer = Callable[[int, list[Any]], "Batch"]  # from the number of a batch's first question, and its questions
+Answer = Callable[[int, list[Any]], Batch]  # from the number of a batch's first question, and its questions
 
 
 class Backend(Protocol):

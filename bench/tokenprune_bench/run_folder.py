@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from tokenprune.errors import RunError
+from tokenprune_bench.answers import Batch
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.lines import Lines, read_lines, write_whole
 from tokenprune_bench.results import RESULTS
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 CONFIG, PREDICTIONS, LOCK = "config.json", "predictions.jsonl", ".lock"
 SCHEMA = 2  # of the predictions
 _OF_A_QUESTION = ("question", "prediction", "score", "cost")  # what a line says besides the pass it belongs to
-Batch = tuple[list[str], dict[str, Any]]  # the answers, and what they cost
 
 
 class RunFolder:

@@ -36,7 +36,8 @@ from tokenprune_bench.results import SCHEMA, UNPATCHED
 from tokenprune_demo.heldout import FOLDER, load_heldout
 
 if TYPE_CHECKING:
-    from tokenprune_bench.run_folder import Batch, RunFolder
+    from tokenprune_bench.answers import Batch
+    from tokenprune_bench.run_folder import RunFolder
     from tokenprune_demo.drawn_sets import Control, DrawnSet
 
 __all__ = ["BASELINES", "DEFAULT_IMAGES", "DEFAULT_KEEPS", "Bench", "Plan", "Step"]

@@ -26,7 +26,7 @@ from tokenprune_bench.backend import Answer
 from tokenprune_bench.data import refuse
 
 if TYPE_CHECKING:
-    from tokenprune_bench.run_folder import Batch
+    from tokenprune_bench.answers import Batch
 
 OFF = {"off": True}
 

@@ -38,7 +38,7 @@ from tokenprune.methods.pre_llm.uniform import Uniform
 from tokenprune.setting import IN_LLM
 from tokenprune.testing import visual_tokens
 from tokenprune.view.registry import compares_frames
-from tokenprune.view.tokens import square_grid
+from tokenprune.view.segments import square_grid
 
 SERVER = {"method": "divprune", "keep": 0.25}
 TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}

@@ -4,9 +4,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.view.observable import Backend, Observable, Sizes, Where
+from tokenprune.view.observable import Backend, Observable, Where
 from tokenprune.view.registry import observables_of, register_observable
-from tokenprune.view.tokens import Segments, TokenSource
+from tokenprune.view.segments import Segments, Sizes
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ import torch
 
 from tokenprune.observables.frames import Frames, OfFrames
 from tokenprune.view.frames import frame_and_place
-from tokenprune.view.observable import Sizes
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import Segments, TokenSource
+from tokenprune.view.segments import Segments, Sizes
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

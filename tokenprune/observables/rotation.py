@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import Observable, Sizes, Where
+from tokenprune.view.observable import Observable, Where
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import Segments, TextTokens, TokenSource
+from tokenprune.view.segments import Segments, Sizes, TextView
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ class Rotation(Observable):
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> tuple[Tensor, Tensor]:
         return tuple(source.at(one, segments.position, segments) for one in source.input_before.rotation)
 
-    def of_text(self, source: TokenSource, text: TextTokens) -> tuple[Tensor, Tensor]:
+    def of_text(self, source: TokenSource, text: TextView) -> tuple[Tensor, Tensor]:
         return tuple(source.at(one, text.position, text.segments) for one in source.input_before.rotation)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:

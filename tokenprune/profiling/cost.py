@@ -5,20 +5,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import tokenprune
+from tokenprune.api import stats
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.profiling.model import Model
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.shapes.tower import TowerShape
 from tokenprune.statistics import Stats
+from tokenprune.workflows.two_pass import escalate
 
 
 def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:
     """Return what the batch that just ran spent. kv_bytes: what its cache held after prefill, if the model was not
     patched."""
     if kv_bytes is None:
-        return tokenprune.stats(subject.model)
+        return stats(subject.model)
     return unpatched(subject.shape, *inputs["input_ids"].shape, subject.visual_tokens(inputs), kv_bytes)
 
 
@@ -66,7 +67,7 @@ def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list
     text = whole["input_ids"].shape[1] - visual
     prompt = subject.prompt(images, question.question, labels)
     options = {"max_new_tokens": subject.max_new_tokens, "do_sample": False, "num_beams": 1}
-    made = tokenprune.escalate(subject.model, subject.processor, images=images, text=prompt, keep=keep, **options)
+    made = escalate(subject.model, subject.processor, images=images, text=prompt, keep=keep, **options)
     paid = sum(made.visual_tokens)
     flops = sum(shape.prefill_flops([text + tokens] * shape.layers) for tokens in made.visual_tokens)
     size = subject.model.dtype.itemsize

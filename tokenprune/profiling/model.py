@@ -18,7 +18,7 @@ import transformers
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-import tokenprune
+from tokenprune import __version__
 from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.profiling.media import BadRow, check_sizes
@@ -149,7 +149,7 @@ class Model:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "tokenprune": tokenprune.__version__,
+            "tokenprune": __version__,
         }
 
 

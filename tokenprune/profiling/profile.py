@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-import tokenprune
+from tokenprune import api
 from tokenprune.config import read_config
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError
@@ -181,7 +181,7 @@ def _run(subject: Model, ask: Callable[[], dict[str, Any]], new_tokens: int, pat
     prefill = spans["decoder"][0]
     run["tower"] = sum(spans["tower"])
     # Of a method that decides while decoding, the first decision only is part of the prefill; it cannot be told apart.
-    run["selection"] = min(prefill, tokenprune.stats(subject.model).overhead_ms or 0.0) if patched else 0.0
+    run["selection"] = min(prefill, api.stats(subject.model).overhead_ms or 0.0) if patched else 0.0
     run["prefill"] = prefill - run["selection"]
     run["rest"] = max(0.0, ttft - run["tower"] - prefill)
     run["decode"] = step

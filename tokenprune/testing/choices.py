@@ -14,9 +14,10 @@ from tokenprune.base import Pruner, Selection
 from tokenprune.errors import ConformanceError, TokenPruneError
 from tokenprune.testing.rules import require
 from tokenprune.testing.view import visual_tokens
-from tokenprune.view.observable import Sizes, Where
+from tokenprune.view.observable import Where
 from tokenprune.view.registry import available_observables, find_observable, find_observable_of_text
-from tokenprune.view.tokens import Patches, VisualTokens
+from tokenprune.view.segments import Patches, Sizes
+from tokenprune.view.tokens import VisualTokens
 
 _COUNTS = ([24], [24, 17, 9, 1], [13, 30])
 _SHARES = (0.04, 0.25, 0.6, 1.0)

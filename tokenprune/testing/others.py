@@ -18,8 +18,8 @@ from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.sites.units import UnitDropper
 from tokenprune.testing.rules import require
 from tokenprune.view.frames import Visual
-from tokenprune.view.observable import Sizes
 from tokenprune.view.registry import find_observable
+from tokenprune.view.segments import Sizes
 
 _KEEPS = (0.5, 0.75, 1.0)
 _QUESTIONS = ("What is in the image?", "Is there a dog in image 2?", "")

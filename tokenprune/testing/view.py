@@ -14,9 +14,11 @@ from torch import Tensor
 
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.view.observable import Observable, Where
+from tokenprune.view.observable import Where
 from tokenprune.view.registry import close_names, find_observable, find_observable_of_text
-from tokenprune.view.tokens import Segments, TextTokens, TokenSource, VisualTokens
+from tokenprune.view.segments import Segments, TextView, VisualView
+from tokenprune.view.source import Readable, ReadableByRow, TokenSource
+from tokenprune.view.tokens import VisualTokens
 
 
 def visual_tokens(
@@ -155,7 +157,7 @@ class _Given(TokenSource):
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
 
-    def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
+    def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
         if seen.name == "normed" and "normed" not in self.visual:
             return self.final_norm(tokens.hidden)
         if seen.where is Where.FRAMES and seen.name not in self.visual:
@@ -168,12 +170,12 @@ class _Given(TokenSource):
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def attention_from(self, seen: Observable, tokens: VisualTokens, weights: Tensor) -> Tensor:
+    def attention_from(self, seen: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
         rows = self.read(seen, tokens)
         weights = weights if weights.ndim == 3 else weights[:, None]
         return torch.einsum("shm,shmn->shn", weights.float().expand(rows.shape[:3]), rows.float())
 
-    def read_text(self, seen: Observable, text: TextTokens) -> Any:
+    def read_text(self, seen: Readable, text: TextView) -> Any:
         if seen.text_name == "normed" and "normed" not in self.of_text:
             return self.final_norm(text.hidden)
         return _given(self.of_text, seen.text_name, f"text.{seen.text_name}")

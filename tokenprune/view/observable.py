@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -20,7 +19,8 @@ from tokenprune.ops.transfer import to_device
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenprune.view.tokens import Segments, TextTokens, TokenSource
+    from tokenprune.view.segments import SeenAttention, Segments, Sizes, TextView
+    from tokenprune.view.source import TokenSource
 
 
 _ELEMENTS = 2**24  # of the attention map that is made at a time
@@ -47,57 +47,6 @@ class Backend(enum.StrEnum):
     HF = "hf"
     VLLM = "vllm"
     VLLM_IN_LLM = "vllm_in_llm"
-
-
-class SeenAttention(Protocol):
-    """Queries and keys of one attention call, after rotary embedding: `[B, H, Q, Dh]` and `[B, Hkv, K, Dh]`, of which
-    the last Q keys belong to the queries; and values, `[B, Hkv, K, Dv]`, if they were read.
-
-    starts: where packed sequences begin and end, if several share one axis.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor | None
-    starts: Tensor | None
-
-    def keys(self, queries: int) -> Tensor:
-        """Return `[B, queries, Hkv * Dh]`, keys of the last `queries` tokens, heads flattened."""
-
-    def values(self, queries: int) -> Tensor:
-        """Return `[B, queries, Hkv * Dv]`, their values."""
-
-    def value_heads(self, queries: int) -> Tensor:
-        """Return `[B, queries, Hkv, Dv]`, their values, head by head."""
-
-    def rows(self, index: Tensor) -> Tensor:
-        """Return float32 `[B, H, R, K]`, softmax attention of the queries at `index`, long `[B, R]`."""
-
-    def visible(self, index: Tensor) -> Tensor:
-        """Return bool `[B, 1 or H, R, K]`, which keys these queries may attend to."""
-
-    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-        """Return float32 `[B, H, Q]`, the mean attention that each token receives from the queries that are `valid`,
-        bool `[B, Q]`, and see it."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of made-up tokens. counts: tokens of each of S segments, of which the longest has N. text: M text tokens
-    behind each. width: D. heads: H."""
-
-    counts: tuple[int, ...]
-    text: int = 0
-    width: int = 16
-    heads: int = 2
-
-    @property
-    def segments(self) -> int:
-        return len(self.counts)
-
-    @property
-    def tokens(self) -> int:
-        return max(self.counts)
 
 
 class Observable:
@@ -132,7 +81,7 @@ class Observable:
         """Return the value for the visual tokens of `segments`, `[S, N, ...]`. layer: if `by_layer`."""
         raise NotImplementedError(f"{type(self).__name__} does not implement of_visual()")
 
-    def of_text(self, source: TokenSource, text: TextTokens) -> Any:
+    def of_text(self, source: TokenSource, text: TextView) -> Any:
         """Return the value for the text tokens behind each segment, `[S, M, ...]`; raise AttributeError if there is
         none, as here."""
         raise AttributeError(f"the text behind an image has no {self.name!r}")
@@ -156,7 +105,7 @@ class PerToken(Observable):
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         return source.at(self.values(source), segments.position, segments)
 
-    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+    def of_text(self, source: TokenSource, text: TextView) -> Tensor:
         return source.at(self.values(source), text.position, text.segments)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
@@ -197,12 +146,12 @@ class AttentionOfText(Observable):
         found = self._to(source, segments, position, source.slots(segments.position, segments))
         return found.mul_((mask[:, None, :, None] & segments.mask[:, None, None, :]).float())
 
-    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+    def of_text(self, source: TokenSource, text: TextView) -> Tensor:
         """float32 `[S, H, M, M]`, 0 at padding."""
         found = self._to(source, text.segments, text.position, source.slots(text.position, text.segments))
         return found.mul_((text.mask[:, None, :, None] & text.mask[:, None, None, :]).float())
 
-    def weighted(self, source: TokenSource, text: TextTokens, weights: Tensor) -> Tensor:
+    def weighted(self, source: TokenSource, text: TextView, weights: Tensor) -> Tensor:
         """Return float32 `[S, H, N]`, the sum of the text's rows. weights: `[S, M]` or `[S, H, M]`, of each row."""
         weights = weights.float().masked_fill(~(text.mask if weights.ndim == 2 else text.mask[:, None]), 0)
         weights = weights.unsqueeze(1) if weights.ndim == 2 else weights

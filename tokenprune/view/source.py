@@ -3,25 +3,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from tokenprune.errors import TokenPruneError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenprune.view.observable import Observable, SeenAttention
-    from tokenprune.view.tokens import Patches, Segments, TextTokens, VisualTokens
+    from tokenprune.view.segments import LayerInput, Patches, SeenAttention, Segments, TextView, VisualView
 
 
-@dataclass(frozen=True)
-class LayerInput:
-    """What a decoder layer was called with. hidden: `[B, W, D]`. rotation: (cos, sin), `[B, W, R]` each, or None."""
+class Readable(Protocol):
+    """An observable as a source reads it (see `tokenprune.view.observable.Observable`)."""
 
-    hidden: Tensor
-    rotation: tuple[Tensor, Tensor] | None = None
+    name: ClassVar[str]
+    text_name: ClassVar[str]
+    whole: ClassVar[bool]
+
+    @property
+    def where(self) -> str:
+        """The place where it is observed."""
+
+    @property
+    def backends(self) -> Collection[str]:
+        """The back ends that serve it."""
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Any:
+        """Return its value for visual tokens."""
+
+    def of_text(self, source: TokenSource, text: TextView) -> Any:
+        """Return its value for the text that follows each segment."""
+
+
+class ReadableByRow(Readable, Protocol):
+    """An observable with a row for each token of the text."""
+
+    def weighted(self, source: TokenSource, text: TextView, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the rows."""
 
 
 class TokenSource:
@@ -49,15 +69,15 @@ class TokenSource:
         """Say `text` to the user of this call; see `VisualTokens.note`."""
         raise _refused("where to note something")
 
-    def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
+    def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
         """Return the value of an observable for visual tokens."""
         return seen.of_visual(self, tokens.segments, *layer)
 
-    def read_text(self, seen: Observable, text: TextTokens) -> Any:
+    def read_text(self, seen: Readable, text: TextView) -> Any:
         """Return the value of an observable for the text behind an image."""
         return seen.of_text(self, text)
 
-    def attention_from(self, seen: Any, tokens: VisualTokens, weights: Tensor) -> Tensor:
+    def attention_from(self, seen: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
         """Return the sum of rows of text that `VisualTokens.attention_from` returns. seen: the observable."""
         return seen.weighted(self, tokens.text, weights)
 

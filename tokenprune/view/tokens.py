@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -16,79 +14,13 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.observable import Observable
 from tokenprune.view.registry import TAKEN_NAMES, close_names, find_observable, find_observable_of_text
+from tokenprune.view.segments import Patches, Segments
 from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The visual tokens of a batch, grouped into the pieces that have a budget each (an image, a video, a tile).
-
-    row:      list of int, the batch row of each of the S segments.
-    ordinal:  list of int, index of this segment in its row.
-    counts:   list of int, tokens in each segment; N is the largest.
-    position: long `[S, N]`, position of each token in this call's sequence, ascending; padding repeats position 0.
-    mask:     bool `[S, N]`, False for padding.
-    grids:    list of (frames, height, width) in tokens, or None where a segment is no full grid or this is not known.
-    modality: list of "image" or "video".
-    frames:   list of how many tokens each frame has, in order; tokens behind the last frame are in none. An image is
-              one frame; None for a video of which this is not known, or of which tokens are gone. An empty list tells
-              it of no segment.
-    """
-
-    row: list[int]
-    ordinal: list[int]
-    counts: list[int]
-    position: Tensor
-    mask: Tensor
-    grids: list[tuple[int, int, int] | None]
-    modality: list[str]
-    frames: list[list[int] | None] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def to(self, device: torch.device) -> Segments:
-        """Return the segments with their tensors on `device`."""
-        if self.mask.device == device:
-            return self
-        return dataclasses.replace(self, position=self.position.to(device), mask=self.mask.to(device))
-
-    @cached_property
-    def row_index(self) -> Tensor:
-        """long `[S, 1]`: the batch row of each segment, ready for advanced indexing."""
-        return to_device(self.row, self.position.device)[:, None]
-
-
-def square_grid(count: int) -> tuple[int, int, int] | None:
-    """Return the grid of a square image of `count` tokens; None if `count` is no square."""
-    side = math.isqrt(count)
-    return (1, side, side) if side * side == count else None
-
-
-@dataclass(frozen=True)
-class Patches:
-    """Where in the vision tower visual tokens come from; all long `[S, N]`.
-
-    tile:          number of the tile of an image, or of the frame of a video; -1 for what is no patch (newlines, a
-                   class token) and for padding.
-    row, column:   place on the tile's grid of tokens.
-    height, width: size of that grid.
-    size:          patches that a token is made of.
-    tiles:         an int, no tile's number is as large.
-    """
-
-    tile: Tensor
-    row: Tensor
-    column: Tensor
-    height: Tensor
-    width: Tensor
-    size: Tensor
-    tiles: int
 
 
 @dataclass(frozen=True, eq=False)

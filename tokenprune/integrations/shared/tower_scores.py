@@ -15,7 +15,7 @@ from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.patch_grid import Placed
 from tokenprune.view.observable import TowerOutput, Where
 from tokenprune.view.registry import find_observable, observables_of
-from tokenprune.view.tokens import Patches
+from tokenprune.view.segments import Patches
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,8 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import profile
-from tokenprune.view.tokens import Patches, VisualTokens
+from tokenprune.view.segments import Patches
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
