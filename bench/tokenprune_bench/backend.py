@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers the questions of a benchmark: here the model in this process, patched by `tokenprune.patch`."""
+"""Back ends that answer the questions of a benchmark; here the model in this process, patched by `tokenprune.patch`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Answer = Callable[[int, list[Any]], Batch]  # from the number of a batch's first
 
 
 class Backend(Protocol):
-    """What a benchmark, or the tuner, needs of an engine.
+    """The engine interface of a benchmark and of the tuner.
 
     suffix: what is added to every question. max_new_tokens: the longest answer. Whoever cannot run a setting raises a
     TokenPruneError, with which it is skipped, and DataError or RunError where the whole run has to end.
@@ -97,8 +97,8 @@ class HfBackend:
         refuse(questions, self.misfits(questions))
 
     def alone(self, setting: Setting) -> bool:
-        """A method that looks at an image to size it goes image by image: in a batch, LLaVA's processor would make
-        all of them one size. Two passes take one prompt at a time."""
+        """Return True if a setting answers questions one by one. A method that looks at an image to size it does: in a
+        batch, LLaVA's processor would make all images one size. Two passes take one prompt at a time."""
         return escalates(setting) or any(
             isinstance(method, ResizeMethod) and method.by_content for method in methods_in(setting)
         )
@@ -144,10 +144,10 @@ class HfBackend:
         with Prefill(self.subject) as prefill:
             answers = self.subject.generate(inputs)
         cost = spent(self.subject, inputs, prefill.kv_bytes if setting is None else None)
-        told = cost.sums()
+        record = cost.sums()
         if self._looks and any(method.site in _CHOOSING for method in methods_in(setting)):
-            told[EVIDENCE] = recalls(self.subject, inputs, batch, cost.cuts)
-        return answers, told
+            record[EVIDENCE] = recalls(self.subject, inputs, batch, cost.cuts)
+        return answers, record
 
     def _inputs(self, setting: Setting, number: int, batch: list[Any]) -> dict[str, Any]:
         if any(method.site is Site.PRE_ENCODER for method in methods_in(setting)):

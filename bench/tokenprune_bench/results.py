@@ -47,7 +47,7 @@ class Hard:
 
 @dataclass(frozen=True)
 class Control:
-    """What the unpatched model answers where a video does not tell: only its first frame, or its frames shuffled.
+    """The unpatched model's answers without a video's motion: only its first frame, or its frames shuffled.
 
     kinds: the score of each kind that must fail. chance: what knowing nothing gives. passed: those kinds whose whole
     interval is above that.
@@ -131,12 +131,12 @@ class Results:
 
     @property
     def evidence_only(self) -> bool:
-        """Whether nothing was asked for its answer: scores mean nothing."""
+        """True if no answers were generated, so that scores mean nothing."""
         return bool(self.header.get("evidence_only"))
 
     @property
     def equal_cost(self) -> bool:
-        """Whether each `keep` is a share that every method spends, averaged over the decoder's layers."""
+        """True if each `keep` is a share that every method spends, averaged over the decoder's layers."""
         return bool(self.header["plan"].get("equal_cost"))
 
     @property
@@ -232,7 +232,7 @@ def answers_of(record: dict[str, Any], binary: bool) -> Answers:
 
 
 def _places(header: dict[str, Any]) -> dict[str, list[int]]:
-    """The indices of each kind's questions; kinds that were not asked are left out."""
+    """Return the indices of each kind's questions; kinds without questions are left out."""
     asked = header["kind_of_question"]
     places = {kind: [i for i, k in enumerate(asked) if k == f"{n}"] for n, kind in enumerate(header["kinds"])}
     return {kind: indices for kind, indices in places.items() if indices}
@@ -257,9 +257,9 @@ def _evidence(record: dict[str, Any], places: dict[str, list[int]]) -> dict[str,
         return {}
     found = {}
     for name, indices in {"": range(record["questions"]), **places}.items():
-        told = [some[index] for some in record["evidence"] for index in indices if some[index] is not None]
-        if told:
-            found[name] = statistics.fmean(told)
+        values = [some[index] for some in record["evidence"] for index in indices if some[index] is not None]
+        if values:
+            found[name] = statistics.fmean(values)
     return found
 
 

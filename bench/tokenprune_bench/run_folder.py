@@ -188,10 +188,10 @@ def config_of(subject: Model | Backend, plan: Any, metric: str, about: dict[str,
     environment = backend.environment()
     known = ("python", "torch", "transformers", "vllm", "tokenprune")
     versions = {name: environment[name] for name in known if name in environment}
-    told = ("engine", "engine_args", "model", "model_type", "device", "dtype", "attention")
+    names = ("engine", "engine_args", "model", "model_type", "device", "dtype", "attention")
     return {
         "schema": SCHEMA,
-        **{name: environment[name] for name in told if name in environment},
+        **{name: environment[name] for name in names if name in environment},
         "fingerprint": backend.fingerprint(),
         "data": "shipped",
         **about,

@@ -240,7 +240,7 @@ class Bench:
         return setting
 
     def _chosen(self, one: Pass) -> dict[str, Any]:
-        """What a record says of its setting, where each method has one of its own; seeds stand beside it."""
+        """Return the setting that a record stores, where each method has one of its own; seeds stand beside it."""
         setting = self._setting(one) if self.plan.equal_cost else None
         return {} if setting is None else {"setting": {key: setting[key] for key in setting if key != "seed"}}
 
@@ -276,13 +276,13 @@ class Bench:
 
 
 def _cost(batches: dict[int, Batch]) -> Stats:
-    told = (
+    costs = (
         {name: value for name, value in cost.items() if name != EVIDENCE} for _, (_, cost) in sorted(batches.items())
     )
-    return sum((Stats(**cost) for cost in told), Stats())
+    return sum((Stats(**cost) for cost in costs), Stats())
 
 
 def _evidence(batches: dict[int, Batch]) -> list[float | None]:
-    """The evidence recall of each question."""
-    told = (cost.get(EVIDENCE, [None] * len(answers)) for _, (answers, cost) in sorted(batches.items()))
-    return [one for some in told for one in some]
+    """Return the evidence recall of each question."""
+    costs = (cost.get(EVIDENCE, [None] * len(answers)) for _, (answers, cost) in sorted(batches.items()))
+    return [one for some in costs for one in some]

@@ -35,7 +35,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def _settings(results: Results) -> Table:
-    """What each method was given at equal cost, and what its layers saw."""
+    """Return a table of each method's setting at equal cost, and its visual tokens by layer."""
     rows = [
         [
             *map(Cell, _label(row)),
@@ -54,7 +54,7 @@ def _settings(results: Results) -> Table:
 
 
 def _spent(results: Results) -> Table:
-    """What a run cost that asked nothing for its answer."""
+    """Return a table of the costs of a run that generated no answers."""
     rows = []
     for row in results.rows:
         flops = row.stats["prefill_flops_ratio"]

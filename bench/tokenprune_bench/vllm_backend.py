@@ -192,8 +192,8 @@ def request_of(setting: Setting) -> dict[str, Any]:
 
 
 def adds_special(prompt: Callable[[bool], list[int]]) -> bool:
-    """Whether special tokens belong before what a chat template writes: as in transformers, if it does not write the
-    first itself.
+    """Return True if special tokens belong before the text of a chat template: as in transformers, if the template does
+    not write the first itself.
 
     prompt: from whether they are added to the ids of some chat.
     """

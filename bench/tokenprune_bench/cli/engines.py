@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tokenprune bench` asks: a model in this process, or vLLM."""
+"""The engines of `tokenprune bench`: a model in this process, or vLLM."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def tune(
     To share the work: accelerate launch --num_processes N -m tokenprune tune ...
     """
     from tokenprune.config import write_config
-    from tokenprune.spelling import spelt, split_methods
+    from tokenprune.spelling import canonical_spec, split_methods
     from tokenprune_bench.backend import backend_of
     from tokenprune_bench.cli.engines import Engines
     from tokenprune_bench.data import left_out, load_data, read_columns
@@ -129,7 +129,7 @@ def tune(
         raise OptionError("--objective throughput is measured with the model in this process: use --backend hf")
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
-    candidates = grid([spelt(one) for one in split_methods(methods)], read_keeps(keep))
+    candidates = grid([canonical_spec(one) for one in split_methods(methods)], read_keeps(keep))
     if not out.parent.is_dir():  # said before the work, not after it
         raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
     if data is None:

@@ -24,8 +24,8 @@ OURS = ("method", *_BUDGET, *_PASSED)
 
 @dataclass(frozen=True)
 class Setting:
-    """What `--model_args` say. patch: arguments of `tokenprune.patch`, None for the unpatched model; methods: what it
-    patches with; rest: arguments of the model that is patched."""
+    """The parsed `--model_args`. patch: arguments of `tokenprune.patch`, None for the unpatched model; methods: those
+    of the patch; rest: arguments of the base model."""
 
     patch: dict[str, Any] | None
     methods: list[Method]
@@ -132,5 +132,5 @@ def _unknown(name: str, methods: list[str], base: str, accepted: Collection[str]
     options = [field.name for method in methods for field in fields(method_class(method))]
     close = difflib.get_close_matches(name, [*OURS, *options, *accepted], n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    told = f"options of {'+'.join(methods)} are {', '.join(options) or '(none)'}; " if methods else ""
-    return f"there is no argument {name!r}: {hint}{told}{base} takes {', '.join(sorted(accepted))}"
+    own = f"options of {'+'.join(methods)} are {', '.join(options) or '(none)'}; " if methods else ""
+    return f"there is no argument {name!r}: {hint}{own}{base} takes {', '.join(sorted(accepted))}"

@@ -32,7 +32,7 @@ from tokenprune_bench.tables import Table, tables
 
 @dataclass(frozen=True)
 class Part:
-    """What the page says of one run. notes: about its plots. graded: whether answers have scores between right and
+    """The section of the page on one run. notes: about its plots. graded: True if answers have scores between right and
     wrong."""
 
     run: Run

@@ -32,7 +32,7 @@ class InputImage:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one method did with the question. image: with its kept patches, None where `note` says why not. kept: its
+    """The result of one method on the question. image: with its kept patches, None where `note` says why not. kept: its
     visual tokens after pruning. score: of the answer that the run counted."""
 
     method: str

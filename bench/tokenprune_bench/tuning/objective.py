@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tuner makes small: a share of what the unpatched model spends on the same questions."""
+"""The objective of the tuner: a share of the cost of the unpatched model on the same questions."""
 
 from __future__ import annotations
 

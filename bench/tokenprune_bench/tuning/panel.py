@@ -28,8 +28,8 @@ _PREDICTED = 8  # questions that the closed forms are asked about
 
 @dataclass(frozen=True)
 class Search:
-    """What a folder of a tuner's run has to be told, beside model and questions: other candidates, or another seed,
-    would cut the questions into other batches."""
+    """The search settings that a tuner's run folder records beside model and questions: other candidates, or another
+    seed, would cut the questions into other batches."""
 
     candidates: list[dict[str, Any]]
     seed: int = 0
@@ -79,7 +79,7 @@ class Panel:
 
     @property
     def groups(self) -> list[Any]:
-        """What each question is about: those about the same images are equal."""
+        """The images of each question: questions about the same images have equal entries."""
         return [_seen(question) for question in self.questions]
 
     def ask(
@@ -148,9 +148,9 @@ class Panel:
             whole = sum(getattr(cost, name) for cost in wholes)
             return sum(getattr(cost, name) for cost in costs) / whole if whole else 0.0
 
-        told = {name: share(name) for name in ("tokens", "tower")}
-        told |= {WORK: share("flops"), "flops": share("decoder"), "kv": share("cache")}
-        return told | {"tower_share": sum(cost.tower for cost in wholes) / sum(cost.flops for cost in wholes)}
+        shares = {name: share(name) for name in ("tokens", "tower")}
+        shares |= {WORK: share("flops"), "flops": share("decoder"), "kv": share("cache")}
+        return shares | {"tower_share": sum(cost.tower for cost in wholes) / sum(cost.flops for cost in wholes)}
 
     def time(self, candidate: Candidate, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
         """Return what `Backend.timing` measures on the first of some questions, with the processor, of which only the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tuner found, in words, as tables for people and as a configuration for `patch`."""
+"""The result of a tuner in words, as tables for people and as a configuration for `patch`."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class Tuner:
         return self.panel.scores(None, numbers) - self.panel.scores(trial.candidate, numbers)
 
     def _hopeless(self, trial: Trial) -> bool:
-        """Whether the drop is shown to be above what is allowed (the same test, turned around)."""
+        """Return True if the drop is shown to be above the allowed one (the same test, turned around)."""
         gains = -self._drops(trial, self.search[: trial.search])
         if is_below(gains, -self.promise.max_drop, self.promise.level):
             trial.state = f"loses too much after {trial.search} questions"
