@@ -163,8 +163,7 @@ def _parts(
 
 
 class Attachment(Attachable):
-    """What `patch` leaves on a model: the parts that were attached to it; the last one, the engine, has the
-    statistics."""
+    """The parts that `patch` attached to a model; the last one, the engine, has the statistics."""
 
     def __init__(
         self, model: Any, methods: list[Method], budgets: list[Budget], parts: list[Any], feature_cache: int | None

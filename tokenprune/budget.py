@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `keep` is turned into: a number of visual tokens for each image."""
+"""Budgets: `keep` resolved into a number of visual tokens for each image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TARGETS = ("keep", "tokens", "average_tokens", "average_share", "kv_share", "flo
 
 @dataclass(frozen=True)
 class Budget:
-    """How many visual tokens stay; exactly one of the first six fields is given.
+    """The number of visual tokens to keep; exactly one of the first six fields is given.
 
     keep:            float in (0, 1]: share of the visual tokens of each image; int >= 2: tokens per image. The int 1 is
                      refused: JSON and many programs write 1.0 as 1, and all tokens would become one.
@@ -121,7 +121,7 @@ class Budget:
         return next(float(one) for one in shares if one is not None)
 
     def is_identity(self) -> bool:
-        """Whether this keeps every token of any image."""
+        """Return True if this keeps every token of any image."""
         return self.keep == 1 and self.tokens is None
 
     def resolve(
@@ -193,7 +193,7 @@ def as_json(keep: Any) -> Any:
 def _kept_on_average(
     budget: Budget, cuts: tuple[tuple[int, float], ...], count: int, shape: DecoderShape
 ) -> tuple[int, ...]:
-    """How many of a segment's `count` tokens each cut keeps; see `Budget.solve`."""
+    """Return the number of a segment's `count` tokens that each cut keeps; see `Budget.solve`."""
     sizes = [1] * shape.layers if budget.kv_share is None else shape.kv_widths
     ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
     weights = [sum(sizes[layer:end]) for (layer, _), end in zip(cuts, ends, strict=True)]
@@ -245,7 +245,7 @@ def _kept(cuts: tuple[tuple[int, float], ...], count: int, scale: float) -> list
 
 
 def _largest(spent: Callable[[float], float], target: float, cuts: tuple[tuple[int, float], ...]) -> float:
-    """The largest scale that does not spend more than `target`, by bisection: what is spent grows with the scale."""
+    """Return the largest scale that does not spend more than `target`, by bisection: the cost grows with the scale."""
     low, high = 0.0, 1 / min(relative for _, relative in cuts)  # at which every cut keeps all
     for _ in range(64):
         middle = (low + high) / 2

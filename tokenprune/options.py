@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of a method's options, as its fields declare them: checked in one place, and told in words.
+"""The types of a method's options, as its fields declare them: checked in one place, and described in words.
 
     layer: Annotated[int, Ge(1)] = 2
     mode: Literal["evict", "mask"] = "evict"

@@ -42,8 +42,8 @@ M = TypeVar("M", bound=type[Method])
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """What is known of a method without running it; `needs`, `query_aware` and `prefix_cache_safe` hold for its default
-    options."""
+    """Facts about a method, known without running it; `needs`, `query_aware` and `prefix_cache_safe` hold for its
+    default options."""
 
     name: str
     site: Site
@@ -170,7 +170,7 @@ def _nearest(name: object) -> str:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the start of a sentence that offers what is spelt almost like `name`, empty if nothing is."""
+    """Return the start of a sentence that offers what is spelled almost like `name`, empty if nothing is."""
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
     return f"did you mean {_or(close)}? " if close else ""
 

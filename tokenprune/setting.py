@@ -268,8 +268,8 @@ def _plain(value: Any, name: str, deeper: int, left: Iterator[int]) -> Any:
 def _number(value: numbers.Real, name: str) -> float | int:
     if not -_LARGEST < value < _LARGEST:  # neither is NaN
         odd = value != value or abs(value) == math.inf
-        told = f"must be a number that is finite, not {value}" if odd else "is beyond what is read, -2**63 to 2**63"
-        raise (BudgetError if name == "keep" else OptionError)(f"{name} {told}")
+        problem = f"must be a number that is finite, not {value}" if odd else "is beyond what is read, -2**63 to 2**63"
+        raise (BudgetError if name == "keep" else OptionError)(f"{name} {problem}")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 

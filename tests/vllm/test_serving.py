@@ -278,7 +278,7 @@ def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: st
         Setting.of({"method": name})
     less = registry.build(name, {})
     told = str(caught.value).split("Servable are")[0]
-    for options in (less.query_free, less.reads_less, {**less.query_free, **less.reads_less}):
+    for options in (less.query_free, less.fallback_options, {**less.query_free, **less.fallback_options}):
         try:
             Setting.of({"method": name, **options})
         except OptionError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shell offers behind --methods, on pressing Tab: without importing a method, which would take seconds."""
+"""Shell completion of --methods: without importing a method, which would take seconds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each method is known to lose at which share of the tokens: assets/guard.json, which dev/guard.py makes of the
-shipped benchmark's records."""
+"""Measured losses of each method by share of the tokens: assets/guard.json, which dev/guard.py makes of the shipped
+benchmark's records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ FILE = Path(__file__).resolve().parent.parent / "assets" / "guard.json"
 
 @dataclass(frozen=True)
 class Loss:
-    """What one method at one keep did to a kind's worst questions: shares right, `low` and `high` its 95 % interval."""
+    """The loss of one method at one keep on a kind's worst questions: shares right, `low` and `high` its 95 %
+    interval."""
 
     keep: float
     share: float
@@ -25,7 +26,7 @@ class Loss:
 
     @property
     def points(self) -> float:
-        """How many points of a hundred were lost."""
+        """The loss in points of a hundred."""
         return 100 * (self.unpatched - self.share)
 
 

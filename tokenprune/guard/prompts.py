@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt asks, told by English words: to read, to find a place, to count."""
+"""The kind of a prompt by its English words: to read, to find a place, to count."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def visible_keys(
 
 
 def lowest_bias(dtype: torch.dtype) -> float:
-    """What an additive mask's values must exceed to leave a key visible."""
+    """Return the value that an additive mask must exceed to leave a key visible."""
     return torch.finfo(dtype).min / 2
 
 

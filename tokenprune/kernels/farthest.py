@@ -18,7 +18,8 @@ TABLE = 4096  # tokens whose similarities are kept, all of them; also as many as
 
 
 def fits_table(features: Tensor) -> bool:
-    """Whether all similarities `[S, N, N]` are to be held in memory, which is then about that of the features."""
+    """Return True if all similarities `[S, N, N]` are to be held in memory, which is then about that of the
+    features."""
     return features.shape[1] <= max(features.shape[2], TABLE)
 
 

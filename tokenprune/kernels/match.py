@@ -98,6 +98,6 @@ def _first_tie(x: Tensor, best: Tensor) -> Tensor:
 
 
 def _are_one(group_a: Tensor, group_b: Tensor) -> bool:
-    """Whether all tokens of each row are of one group."""
+    """Return True if all tokens of each row are of one group."""
     first = group_a[:, :1]
     return bool((group_a == first).all() and (group_b == first).all())

@@ -18,7 +18,7 @@ def likeness(
     a, b, inverse_a, inverse_b, rows, columns, A, B, D, row_a, feature_a, row_b, feature_b,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The cosines `[BLOCK_A, BLOCK_B]` of the tokens at `rows` of a and at `columns` of b."""
+    """Return the cosines `[BLOCK_A, BLOCK_B]` of the tokens at `rows` of a and at `columns` of b."""
     total = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
     inside_a, inside_b = rows[:, None] < A, columns[None, :] < B
     for start in range(0, D, BLOCK_D):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Picks:
-    """What each segment has taken, of tokens among `mask`, bool `[S, N]`. Asks the device nothing."""
+    """The tokens taken so far in each segment, among `mask`, bool `[S, N]`. Asks the device nothing."""
 
     def __init__(self, mask: Tensor) -> None:
         self._mask, self._taken = mask, []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the methods share that cut several times inside the decoder: their base, and the attention of the text."""
+"""Parts of the methods that cut several times inside the decoder: their base, and the attention of the text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods on videos compute of frames: similarity over time, where a scene ends, and how frames share a budget.
+"""Operations on the frames of videos: similarity over time, the ends of scenes, and each frame's share of a budget.
 
 Frames lie on axes of their own, `[S, F, P, ...]`: S videos, F frames of the longest, P tokens of the largest frame;
 `by_frame` brings visual tokens there. Shorter videos and smaller frames are padded, and padding influences nothing, so

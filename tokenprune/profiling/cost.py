@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answering questions cost: visual tokens, FLOPs of prefill, bytes of the KV cache."""
+"""Costs of answers: visual tokens, FLOPs of prefill, bytes of the KV cache."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of one call goes, stage by stage, before and after a method, beside what the closed forms allow.
+"""Profiles of one call: its time stage by stage, before and after a method, beside the closed forms.
 
 The two take turns, like in `bench.timing`; the processor is timed too. Stages are known by watching the model from
 outside: its `get_image_features` (or that of videos) is the tower's, its decoder's first forward is the prefill. On an
@@ -51,7 +51,7 @@ class Side:
 
 @dataclass
 class Profile:
-    """Where the time of a call goes.
+    """The time of a call by stage.
 
     before, after: unpatched and patched; after is None without a setting. model: the closed forms, without a tower
     where that of the family is not known. load: of the unpatched call. environment: of `Model.environment`.
@@ -96,7 +96,7 @@ class Profile:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values."""
 
-        def told(side: Side) -> dict[str, Any]:
+        def record(side: Side) -> dict[str, Any]:
             stages = {stage: quantiles([run[stage] for run in side.runs]) for stage in STAGES}
             return {
                 "stages_ms": stages,
@@ -114,8 +114,8 @@ class Profile:
             "setting": self.setting,
             "environment": self.environment,
             "load": self.machine_load,
-            "before": told(self.before),
-            "after": None if self.after is None else told(self.after),
+            "before": record(self.before),
+            "after": None if self.after is None else record(self.after),
             "speedup": self.ratio(),
             "speedup_by_flops": self.predicted(),
             "flops": {"tower": cost.tower if self.model.tower else None, "decoder": cost.decoder},
@@ -180,7 +180,7 @@ def _run(subject: Model, ask: Callable[[], dict[str, Any]], new_tokens: int, pat
         ttft, step = run_once(subject, inputs, new_tokens)
     prefill = spans["decoder"][0]
     run["tower"] = sum(spans["tower"])
-    # Of a method that decides while decoding, the first decision only is part of the prefill; it cannot be told apart.
+    # Of a method that decides while decoding, the first decision only is part of the prefill; it cannot be separated.
     run["selection"] = min(prefill, api.stats(subject.model).overhead_ms or 0.0) if patched else 0.0
     run["prefill"] = prefill - run["selection"]
     run["rest"] = max(0.0, ttft - run["tower"] - prefill)

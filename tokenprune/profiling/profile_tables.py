@@ -58,8 +58,8 @@ def limit_table(model: CostModel, load: Load, keep: float, title: str = "What ea
         limits = limits[2:]  # of the decoder
     rows = [[*map(Cell, (limit.site, _ratio(limit.at_keep), _ratio(limit.limit), limit.what))] for limit in limits]
     step = decode_limit(model, load, keep)
-    told = "a step of decoding, by what it reads of weights and cache"
-    rows.append([*map(Cell, ("DECODE", _ratio(step[0]), _ratio(step[1]), told))])
+    note = "a step of decoding, by what it reads of weights and cache"
+    rows.append([*map(Cell, ("DECODE", _ratio(step[0]), _ratio(step[1]), note))])
     cost = model.cost(load)
     if model.tower is None:
         first = "The vision tower of this family is not known in closed form: ratios are of the decoder's FLOPs alone."

@@ -97,5 +97,5 @@ class DecoderShape:
 
     @property
     def kv_widths(self) -> list[int]:
-        """How many numbers a token's key has in each layer, over all heads; its value has as many."""
+        """Return the numbers in a token's key in each layer, over all heads; its value has as many."""
         return [_at(self.kv_heads, layer) * _at(self.head_dim, layer) for layer in range(self.layers)]

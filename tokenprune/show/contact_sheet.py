@@ -69,7 +69,7 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a method did with one prompt: its frames, as the model sees them, the grid of each, and for all their tokens
+    """One method's view of a prompt: its frames, as the model sees them, the grid of each, and for all their tokens
     `kept` and `groups` as of `draw.patches`."""
 
     frames: list[Image.Image]
@@ -160,13 +160,14 @@ def seen_under(
 
 
 def as_video(subject: Model, method: str) -> bool:
-    """Whether a model gets several images as a video: if it takes one, and no method of the setting acts on pixels."""
+    """Return True if a model gets several images as a video: if it takes one, and no method of the setting acts on
+    pixels."""
     pixels = any(one.site is tokenprune.Site.PRE_ENCODER for one in methods_of(method))
     return takes_video(subject) and not pixels
 
 
 def takes_video(subject: Model) -> bool:
-    """Whether both the model and its processor take videos."""
+    """Return True if both the model and its processor take videos."""
     able = getattr(subject.processor, "video_processor", None) is not None
     return able and "video" in subject.adapter.placeholders
 

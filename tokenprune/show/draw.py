@@ -201,8 +201,8 @@ def seen_box(subject: Model, image: Image.Image) -> tuple[int, int, int, int] | 
         places = np.flatnonzero(inside.any(1 - axis))[2:-2]
         if len(places) < 4:
             return None
-        told = np.where(inside, seen[..., 1 - axis], 0).sum(1 - axis) / np.maximum(1, inside.sum(1 - axis))
-        found = told[places] / 255 * (length - 1)
+        values = np.where(inside, seen[..., 1 - axis], 0).sum(1 - axis) / np.maximum(1, inside.sum(1 - axis))
+        found = values[places] / 255 * (length - 1)
         slope, start = np.polyfit(places, found, 1)
         if slope <= 0 or np.abs(found - slope * places - start).max() > 0.02 * length + 2:
             return None

@@ -16,7 +16,7 @@ from tokenprune.profiling.kept import keep_in_words
 from tokenprune.profiling.model import Model
 from tokenprune.show import contact_sheet, draw
 from tokenprune.show.contact_sheet import Seen
-from tokenprune.spelling import setting_of, spelt, split_methods
+from tokenprune.spelling import canonical_spec, setting_of, split_methods
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,8 +37,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class Shown:
-    """What `tokenprune show` tells. caption: model and question. panels: unpatched first, then of each method what it
-    keeps, and its scores if they were asked for. seen: what each method did. tokens: visual tokens before."""
+    """The output of `tokenprune show`. caption: model and question. panels: unpatched first, then the kept tokens of
+    each method, and its scores if they were asked for. seen: the view of each method. tokens: visual tokens before."""
 
     caption: tuple[str, ...]
     panels: list[Panel]
@@ -54,7 +54,7 @@ class Shown:
 
     @property
     def across(self) -> int:
-        """How many drawings stand side by side; those of several frames stand one below the other."""
+        """Return the number of drawings side by side; those of several frames stand one below the other."""
         return 1 if max(len(one.frames) for one in self.seen) > 1 else min(_ACROSS, 1 + len(self.seen))
 
     def lines(self, across: int) -> list[list[Panel | None]]:
@@ -115,7 +115,7 @@ def show(
     Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that chooses
     between images.
     """
-    names = [spelt(one) for one in methods]
+    names = [canonical_spec(one) for one in methods]
     if not names:
         raise OptionError("name at least one method to show")
     settings = [setting_of(name, keep) for name in names]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method of the site IN_ENCODER is: which tokens of a vision tower it merges, block by block."""
+"""The base of methods at IN_ENCODER: they choose the tokens of a vision tower to merge, block by block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Matcher = Callable[["Tensor", list[int] | None], Merge | None]
 
 @dataclass(frozen=True)
 class Tower:
-    """What is known of a vision tower before it runs.
+    """Facts about a vision tower, known before it runs.
 
     tokens: that enter an image's first block, `protected` (class, register) ones included; these come first. Where
     several patches become one visual token and merge as one, such a unit is a token here, and a class token beside it

@@ -203,6 +203,7 @@ def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
 
 
 def _check_blind(method: Pruner) -> None:
-    """A method that does not say query_aware was given no text; what the prompt's end attends to it may not read."""
+    """Raise if a method that is not query_aware reads the text: it was given none, and may not read the attention of
+    the prompt's end."""
     asks = [name for name in sorted(method.needs) if find_observable(name).whole]
     require(not asks, f"it reads {', '.join(asks)}, which the question changes: its property query_aware must be True")

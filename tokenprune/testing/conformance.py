@@ -100,8 +100,8 @@ def _check_class(method: Method) -> None:
     require(not unknown, f"it needs {unknown}, which are no observables; known are {available_observables()}")
     own = [field.name for field in dataclasses.fields(method)]
     require(set(method.query_free) <= set(own), f"query_free={dict(method.query_free)} names options that it has not")
-    less = dict(method.reads_less)
-    require(set(less) <= set(own), f"reads_less={less} names options that it has not")
+    less = dict(method.fallback_options)
+    require(set(less) <= set(own), f"fallback_options={less} names options that it has not")
     needs = dataclasses.replace(method, **less).needs
     require(not less or needs <= method.needs, f"with {less} it needs {sorted(needs - set(method.needs))} too")
     if method.query_free and method.query_aware:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method may see of visual tokens: an observable is one class, registered by name like a method.
+"""Observables: the facts about visual tokens that a method may read, each a class registered by name like a method.
 
 Each file of `tokenprune/observables/` holds one. A class of yours is registered by the same decorator; a method then
 names it in its `needs` and reads it as an attribute of its `VisualTokens`. Engines know no observable by name: they
@@ -27,12 +27,12 @@ _ELEMENTS = 2**24  # of the attention map that is made at a time
 
 
 class Where(enum.StrEnum):
-    """Where an observable is observed; a member equals its name as a string."""
+    """The place at which an observable is observed; a member equals its name as a string."""
 
     CUT = "CUT"  # what arrives at the cut: always there, and declared by nobody
     ENTRY = "ENTRY"  # what enters the decoder
     LAYER_BEFORE = "LAYER_BEFORE"  # the attention of the decoder layer before the cut
-    NEXT_LAYER = "NEXT_LAYER"  # the attention of the layer behind the cut, if nothing was cut
+    NEXT_LAYER = "NEXT_LAYER"  # the attention of the layer after the cut, if nothing was cut
     INPUT_BEFORE = "INPUT_BEFORE"  # what the decoder layer before the cut is called with
     UNROTATED = "UNROTATED"  # the attention of the layer before the cut, if it did not rotate
     MODULES_BEFORE = "MODULES_BEFORE"  # what attention and MLP of the layer before the cut make of what they get
@@ -42,7 +42,8 @@ class Where(enum.StrEnum):
 
 
 class Backend(enum.StrEnum):
-    """Who serves an observable: the Hugging Face engine, vLLM before the language model, vLLM inside it."""
+    """The back end that serves an observable: the Hugging Face engine, vLLM before the language model, vLLM inside
+    it."""
 
     HF = "hf"
     VLLM = "vllm"

@@ -124,6 +124,6 @@ def served_by(backend: Backend) -> list[str]:
 
 
 def close_names(name: str) -> str:
-    """Return the start of a sentence that offers observables spelt almost like `name`, empty if none is."""
+    """Return the start of a sentence that offers observables spelled almost like `name`, empty if none is."""
     close = difflib.get_close_matches(name, available_observables(), n=2, cutoff=0.75)
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""

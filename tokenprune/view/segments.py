@@ -64,7 +64,7 @@ def square_grid(count: int) -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True)
 class Patches:
-    """Where in the vision tower visual tokens come from; all long `[S, N]`.
+    """Places of visual tokens in the vision tower; all long `[S, N]`.
 
     tile:          number of the tile of an image, or of the frame of a video; -1 for what is no patch (newlines, a
                    class token) and for padding.
@@ -121,7 +121,7 @@ class VisualView(Protocol):
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a decoder layer was called with. hidden: `[B, W, D]`. rotation: (cos, sin), `[B, W, R]` each, or None."""
+    """The input of a decoder layer. hidden: `[B, W, D]`. rotation: (cos, sin), `[B, W, R]` each, or None."""
 
     hidden: Tensor
     rotation: tuple[Tensor, Tensor] | None = None

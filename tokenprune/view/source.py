@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands behind a view of visual tokens: each engine has one of its own."""
+"""The source of a view of visual tokens: each engine has its own."""
 
 from __future__ import annotations
 
@@ -128,28 +128,28 @@ class TokenSource:
 
     @property
     def before(self) -> SeenAttention:
-        """What the attention of the layer before the cut saw."""
+        """Queries and keys of the attention of the layer before the cut."""
         raise _refused("the attention of the language model")
 
     @property
     def behind(self) -> SeenAttention:
-        """What the attention of the layer behind the cut would see."""
-        raise _refused("the attention of the layer behind the cut")
+        """Queries and keys that the attention of the layer after the cut would have without the cut."""
+        raise _refused("the attention of the layer after the cut")
 
     @property
     def input_before(self) -> LayerInput:
-        """What the layer before the cut was called with."""
+        """The input of the layer before the cut."""
         raise _refused("what enters the layer before the cut")
 
     @property
     def unrotated(self) -> SeenAttention:
-        """What the attention of the layer before the cut would see without rotary embedding."""
+        """Queries and keys of the layer before the cut as they are without rotary embedding."""
         raise _refused("queries and keys before rotary embedding")
 
     @property
     def transitions(self) -> Tensor:
-        """What attention and MLP of the layer before the cut make of each slot, float32 `[B, W, 2, 2]`: how much longer
-        it gets, and the cosine to what it was."""
+        """The change of each slot by attention and MLP of the layer before the cut, float32 `[B, W, 2, 2]`: the growth
+        of its norm, and the cosine to its input."""
         raise _refused("what the modules of the layer before the cut make of their inputs")
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:

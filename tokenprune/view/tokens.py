@@ -120,7 +120,7 @@ class VisualTokens:
 
     @property
     def carry(self) -> Mapping[str, Any]:
-        """What earlier stages of the method remember, by name; to be read only (see `remember`)."""
+        """Values that earlier stages of the method remember, by name; to be read only (see `remember`)."""
         return self._source.carry
 
     def remember(self, name: str, value: Any, per_token: bool | None = None) -> None:

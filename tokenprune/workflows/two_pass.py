@@ -155,7 +155,7 @@ def certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
 
 
 def any_detailed(processor: Any, images: Any) -> bool:
-    """Whether one of the images looks like text, or has as much detail as the sharpest tenth of photographs."""
+    """Return True if one of the images looks like text, or has as much detail as the sharpest tenth of photographs."""
     from tokenprune.methods.pixels.dynres import look
     from tokenprune.shapes.token_counts import image_processor_of
     from tokenprune.view.images import InputImage, collect

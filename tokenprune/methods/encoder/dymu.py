@@ -85,9 +85,9 @@ class DyMU(EncoderMethod):
         made_for = found.fingerprint.kind, found.fingerprint.dtype, {len(values) for values in found.values.values()}
         ours = kind, dtype, {blocks}
         if made_for != ours:
-            told = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
+            towers = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
             raise OptionError(
-                f"{self.name}: these thresholds were calibrated for {told[0]}, and this tower is {told[1]}: run "
+                f"{self.name}: these thresholds were calibrated for {towers[0]}, and this tower is {towers[1]}: run "
                 "`tokenprune calibrate` for this model in the dtype that it is served in"
             )
 

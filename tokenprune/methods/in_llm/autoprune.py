@@ -124,7 +124,7 @@ class _Stage(OneCut):
 
 
 def retention(layer: float, slope: float) -> float:
-    """The curve of how many tokens stay behind `layer` of 32."""
+    """Return the curve of the number of tokens that stay after `layer` of 32."""
     return _TOP / (1 + math.exp(min(700.0, slope * (layer - _MIDDLE - slope))))
 
 

@@ -24,7 +24,7 @@ _LEAST = 1e-3  # of the prior's mean, which a cell of it counts at least
 
 
 class AttentionPrior(Fitted):
-    """What the prompt's last token attends to whatever an image shows: float32 `[rows, columns]`."""
+    """The attention of the prompt's last token that does not depend on the image: float32 `[rows, columns]`."""
 
     kind = "tokenprune attention prior"
     command = "fit-d2pruner"

@@ -84,7 +84,7 @@ class FitPrune(CutsInside):
 
 @dataclass(frozen=True, repr=False)
 class _ByRecipe(Budget):
-    """What a recipe leaves at a layer. rows: of the recipe; none: the same share at each layer."""
+    """The budget of a layer by a recipe. rows: of the recipe; none: the same share at each layer."""
 
     rows: tuple[tuple[float, ...], ...] = ()
 

@@ -39,7 +39,7 @@ class TransPrune(SeveralCuts):
 
     Source: Li et al., "TransPrune: Token Transition Pruning for Efficient Large Vision-Language Model", sections 3.2 to
     3.4, and the authors' code where the two differ: 1 minus the cosine, without its absolute value; the attention of
-    the layer right behind the cut.
+    the layer right after the cut.
 
     Differs from the paper: the softmax runs over the tokens of an image, as the paper says (the code's over a whole
     batch). Counts follow `keep` by one profile, 504 : 360 : 72, and positions are kept (there they are numbered anew

@@ -69,8 +69,8 @@ class VScan(Pruner):
 
     def __post_init__(self) -> None:
         check_options(self)
-        told = f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
-        self._check(self.stage2 or self.layer is None, told)
+        problem = f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
+        self._check(self.stage2 or self.layer is None, problem)
 
     @property
     def query_aware(self) -> bool:
@@ -145,7 +145,7 @@ def most_similar(features: Tensor, picked: Tensor, tile: Tensor, most: int) -> T
 
 @dataclass(frozen=True)
 class _Middle(Pruner):
-    """Stage 2: keep what the last prompt token attends to most in the layer behind the cut.
+    """Stage 2: keep what the last prompt token attends to most in the layer after the cut.
 
     layer: where it cuts.
     """

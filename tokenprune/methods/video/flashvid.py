@@ -93,7 +93,7 @@ class FlashVID(TwoCutMerger):
         number = torch.minimum(budget, (budget.double() * self.picks - 1e-9).ceil().long())
         picked = self._picked(videos, number)
         rest = mask & ~picked
-        # long [V, F], told at the first frame of a segment: how many trees it keeps.
+        # long [V, F], the trees that a segment keeps, at its first frame.
         wanted = torch.zeros_like(first).scatter_add(1, first, budget - number)
 
         parent = self._parents(videos, rest, first, wanted)

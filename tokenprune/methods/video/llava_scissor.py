@@ -129,8 +129,8 @@ def _means(x: Tensor, member: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _searched(x: Tensor, alike: Tensor, spot: Tensor, keep: int) -> _Found:
-    """The representatives of the threshold, of those that bisection tries, at which their number is nearest to `keep`;
-    of two the fewer."""
+    """Return the representatives of the threshold, of those that bisection tries, at which their number is nearest to
+    `keep`; of two the fewer."""
     low, high, best = -1.01, 1.0, None
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

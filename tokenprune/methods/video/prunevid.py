@@ -92,7 +92,7 @@ class PruneVid(TwoCutMerger):
         into = torch.where(places.alone, spots(mask), torch.where(places.still, places.spread(of), into))
         weight = torch.where(places.alone, 1.0, torch.where(places.still, places.spread(part), weight))
 
-        # Behind the cut a scene's still tokens are one group, and each frame's others.
+        # After the cut a scene's still tokens are one group, and each frame's others.
         frame = torch.arange(mask.shape[1], device=mask.device)[:, None]
         self._remember(videos, torch.where(places.still, 2 * places.first.unsqueeze(-1), 2 * frame + 1))
         return into, weight
