@@ -25,7 +25,7 @@ _CHOOSING = (Site.IN_ENCODER, Site.PRE_LLM, Site.IN_LLM)  # where a method choos
 Answer = Callable[[int, list[Any]], Batch]  # from the number of a batch's first question, and its questions
 
 
-class Backend(Protocol):
+class BenchBackend(Protocol):
     """The engine interface of a benchmark and of the tuner.
 
     suffix: what is added to every question. max_new_tokens: the longest answer. Whoever cannot run a setting raises a
@@ -171,6 +171,6 @@ class HfBackend:
         return self.subject.inputs(images, questions, labels if any(labels) else ())
 
 
-def backend_of(subject: Model | Backend) -> Backend:
+def backend_of(subject: Model | BenchBackend) -> BenchBackend:
     """Return a backend as it is, and for a model the one that runs it in this process."""
     return HfBackend(subject) if isinstance(subject, Model) else subject

@@ -48,7 +48,7 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """The methods, keeps and seeds to run. The baselines are put in front of `methods`; () means all registered methods
     except those that choose between images unless `several` is set, and video methods unless `videos` is set.
     `ESCALATE` can be named beside them. Options and stacks are written as in spelling.py; every method of a stack gets

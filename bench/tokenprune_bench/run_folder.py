@@ -29,7 +29,7 @@ from tokenprune_bench.results import RESULTS
 
 if TYPE_CHECKING:
     from tokenprune.profiling.model import Model
-    from tokenprune_bench.backend import Backend
+    from tokenprune_bench.backend import BenchBackend
 
 CONFIG, PREDICTIONS, LOCK = "config.json", "predictions.jsonl", ".lock"
 SCHEMA = 2  # of the predictions
@@ -180,7 +180,7 @@ class RunFolder:
                     )
 
 
-def config_of(subject: Model | Backend, plan: Any, metric: str, about: dict[str, Any]) -> dict[str, Any]:
+def config_of(subject: Model | BenchBackend, plan: Any, metric: str, about: dict[str, Any]) -> dict[str, Any]:
     """Return what the answers of a run depend on, as plain values. plan: a dataclass of what is run."""
     from tokenprune_bench.backend import backend_of
 

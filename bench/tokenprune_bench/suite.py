@@ -20,7 +20,7 @@ from tokenprune.spelling import methods_of
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.asking import Asking
-from tokenprune_bench.backend import EVIDENCE, Backend, backend_of
+from tokenprune_bench.backend import EVIDENCE, BenchBackend, backend_of
 from tokenprune_bench.equal_cost import missed, setting_for
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.metrics import metric_named
@@ -28,8 +28,8 @@ from tokenprune_bench.plan import (
     BASELINES,
     DEFAULT_IMAGES,
     DEFAULT_KEEPS,
+    BenchPlan,
     Pass,
-    Plan,
     passes_of,
 )
 from tokenprune_bench.results import SCHEMA, UNPATCHED
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tokenprune_bench.run_folder import RunFolder
     from tokenprune_demo.drawn_sets import Control, DrawnSet
 
-__all__ = ["BASELINES", "DEFAULT_IMAGES", "DEFAULT_KEEPS", "Bench", "Plan", "Step"]
+__all__ = ["BASELINES", "DEFAULT_IMAGES", "DEFAULT_KEEPS", "Bench", "BenchPlan", "Step"]
 Step = Callable[[str, int, int], None]
 
 
@@ -56,8 +56,8 @@ class Bench:
 
     def __init__(
         self,
-        subject: Model | Backend,
-        plan: Plan,
+        subject: Model | BenchBackend,
+        plan: BenchPlan,
         step: Step | None = None,
         *,
         questions: Sequence[Any] | DrawnSet | None = None,

@@ -12,7 +12,7 @@ from tokenprune_bench.equal_cost import in_words
 from tokenprune_bench.lost import signed
 from tokenprune_bench.metrics import METRICS, Metric
 from tokenprune_bench.paired import RESAMPLES
-from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, Share, busy_load
+from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, ScoreShare, busy_load
 from tokenprune_bench.significance import LEVEL
 
 FALLEN = "▼"
@@ -191,7 +191,7 @@ def _label(row: Row) -> tuple[str, str]:
     return row.method, "" if row.method == UNPATCHED else row.keep_in_words
 
 
-def _interval(share: Share, digits: int = 0) -> str:
+def _interval(share: ScoreShare, digits: int = 0) -> str:
     return f"{100 * share.low:.{digits}f}–{100 * share.high:.{digits}f}"
 
 

@@ -13,11 +13,11 @@ import report_runs
 from report_runs import BASE, RIVALS, header, made, result, timing
 from tests.api.test_cli import call
 from tokenprune_bench.report.page import make_page
-from tokenprune_bench.report.verdict import Verdict, find_verdicts
+from tokenprune_bench.report.verdict import RunVerdict, find_verdicts
 from tokenprune_bench.results import RESULTS, summarise
 
 
-def verdicts(*records: dict[str, Any], **changes: Any) -> list[Verdict]:
+def verdicts(*records: dict[str, Any], **changes: Any) -> list[RunVerdict]:
     return find_verdicts(made("", *records, **changes).results)
 
 

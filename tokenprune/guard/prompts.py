@@ -64,7 +64,7 @@ PATTERNS: Mapping[str, Sequence[str]] = {
 _FORM = re.compile("|".join(_FORMS), re.IGNORECASE)
 
 
-class Reader:
+class KindReader:
     """Tells the kinds of question that a text asks. more: further patterns, as in `Guard.patterns`."""
 
     def __init__(self, more: Mapping[str, Sequence[str]] | None = None) -> None:

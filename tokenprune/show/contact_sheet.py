@@ -68,7 +68,7 @@ def _quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class PromptView:
     """One method's view of a prompt: its frames, as the model sees them, the grid of each, and for all their tokens
     `kept` and `groups` as of `draw.patches`."""
 
@@ -142,7 +142,7 @@ def seen_under(
     setting: dict[str, Any],
     video: bool,
     labels: Sequence[str] = (),
-) -> Seen:
+) -> PromptView:
     with patched_by(subject, setting, video, record=True), watched_scores(subject.model) as found:
         inputs = asked(subject, frames, question, video, labels)
         grids = grids_of(subject, inputs, len(frames), video)
@@ -156,7 +156,7 @@ def seen_under(
         frames[place] if video else draw.seen_image(subject, inputs, frames[place], place)
         for place in (min(number * step, len(frames) - 1) for number in range(len(grids)))
     ]
-    return Seen(shown, grids, kept, groups, answer, stats, scores)
+    return PromptView(shown, grids, kept, groups, answer, stats, scores)
 
 
 def as_video(subject: Model, method: str) -> bool:

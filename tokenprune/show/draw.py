@@ -106,7 +106,8 @@ def draw(
     drawing = np.where(own[..., None] < 0, dark[..., None], drawing)
     colors = np.array([[color_of(group) for group in row] for row in groups], np.float32)
     light = np.asarray(image.convert("L").resize((width, height), Image.Resampling.BOX), np.float32) > _LIGHT
-    border = np.where(spread(light)[..., None], *map(np.float32, reversed(_BORDERS)))
+    dark_border, light_border = (np.array(one, np.float32) for one in _BORDERS)
+    border = np.where(spread(light)[..., None], light_border, dark_border)
     outline = np.where(joined, spread(colors), border)
     drawing = np.where((_edges(own, line) & (own >= 0))[..., None], outline, drawing)
     drawn = Image.fromarray(drawing.clip(0, 255).round().astype(np.uint8))

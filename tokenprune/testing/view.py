@@ -66,7 +66,7 @@ def visual_tokens(
         of_text[name.removeprefix("text_")] = observables.pop(name)
     for name, value in observables.items():
         _check(name, value, hidden)
-    source = _Given(observables | {"hidden": hidden}, of_text, final_norm)
+    source = _GivenSource(observables | {"hidden": hidden}, of_text, final_norm)
     source.carry.update(carry or {})
     return VisualTokens(segments, _kept(keep, counts), source)
 
@@ -95,7 +95,7 @@ def _kept(keep: Any, counts: list[int]) -> list[int]:
     budget = Budget.of(keep)
     if budget.keep is None:
         raise OptionError(f"{budget} is of a whole decoder, and there is none here: give keep as a number or a list")
-    return budget.resolve(counts, layer=0, shape=None, text_tokens=0)
+    return [budget.resolve_keep(count) for count in counts]
 
 
 def _segments(
@@ -104,7 +104,7 @@ def _segments(
     rows: Sequence[int] | None,
     grids: Sequence[Any] | None,
     modality: str | Sequence[str],
-    frames: list[list[int]] | None,
+    frames: Sequence[list[int] | None] | None,
 ) -> Segments:
     number, width = hidden.shape[:2]
     rows = list(range(number)) if rows is None else list(rows)
@@ -125,7 +125,7 @@ def _segments(
         mask=mask,
         grids=grids,
         modality=modality,
-        frames=frames or [_frames(*one) for one in zip(counts, grids, modality, strict=True)],
+        frames=list(frames or []) or [_frames(*one) for one in zip(counts, grids, modality, strict=True)],
     )
 
 
@@ -137,22 +137,20 @@ def _frames(count: int, grid: tuple[int, int, int] | None, modality: str) -> lis
 
 
 @dataclass
-class _Given(TokenSource):
+class _GivenSource(TokenSource):
     """Backs a `VisualTokens` with tensors that somebody gave, by name of the observable, and those of the text."""
 
     visual: dict[str, Any]
     of_text: dict[str, Any]
     norm: Callable[[Tensor], Tensor] | None = None
     needs: frozenset[str] = field(init=False)
+    hidden: Tensor = field(init=False)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.hidden = self.visual["hidden"]
         text = {seen.name for name in self.of_text if (seen := find_observable_of_text(name)) is not None}
         self.needs = frozenset(self.visual.keys() | text | {"frames"})  # which are known of images at least
-
-    @property
-    def hidden(self) -> Tensor:
-        return self.visual["hidden"]
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
@@ -164,7 +162,7 @@ class _Given(TokenSource):
             return super().read(seen, tokens)
         value = _given(self.visual, seen.name, seen.name)
         if isinstance(value, Mapping):
-            return _given(value, *layer, f"{seen.name} of block {layer[0]}")
+            return _given(value, layer[0], f"{seen.name} of block {layer[0]}")
         return value
 
     def note(self, text: str) -> None:

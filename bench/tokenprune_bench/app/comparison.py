@@ -16,7 +16,7 @@ from tokenprune.profiling.kept import keep_in_words
 from tokenprune.profiling.model import Model
 from tokenprune.profiling.patched import patched_by
 from tokenprune.show import contact_sheet, side_by_side
-from tokenprune.show.contact_sheet import Seen
+from tokenprune.show.contact_sheet import PromptView
 from tokenprune.spelling import canonical_spec, files_of, setting_of
 from tokenprune_bench.app.snippets import LONGEST
 
@@ -36,7 +36,7 @@ class Asked:
     spelling: str
     keep: float
     setting: dict[str, Any]
-    seen: Seen
+    seen: PromptView
     drawing: Image.Image
     before: str
     tokens: int

@@ -110,7 +110,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnPlot:
     """A series, drawn. line: points of a polyline, "" for none."""
 
     style: Style
@@ -143,7 +143,7 @@ class Plot:
     css: str = ""
     x_ticks: list[Tick] = field(default_factory=list)
     y_ticks: list[Tick] = field(default_factory=list)
-    series: list[Drawn] = field(default_factory=list)
+    series: list[DrawnPlot] = field(default_factory=list)
     front: str = ""  # the path of the Pareto front
     steps: list[tuple[Style, str]] = field(default_factory=list)  # further fronts, of parts of the series
     guide: float | None = None  # the place of a vertical line
@@ -207,7 +207,7 @@ def pareto(
             Mark(x(point.x), y(point.y), y(point.low), y(point.high), point.text, id(point) in on_front)
             for point in ordered
         )
-        plot.series.append(Drawn(one.style, line, marks))
+        plot.series.append(DrawnPlot(one.style, line, marks))
     plot.front = _stairs(plot, [(x(points[index].x), y(points[index].y)) for index in front])
     for style, own in parts:
         plot.steps.append((style, _stairs(plot, [(x(own[index].x), y(own[index].y)) for index in front_of(own)])))
@@ -227,7 +227,7 @@ def curves(title: str, y_title: str, series: Sequence[tuple[Style, Sequence[floa
     plot.x_ticks = [Tick(x(layer - 0.5), f"{layer}") for layer in range(1, layers + 1) if (layer - 1) % every == 0]
     for style, values in series:
         line = " ".join(f"{x(n)},{y(value)} {x(n + 1)},{y(value)}" for n, value in enumerate(values))
-        plot.series.append(Drawn(style, line, ()))
+        plot.series.append(DrawnPlot(style, line, ()))
     return plot
 
 

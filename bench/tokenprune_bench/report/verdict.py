@@ -18,7 +18,7 @@ _EPSILON = 1e-9  # 0.9 - 0.91 < -0.01 in floating point
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """The recommended setting for one allowed loss in points.
 
     points: that may be lost. row: the setting that costs least, None where each loses more. title: the question that
@@ -41,7 +41,7 @@ class Verdict:
         return f"{self.title}: {self.answer}{f': {facts}.' if facts else ''} {self.doubt}".rstrip()
 
 
-def find_verdicts(results: Results) -> list[Verdict]:
+def find_verdicts(results: Results) -> list[RunVerdict]:
     """Return what to take where one point may be lost, and where three may; none where nothing was scored.
 
     The cheapest setting has the fewest visual tokens, averaged over the decoder's layers; of those within a hundredth
@@ -52,18 +52,18 @@ def find_verdicts(results: Results) -> list[Verdict]:
     return [] if results.evidence_only else [_verdict(results, rows, points) for points in POINTS]
 
 
-def _verdict(results: Results, rows: list[Row], points: int) -> Verdict:
+def _verdict(results: Results, rows: list[Row], points: int) -> RunVerdict:
     allowed = f"{points} point{'s'[: points > 1]}"
     title = f"Best at ≤ {allowed} lost"
     if not rows:
-        return Verdict(points, None, title, "nothing was run that leaves out visual tokens")
+        return RunVerdict(points, None, title, "nothing was run that leaves out visual tokens")
     if unknown := _nothing_to_say(results.baseline):
-        return Verdict(points, None, title, f"nothing can be said: {unknown}")
+        return RunVerdict(points, None, title, f"nothing can be said: {unknown}")
     within = [row for row in rows if _lost(row) <= points / 100 + _EPSILON]
     if not within:
         least = min(rows, key=lambda row: (round(_lost(row), 9), row.tokens_average))
         facts = (_score(results, least), ("visual tokens", _tokens(results, least)))
-        return Verdict(points, None, title, f"none; {_place(results, least)} loses least", facts)
+        return RunVerdict(points, None, title, f"none; {_place(results, least)} loses least", facts)
     best = _cheapest(results, within)
     facts = (
         _score(results, best),
@@ -72,7 +72,7 @@ def _verdict(results: Results, rows: list[Row], points: int) -> Verdict:
         ("KV cache", _kv(best)),
     )
     remarks = (*_rivals(results, best, rows), *_flaws(results, best))
-    return Verdict(points, best, title, _place(results, best), facts, _doubt(results, best, within, points), remarks)
+    return RunVerdict(points, best, title, _place(results, best), facts, _doubt(results, best, within, points), remarks)
 
 
 def _nothing_to_say(base: Row) -> str:

@@ -20,8 +20,8 @@ class Trial:
 
     search, held_out: how many questions of each part it answered. drop: the mean score lost on them, of the part that
     decides (held out, if it got there). bound: below which the true drop is, with the promised confidence; None before
-    the test. cost: of `bench.cost.record`; timing: of `Panel.time`; predicted: of `Panel.predict`. kinds: drop of each
-    kind of question, held out. state: why it was left, or "chosen".
+    the test. cost: of `bench.cost.record`; timing: of `Evaluator.time`; predicted: of `Evaluator.predict`. kinds: drop
+    of each kind of question, held out. state: why it was left, or "chosen".
     """
 
     candidate: Candidate

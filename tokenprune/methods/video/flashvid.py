@@ -81,7 +81,7 @@ class FlashVID(TwoCutMerger):
         return (-1,)
 
     def second_cut(self, layer: int) -> Pruner:
-        return _Inner(layer)
+        return _InnerFlashVid(layer)
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
         mask, most = videos.mask, max(videos.keep)
@@ -149,7 +149,7 @@ def _means(x: Tensor, root: Tensor, rest: Tensor, size: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Inner(Pruner):
+class _InnerFlashVid(Pruner):
     """The second cut: keep what the last prompt token attends to most in the layer before.
 
     layer: where it cuts.

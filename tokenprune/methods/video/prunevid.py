@@ -71,7 +71,7 @@ class PruneVid(TwoCutMerger):
     inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.4
 
     def second_cut(self, layer: int) -> Pruner:
-        return _Inner(layer)
+        return _InnerPruneVid(layer)
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
         mask, most = videos.mask, max(videos.keep)
@@ -157,7 +157,7 @@ def runs_of(labels: Sequence[Any]) -> list[tuple[Any, int]]:
 
 
 @dataclass(frozen=True)
-class _Inner(Pruner):
+class _InnerPruneVid(Pruner):
     """The second cut: of each group keep what some head of some text token attends to most in the layer before.
 
     layer: where it cuts.

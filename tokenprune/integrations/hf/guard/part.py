@@ -19,7 +19,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.guard.floors import Floors, shipped
 from tokenprune.guard.messages import warning
-from tokenprune.guard.prompts import Reader
+from tokenprune.guard.prompts import KindReader
 from tokenprune.guard.settings import KINDS, Guard
 from tokenprune.integrations.hf.encoded.record import open_record
 from tokenprune.integrations.hf.families import Adapter
@@ -102,7 +102,7 @@ class GuardPart(Part):
     ) -> None:
         super().__init__()
         self.adapter, self.settings, self.table = adapter, settings, table
-        self.tokenizer, self.reader = tokenizer, Reader(settings.patterns)
+        self.tokenizer, self.reader = tokenizer, KindReader(settings.patterns)
         self.reads_text = tokenizer is not None
         # What makes no cut at the decoder; and of the others, which cuts are theirs.
         ahead = {Site.PRE_ENCODER, Site.IN_ENCODER}

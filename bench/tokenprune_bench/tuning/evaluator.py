@@ -16,7 +16,7 @@ from tokenprune.profiling.cost import record
 from tokenprune.profiling.model import Model
 from tokenprune.statistics import Stats
 from tokenprune_bench.asking import Asking
-from tokenprune_bench.backend import Backend, backend_of
+from tokenprune_bench.backend import BenchBackend, backend_of
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.metrics import Metric, metric_named
 from tokenprune_bench.run_folder import RunFolder
@@ -37,7 +37,7 @@ class Search:
     stacks: int = 0
 
 
-class Panel:
+class Evaluator:
     """The answers to numbered questions, unpatched (candidate None) or patched.
 
     subject: a model, or another back end that answers. questions: of `bench.data` or `bench.heldout`. metric: a name
@@ -50,7 +50,7 @@ class Panel:
 
     def __init__(
         self,
-        subject: Model | Backend,
+        subject: Model | BenchBackend,
         questions: Sequence[Any],
         metric: str = "exact",
         *,
@@ -106,10 +106,10 @@ class Panel:
             scores.update(zip(numbers, self.metric.score(answers, accepted), strict=True))
         note(left)  # what other processes asked, or a run before this one
 
-    def knows(self, candidate: Candidate | None, chunk: Sequence[int]) -> bool:
+    def is_cached(self, candidate: Candidate | None, chunk: Sequence[int]) -> bool:
         """Return whether a chunk was answered before, in this run or in the one of the folder."""
         setting = _setting(candidate)
-        return self._asking.knows({"setting": setting}, setting, chunk)
+        return self._asking.is_cached({"setting": setting}, setting, chunk)
 
     def answered(self, candidate: Candidate | None) -> set[int]:
         """Return the numbers of the questions that were asked."""
@@ -153,9 +153,9 @@ class Panel:
         return shares | {"tower_share": sum(cost.tower for cost in wholes) / sum(cost.flops for cost in wholes)}
 
     def time(self, candidate: Candidate, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
-        """Return what `Backend.timing` measures on the first of some questions, with the processor, of which only the
-        first token counts here; batch: also what `Backend.batch_timing` measures on a batch of them. The first process
-        of the group does it, and all get the same."""
+        """Return the times of `BenchBackend.timing` on the first of some questions, with the processor; only the first
+        token counts here. batch: also those of `BenchBackend.batch_timing` on a batch of them. The first process of the
+        group measures, and all get the same."""
         timing, failure = None, None
         if self.group.leads:
             try:
@@ -198,4 +198,4 @@ def _seen(question: Any) -> Any:
     return tuple((one.name, one.size) for one in (*question.sources, *filter(None, [question.video_source])))
 
 
-__all__ = ["Panel", "Search", "tunable_metric"]
+__all__ = ["Evaluator", "Search", "tunable_metric"]
