@@ -112,13 +112,27 @@ class Method(ReprIsCall):
     site: ClassVar[Site] = Site.PRE_LLM
     paper: ClassVar[str] = ""
     merges: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
     default_keep: ClassVar[float] = 0.25
     query_free: ClassVar[Mapping[str, Any]] = {}
     fallback_options: ClassVar[Mapping[str, Any]] = {}
-    by_content_count: ClassVar[bool] = False
-    least: ClassVar[int] = 1
     reconstruction: ClassVar[bool] = False
+
+    # Attributes of most classes; a property where the options decide.
+    if TYPE_CHECKING:
+
+        @property
+        def needs(self) -> frozenset[str]: ...
+
+        @property
+        def by_content_count(self) -> bool: ...
+
+        @property
+        def least(self) -> int: ...
+
+    else:
+        needs = frozenset()
+        by_content_count = False
+        least = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # There was one base class once. A class that derives from it, and defines what belongs to a site, goes on
@@ -230,7 +244,14 @@ class ResizeMethod(Method):
     """Base of the methods that resize images before they are encoded (PRE_ENCODER); a subclass implements `shares`."""
 
     site: ClassVar[Site] = Site.PRE_ENCODER
-    videos: ClassVar[bool] = False  # whether frames of videos shrink too, each by `keep`; may be an option
+    # True if frames of videos shrink too, each by `keep`; an option of some methods.
+    if TYPE_CHECKING:
+
+        @property
+        def videos(self) -> bool: ...
+
+    else:
+        videos = False
 
     @property
     def reads_question(self) -> bool:
@@ -277,8 +298,17 @@ class AttentionPattern(Method):
 
     site: ClassVar[Site] = Site.ATTENTION
     default_keep: ClassVar[float] = 1.0
-    dense_layers = ()
-    position_mode = "sequential"
+    if TYPE_CHECKING:
+
+        @property
+        def dense_layers(self) -> Sequence[int]: ...
+
+        @property
+        def position_mode(self) -> str: ...
+
+    else:
+        dense_layers = ()
+        position_mode = "sequential"
 
     def block_starts(self, visuals: Sequence[Visual], end: int) -> list[int] | str:
         """Return where in a prompt of `end` tokens each context block starts, and at last where the part that attends

@@ -235,8 +235,9 @@ class Stats:
         )
 
     def _guard(self) -> str:
-        risky, raised = (sum(bool(getattr(one, what)) for one in self.guard or ()) for what in ("risks", "raised"))
-        return f"guard: {risky} of {len(self.guard)} rows at risk, {raised} raised, " if risky else ""
+        rows = self.guard or []
+        risky, raised = (sum(bool(getattr(one, what)) for one in rows) for what in ("risks", "raised"))
+        return f"guard: {risky} of {len(rows)} rows at risk, {raised} raised, " if risky else ""
 
     def _feature_cache(self) -> str:
         counts = self.feature_cache

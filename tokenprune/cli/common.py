@@ -191,12 +191,13 @@ def show_progress(lines: bool = True) -> Iterator[Any]:
 
     console, pace = get_console(error=True), Pace()
     if not console.is_terminal:
-        last = ["" if lines else None, pace.clock()]
+        said, at = "" if lines else None, pace.clock()
 
         def line(label: str, done: int, total: int) -> None:
+            nonlocal said, at
             left, now = pace.left(done, total), pace.clock()
-            if (lines and label != last[0]) or now - last[1] >= _SILENCE:
-                last[:] = label, now
+            if (lines and label != said) or now - at >= _SILENCE:
+                said, at = label, now
                 console.print(f"{done:>5}/{total} {label}{left and f', {left}'}", markup=False)
 
         yield line

@@ -69,6 +69,7 @@ def show(
             console.print(line, markup=False, soft_wrap=True)
     console.print(f"{question}  unpatched: {shown.before!r}", markup=False)
     for seen, panel in zip(shown.seen, shown.kept_panels, strict=True):
+        assert seen.stats is not None  # a patched model has some
         average = seen.stats.visual_tokens_average
         counts = f"{shown.tokens} → {int(seen.kept.sum())}"
         console.print(f"{panel.title}: {seen.answer!r}", markup=False)

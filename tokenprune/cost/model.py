@@ -43,7 +43,7 @@ class Load:
         if tower.view is None:
             if tiles is not None:
                 raise OptionError(f"images of {family} have their own size: say how many visual tokens, not tiles")
-            views = (tower.unit * (1024 if tokens is None else tokens),)
+            views: tuple[int, ...] = (tower.unit * (1024 if tokens is None else tokens),)
         else:
             if tokens is not None:
                 raise OptionError(f"images of {family} are cut into views of one size: say how many tiles, not tokens")

@@ -44,15 +44,16 @@ class Floors:
 
     def loss(self, method: str, kind: str, share: float) -> Loss | None:
         """Return what was measured at the keep closest to `share`; None for a method that was not measured."""
-        if method not in self._methods:
-            return None
-        found = [Loss(**one) for one in self._methods[method][kind]["measured"]]
-        return min(found, key=lambda one: abs(one.keep - share))
+        return self._measured(method, kind, share) if method in self._methods else None
 
     def safe(self, kind: str, share: float) -> list[str]:
         """Return the methods for which `share` is enough, those that lost least first."""
         names = [name for name in self._methods if self.of(name, kind) <= share]
-        return sorted(names, key=lambda name: (self.loss(name, kind, share).points, name))
+        return sorted(names, key=lambda name: (self._measured(name, kind, share).points, name))
+
+    def _measured(self, method: str, kind: str, share: float) -> Loss:
+        found = [Loss(**one) for one in self._methods[method][kind]["measured"]]
+        return min(found, key=lambda one: abs(one.keep - share))
 
 
 @lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +47,7 @@ def _of_table(unit: Tensor, number: int) -> Tensor:
     return torch.zeros_like(apart, dtype=torch.bool).index_fill_(0, torch.tensor(taken, dtype=torch.long), True)
 
 
-def nearest_other(features: Tensor, mask: Tensor, match: object = best_match) -> Tensor:
+def nearest_other(features: Tensor, mask: Tensor, match: Callable[..., tuple[Tensor, Tensor]] = best_match) -> Tensor:
     """float32 `[S, N]`: cosine distance of each token to its nearest other token; +inf for one that has none, NaN for
     all of a segment with a token that is not finite. The matrix of distances is never in memory."""
     nearest = 1 - match(features, features, mask, others=True)[0]

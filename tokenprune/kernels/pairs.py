@@ -155,7 +155,8 @@ class Known(Relation):
     """A relation that is given as a table, `[S, R, N]`."""
 
     def __init__(self, table: Tensor) -> None:
-        self.table, self.shape, self.fits, self.device = table, tuple(table.shape), True, table.device
+        segments, rows, columns = table.shape
+        self.table, self.shape, self.fits, self.device = table, (segments, rows, columns), True, table.device
 
 
 class PickedRows:

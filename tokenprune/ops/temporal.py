@@ -9,6 +9,7 @@ it, is similar to nothing. Plain PyTorch; nothing here asks the device.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +76,7 @@ def likeness(x: Tensor, centre: Tensor) -> Tensor:
     """float32 `[...]`: how near the vectors `[..., D]` of `x` are to those of `centre`, broadcast: the sum of Gaussians
     of the distance, of variances from 1/8 to 2 (VidCom2)."""
     squared = (x - centre).square().sum(-1)
-    return sum(torch.exp(-squared / (2 * variance)) for variance in (1 / 8, 1 / 4, 1 / 2, 1, 2))
+    return reduce(torch.add, (torch.exp(-squared / (2 * variance)) for variance in (1 / 8, 1 / 4, 1 / 2, 1, 2)))
 
 
 # -- where a video falls into segments ---------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -
     patched."""
     if kv_bytes is None:
         return stats(subject.model)
-    return unpatched(subject.shape, *inputs["input_ids"].shape, subject.visual_tokens(inputs), kv_bytes)
+    rows, length = inputs["input_ids"].shape
+    return unpatched(subject.shape, rows, length, subject.visual_tokens(inputs), kv_bytes)
 
 
 def unpatched(shape: DecoderShape, rows: int, length: int, visual: int, kv_bytes: int) -> Stats:
@@ -66,7 +67,7 @@ def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list
     visual = subject.visual_tokens(whole)
     text = whole["input_ids"].shape[1] - visual
     prompt = subject.prompt(images, question.question, labels)
-    options = {"max_new_tokens": subject.max_new_tokens, "do_sample": False, "num_beams": 1}
+    options: dict[str, Any] = {"max_new_tokens": subject.max_new_tokens, "do_sample": False, "num_beams": 1}
     made = escalate(subject.model, subject.processor, images=images, text=prompt, keep=keep, **options)
     paid = sum(made.visual_tokens)
     flops = sum(shape.prefill_flops([text + tokens] * shape.layers) for tokens in made.visual_tokens)
@@ -75,7 +76,7 @@ def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list
     cost = Stats(
         visual,
         round(paid),
-        [paid] * shape.layers,
+        [paid] * shape.layers,  # type: ignore[list-item]  # the first pass is an average over layers
         prefill_flops=flops,
         prefill_flops_full=shape.prefill_flops([text + visual] * shape.layers),
         kv_bytes=round(left),

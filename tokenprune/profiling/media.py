@@ -136,7 +136,8 @@ def _decoded(found: Path | bytes, most: int) -> list[Image.Image]:
         if count < stream.frames:
             raise BadRow(f"it is cut off, {count} of {stream.frames} frames are there")
     while count:
-        wanted, frames, seen = _evenly(count, most), [], 0
+        wanted, seen = _evenly(count, most), 0
+        frames: list[Image.Image] = []
         with _video(av, found) as video:
             for seen, frame in enumerate(video.decode(video=0), 1):
                 if seen - 1 == wanted[len(frames)]:

@@ -78,17 +78,17 @@ class Profile:
         if self.after is None:
             return None
         if stage is None:
-            pairs = zip(self.before.first_token(), self.after.first_token(), strict=True)
+            pairs = [*zip(self.before.first_token(), self.after.first_token(), strict=True)]
         else:
             runs = zip(self.before.runs, self.after.runs, strict=True)
-            pairs = ((one[stage], other[stage]) for one, other in runs)
+            pairs = [(one[stage], other[stage]) for one, other in runs]
         pairs = [(one, other) for one, other in pairs if one > 0 and other > 0]
         return statistics.median(one / other for one, other in pairs) if pairs else None
 
     def predicted(self) -> float | None:
         """Return the ratio of prefill FLOPs, before / after, that the closed forms say; None without a setting, or a
         tower that is known."""
-        if self.after is None or self.model.tower is None:
+        if self.setting is None or self.after is None or self.model.tower is None:
             return None
         methods, budgets = read_config(self.setting).steps()
         return self.model.cost(self.load).flops / self.model.predict(self.load, methods, budgets).flops
@@ -219,7 +219,8 @@ def watched(subject: Model, wait: Callable[[], None]) -> Iterator[dict[str, list
     """Return a context that gives the milliseconds of what runs in it: "tower", of each encoding, and "decoder", of
     each forward. wait: returns when the device is done. Enter it behind a patch, and leave it before."""
     spans: dict[str, list[float]] = {"tower": [], "decoder": []}
-    base, decoder, inside = subject.adapter.base, subject.adapter.decoder, []
+    base, decoder = subject.adapter.base, subject.adapter.decoder
+    inside: list[int] = []
     begun: list[float] = []
 
     def enter(*_: Any) -> None:

@@ -46,7 +46,7 @@ def stage_table(profile: Profile) -> Table:
         share = percent(after.visual[1] / max(1, before.visual[0]))
         tokens += [f"{after.visual[0]} → {after.visual[1]} ({share})", _ratio(average)]
     rows += [[*map(Cell, row)] for row in (total, step, cache, tokens)]
-    columns = ("stage", "unpatched", "share")
+    columns: tuple[str, ...] = ("stage", "unpatched", "share")
     columns += () if after is None else (setting_name(profile), "faster by")
     return Table(f"Where a call's time goes: {profile.environment['model']}", columns, rows, tuple(_notes(profile)))
 
@@ -89,7 +89,7 @@ def _notes(profile: Profile) -> list[str]:
         notes.append(
             f"By FLOPs of tower ({cost.tower_share:.0%}) and decoder alone it would be {_ratio(predicted)} faster."
         )
-    if after is not None:
+    if after is not None and profile.setting is not None:
         notes.append(f"Asked for: {cuts_in_words(*read_config(profile.setting).steps(), profile.visual_of_an_image)}.")
         slowest = max(FIRST_TOKEN, key=after.median)
         share = after.median(slowest) / median(after.first_token())

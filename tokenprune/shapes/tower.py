@@ -128,7 +128,7 @@ class TowerShape:
         heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
         full = getattr(vision, "fullatt_block_indexes", None)
         sides = _sides(vision.patch_size)
-        channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+        channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
         gated = "silu" in str(getattr(vision, "hidden_act", "")) or vision.model_type in _GATED
         return cls(
             layers=layers,

@@ -46,6 +46,7 @@ class Tower:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Tells this tower, with its weights, from others."""
+        assert self.module is not None  # engines give it
         facts = {"unit": self.unit} if self.unit > 1 else {}
         return Fingerprint.of(self.module, read=self.read, protected=self.protected, **facts)
 
@@ -60,7 +61,7 @@ class Tower:
         """Return how many patches `budget` leaves of an image."""
         if self.wanted is not None:
             return self.wanted
-        return budget.resolve([self.patches], layer=0, shape=None, text_tokens=0)[0]
+        return budget.resolve_keep(self.patches)
 
 
 @dataclass(frozen=True)

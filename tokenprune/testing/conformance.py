@@ -52,7 +52,7 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
         elif isinstance(made, AttentionPattern):
             others.check_blocks(made)
         else:
-            stages = [stage for stage, _ in made.stages(Budget.of(0.5), LAYERS)]
+            stages: list[Any] = [stage for stage, _ in made.stages(Budget.of(0.5), LAYERS)]
             for number in range(min(_STAGES, len(stages))):
                 check_choices(stages[: number + 1])
         if isinstance(made, DecodeMethod):
@@ -91,7 +91,8 @@ def _check_class(method: Method) -> None:
     frozen = cls.__dict__.get("__dataclass_params__")
     require(frozen is not None and frozen.frozen, "decorate the class with @dataclass(frozen=True)")
     require(
-        (cls.__doc__ or "").strip() and not cls.__doc__.startswith(f"{cls.__name__}("), "its class needs a docstring"
+        (cls.__doc__ or "").strip() and not (cls.__doc__ or "").startswith(f"{cls.__name__}("),
+        "its class needs a docstring",
     )
     require(bool(method.name), "it has no name: decorate its class with @register(...)")
     bases = " or ".join(base.__name__ for base in BASES[method.site])

@@ -9,7 +9,8 @@ observe what `where` says, and refuse what `backends` does not have.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -132,6 +133,11 @@ class AttentionToTokens(Observable):
         return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
 
 
+def add_up(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape, at least one, holding one at a time."""
+    return reduce(torch.add, parts)
+
+
 class AttentionOfText(Observable):
     """Base of what the attention of a decoder layer pays from the text behind an image, by head."""
 
@@ -156,17 +162,16 @@ class AttentionOfText(Observable):
         """Return float32 `[S, H, N]`, the sum of the text's rows. weights: `[S, M]` or `[S, H, M]`, of each row."""
         weights = weights.float().masked_fill(~(text.mask if weights.ndim == 2 else text.mask[:, None]), 0)
         weights = weights.unsqueeze(1) if weights.ndim == 2 else weights
-        slots, total = source.slots(text.segments.position, text.segments), 0.0
-        for rows, part in self._text_rows(source, text.segments, text.position):
-            total = total + (rows * weights[..., part, None]).sum(2)
-        return total.gather(2, slots[:, None].expand(-1, total.shape[1], -1)).masked_fill(
-            ~text.segments.mask[:, None], 0
-        )
+        slots = source.slots(text.segments.position, text.segments)
+        parts = self._text_rows(source, text.segments, text.position)
+        total = add_up((rows * weights[..., part, None]).sum(2) for rows, part in parts)
+        found = total.gather(2, slots[:, None].expand(-1, total.shape[1], -1))
+        return found.masked_fill(~text.segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return torch.rand(sizes.segments, sizes.heads, sizes.text, sizes.tokens, generator=generator)
 
-    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Any:
         return torch.rand(sizes.segments, sizes.heads, sizes.text, sizes.text, generator=generator)
 
     def _to(self, source: TokenSource, segments: Segments, position: Tensor, slots: Tensor) -> Tensor:

@@ -80,6 +80,13 @@ def find_observable(name: str) -> Observable | None:
     return _OBSERVABLES.get(name)
 
 
+def observable(name: str) -> Observable:
+    """Return the observable registered under `name`, or under the name that it has in the text behind an image
+    ("text.keys"); raise RegistrationError if there is none."""
+    (found,) = observables_of([need_of(name)])
+    return found
+
+
 def find_observable_of_text(name: str) -> Observable | None:
     """Return the observable that the text behind an image has under `name`, None if there is none."""
     _load()

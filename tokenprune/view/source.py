@@ -96,7 +96,8 @@ class TokenSource:
         """Return `[S, N, ...]`, the values `[B, W, ...]` of the tokens at `position`, long `[S, N]`."""
         place = self.slots(position, segments) + segments.row_index * values.shape[1]
         # Taking whole rows is much faster than indexing with two tensors.
-        return values.flatten(0, 1).index_select(0, place.flatten()).unflatten(0, place.shape)
+        found: Tensor = values.flatten(0, 1).index_select(0, place.flatten()).unflatten(0, place.shape)
+        return found
 
     def last_slot(self) -> Tensor:
         """Return long `[B, 1]`, the slot of each row's last token that is not padding."""
@@ -156,7 +157,7 @@ class TokenSource:
         """Return `[S, N, D]`, what entered the decoder of the tokens at `position`, long `[S, N]`."""
         raise _refused("what entered the decoder")
 
-    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+    def of_tower(self, key: tuple[Any, ...], segments: Segments) -> Tensor:
         """Return `[S, N, C]` of what was read in the vision tower, 0 for padding. key: name of the observable, and the
         layer if it is read by layer."""
         raise _refused("the vision tower")

@@ -12,7 +12,7 @@ import torch
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.ops.transfer import to_device
-from tokenprune.view.observable import Observable
+from tokenprune.view.observable import AttentionOfText, Observable
 from tokenprune.view.registry import TAKEN_NAMES, close_names, find_observable, find_observable_of_text
 from tokenprune.view.segments import Patches, Segments
 from tokenprune.view.source import TokenSource
@@ -23,8 +23,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class _OfText:
+    """Types of observables of text; their values come from `TextTokens.__getattr__`."""
+
+    hidden: Tensor
+    normed: Tensor
+    keys: Tensor
+
+
+class _OfVisual:
+    """Types of observables of visual tokens; their values come from `VisualTokens.__getattr__`."""
+
+    hidden: Tensor
+    normed: Tensor
+    keys: Tensor
+    last_row_attention: Tensor
+    received_attention: Tensor
+    next_row_attention: Tensor
+    patches: Patches
+    frames: list[list[int]]
+    frame: Tensor
+    place: Tensor
+
+
 @dataclass(frozen=True, eq=False)
-class TextTokens:
+class TextTokens(_OfText):
     """The text tokens that follow each segment in its row; M are the most behind any.
 
     mask: bool `[S, M]`; position: long `[S, M]`, in this call's sequence.
@@ -37,11 +60,6 @@ class TextTokens:
     segments: Segments
     _source: TokenSource = field(repr=False)
 
-    if TYPE_CHECKING:
-        hidden: Tensor
-        normed: Tensor
-        keys: Tensor
-
     def __getattr__(self, name: str) -> Any:
         seen = _declared(name, find_observable_of_text, self._source, "the text behind an image")
         value = self._source.read_text(seen, self)
@@ -50,7 +68,7 @@ class TextTokens:
 
 
 @dataclass(frozen=True, eq=False)
-class VisualTokens:
+class VisualTokens(_OfVisual):
     """Visual tokens at the place where a method acts. S segments (images), N tokens in the longest, D model width.
 
     mask:     bool `[S, N]`; False marks the padding of short segments: never keep it, never let it influence a score.
@@ -66,18 +84,6 @@ class VisualTokens:
     segments: Segments
     keep: list[int]
     _source: TokenSource = field(repr=False)
-
-    if TYPE_CHECKING:
-        hidden: Tensor
-        normed: Tensor
-        keys: Tensor
-        last_row_attention: Tensor
-        received_attention: Tensor
-        next_row_attention: Tensor
-        patches: Patches
-        frames: list[list[int]]
-        frame: Tensor
-        place: Tensor
 
     def __getattr__(self, name: str) -> Any:
         seen = _declared(name, find_observable, self._source, "visual tokens")
@@ -116,7 +122,10 @@ class VisualTokens:
         """Return float32 `[S, H, N]`: attention from the text behind each image, the rows of its tokens summed with
         `weights`, `[S, M]` or `[S, H, M]`; memory does not grow with the length of the text. name: "text_attention",
         which the method has to need, or "next_text_attention"."""
-        return self._source.attention_from(_declared(name, find_observable, self._source, "text"), self, weights)
+        seen = _declared(name, find_observable, self._source, "text")
+        if not isinstance(seen, AttentionOfText):
+            raise TokenPruneError(f"{name!r} is no attention of the text: use text_attention or next_text_attention")
+        return self._source.attention_from(seen, self, weights)
 
     @property
     def carry(self) -> Mapping[str, Any]:

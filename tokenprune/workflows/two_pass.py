@@ -111,7 +111,7 @@ def escalate(
         tokens.append(seen.visual_tokens_average)
         margin, entropy = certainty(output.logits)
         full = None if pixels else float(seen.visual_tokens_in)
-    accepted = reason is None and margin >= min_margin and entropy <= max_entropy
+    accepted = margin is not None and entropy is not None and margin >= min_margin and entropy <= max_entropy
     if not accepted:
         output, length, full = _answer(model, processor, images, text, generate_kwargs)
         tokens.append(full)

@@ -73,10 +73,15 @@ class DyMU(EncoderMethod):
 
     @property
     def calibrated_for(self) -> Fingerprint | None:
-        return None if self.thresholds is None else self.thresholds.fingerprint
+        return None if self._given is None else self._given.fingerprint
+
+    @property
+    def _given(self) -> Thresholds | None:
+        assert not isinstance(self.thresholds, (str, Path))  # read by __post_init__
+        return self.thresholds
 
     def check_served(self, kind: str, dtype: str, blocks: int) -> None:
-        found = self.thresholds
+        found = self._given
         if found is None:
             raise OptionError(
                 f"{self.name} needs thresholds=PATH in the server's setting, a file by `tokenprune calibrate`: those "
@@ -95,7 +100,7 @@ class DyMU(EncoderMethod):
         """Return what merges the pairs above each block's threshold."""
         if self.is_identity(budget):
             return [None] * tower.blocks
-        thresholds = self.thresholds or shipped(tower.fingerprint)
+        thresholds = self._given or shipped(tower.fingerprint)
         thresholds.check(tower.fingerprint)
         match = partial(threshold_match, protected=tower.protected, limit=self.max_r)
         values = thresholds.for_keep(budget.keep).tolist()

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
+from typing import Any
 
 from tokenprune.base import Site
 from tokenprune.budget import Budget
@@ -86,14 +87,15 @@ def _matcher(r: int, protected: int) -> Matcher:
     return lambda keys, counts: bipartite_match(keys, r, protected)  # all rows have as many tokens
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0
+def _is_count(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _smallest_constant(wanted: int, count: int, protected: int, blocks: int) -> list[int]:
     """Return the smallest number that, merged in every block as far as possible, adds up to `wanted`."""
     for r in range(-(-wanted // max(1, blocks)), count):
-        left, plan = count, []
+        left = count
+        plan: list[int] = []
         for _ in range(blocks):
             plan.append(min(r, most(left, protected), wanted - sum(plan)))
             left -= plan[-1]

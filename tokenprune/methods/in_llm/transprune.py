@@ -57,10 +57,11 @@ class TransPrune(SeveralCuts):
         return True
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        cuts = {stage.layer: (stage, part) for stage, part in super().stages(budget, layers)}
+        whole = super().stages(budget, layers)
+        cuts = {stage.layer: (stage, part) for stage, part in whole if isinstance(stage, OneCut)}
         between = range(min(cuts), max(cuts))
         looks = [(_Look(self, 0, layer), Budget(keep=1.0, per=budget.per)) for layer in between if layer not in cuts]
-        return sorted([*cuts.values(), *looks], key=lambda one: one[0].layer)
+        return [*sorted([*cuts.values(), *looks], key=lambda one: one[0].layer)]
 
     def score(self, tokens: VisualTokens) -> Tensor:
         total = added(tokens)

@@ -129,9 +129,9 @@ def shares(counts: Tensor, wanted: Tensor) -> Tensor:
 
 def windows(patches: Patches, side: int | None) -> Tensor:
     """long `[S, N]`: the number of each patch's window in its tile; what is left over belongs to the last one."""
-    side = torch.where(patches.size > 1, 4, 6) if side is None else torch.full_like(patches.size, side)
-    down, across = ((length // side).clamp(min=1) for length in (patches.height, patches.width))
-    row, column = torch.minimum(patches.row // side, down - 1), torch.minimum(patches.column // side, across - 1)
+    sides = torch.where(patches.size > 1, 4, 6) if side is None else torch.full_like(patches.size, side)
+    down, across = ((length // sides).clamp(min=1) for length in (patches.height, patches.width))
+    row, column = torch.minimum(patches.row // sides, down - 1), torch.minimum(patches.column // sides, across - 1)
     return row * across + column
 
 
