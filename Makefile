@@ -144,8 +144,10 @@ kernels: setup ## compile every kernel for four GPUs, and predict what selection
 plots: ## draw the speed benchmarks' plots from their results
 	$(BENCH_PYTHON) benchmarks/plots.py
 
-lint: setup ## check the code with ruff, and the layers of its imports (pyproject.toml) with import-linter
+lint: setup ## check the code with ruff, its types with mypy, and the layers of its imports with import-linter (all: pyproject.toml)
 	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff format --check .
+	.venv/bin/python -m mypy
 	.venv/bin/lint-imports
 
 clean: ## remove builds and caches

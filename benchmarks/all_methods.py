@@ -30,7 +30,7 @@ from tokenprune_bench.equal_cost import in_words
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.results import UNPATCHED, Results, read_records, summarise
 from tokenprune_bench.significance import pooled_interval
-from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.suite import Bench, BenchPlan
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -113,7 +113,7 @@ def ask(
 
     if model not in SHIPPED:
         raise OptionError(f"--model {model!r} is none of {', '.join(SHIPPED)}")
-    plan = Plan(
+    plan = BenchPlan(
         methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
         keeps=read_keeps(targets), images=questions, batch_size=batch_size, repeats=0, equal_cost=True,
     )  # fmt: skip

@@ -36,7 +36,7 @@ from torch import Tensor
 import tokenprune
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.profiling.model import Model, load
-from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.suite import Bench, BenchPlan
 
 SIDE = 16  # of the shipped model's grid of patches
 KEEPS = (0.5, 0.25, 0.11)
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     console, subject = Console(), load(device="cpu")
-    bench = Bench(subject, Plan(images=args.images, repeats=0))
+    bench = Bench(subject, BenchPlan(images=args.images, repeats=0))
     plan = [(method, how) for method in ("tome", "dymu") for how in ("both", "tower", "after")]
     plan += [("uniform", "raster"), ("uniform", "grid")]
     with args.json.open("w") as file:

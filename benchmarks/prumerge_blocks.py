@@ -31,9 +31,10 @@ import tokenprune
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import attended
 from tokenprune.profiling.model import load
-from tokenprune.view.observable import SeenAttention, TowerScores
+from tokenprune.view.observable import TowerScores
 from tokenprune.view.registry import register_observable
-from tokenprune_bench.suite import Bench, Plan
+from tokenprune.view.segments import SeenAttention
+from tokenprune_bench.suite import Bench, BenchPlan
 
 ROW = ("model", "block", "heads", "keep")
 BLOCKS = {"demo_vlm": (-1, -2), "demo_qwen": (-1, 2)}
@@ -81,7 +82,7 @@ def main() -> None:
     with args.json.open("a") as file:
         for model in args.models.split(","):
             subject = load(model, device="cpu")
-            bench = Bench(subject, Plan(images=args.images, repeats=0))
+            bench = Bench(subject, BenchPlan(images=args.images, repeats=0))
             if not any(one["model"] == model for one in known):
                 file.write(json.dumps(bench.header()) + "\n")
             for block, wide, keep in product(BLOCKS[model], (False, True), map(float, args.keeps.split(","))):

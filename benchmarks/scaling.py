@@ -52,7 +52,8 @@ from tokenprune.ops.merging import bipartite_match, threshold_match
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.observable import Where
 from tokenprune.view.registry import compares_frames, observables_of
-from tokenprune.view.tokens import Patches, Segments, TokenSource
+from tokenprune.view.segments import Patches, Segments
+from tokenprune.view.source import TokenSource
 
 COUNTS = (576, 2880, 8192, 16384, 32768)
 WIDTH, HEADS, TEXT, SHARE = {"cuda": 1024, "cpu": 256}, 8, 64, 9

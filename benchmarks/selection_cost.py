@@ -38,7 +38,7 @@ from tokenprune.integrations.shared.selection import merge_tokens
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.ops.merging import best_partners, bipartite_match, most, ragged_merge
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 
 METHODS = ("uniform", "random", "fastv", "dyrate", "dart", "divprune", "vscan", "pool", "tome", "dymu", "the cut")
 PREDICTED = (A100, H100)

@@ -33,7 +33,7 @@ from tokenprune.profiling.model import load
 from tokenprune.profiling.profile import FIRST_TOKEN, STAGES, profile_call
 from tokenprune.profiling.profile_tables import setting_name
 from tokenprune_bench.tables import Cell, Table, to_markdown, to_rich
-from tokenprune_bench.tuning import Panel, Promise, Tuner, grid
+from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
 from tokenprune_bench.tuning.betting import upper_bound
 from tokenprune_bench.tuning.promise import points
 from tokenprune_bench.tuning.stacks import MOST
@@ -93,7 +93,7 @@ def group_of(trial: Trial) -> str:
 def best_of(group: str, tuner: Tuner, max_drop: float, tries: int) -> tuple[Trial, float, float] | None:
     """Return the setting of a group that spends least and loses at most `max_drop` on all questions, with what it loses
     and the bound that is shown; of those that all lose more, the one that loses least. tries: how many may be asked."""
-    panel, everything = tuner.panel, [*tuner.search, *tuner.held_out]
+    panel, everything = tuner.evaluator, [*tuner.search, *tuner.held_out]
     panel.ask(None, tuner.held_out)
     heard = [one for one in tuner.trials if one.search and group_of(one) == group]
     # One answer more may have been lost by ill luck: all questions will tell.
@@ -211,7 +211,7 @@ def main() -> None:
     subject = load("demo_qwen", device=args.device)
     asked = questions(args.images, args.seed)[: args.limit]
     candidates = grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
-    panel = Panel(subject, asked, batch_size=args.batch_size)
+    panel = Evaluator(subject, asked, batch_size=args.batch_size)
     # With few questions nothing can be promised of one point: the search goes on all the same.
     promise = Promise(args.max_drop)
     while promise.questions_needed > len(asked) // 2:

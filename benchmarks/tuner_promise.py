@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 from make_heldout import ANSWERS, one_of_each
 from tokenprune.profiling.model import load
 from tokenprune_bench.lines import Lines, read_lines
-from tokenprune_bench.tuning import Candidate, Panel, Promise, Tuner, grid
+from tokenprune_bench.tuning import Candidate, Evaluator, Promise, Tuner, grid
 from tokenprune_bench.tuning.betting import upper_bound
 from tokenprune_demo.scenes import draw_scene, load_photos
 
@@ -104,7 +104,7 @@ class RememberedTower(torch.nn.Module):
 def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
     candidates = grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
-    panel = Panel(subject, draw(args.images, TUNING_SEED + seed))
+    panel = Evaluator(subject, draw(args.images, TUNING_SEED + seed))
     # Ranked by FLOPs: with a tower that remembers what it saw, times mean nothing.
     promise = Promise(args.max_drop, args.confidence)
     found = Tuner(panel, candidates, promise, seed=seed, objective="flops", repeats=1).run()
@@ -124,7 +124,7 @@ def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace, subject: Any, setting: dict[str, Any] | None) -> dict[str, Any]:
     """The fresh questions, unpatched or under a setting: one 0 or 1 a question."""
-    panel, numbers = Panel(subject, draw(args.fresh, FRESH_SEED)), range(len(ANSWERS) * args.fresh)
+    panel, numbers = Evaluator(subject, draw(args.fresh, FRESH_SEED)), range(len(ANSWERS) * args.fresh)
     candidate = None if setting is None else Candidate.of(setting)
     for first in range(0, len(numbers), CHUNK):
         panel.ask(candidate, numbers[first : first + CHUNK])

@@ -51,9 +51,9 @@ def entries() -> Iterator[Entry]:
         yield from (one for one in made if one["method"] in advised)
 
 
-def entry(method: str, questions: str | None, keep: float | None, told: str, source: str, **more: Any) -> Entry:
+def entry(method: str, questions: str | None, keep: float | None, text: str, source: str, **more: Any) -> Entry:
     """Return an entry. questions: None where any will do. keep: None where the number holds at any."""
-    return {"method": method, "questions": questions, "keep": keep, "told": told, "source": source} | more
+    return {"method": method, "questions": questions, "keep": keep, "figure": text, "source": source} | more
 
 
 def accuracy() -> Iterator[Entry]:
@@ -74,13 +74,13 @@ def accuracy() -> Iterator[Entry]:
                 error = SURE * stdev(beyond) / sqrt(len(beyond))
                 low, high = fmean(beyond) - error, fmean(beyond) + error
                 keep = record["stats"]["keep_ratio"]
-                told = (
+                text = (
                     f"{100 * fmean(ours):.1f} % of {len(places)} drawn questions right at keep {keep:.2g} "
                     f"({_share(record):.0%} of the tokens averaged over layers), unpatched {100 * fmean(full):.1f}, "
                     f"{fmean(beyond):+.1f} [{low:.1f}, {high:.1f}] over random; {record['environment']['model']}"
                 )
                 yield entry(
-                    record["method"], task, round(keep, 3), told, f"benchmarks/results/{name}", about="accuracy",
+                    record["method"], task, round(keep, 3), text, f"benchmarks/results/{name}", about="accuracy",
                     kind="measured by us", asked=len(places), photographs=False, sure=low > 0,
                     size=_size(record["environment"]["model"]),
                 )  # fmt: skip
@@ -135,9 +135,9 @@ def published() -> Iterator[Entry]:
             and abs(theirs - percent) <= NEAR
         ]
         table = "" if source["table"] == "not recorded" else f", {source['table']}"
-        told = f"{percent:g} % of the unpruned {data['model']}, {what}, with {row['budget']} of {UNPRUNED} tokens"
+        text = f"{percent:g} % of the unpruned {data['model']}, {what}, with {row['budget']} of {UNPRUNED} tokens"
         yield entry(
-            row["method"], questions, round(row["budget"] / UNPRUNED, 3), told,
+            row["method"], questions, round(row["budget"] / UNPRUNED, 3), text,
             f"{source['title'].partition(':')[0]}, arXiv {source['arxiv']}{table}", about="accuracy", kind="published",
             asked=None, photographs=True, sure=bool(others), size=_billions(data["model"]),
         )  # fmt: skip
@@ -160,9 +160,9 @@ def published_speed() -> Iterator[Entry]:
             and max(theirs / ratio, ratio / theirs) <= 1.15
         ]
         device = f" on {row['device']}" if row["device"] else ""
-        told = f"{row['measured']} x{ratio:.2f} as fast: {row['model']}{device}, {row['setting']}, the tower left out"
+        text = f"{row['measured']} x{ratio:.2f} as fast: {row['model']}{device}, {row['setting']}, the tower left out"
         yield entry(
-            row["method"], None, round(int(counts[2]) / int(counts[1]), 3), told, f"{row['source']}, {row['where']}",
+            row["method"], None, round(int(counts[2]) / int(counts[1]), 3), text, f"{row['source']}, {row['where']}",
             about="time", kind="published", asked=None, photographs=True, sure=bool(same),
             size=_billions(row["model"]),
         )  # fmt: skip
@@ -175,47 +175,47 @@ def _billions(model: str) -> float:
 def measured_speed() -> Iterator[Entry]:
     """Yield our times of quiet rows: from image to first token, of prefill, of a server, of choosing, of blocks."""
 
-    def timed(method: str, questions: str | None, keep: float | None, told: str, name: str, **more: Any) -> Entry:
+    def timed(method: str, questions: str | None, keep: float | None, text: str, name: str, **more: Any) -> Entry:
         base = {"about": "time", "kind": "measured by us", "asked": None, "photographs": True, "size": None}
-        return entry(method, questions, keep, told, f"benchmarks/results/{name}", **(base | {"sure": True} | more))
+        return entry(method, questions, keep, text, f"benchmarks/results/{name}", **(base | {"sure": True} | more))
 
     first = json.loads((RESULTS / "first_run.json").read_text()).get("first_token")
     if first and not rows.is_loaded(first):
-        told = (
+        text = (
             f"{first['ms_unpatched']['p50']:.0f} to {first['ms']['p50']:.0f} ms from the image to the first token, "
             f"processor and tower included: {first['model']}, keep {first['keep']:g}, {first['threads']} CPU threads"
         )
         sure = first["ratio"]["p80"] < 1
-        yield timed(first["method"], None, first["keep"], told, "first_run.json", sure=sure, size=_size(first["model"]))
+        yield timed(first["method"], None, first["keep"], text, "first_run.json", sure=sure, size=_size(first["model"]))
     header, records = rows.quiet(RESULTS / "cpu/efficiency.jsonl")
     for one in records:
         if "speedup" in one:
-            told = (
+            text = (
                 f"prefill x{one['speedup']['p50']:.1f} as fast: a decoder of {header['parameters'] / 1e6:.0f} M random "
                 f"parameters on {header['threads']} CPU threads, {one['visual']} to {one['keep']} tokens, the tower "
                 "left out"
             )
             share = round(one["keep"] / one["visual"], 3)
             size = float(header["parameters"])
-            yield timed(one["method"], None, share, told, "cpu/efficiency.jsonl", size=size)
+            yield timed(one["method"], None, share, text, "cpu/efficiency.jsonl", size=size)
     served = rows.lines(RESULTS / "serving.jsonl")
     if served:
         best = max(served, key=lambda one: (one["concurrency"], one["speedup"]))
         off = fmean(one["prompt_tokens"] for one in served if one["setting"] == "off")
-        told = (
+        text = (
             f"a vLLM server answers x{best['speedup']:.1f} as many requests a second: {best['concurrency']} at once, "
             f"{off:.0f} to {best['prompt_tokens']:.0f} prompt tokens, a decoder of 100 M random parameters on "
             f"{best['cpus']} CPU cores"
         )
         keep = float(best["setting"].removeprefix("keep "))
-        yield timed(best["method"], "server", keep, told, "serving.jsonl", size=1e8)
+        yield timed(best["method"], "server", keep, text, "serving.jsonl", size=1e8)
     yield from choosing(timed)
     header, video = rows.quiet(RESULTS / "pevlm.jsonl")
     frames = header["frames"][-1]
     times = {one["way"]: one["values"][-1] for one in video if one["what"] == "prefill, ms"}
     if len(times) == 2:
-        told = f"prefill of {frames} frames in blocks x{times['full'] / times['blocks']:.1f} as fast, all tokens there"
-        yield timed("pevlm", "long-video", None, f"{told}: a small random decoder on a CPU", "pevlm.jsonl")
+        text = f"prefill of {frames} frames in blocks x{times['full'] / times['blocks']:.1f} as fast, all tokens there"
+        yield timed("pevlm", "long-video", None, f"{text}: a small random decoder on a CPU", "pevlm.jsonl")
 
 
 def choosing(timed: Any) -> Iterator[Entry]:
@@ -227,8 +227,8 @@ def choosing(timed: Any) -> Iterator[Entry]:
     far = max(set(points["dart"]) & set(points["divprune"]), key=int)
     if all("seconds" in points[name][far] for name in ("dart", "divprune")):
         ours, other = (1e3 * points[name][far]["seconds"] for name in ("dart", "divprune"))
-        told = f"choosing among {far} tokens takes it {ours:.0f} ms, `divprune` {other:.0f} ms, on a CPU"
-        yield timed("dart", "long-prompts", None, told, "cpu/scaling.jsonl")
+        text = f"choosing among {far} tokens takes it {ours:.0f} ms, `divprune` {other:.0f} ms, on a CPU"
+        yield timed("dart", "long-prompts", None, text, "cpu/scaling.jsonl")
 
 
 def text() -> str:

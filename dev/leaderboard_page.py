@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tokenprune.base import Site
 from tokenprune_bench.leaderboard.checks import read_entry
-from tokenprune_bench.leaderboard.entry import Entry, Line, entry_of
+from tokenprune_bench.leaderboard.entry import LeaderboardEntry, Line, entry_of
 from tokenprune_bench.results import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +39,7 @@ _BLOCK = re.compile(r"(<!-- board:begin[^\n]*-->\n).*?(<!-- board:end -->)", re.
 class Run(NamedTuple):
     """An entry, and the file it stands in."""
 
-    entry: Entry
+    entry: LeaderboardEntry
     path: Path
 
     @property

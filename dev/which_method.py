@@ -44,7 +44,7 @@ def pieces() -> str:
 def _line(piece: Evidence) -> str:
     inside = piece.source.startswith("benchmarks/")
     source = f"[{piece.source.rsplit('/')[-1]}]({UP}{piece.source})" if inside else piece.source
-    return f"- {piece.kind}, {piece.grade}: {piece.told} ({source})"
+    return f"- {piece.kind}, {piece.grade}: {piece.figure} ({source})"
 
 
 def rule() -> str:

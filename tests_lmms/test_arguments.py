@@ -14,13 +14,13 @@ from lmms_eval.utils import simple_parse_args_string
 
 import tokenprune
 from tokenprune import Budget, BudgetError, OptionError, UnknownMethodError
-from tokenprune_bench.lmms_eval.arguments import Setting, read
+from tokenprune_bench.lmms_eval.arguments import ModelArguments, read
 from tokenprune_bench.lmms_eval.bases import TESTED
 
 BASE = ("pretrained", "device", "dtype")
 
 
-def parsed(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) -> Setting:
+def parsed(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) -> ModelArguments:
     return read(simple_parse_args_string(text), "some_base", accepted, anything)
 
 
@@ -66,7 +66,7 @@ def test_what_is_patched(text: str, methods: list[Any], keep: Any) -> None:
 
 @pytest.mark.parametrize("name", ["none", "unpatched"])
 def test_nothing_is_patched(name: str) -> None:
-    assert parsed(f"method={name},dtype=float32") == Setting(None, [], {"dtype": "float32"})
+    assert parsed(f"method={name},dtype=float32") == ModelArguments(None, [], {"dtype": "float32"})
 
 
 def test_guard_goes_to_patch() -> None:

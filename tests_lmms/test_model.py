@@ -18,7 +18,7 @@ from tokenprune import BudgetError
 from tokenprune.profiling.model import Model, load
 from tokenprune_bench.lmms_eval import model as integration
 from tokenprune_bench.lmms_eval.measure import watched
-from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_demo.heldout import load_heldout
 from tokenprune_demo.scenes import KINDS
 
@@ -41,7 +41,7 @@ def subject() -> Model:
 @pytest.fixture(scope="module")
 def bench(subject: Model) -> dict[str, dict[str, Any]]:
     """The records of `tokenprune bench`, by method; one question at a time, as the model of lmms-eval takes them."""
-    plan = Plan(methods=METHODS, keeps=(KEEP,), images=IMAGES, batch_size=1, seeds=(0,), repeats=0)
+    plan = BenchPlan(methods=METHODS, keeps=(KEEP,), images=IMAGES, batch_size=1, seeds=(0,), repeats=0)
     return {record["method"]: record for record in Bench(subject, plan).records() if record["record"] == "result"}
 
 

@@ -16,16 +16,16 @@ from conftest import stop
 from tokenprune.errors import TokenPruneError, UnknownMethodError
 from tokenprune.profiling.model import load
 from tokenprune_bench import results, tables
-from tokenprune_bench.backend import Backend, HfBackend
+from tokenprune_bench.backend import BenchBackend, HfBackend
 from tokenprune_bench.lines import read_lines
 from tokenprune_bench.run_folder import PREDICTIONS, RunFolder, config_of
-from tokenprune_bench.suite import Bench, Plan
-from tokenprune_bench.tuning import Panel, Promise, Tuner, Tuning, grid
+from tokenprune_bench.suite import Bench, BenchPlan
+from tokenprune_bench.tuning import Evaluator, Promise, Tuner, Tuning, grid
 from tokenprune_bench.vllm_backend import Chat, VllmBackend
 from tokenprune_bench.vllm_offline import OfflineEngine
 from tokenprune_demo.heldout import load_heldout
 
-PLAN = Plan(methods=("uniform", "divprune", "pool", "fastv"), keeps=(0.25,), images=2, batch_size=8, repeats=0)
+PLAN = BenchPlan(methods=("uniform", "divprune", "pool", "fastv"), keeps=(0.25,), images=2, batch_size=8, repeats=0)
 SERVED = ("uniform", "divprune", "pool")
 ARGUMENTS = dict(enforce_eager=True, max_model_len=512, max_num_seqs=8, block_size=32)
 
@@ -77,7 +77,7 @@ class Counting(HfBackend):
                 hook.remove()
 
 
-def run(backend: Backend, plan: Plan, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def run(backend: BenchBackend, plan: BenchPlan, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The records of a run by method, and its predictions."""
     with RunFolder(folder, config_of(backend, plan, "exact", {})) as kept:
         records = list(Bench(backend, plan, folder=kept).records())
@@ -88,7 +88,7 @@ def run(backend: Backend, plan: Plan, folder: Path) -> tuple[dict[str, Any], lis
 def test_answers_and_cost_are_those_of_transformers(engine: OfflineEngine, tmp_path: Path) -> None:
     ours, answers = run(VllmBackend(engine, "", 4), PLAN, tmp_path / "vllm")
     # Alone, because a batch is padded, and its cache holds the padding.
-    plan = Plan(methods=PLAN.methods, keeps=PLAN.keeps, images=PLAN.images, batch_size=1, repeats=0)
+    plan = BenchPlan(methods=PLAN.methods, keeps=PLAN.keeps, images=PLAN.images, batch_size=1, repeats=0)
     theirs, expected = run(Counting(load(device="cpu")), plan, tmp_path / "hf")
 
     def of(lines: list[dict[str, Any]], method: str) -> list[str]:
@@ -120,8 +120,8 @@ def test_answers_and_cost_are_those_of_transformers(engine: OfflineEngine, tmp_p
 def test_the_tuner_finds_what_it_finds_with_transformers(engine: OfflineEngine) -> None:
     questions, candidates = load_heldout(limit=5), grid(["uniform", "pool"], [0.5, 0.25])
 
-    def tuned(backend: Backend, batch_size: int) -> Tuning:
-        panel = Panel(backend, questions, batch_size=batch_size)
+    def tuned(backend: BenchBackend, batch_size: int) -> Tuning:
+        panel = Evaluator(backend, questions, batch_size=batch_size)
         return Tuner(panel, candidates, Promise(0.45), objective="flops", repeats=1).run()
 
     ours, theirs = tuned(VllmBackend(engine, "", 4), 8), tuned(Counting(load(device="cpu")), 1)

@@ -24,7 +24,7 @@ from conftest import DIVPRUNE, stop
 from server import CALL, Server, serve
 from tokenprune import available_methods, method_info
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_bench.vllm_backend import VllmBackend
 from tokenprune_bench.vllm_server import ServerEngine
 
@@ -239,7 +239,7 @@ def test_the_benchmark_asks_it(server: Server, reference: Any) -> None:
         for image in images
     ]
     backend = VllmBackend(engine, "", 12)
-    plan = Plan(methods=("pool",), keeps=(0.25,), batch_size=3, seeds=(0,), repeats=1)
+    plan = BenchPlan(methods=("pool",), keeps=(0.25,), batch_size=3, seeds=(0,), repeats=1)
     records = list(Bench(backend, plan, questions=questions).records())
     assert [record["record"] for record in records] == ["header"] + ["result"] * 4
     _, base, random, downsample, pool = records

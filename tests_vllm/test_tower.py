@@ -153,7 +153,7 @@ def ahead() -> list[dict[str, Any]]:
             continue
         less = method()
         # Both first: without weights of its own, cdpruner's first pick is a tie between all tokens.
-        for options in ({}, {**less.query_free, **less.reads_less}, less.query_free, less.reads_less):
+        for options in ({}, {**less.query_free, **less.fallback_options}, less.query_free, less.fallback_options):
             try:
                 check_method(method(**options))
             except OptionError:

@@ -44,7 +44,8 @@ _HOMES = {
     "tokenprune.sites.encoder": ("EncoderMethod", "Tower"),
     "tokenprune.calibration.run": ("calibrate",),
     "tokenprune.methods.encoder.thresholds": ("Thresholds",),
-    "tokenprune.view.tokens": ("TokenSource", "VisualTokens"),
+    "tokenprune.view.source": ("TokenSource",),
+    "tokenprune.view.tokens": ("VisualTokens",),
     "tokenprune.sites.units": ("UnitDropper",),
     "tokenprune.methods.video.base": ("VideoPruner",),
     "tokenprune.view.videos": ("Videos",),
@@ -94,7 +95,8 @@ if TYPE_CHECKING:
     from tokenprune.statistics import Cut, FeatureCacheCounts, Guarded, Removal, Stats
     from tokenprune.view.observable import Observable
     from tokenprune.view.registry import available_observables, register_observable
-    from tokenprune.view.tokens import TokenSource, VisualTokens
+    from tokenprune.view.source import TokenSource
+    from tokenprune.view.tokens import VisualTokens
     from tokenprune.view.videos import Videos
     from tokenprune.workflows.drafts import assistant
     from tokenprune.workflows.processors import patch_processor, unpatch_processor

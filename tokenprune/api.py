@@ -109,11 +109,10 @@ def patch(
 
 
 def _methods(method: str | Method | Sequence[str | Method], options: dict[str, Any]) -> list[Method]:
-    many = isinstance(method, (list, tuple))
-    given = list(method) if many else [method]
+    given: list[Any] = list(method) if isinstance(method, (list, tuple)) else [method]
     if not given:
         raise OptionError("method is an empty list: name at least one method")
-    if many and len(given) > 1 and options:
+    if len(given) > 1 and options:
         raise OptionError(
             f"options {', '.join(options)} are ambiguous for several methods: pass configured methods, "
             'for example method=[tokenprune.method("fastv", layer=3), "divprune"]'
@@ -163,8 +162,7 @@ def _parts(
 
 
 class Attachment(Attachable):
-    """What `patch` leaves on a model: the parts that were attached to it; the last one, the engine, has the
-    statistics."""
+    """The parts that `patch` attached to a model; the last one, the engine, has the statistics."""
 
     def __init__(
         self, model: Any, methods: list[Method], budgets: list[Budget], parts: list[Any], feature_cache: int | None
@@ -211,7 +209,7 @@ def _joined(extra_repr: Callable[[], str], lines: list[str]) -> str:
 
 def attachment_of(model: Any) -> Attachment:
     """Return what `patch` left on the model; raises NotPatchedError."""
-    attachment = getattr(model, _ATTRIBUTE, None)
+    attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
     if attachment is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: call tokenprune.patch(model, ...) first")
     return attachment
@@ -250,7 +248,8 @@ def is_patched(model: Any) -> bool:
 
 def stats(model: Any) -> Stats:
     """Return the `Stats` of the model's last forward or generate; raises NotPatchedError."""
-    return attachment_of(model).engine.stats
+    found: Stats = attachment_of(model).engine.stats
+    return found
 
 
 def feature_cache(model: Any) -> FeatureCache:
@@ -260,7 +259,8 @@ def feature_cache(model: Any) -> FeatureCache:
         raise NotPatchedError(
             f"this {type(model).__name__} is patched without a feature cache: pass feature_cache=, a number of bytes"
         )
-    return attachment.engine.reuse.cache
+    found: FeatureCache = attachment.engine.reuse.cache
+    return found
 
 
 def method(name: str, **options: Any) -> Method:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method is: where it acts, what it needs to see, and the base class of the methods of each site."""
+"""The definition of a method: its site, its needs, and the base class of the methods of each site."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Site(enum.StrEnum):
-    """Where a method acts, in the order in which data flows; a member equals its name as a string.
+    """The place at which a method acts, in the order in which data flows; a member equals its name as a string.
 
     ATTENTION removes nothing: it changes which tokens the decoder's layers attend to in prefill.
     """
@@ -44,7 +44,7 @@ class Site(enum.StrEnum):
 
     @property
     def words(self) -> str:
-        """Where that is, in plain words: "before the language model"."""
+        """The place in plain words: "before the language model"."""
         return _WORDS[self]
 
 
@@ -60,7 +60,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Selection:
-    """Which visual tokens stay, and into which of them the others are merged.
+    """The visual tokens to keep, and the kept token that each of the others is merged into.
 
     keep:    bool `[S, N]`, True = stays (padding of short segments is False).
     assign:  long `[S, N]` or None (plain dropping): for each token the index in its segment of the kept token that
@@ -100,25 +100,39 @@ class Method(ReprIsCall):
                   where they depend on the options.
     default_keep: the `keep` of a user who gives none.
     query_free:   options, by name, under which the choice no longer depends on the question; empty if there are none.
-    reads_less:   options, by name, under which it reads less of a model than it may; empty if there are none.
-    by_content_count: whether what it sees decides how many tokens stay, up to all: it is then asked even where its
-                  budget is all tokens, as a stage that only looks and remembers. `keep=1.0` asks no stage.
+    fallback_options: options, by name, under which it reads less of a model than it may; empty if there are none.
+    by_content_count: the method chooses the count at run time; it runs even where its budget is all tokens, as a stage
+                  that only observes and remembers does. With `keep=1.0` no stage runs.
     least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
-    reconstruction: whether it is written from other sources than its authors' full text or code, so that parts of it
-                  are guesses; its docstring says which.
+    reconstruction: True if it is written from other sources than its authors' full text or code, so that parts of it
+                  are guesses, which its docstring names.
     """
 
     name: ClassVar[str] = ""
     site: ClassVar[Site] = Site.PRE_LLM
     paper: ClassVar[str] = ""
     merges: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
     default_keep: ClassVar[float] = 0.25
     query_free: ClassVar[Mapping[str, Any]] = {}
-    reads_less: ClassVar[Mapping[str, Any]] = {}
-    by_content_count: ClassVar[bool] = False
-    least: ClassVar[int] = 1
+    fallback_options: ClassVar[Mapping[str, Any]] = {}
     reconstruction: ClassVar[bool] = False
+
+    # Attributes of most classes; a property where the options decide.
+    if TYPE_CHECKING:
+
+        @property
+        def needs(self) -> frozenset[str]: ...
+
+        @property
+        def by_content_count(self) -> bool: ...
+
+        @property
+        def least(self) -> int: ...
+
+    else:
+        needs = frozenset()
+        by_content_count = False
+        least = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # There was one base class once. A class that derives from it, and defines what belongs to a site, goes on
@@ -135,20 +149,20 @@ class Method(ReprIsCall):
 
     @property
     def query_aware(self) -> bool:
-        """Whether the kept set of an image may change with the question."""
+        """True if the kept set of an image may change with the question."""
         return False
 
     @property
     def prefix_cache_safe(self) -> bool:
-        """Whether the kept set depends only on what comes before the end of the image."""
+        """True if the kept set depends only on tokens before the end of the image."""
         return not self.query_aware
 
-    def without(self, unknown: Collection[str], spell: Callable[[Any], str] = repr) -> str:
-        """Return the options under which the method does without the observables `unknown`, as in `features="tower"`;
-        empty if there are none. spell: how a value is written."""
-        if not self.reads_less or dataclasses.replace(self, **self.reads_less).needs & set(unknown):
+    def fallback_hint(self, unknown: Collection[str], spell: Callable[[Any], str] = repr) -> str:
+        """Return the options under which the method does not need the observables `unknown`, as in `features="tower"`;
+        empty if there are none. spell: writes a value."""
+        if not self.fallback_options or dataclasses.replace(self, **self.fallback_options).needs & set(unknown):
             return ""
-        return ", ".join(f"{name}={spell(value)}" for name, value in self.reads_less.items())
+        return ", ".join(f"{name}={spell(value)}" for name, value in self.fallback_options.items())
 
     @property
     def cut_layer(self) -> int:
@@ -230,16 +244,23 @@ class ResizeMethod(Method):
     """Base of the methods that resize images before they are encoded (PRE_ENCODER); a subclass implements `shares`."""
 
     site: ClassVar[Site] = Site.PRE_ENCODER
-    videos: ClassVar[bool] = False  # whether frames of videos shrink too, each by `keep`; may be an option
+    # True if frames of videos shrink too, each by `keep`; an option of some methods.
+    if TYPE_CHECKING:
+
+        @property
+        def videos(self) -> bool: ...
+
+    else:
+        videos = False
 
     @property
     def reads_question(self) -> bool:
-        """Whether `shares` looks at the question of an image, which only a whole processor can tell."""
+        """True if `shares` looks at the question of an image, which needs the whole processor."""
         return False
 
     @property
     def by_content(self) -> bool:
-        """Whether one image may get another share than the next."""
+        """True if one image may get another share than the next."""
         return False
 
     def shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
@@ -277,8 +298,17 @@ class AttentionPattern(Method):
 
     site: ClassVar[Site] = Site.ATTENTION
     default_keep: ClassVar[float] = 1.0
-    dense_layers = ()
-    position_mode = "sequential"
+    if TYPE_CHECKING:
+
+        @property
+        def dense_layers(self) -> Sequence[int]: ...
+
+        @property
+        def position_mode(self) -> str: ...
+
+    else:
+        dense_layers = ()
+        position_mode = "sequential"
 
     def block_starts(self, visuals: Sequence[Visual], end: int) -> list[int] | str:
         """Return where in a prompt of `end` tokens each context block starts, and at last where the part that attends

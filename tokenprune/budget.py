@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `keep` is turned into: a number of visual tokens for each image."""
+"""Budgets: `keep` resolved into a number of visual tokens for each image."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ TARGETS = ("keep", "tokens", "average_tokens", "average_share", "kv_share", "flo
 
 @dataclass(frozen=True)
 class Budget:
-    """How many visual tokens stay; exactly one of the first six fields is given.
+    """The number of visual tokens to keep; exactly one of the first six fields is given.
 
     keep:            float in (0, 1]: share of the visual tokens of each image; int >= 2: tokens per image. The int 1 is
                      refused: JSON and many programs write 1.0 as 1, and all tokens would become one.
@@ -55,7 +55,7 @@ class Budget:
         if self.per not in _SCOPES:
             raise BudgetError(f"per={self.per!r} is not known; use one of {', '.join(map(repr, _SCOPES))}")
         value = getattr(self, given[0])
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:  # NaN
+        if not _is_real(value) or value != value:  # NaN
             raise BudgetError(f"{given[0]} must be a number, not {value!r}")
         if counted:
             return
@@ -79,7 +79,7 @@ class Budget:
         return repr(self) if self.keep is None or self.tokens == 1 or self.per != "image" else repr(self.keep)
 
     @staticmethod
-    def _check_keep(name: str, keep: float | int) -> None:
+    def _check_keep(name: str, keep: Any) -> None:
         if name == "tokens" and not isinstance(keep, numbers.Integral):
             raise BudgetError(f"tokens={keep!r} is no number of tokens per image: use an int >= 1; keep= takes shares")
         if isinstance(keep, numbers.Integral):
@@ -121,7 +121,7 @@ class Budget:
         return next(float(one) for one in shares if one is not None)
 
     def is_identity(self) -> bool:
-        """Whether this keeps every token of any image."""
+        """Return True if this keeps every token of any image."""
         return self.keep == 1 and self.tokens is None
 
     def resolve(
@@ -147,6 +147,7 @@ class Budget:
         """Return how many of `count` tokens a `keep` leaves, a share or a number."""
         if self.tokens is not None:
             return min(self.tokens, count)
+        assert self.keep is not None  # of other budgets `solve` is asked
         return min(count, max(1, round(count * self.keep)))
 
     def solve(
@@ -163,6 +164,7 @@ class Budget:
         BudgetError where the layers before the first cut alone spend it.
         """
         cuts = tuple(cuts)
+        kept: Iterable[tuple[int, ...]]
         if self.flops_share is not None:
             kept = _kept_for_flops(self, cuts, tuple(counts), shape, text_tokens)
         else:
@@ -176,12 +178,19 @@ def joint_share(budgets: Sequence[Budget], tokens: int | None = None) -> float |
     tokens: how many the image has; each budget then leaves a whole number of them. None where that is not known: a
     budget that is a number of tokens, or a target averaged over the layers, has no share then, and the result is None.
     """
-    left = 1.0 if tokens is None else tokens
+    share, left = 1.0, tokens
     for budget in budgets:
-        if budget.keep is None or (tokens is None and budget.tokens is not None):
+        if budget.keep is None or (left is None and budget.tokens is not None):
             return None
-        left = left * budget.keep if tokens is None else budget.resolve_keep(left)
-    return left if tokens is None else left / tokens
+        if left is None:
+            share *= budget.keep
+        else:
+            left = budget.resolve_keep(left)
+    return share if left is None or tokens is None else left / tokens
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def as_json(keep: Any) -> Any:
@@ -193,12 +202,12 @@ def as_json(keep: Any) -> Any:
 def _kept_on_average(
     budget: Budget, cuts: tuple[tuple[int, float], ...], count: int, shape: DecoderShape
 ) -> tuple[int, ...]:
-    """How many of a segment's `count` tokens each cut keeps; see `Budget.solve`."""
+    """Return the number of a segment's `count` tokens that each cut keeps; see `Budget.solve`."""
     sizes = [1] * shape.layers if budget.kv_share is None else shape.kv_widths
     ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
     weights = [sum(sizes[layer:end]) for (layer, _), end in zip(cuts, ends, strict=True)]
     before, whole = sum(sizes[: cuts[0][0]]), sum(sizes)
-    tokens = budget.average_tokens or budget.tokens
+    tokens = budget.average_tokens or budget.tokens or 0
     share = min(1.0, float(tokens) / count if budget.share is None else budget.share)
     if before and before >= share * whole * (1 - 1e-12) and share < 1:
         raise BudgetError(
@@ -218,7 +227,8 @@ def _kept_for_flops(
     budget: Budget, cuts: tuple[tuple[int, float], ...], counts: tuple[int, ...], shape: DecoderShape, text: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each cut, how many of each segment's `counts` tokens it keeps; see `Budget.solve`."""
-    visual, first = sum(counts), cuts[0][0]
+    target, visual, first = budget.flops_share, sum(counts), cuts[0][0]
+    assert target is not None  # `Budget.solve` looks
     ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
     spans = [end - layer for (layer, _), end in zip(cuts, ends, strict=True)]
 
@@ -227,7 +237,7 @@ def _kept_for_flops(
         return shape.prefill_flops([text + visual] * first + behind)
 
     full, least = flops([visual] * len(cuts)), flops([0] * len(cuts))
-    if least >= budget.flops_share * full:
+    if least >= target * full:
         raise BudgetError(
             f"{budget} cannot be reached by a cut at layer {first}: text and the layers before it alone cost "
             f"{least / full:.3f} of the prefill; cut earlier or ask for more"
@@ -236,7 +246,7 @@ def _kept_for_flops(
     def spent(scale: float) -> float:
         return flops([sum(of_cut) for of_cut in zip(*(_kept(cuts, count, scale) for count in counts), strict=True)])
 
-    scale = _largest(spent, budget.flops_share * full, cuts)
+    scale = _largest(spent, target * full, cuts)
     return tuple(zip(*(map(round, _kept(cuts, count, scale)) for count in counts), strict=True))
 
 
@@ -245,7 +255,7 @@ def _kept(cuts: tuple[tuple[int, float], ...], count: int, scale: float) -> list
 
 
 def _largest(spent: Callable[[float], float], target: float, cuts: tuple[tuple[int, float], ...]) -> float:
-    """The largest scale that does not spend more than `target`, by bisection: what is spent grows with the scale."""
+    """Return the largest scale that does not spend more than `target`, by bisection: the cost grows with the scale."""
     low, high = 0.0, 1 / min(relative for _, relative in cuts)  # at which every cut keeps all
     for _ in range(64):
         middle = (low + high) / 2

@@ -106,9 +106,9 @@ def _checked(content: Any, name: str) -> Config:
     model = tuned.get("model") or {}
     if not isinstance(model, Mapping):
         raise ConfigError(f"{name} is damaged: model in tuned must be an object, not {short(model)}")
-    for told in ("fingerprint", "type", "name"):
-        if not isinstance(model.get(told, ""), str):
-            raise ConfigError(f"{name} is damaged: {told} of the model must be a text, not {short(model[told])}")
+    for key in ("fingerprint", "type", "name"):
+        if not isinstance(model.get(key, ""), str):
+            raise ConfigError(f"{name} is damaged: {key} of the model must be a text, not {short(model[key])}")
     config = Config(dict(setting), dict(tuned), name)
     if not config.setting.get("off"):
         config.steps()

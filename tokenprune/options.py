@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of a method's options, as its fields declare them: checked in one place, and told in words.
+"""The types of a method's options, as its fields declare them: checked in one place, and described in words.
 
     layer: Annotated[int, Ge(1)] = 2
     mode: Literal["evict", "mask"] = "evict"
@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
 
@@ -28,12 +28,16 @@ _WORDS = {
     bool: "True or False", int: "an int", float: "a number", str: "a text", types.NoneType: "None", Path: "a path",
     Callable: "a function",
 }  # fmt: skip
-_MANY = {tuple: (tuple, "a tuple"), Sequence: ((list, tuple), "a list")}
+_MANY: dict[Any, tuple[Any, str]] = {tuple: (tuple, "a tuple"), Sequence: ((list, tuple), "a list")}
+
+
+def option_types(cls: type) -> dict[str, Any]:
+    """Return the declared type of each option of a method's class, with its bounds."""
+    return _option_types(cast(Any, cls))  # of classes mypy reads the hash of their instances
 
 
 @cache
-def option_types(cls: type) -> dict[str, Any]:
-    """Return the declared type of each option of a method's class, with its bounds."""
+def _option_types(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -58,8 +62,9 @@ def fits(value: Any, hint: Any) -> bool:
     if origin in _MANY:
         return isinstance(value, _MANY[origin][0]) and all(fits(one, parts[0]) for one in value)
     if hint in (int, float):
-        return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return hint is Any or isinstance(value, origin or hint)
+        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+    kind: Any = origin or hint
+    return hint is Any or isinstance(value, kind)
 
 
 def in_words(hint: Any) -> str:
@@ -90,16 +95,16 @@ class ReprIsCall:
     """Base of dataclasses whose repr is `name(option=value, ...)`, with those options alone that differ from their
     defaults."""
 
-    name = ""
+    name: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # A dataclass writes a repr of its own into every class that does not have one there: hand it the inherited one.
         if "__repr__" not in vars(cls):
-            cls.__repr__ = super(cls, cls).__repr__
+            cls.__repr__ = super(cls, cls).__repr__  # type: ignore[method-assign]  # that is its purpose
 
     def __repr__(self) -> str:
-        options = [(one, getattr(self, one.name)) for one in dataclasses.fields(self) if one.repr]
+        options = [(one, getattr(self, one.name)) for one in dataclasses.fields(cast(Any, self)) if one.repr]
         given = [f"{one.name}={value!r}" for one, value in options if not _is_default(one, value)]
         return f"{self.name or type(self).__qualname__}({', '.join(given)})"
 

@@ -42,8 +42,8 @@ M = TypeVar("M", bound=type[Method])
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """What is known of a method without running it; `needs`, `query_aware` and `prefix_cache_safe` hold for its default
-    options."""
+    """Facts about a method, known without running it; `needs`, `query_aware` and `prefix_cache_safe` hold for its
+    default options."""
 
     name: str
     site: Site
@@ -99,7 +99,7 @@ def register(
         cls.name, cls.site, cls.paper, cls.merges = name, Site(site), paper, merges
         cls.reconstruction = reconstruction
         if needs is not None:
-            cls.needs = needs
+            cls.needs = needs  # type: ignore[method-assign, assignment]  # an attribute, or a property
         _METHODS[name] = cls
         return cls
 
@@ -114,7 +114,7 @@ def _problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> 
     own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist
     if own is None or not own.frozen:
         return "decorate the class with @dataclass(frozen=True) below @register(...)"
-    if not (cls.__dict__.get("__doc__") or "").strip() or cls.__doc__.startswith(f"{cls.__name__}("):
+    if not (cls.__dict__.get("__doc__") or "").strip() or (cls.__doc__ or "").startswith(f"{cls.__name__}("):
         return "the class needs a docstring; its first sentence is what `tokenprune methods` prints"
     if needs is not None and isinstance(inspect.getattr_static(cls, "needs"), property):
         return "its class has a property `needs`, so leave out needs= of @register(...)"
@@ -170,7 +170,7 @@ def _nearest(name: object) -> str:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the start of a sentence that offers what is spelt almost like `name`, empty if nothing is."""
+    """Return the start of a sentence that offers what is spelled almost like `name`, empty if nothing is."""
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
     return f"did you mean {_or(close)}? " if close else ""
 
@@ -188,7 +188,7 @@ def method_info(name: str) -> MethodInfo:
     return MethodInfo(
         name=name,
         site=cls.site,
-        summary=inspect.cleandoc(cls.__doc__).split("\n\n")[0].replace("\n", " "),
+        summary=inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " "),
         paper=cls.paper,
         needs=default.needs,
         query_aware=default.query_aware,

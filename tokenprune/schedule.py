@@ -14,14 +14,14 @@ from tokenprune.errors import BudgetError, OptionError
 from tokenprune.shapes.decoder import DecoderShape
 
 
-class Cut(NamedTuple):
+class PlannedCut(NamedTuple):
     """One of several cuts: the decoder layer at whose input it is made (0: the decoder's entry), and its budget."""
 
     layer: int
     budget: StageBudget
 
 
-def profile(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budget) -> list[Cut]:
+def profile(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budget) -> list[PlannedCut]:
     """Return the layer and the budget of each cut of a method, such that `budget` is met as an average over the layers.
 
     layers: of the decoder. cuts: (depth, relative) of each cut, in order. depth: an int is a layer, a float the share
@@ -58,7 +58,7 @@ def profile(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budg
         )
     given = {name: getattr(budget, name) for name in (*TARGETS, "per")}
     stages = (StageBudget(**given, total=budget, cuts=placed, index=index) for index in range(len(placed)))
-    return [Cut(layer, stage) for (layer, _), stage in zip(placed, stages, strict=True)]
+    return [PlannedCut(layer, stage) for (layer, _), stage in zip(placed, stages, strict=True)]
 
 
 def place(depths: Sequence[float], layers: int, budget: Budget) -> list[int]:
@@ -115,5 +115,6 @@ class StageBudget(Budget):
         """Return how many of each segment's `counts` tokens to keep; see `Budget.resolve`. original: tokens of each
         segment at the method's first cut; None at that cut itself."""
         original = counts if original is None else original
+        assert self.total is not None  # a default for dataclasses alone
         planned = self.total.solve(self.cuts, original, shape=shape, text_tokens=text_tokens)[self.index]
         return [min(count, number) for count, number in zip(counts, planned, strict=True)]

@@ -14,7 +14,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from tokenprune.base import Method
 from tokenprune.budget import TARGETS, Budget
@@ -207,7 +207,7 @@ def parse(given: Any, where: str) -> Layer:
 def _entry(given: Any, where: str) -> Entry:
     """Return what stands under "method", or one of its list."""
     if not isinstance(given, dict) or "method" not in given:
-        return Entry(method_class(given).name)
+        return Entry(method_class(cast(Any, given)).name)  # says what it takes
     options = {name: value for name, value in given.items() if name != "method"}
     if "keep" in options:
         raise OptionError(f'{where}: keep stands beside the methods, {{"method": [...], "keep": [0.5, 0.25]}}')
@@ -265,11 +265,11 @@ def _plain(value: Any, name: str, deeper: int, left: Iterator[int]) -> Any:
     return made
 
 
-def _number(value: numbers.Real, name: str) -> float | int:
+def _number(value: Any, name: str) -> float | int:
     if not -_LARGEST < value < _LARGEST:  # neither is NaN
         odd = value != value or abs(value) == math.inf
-        told = f"must be a number that is finite, not {value}" if odd else "is beyond what is read, -2**63 to 2**63"
-        raise (BudgetError if name == "keep" else OptionError)(f"{name} {told}")
+        problem = f"must be a number that is finite, not {value}" if odd else "is beyond what is read, -2**63 to 2**63"
+        raise (BudgetError if name == "keep" else OptionError)(f"{name} {problem}")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How methods, their options and stacks are written on one line: "dart", "dart:pivot_text=0", "divprune+fastv:layer=3".
+"""Methods, their options and stacks on one line: "dart", "dart:pivot_text=0", "divprune+fastv:layer=3".
 
 An option follows its method behind a colon, the next ones behind commas; a plus puts a method on top of another (a
 stack, in which each acts at a place of its own). Lists of such settings have commas between them: what has an equals
@@ -38,7 +38,7 @@ def split_methods(text: str) -> tuple[str, ...]:
     return tuple(one.strip() for one in found)
 
 
-def spelt(text: str) -> str:
+def canonical_spec(text: str) -> str:
     """Return a setting in the one spelling that names it in tables and files, with nothing to guess.
 
     Raises UnknownMethodError, OptionError for options that a method does not take, or for methods at one place.
@@ -61,7 +61,7 @@ def setting_of(
 
 
 def methods_of(text: str) -> list[Method]:
-    """Return the methods of a setting on one line, with its options; raises like `spelt`."""
+    """Return the methods of a setting on one line, with its options; raises like `canonical_spec`."""
     return Config(setting_of(text)).steps()[0]
 
 
@@ -71,7 +71,7 @@ def files_of(text: str) -> list[str]:
 
 
 def draws_at_random(text: str) -> bool:
-    """Whether a method of the setting draws at random, with a seed that the line does not give."""
+    """Return True if a method of the setting draws at random, with a seed that the line does not give."""
     return any(entry != _filled(entry, {}, 0) for entry in _entries(text))
 
 
@@ -146,4 +146,4 @@ def _split(text: str, sign: str, before: re.Pattern[str] | None = None) -> list[
     return [*parts, text[start:]]
 
 
-__all__ = ["draws_at_random", "files_of", "methods_of", "setting_of", "spelt", "split_methods"]
+__all__ = ["canonical_spec", "draws_at_random", "files_of", "methods_of", "setting_of", "split_methods"]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from tokenprune.errors import MissingPackageError
 
@@ -47,8 +47,9 @@ class _Deferred(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         spec = self.__spec__
-        self.__class__ = ModuleType
-        self.__path__ = spec.submodule_search_locations
+        assert spec is not None and spec.loader is not None  # `defer_torch` found them
+        self.__class__ = ModuleType  # type: ignore[assignment]  # from now on a plain module
+        self.__path__ = spec.submodule_search_locations or []
         spec.loader.exec_module(self)
         return getattr(self, name)
 
@@ -79,7 +80,7 @@ def torch_hidden() -> Iterator[None]:
         return
     before = {name: sys.modules.get(name) for name in _HIDDEN}
     os.environ.setdefault(_QUIET, "1")  # it would report torch as missing
-    sys.modules.update(dict.fromkeys(_HIDDEN))  # None: not to be found
+    sys.modules.update(dict.fromkeys(_HIDDEN, cast(ModuleType, None)))  # None: not to be found
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the last forward or generate of a patched model saved."""
+"""Statistics of a patched model's last forward or generate."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Cut:
 
 @dataclass
 class Removal:
-    """What one method took away in prefill: visual tokens before and after, over the whole batch.
+    """The tokens that one method removed in prefill: visual tokens before and after, over the whole batch.
 
     site, layer, method: as in `Cut`.
     """
@@ -65,7 +65,7 @@ class Removal:
 
 @dataclass
 class Guarded:
-    """What the guard made of one row of the batch (docs/guard.md).
+    """The guard's findings on one row of the batch (docs/guard.md).
 
     row:     its number.
     image: how much its images look like text, 0 to 1, the most of them; None: they were not looked at.
@@ -88,9 +88,9 @@ class Guarded:
 
 @dataclass(frozen=True)
 class FeatureCacheCounts:
-    """What `patch(..., feature_cache=...)` was good for, since the model was patched (docs/guide/feature-cache.md).
+    """Hits and misses of `patch(..., feature_cache=...)` since the model was patched (docs/guide/feature-cache.md).
 
-    hits:      images that were found; where images cannot be told apart, calls of the encoder.
+    hits:      images that were found; where images cannot be distinguished, calls of the encoder.
     misses:    those that the vision tower had to encode.
     evictions: those that made room for others.
     not_kept:  those that were larger than `limit`, and calls of the encoder while training, with gradients, or with
@@ -214,10 +214,10 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, the layer average and the ratio of methods on pixels, as plain Python values."""
-        told = dataclasses.asdict(self.finalize()) | {"visual_tokens_average": self.visual_tokens_average}
-        told["pixel_keep_ratio"] = self.pixel_keep_ratio
-        del told["_later"]
-        return told
+        record = dataclasses.asdict(self.finalize()) | {"visual_tokens_average": self.visual_tokens_average}
+        record["pixel_keep_ratio"] = self.pixel_keep_ratio
+        del record["_later"]
+        return record
 
     def __repr__(self) -> str:
         if not self.visual_tokens_in:
@@ -235,8 +235,9 @@ class Stats:
         )
 
     def _guard(self) -> str:
-        risky, raised = (sum(bool(getattr(one, what)) for one in self.guard or ()) for what in ("risks", "raised"))
-        return f"guard: {risky} of {len(self.guard)} rows at risk, {raised} raised, " if risky else ""
+        rows = self.guard or []
+        risky, raised = (sum(bool(getattr(one, what)) for one in rows) for what in ("risks", "raised"))
+        return f"guard: {risky} of {len(rows)} rows at risk, {raised} raised, " if risky else ""
 
     def _feature_cache(self) -> str:
         counts = self.feature_cache

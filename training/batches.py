@@ -13,7 +13,7 @@ import torch
 
 from demo_model import GRID, ID, PATCH
 from targets import letter_labels, patch_labels
-from tokenprune_demo.scenes import KINDS, SIZE, Question, Scene, draw_scene, load_photos
+from tokenprune_demo.scenes import KINDS, SIZE, Scene, SceneQuestion, draw_scene, load_photos
 
 PREFIX = [ID["<bos>"], ID["user"], ID[":"]]
 COUNT_WEIGHT = {"0": 1.0, "1": 1.0, "2": 1.3, "3": 3.5, "4": 3.5}
@@ -33,7 +33,7 @@ def words(text: str) -> list[int]:
     return [ID[word] for word in re.findall(r"\w+(?:-\w+)*|[^\w\s]", text)]
 
 
-def straddles(scene: Scene, question: Question) -> bool:
+def straddles(scene: Scene, question: SceneQuestion) -> bool:
     """Whether the two things of a grounding question lie in different halves of the picture, which is easier."""
     axis = 0 if "left" in question.text or "right" in question.text else 1
     target = next(item for item in scene.items if item.box == question.boxes[0])
@@ -41,7 +41,7 @@ def straddles(scene: Scene, question: Question) -> bool:
     return min(ends) < SIZE / 2 < max(ends)
 
 
-def choose(rng: np.random.Generator, scene: Scene, mix: dict[str, int]) -> list[Question]:
+def choose(rng: np.random.Generator, scene: Scene, mix: dict[str, int]) -> list[SceneQuestion]:
     """Up to ``mix[kind]`` questions of each kind, with the answers of presence and count evened out."""
     chosen = []
     for kind in KINDS:
@@ -62,7 +62,7 @@ def choose(rng: np.random.Generator, scene: Scene, mix: dict[str, int]) -> list[
     return [chosen[i] for i in rng.permutation(len(chosen))]
 
 
-def evidence(scene: Scene, question: Question) -> np.ndarray | None:
+def evidence(scene: Scene, question: SceneQuestion) -> np.ndarray | None:
     """Patches of the one thing that a question about a small thing or one of two things is about, else None."""
     if question.kind not in ("small", "grounding"):
         return None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenprune_demo.scenes import COLORS, KINDS, POSITIONS, WORDS, Question, Scene, draw_scene, load_photos
+from tokenprune_demo.scenes import COLORS, KINDS, POSITIONS, WORDS, Scene, SceneQuestion, draw_scene, load_photos
 
 ANSWERS = {
     "colour": len(COLORS),
@@ -30,7 +30,9 @@ ANSWERS = {
 }
 
 
-def one_of_each(rng: np.random.Generator, scene: Scene, seen: Counter, limit: dict[str, int]) -> list[Question] | None:
+def one_of_each(
+    rng: np.random.Generator, scene: Scene, seen: Counter, limit: dict[str, int]
+) -> list[SceneQuestion] | None:
     """One question of each kind, the scarcest answer first; None if some kind has none left within its limit."""
     chosen = []
     for kind in KINDS:

@@ -13,8 +13,9 @@ from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.plan import batched
 
 if TYPE_CHECKING:
-    from tokenprune_bench.backend import Backend
-    from tokenprune_bench.run_folder import Batch, RunFolder
+    from tokenprune_bench.answers import Batch
+    from tokenprune_bench.backend import BenchBackend
+    from tokenprune_bench.run_folder import RunFolder
 
 
 class Asking:
@@ -26,7 +27,7 @@ class Asking:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BenchBackend,
         questions: Sequence[Any],
         batch_size: int,
         folder: RunFolder | None = None,
@@ -40,7 +41,7 @@ class Asking:
         """Cut numbers of questions into batches, as they are asked under a setting."""
         return batched(numbers, 1 if self.backend.alone(setting) else self.batch_size, self._is_alone)
 
-    def knows(self, place: dict[str, Any], setting: dict[str, Any] | None, numbers: Sequence[int]) -> bool:
+    def is_cached(self, place: dict[str, Any], setting: dict[str, Any] | None, numbers: Sequence[int]) -> bool:
         """Return whether all of these questions have been answered."""
         done = self._done(place)
         return all(batch[0] in done for batch in self.batches(setting, numbers))
@@ -54,9 +55,9 @@ class Asking:
     ) -> dict[int, Batch]:
         """Return the answers to questions in batches, by the number of the first one of each.
 
-        place: plain values that name the setting in the folder. setting: as `Backend.answering` takes it. on_batch:
-        called with the size of each batch that this process asked. Raises TokenPruneError for a setting that cannot
-        act, in all processes, and DataError or RunError where the run has to end.
+        place: plain values that name the setting in the folder. setting: as `BenchBackend.answering` takes it.
+        on_batch: called with the size of each batch that this process asked. Raises TokenPruneError for a setting that
+        cannot act, in all processes, and DataError or RunError where the run has to end.
         """
         done, batches = self._done(place), self.batches(setting, numbers)
         todo = [batch for batch in batches if batch[0] not in done]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers the questions of a benchmark: here the model in this process, patched by `tokenprune.patch`."""
+"""Back ends that answer the questions of a benchmark; here the model in this process, patched by `tokenprune.patch`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from tokenprune.base import ResizeMethod, Site
 from tokenprune.cost.model import CostModel, Load
@@ -16,19 +16,17 @@ from tokenprune.profiling.patched import Setting, escalates, methods_in, patched
 from tokenprune.profiling.timing import NEW_TOKENS, compare, compare_batches
 from tokenprune.shapes.fingerprint import fingerprint
 from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune_bench.answers import Batch
 from tokenprune_bench.data import misfits, refuse, refused_images
 from tokenprune_bench.evidence import recalls
 
-if TYPE_CHECKING:
-    from tokenprune_bench.run_folder import Batch
-
 EVIDENCE = "evidence"  # in the cost of a batch: the evidence recall of each question, or None
 _CHOOSING = (Site.IN_ENCODER, Site.PRE_LLM, Site.IN_LLM)  # where a method chooses among tokens
-Answer = Callable[[int, list[Any]], "Batch"]  # from the number of a batch's first question, and its questions
+Answer = Callable[[int, list[Any]], Batch]  # from the number of a batch's first question, and its questions
 
 
-class Backend(Protocol):
-    """What a benchmark, or the tuner, needs of an engine.
+class BenchBackend(Protocol):
+    """The engine interface of a benchmark and of the tuner.
 
     suffix: what is added to every question. max_new_tokens: the longest answer. Whoever cannot run a setting raises a
     TokenPruneError, with which it is skipped, and DataError or RunError where the whole run has to end.
@@ -99,8 +97,8 @@ class HfBackend:
         refuse(questions, self.misfits(questions))
 
     def alone(self, setting: Setting) -> bool:
-        """A method that looks at an image to size it goes image by image: in a batch, LLaVA's processor would make
-        all of them one size. Two passes take one prompt at a time."""
+        """Return True if a setting answers questions one by one. A method that looks at an image to size it does: in a
+        batch, LLaVA's processor would make all images one size. Two passes take one prompt at a time."""
         return escalates(setting) or any(
             isinstance(method, ResizeMethod) and method.by_content for method in methods_in(setting)
         )
@@ -146,10 +144,10 @@ class HfBackend:
         with Prefill(self.subject) as prefill:
             answers = self.subject.generate(inputs)
         cost = spent(self.subject, inputs, prefill.kv_bytes if setting is None else None)
-        told = cost.sums()
+        record = cost.sums()
         if self._looks and any(method.site in _CHOOSING for method in methods_in(setting)):
-            told[EVIDENCE] = recalls(self.subject, inputs, batch, cost.cuts)
-        return answers, told
+            record[EVIDENCE] = recalls(self.subject, inputs, batch, cost.cuts)
+        return answers, record
 
     def _inputs(self, setting: Setting, number: int, batch: list[Any]) -> dict[str, Any]:
         if any(method.site is Site.PRE_ENCODER for method in methods_in(setting)):
@@ -173,6 +171,6 @@ class HfBackend:
         return self.subject.inputs(images, questions, labels if any(labels) else ())
 
 
-def backend_of(subject: Model | Backend) -> Backend:
+def backend_of(subject: Model | BenchBackend) -> BenchBackend:
     """Return a backend as it is, and for a model the one that runs it in this process."""
     return HfBackend(subject) if isinstance(subject, Model) else subject

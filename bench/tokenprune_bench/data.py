@@ -214,7 +214,7 @@ def _sizes(question: Any) -> set[tuple[int, int]]:
 
 
 def _marks(processor: Any) -> list[str]:
-    """What stands for images, videos and sounds in prompts."""
+    """Return the placeholders of images, videos and sounds in prompts."""
     kinds = ("image", "video", "audio")
     marks = {getattr(processor, name, None) for name in ("boi_token", *(f"{kind}_token" for kind in kinds))}
     for kind in kinds:

@@ -56,7 +56,8 @@ def outcome(cuts: Sequence[Cut], positions: Sequence[int], row: int = 0) -> Left
 
 
 def _merge(cut: Cut, row: int, index: dict[int, int]) -> Left:
-    """What each token is a mean of, as shares; a token that is no target becomes a row of zeros."""
+    """Return for each token the targets it is a mean of, as shares; a token that is no target becomes a row of
+    zeros."""
     from scipy import sparse
 
     targets, origins, shares = [], [], []
@@ -93,7 +94,8 @@ def tokens_of(
 
 
 def _covered(begin: float, end: float, count: int) -> np.ndarray:
-    """The cells of 0..count whose middles lie between two places; if there are none, the cell of their own middle."""
+    """Return the cells of 0..count whose middles lie between two places; if there are none, the cell of their own
+    middle."""
     first, last = max(0, math.ceil(begin - 0.5)), min(count, math.floor(end - 0.5) + 1)
     return np.arange(first, last) if first < last else np.array([min(count - 1, int((begin + end) / 2))])
 

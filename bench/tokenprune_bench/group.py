@@ -25,7 +25,7 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """True for the process that writes and prints."""
         return self.rank == 0
 
     def gather(self, mine: Any) -> list[Any]:
@@ -43,15 +43,15 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A part of the work that all processes enter and leave together; a RunError in one is raised in all of them,
-        so that none waits for one that gave up."""
+        """Open a context that all processes enter and leave together; a RunError in one is raised in all of them, so
+        that no process waits for one that has stopped."""
         failure = None
         try:
             yield
         except RunError as error:
             failure = error
-        told = self.gather(None if failure is None else str(failure))
-        if failures := [one for one in told if one is not None]:
+        messages = self.gather(None if failure is None else str(failure))
+        if failures := [one for one in messages if one is not None]:
             raise failure or RunError(failures[0])
 
 

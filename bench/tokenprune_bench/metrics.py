@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How answers are scored: small functions, each with its source. A score lies in [0, 1]; CIDEr's in [0, 10]."""
+"""Metrics of answers: small functions, each with its source. A score lies in [0, 1]; CIDEr's in [0, 10]."""
 
 from __future__ import annotations
 

@@ -77,6 +77,6 @@ def versus(ours: Answers, theirs: Answers) -> Versus:
 
 
 def beats(ours: Answers, theirs: Answers) -> bool:
-    """Whether ours score significantly better, where there is no right and wrong: the interval of the difference, of
-    which one end leaves out `LEVEL`, lies above zero."""
+    """Return True if our graded scores are significantly better: the one-sided interval of the difference at `LEVEL`
+    lies above zero."""
     return bootstrap(ours.means - theirs.means, 1 - 2 * LEVEL)[0] > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark runs: methods, keeps, seeds, and the batches that questions are asked in."""
+"""The plan of a benchmark: methods, keeps, seeds, and the batches of questions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import tokenprune
 from tokenprune.base import ImageChooser, Site
 from tokenprune.errors import OptionError
-from tokenprune.spelling import draws_at_random, methods_of, setting_of, spelt
+from tokenprune.spelling import canonical_spec, draws_at_random, methods_of, setting_of
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.results import MARKS, UNPATCHED
 
@@ -35,7 +35,7 @@ class Pass(NamedTuple):
 
     @property
     def setting(self) -> dict[str, Any] | None:
-        """What `patch(config=...)` takes; None: the unpatched model."""
+        """The argument of `patch(config=...)`; None for the unpatched model."""
         return self.setting_with({})
 
     def setting_with(self, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -48,10 +48,11 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to run. The baselines are put in front of `methods`; () means all registered ones, but for those that choose
-    between images where `several` is not set, and those for videos where `videos` is not. `ESCALATE` can be named
-    beside them. Options and stacks are written as in spelling.py; every method of a stack gets the keep.
+class BenchPlan:
+    """The methods, keeps and seeds to run. The baselines are put in front of `methods`; () means all registered methods
+    except those that choose between images unless `several` is set, and video methods unless `videos` is set.
+    `ESCALATE` can be named beside them. Options and stacks are written as in spelling.py; every method of a stack gets
+    the keep.
 
     several, videos: whether a question may have several images, or a video. images: how many held-out images (or
     videos, prompts), each with one question of every kind; 0: all. Questions that are given are all asked. seeds:
@@ -72,7 +73,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         names = self.methods or tuple(name for name in tokenprune.available_methods() if self._fits(name))
-        names = tuple(name if name == ESCALATE else spelt(name) for name in names)  # raises with close matches
+        names = tuple(name if name == ESCALATE else canonical_spec(name) for name in names)  # raises with close matches
         stacks = [name for name in names if name != ESCALATE and len(methods_of(name)) > 1] if self.equal_cost else []
         if stacks:
             raise OptionError(f"{stacks[0]} is a stack, whose parts could share a cost in many ways: name methods")
@@ -91,7 +92,7 @@ class Plan:
             raise OptionError("a benchmark needs at least one keep and one seed")
 
     def _fits(self, name: str) -> bool:
-        """Whether a method has something to do here."""
+        """Return True if a method can change anything on these questions."""
         info = tokenprune.method_info(name)
         choosing = issubclass(info.cls, ImageChooser)
         return (self.several or not choosing) and (self.videos or not info.for_videos)

@@ -26,7 +26,7 @@ COLLAPSE = 0.20  # a kind that loses more than this against the unpatched model 
 
 
 @dataclass(frozen=True)
-class Share:
+class ScoreShare:
     """A share right (or mean score) with its 95 % interval; collapsed: it fell by more than `COLLAPSE`."""
 
     value: float
@@ -41,20 +41,20 @@ class Hard:
     model score on them."""
 
     questions: int
-    ours: Share
+    ours: ScoreShare
     unpatched: float
 
 
 @dataclass(frozen=True)
-class Control:
-    """What the unpatched model answers where a video does not tell: only its first frame, or its frames shuffled.
+class ControlAnswers:
+    """The unpatched model's answers without a video's motion: only its first frame, or its frames shuffled.
 
     kinds: the score of each kind that must fail. chance: what knowing nothing gives. passed: those kinds whose whole
     interval is above that.
     """
 
     name: str
-    kinds: dict[str, Share]
+    kinds: dict[str, ScoreShare]
     chance: dict[str, float]
 
     @property
@@ -77,15 +77,15 @@ class Row:
     method: str
     keep: float | int
     site: str | None
-    overall: Share
-    kinds: dict[str, Share]
+    overall: ScoreShare
+    kinds: dict[str, ScoreShare]
     marks: tuple[str, ...]
     questions: int
     stats: dict[str, Any]
     timing: dict[str, Any] | None
     versus: dict[str, Versus]
     hard: Hard | None
-    groups: dict[str, Share] = field(default_factory=dict)
+    groups: dict[str, ScoreShare] = field(default_factory=dict)
     evidence: dict[str, float] = field(default_factory=dict)
     setting: dict[str, Any] | None = None
 
@@ -126,17 +126,17 @@ class Results:
     header: dict[str, Any]
     rows: list[Row]
     skipped: list[dict[str, Any]]
-    controls: list[Control] = field(default_factory=list)
+    controls: list[ControlAnswers] = field(default_factory=list)
     answers: dict[tuple[str, float | int], Answers] = field(default_factory=dict)
 
     @property
     def evidence_only(self) -> bool:
-        """Whether nothing was asked for its answer: scores mean nothing."""
+        """True if no answers were generated, so that scores mean nothing."""
         return bool(self.header.get("evidence_only"))
 
     @property
     def equal_cost(self) -> bool:
-        """Whether each `keep` is a share that every method spends, averaged over the decoder's layers."""
+        """True if each `keep` is a share that every method spends, averaged over the decoder's layers."""
         return bool(self.header["plan"].get("equal_cost"))
 
     @property
@@ -232,7 +232,7 @@ def answers_of(record: dict[str, Any], binary: bool) -> Answers:
 
 
 def _places(header: dict[str, Any]) -> dict[str, list[int]]:
-    """The indices of each kind's questions; kinds that were not asked are left out."""
+    """Return the indices of each kind's questions; kinds without questions are left out."""
     asked = header["kind_of_question"]
     places = {kind: [i for i, k in enumerate(asked) if k == f"{n}"] for n, kind in enumerate(header["kinds"])}
     return {kind: indices for kind, indices in places.items() if indices}
@@ -245,10 +245,10 @@ def _places_of_groups(header: dict[str, Any]) -> dict[str, list[int]]:
     return places
 
 
-def _control(record: dict[str, Any], places: dict[str, list[int]]) -> Control:
+def _control(record: dict[str, Any], places: dict[str, list[int]]) -> ControlAnswers:
     answers = Answers([[float(one) for one in some] for some in record["right"]], record["right"])
     chance = {kind: one for kind, one in record["chance"].items() if kind in places}
-    return Control(record["control"], {kind: share_of(answers, places[kind]) for kind in chance}, chance)
+    return ControlAnswers(record["control"], {kind: share_of(answers, places[kind]) for kind in chance}, chance)
 
 
 def _evidence(record: dict[str, Any], places: dict[str, list[int]]) -> dict[str, float]:
@@ -257,19 +257,19 @@ def _evidence(record: dict[str, Any], places: dict[str, list[int]]) -> dict[str,
         return {}
     found = {}
     for name, indices in {"": range(record["questions"]), **places}.items():
-        told = [some[index] for some in record["evidence"] for index in indices if some[index] is not None]
-        if told:
-            found[name] = statistics.fmean(told)
+        values = [some[index] for some in record["evidence"] for index in indices if some[index] is not None]
+        if values:
+            found[name] = statistics.fmean(values)
     return found
 
 
-def share_of(answers: Answers, indices: list[int] | None = None) -> Share:
+def share_of(answers: Answers, indices: list[int] | None = None) -> ScoreShare:
     """Return the mean score on these questions (default: all), with Wilson's interval; of grades by bootstrap."""
     chosen = range(len(answers.scores[0])) if indices is None else indices
     if not answers.graded:
-        return Share(*pooled_interval(["".join(one[index] for index in chosen) for one in answers.right]))
+        return ScoreShare(*pooled_interval(["".join(one[index] for index in chosen) for one in answers.right]))
     means = answers.means[list(chosen)]
-    return Share(float(means.mean()), *bootstrap(means))
+    return ScoreShare(float(means.mean()), *bootstrap(means))
 
 
 def _row(

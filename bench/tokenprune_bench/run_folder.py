@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from tokenprune.errors import RunError
+from tokenprune_bench.answers import Batch
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.lines import Lines, read_lines, write_whole
 from tokenprune_bench.results import RESULTS
 
 if TYPE_CHECKING:
     from tokenprune.profiling.model import Model
-    from tokenprune_bench.backend import Backend
+    from tokenprune_bench.backend import BenchBackend
 
 CONFIG, PREDICTIONS, LOCK = "config.json", "predictions.jsonl", ".lock"
 SCHEMA = 2  # of the predictions
 _OF_A_QUESTION = ("question", "prediction", "score", "cost")  # what a line says besides the pass it belongs to
-Batch = tuple[list[str], dict[str, Any]]  # the answers, and what they cost
 
 
 class RunFolder:
@@ -180,7 +180,7 @@ class RunFolder:
                     )
 
 
-def config_of(subject: Model | Backend, plan: Any, metric: str, about: dict[str, Any]) -> dict[str, Any]:
+def config_of(subject: Model | BenchBackend, plan: Any, metric: str, about: dict[str, Any]) -> dict[str, Any]:
     """Return what the answers of a run depend on, as plain values. plan: a dataclass of what is run."""
     from tokenprune_bench.backend import backend_of
 
@@ -188,10 +188,10 @@ def config_of(subject: Model | Backend, plan: Any, metric: str, about: dict[str,
     environment = backend.environment()
     known = ("python", "torch", "transformers", "vllm", "tokenprune")
     versions = {name: environment[name] for name in known if name in environment}
-    told = ("engine", "engine_args", "model", "model_type", "device", "dtype", "attention")
+    names = ("engine", "engine_args", "model", "model_type", "device", "dtype", "attention")
     return {
         "schema": SCHEMA,
-        **{name: environment[name] for name in told if name in environment},
+        **{name: environment[name] for name in names if name in environment},
         "fingerprint": backend.fingerprint(),
         "data": "shipped",
         **about,

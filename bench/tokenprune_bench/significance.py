@@ -62,5 +62,5 @@ def better_p(ours: str, theirs: str) -> float:
 
 
 def is_better(ours: Sequence[str], theirs: Sequence[str]) -> bool:
-    """Whether our answers (one string a seed) are significantly better than theirs to the same questions."""
+    """Return True if our answers (one string a seed) are significantly better than theirs to the same questions."""
     return better_p(interleaved(ours), interleaved(theirs)) < LEVEL

@@ -20,7 +20,7 @@ from tokenprune.spelling import methods_of
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.asking import Asking
-from tokenprune_bench.backend import EVIDENCE, Backend, backend_of
+from tokenprune_bench.backend import EVIDENCE, BenchBackend, backend_of
 from tokenprune_bench.equal_cost import missed, setting_for
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.metrics import metric_named
@@ -28,18 +28,19 @@ from tokenprune_bench.plan import (
     BASELINES,
     DEFAULT_IMAGES,
     DEFAULT_KEEPS,
+    BenchPlan,
     Pass,
-    Plan,
     passes_of,
 )
 from tokenprune_bench.results import SCHEMA, UNPATCHED
 from tokenprune_demo.heldout import FOLDER, load_heldout
 
 if TYPE_CHECKING:
-    from tokenprune_bench.run_folder import Batch, RunFolder
+    from tokenprune_bench.answers import Batch
+    from tokenprune_bench.run_folder import RunFolder
     from tokenprune_demo.drawn_sets import Control, DrawnSet
 
-__all__ = ["BASELINES", "DEFAULT_IMAGES", "DEFAULT_KEEPS", "Bench", "Plan", "Step"]
+__all__ = ["BASELINES", "DEFAULT_IMAGES", "DEFAULT_KEEPS", "Bench", "BenchPlan", "Step"]
 Step = Callable[[str, int, int], None]
 
 
@@ -55,8 +56,8 @@ class Bench:
 
     def __init__(
         self,
-        subject: Model | Backend,
-        plan: Plan,
+        subject: Model | BenchBackend,
+        plan: BenchPlan,
         step: Step | None = None,
         *,
         questions: Sequence[Any] | DrawnSet | None = None,
@@ -239,7 +240,7 @@ class Bench:
         return setting
 
     def _chosen(self, one: Pass) -> dict[str, Any]:
-        """What a record says of its setting, where each method has one of its own; seeds stand beside it."""
+        """Return the setting that a record stores, where each method has one of its own; seeds stand beside it."""
         setting = self._setting(one) if self.plan.equal_cost else None
         return {} if setting is None else {"setting": {key: setting[key] for key in setting if key != "seed"}}
 
@@ -275,13 +276,13 @@ class Bench:
 
 
 def _cost(batches: dict[int, Batch]) -> Stats:
-    told = (
+    costs = (
         {name: value for name, value in cost.items() if name != EVIDENCE} for _, (_, cost) in sorted(batches.items())
     )
-    return sum((Stats(**cost) for cost in told), Stats())
+    return sum((Stats(**cost) for cost in costs), Stats())
 
 
 def _evidence(batches: dict[int, Batch]) -> list[float | None]:
-    """The evidence recall of each question."""
-    told = (cost.get(EVIDENCE, [None] * len(answers)) for _, (answers, cost) in sorted(batches.items()))
-    return [one for some in told for one in some]
+    """Return the evidence recall of each question."""
+    costs = (cost.get(EVIDENCE, [None] * len(answers)) for _, (answers, cost) in sorted(batches.items()))
+    return [one for some in costs for one in some]

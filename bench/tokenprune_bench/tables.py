@@ -12,7 +12,7 @@ from tokenprune_bench.equal_cost import in_words
 from tokenprune_bench.lost import signed
 from tokenprune_bench.metrics import METRICS, Metric
 from tokenprune_bench.paired import RESAMPLES
-from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, Share, busy_load
+from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, ScoreShare, busy_load
 from tokenprune_bench.significance import LEVEL
 
 FALLEN = "▼"
@@ -35,7 +35,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def _settings(results: Results) -> Table:
-    """What each method was given at equal cost, and what its layers saw."""
+    """Return a table of each method's setting at equal cost, and its visual tokens by layer."""
     rows = [
         [
             *map(Cell, _label(row)),
@@ -54,7 +54,7 @@ def _settings(results: Results) -> Table:
 
 
 def _spent(results: Results) -> Table:
-    """What a run cost that asked nothing for its answer."""
+    """Return a table of the costs of a run that generated no answers."""
     rows = []
     for row in results.rows:
         flops = row.stats["prefill_flops_ratio"]
@@ -191,7 +191,7 @@ def _label(row: Row) -> tuple[str, str]:
     return row.method, "" if row.method == UNPATCHED else row.keep_in_words
 
 
-def _interval(share: Share, digits: int = 0) -> str:
+def _interval(share: ScoreShare, digits: int = 0) -> str:
     return f"{100 * share.low:.{digits}f}–{100 * share.high:.{digits}f}"
 
 

@@ -26,7 +26,7 @@ from tokenprune_bench.backend import Answer
 from tokenprune_bench.data import refuse
 
 if TYPE_CHECKING:
-    from tokenprune_bench.run_folder import Batch
+    from tokenprune_bench.answers import Batch
 
 OFF = {"off": True}
 
@@ -47,7 +47,7 @@ class Reply:
     prompt_tokens: int
 
 
-class Engine(Protocol):
+class VllmEngine(Protocol):
     """vLLM, wherever it runs. setting: what stands under "tokenprune" in a request (docs/serving.md).
 
     config: the model's, as transformers reads it; None where it is not at hand. number_bytes: of a number in the KV
@@ -84,7 +84,7 @@ class VllmBackend:
     prompts that the engine reports. Times are those of single requests, each with an image that no cache has seen.
     """
 
-    def __init__(self, engine: Engine, suffix: str, max_new_tokens: int) -> None:
+    def __init__(self, engine: VllmEngine, suffix: str, max_new_tokens: int) -> None:
         self.engine, self.suffix, self.max_new_tokens = engine, suffix, max_new_tokens
         text = engine.config and engine.config.get_text_config()
         self._shape = DecoderShape.from_config(text) if text else None
@@ -192,8 +192,8 @@ def request_of(setting: Setting) -> dict[str, Any]:
 
 
 def adds_special(prompt: Callable[[bool], list[int]]) -> bool:
-    """Whether special tokens belong before what a chat template writes: as in transformers, if it does not write the
-    first itself.
+    """Return True if special tokens belong before the text of a chat template: as in transformers, if the template does
+    not write the first itself.
 
     prompt: from whether they are added to the ids of some chat.
     """

@@ -78,7 +78,7 @@ class OfflineEngine:
         except TokenPruneError:
             raise
         except Exception as error:  # whatever vLLM's parts raise
-            raise TokenPruneError(f"vLLM cannot serve {self.name}: {_told(error)}") from error
+            raise TokenPruneError(f"vLLM cannot serve {self.name}: {_message_of(error)}") from error
         if configured(self.llm.model_config) is None:
             self.close()
             raise TokenPruneError(
@@ -159,14 +159,14 @@ class OfflineEngine:
                 mm_processor_kwargs=setting and {KEY: setting},
             )
         except (EngineDeadError, EngineGenerateError) as error:
-            raise RunError(f"vLLM's engine ended: {_told(error)}") from error
+            raise RunError(f"vLLM's engine ended: {_message_of(error)}") from error
         except TokenPruneError:
             raise
         except (VLLMClientError, ValueError) as error:
-            raise TokenPruneError(f"vLLM refused a request: {_told(error)}") from error
+            raise TokenPruneError(f"vLLM refused a request: {_message_of(error)}") from error
 
     def _plain(self, special: bool) -> list[int]:
-        """The ids of a chat without images."""
+        """Return the ids of a chat without images."""
         self._special = special
         (output,) = self._run([_messages(Chat((), "x"))], None, max_tokens=1)
         return list(output.prompt_token_ids)
@@ -206,8 +206,8 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _told(error: BaseException) -> str:
-    """The message of an error in one line; of those that pydantic wraps, the inner one."""
+def _message_of(error: BaseException) -> str:
+    """Return the message of an error in one line; of those that pydantic wraps, the inner one."""
     inner = getattr(error, "errors", None)
     if callable(inner):
         return "; ".join(one["msg"] for one in inner())

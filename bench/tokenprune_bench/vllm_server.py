@@ -131,7 +131,7 @@ class ServerEngine:
         )
 
     def _plain(self, special: bool) -> list[int]:
-        """The ids of a chat without images."""
+        """Return the ids of a chat without images."""
         asked = {"model": self._model, "messages": _messages(Chat((), "x")), "add_special_tokens": special}
         return json.loads(self._get("/tokenize", asked))["tokens"]
 
@@ -182,7 +182,7 @@ def _messages(chat: Chat) -> list[dict[str, Any]]:
 
 
 def _config(model: str) -> Any:
-    """The config of a model that is a folder here too, or on the hub; None if it is neither."""
+    """Return the config of a model that is a folder here too, or on the hub; None if it is neither."""
     from transformers import AutoConfig
 
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drawn images have behind them: plain colours, gradients, textures, photographs from installed packages."""
+"""Backgrounds of drawn images: plain colours, gradients, textures, photographs from installed packages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_photos(split: str = "train") -> tuple[Image.Image, ...]:
 
 
 def background(rng: np.random.Generator, kind: str, photos: tuple[Image.Image, ...]) -> Image.Image:
-    """A background image of the given kind; without photographs, ``"photo"`` falls back to ``"texture"``."""
+    """Return a background image of the given kind; without photographs, ``"photo"`` falls back to ``"texture"``."""
     first, second = rng.integers(20, 256, 3), rng.integers(20, 256, 3)
     y, x = np.mgrid[0:SIZE, 0:SIZE]
     if kind == "plain":

@@ -74,7 +74,7 @@ def draw_document(
 
 
 def _page(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """A sheet of paper with a heading, paragraphs of greeked text, a ruled table, and room."""
+    """Draw a sheet of paper with a heading, paragraphs of greeked text, a ruled table, and room."""
     paper = tuple(int(v) for v in 255 - rng.integers(0, 12, 3))
     image = Image.new("RGB", (width, height), paper)
     pen, ink, left = ImageDraw.Draw(image), _grey(rng, 40, 90), int(rng.integers(14, 30))
@@ -100,7 +100,7 @@ def _page(rng: np.random.Generator, width: int, height: int) -> Image.Image:
 
 
 def _screen(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """A desktop with a bar, a list at the side and one or two windows with buttons, dark or light."""
+    """Draw a desktop with a bar, a list at the side and one or two windows with buttons, dark or light."""
     dark = bool(rng.random() < 0.5)
     ground, panel = (_grey(rng, 20, 50), _grey(rng, 55, 80)) if dark else (_grey(rng, 215, 235), _grey(rng, 240, 255))
     ink = _grey(rng, 150, 200) if dark else _grey(rng, 70, 120)
@@ -144,7 +144,7 @@ def _grey(rng: np.random.Generator, low: int, high: int) -> Colour:
 
 
 def _greek(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: int, end: int, ink: Colour) -> None:
-    """A line of words that cannot be read."""
+    """Draw a line of words that cannot be read."""
     while (after := x + int(rng.integers(6, 26))) < end:
         pen.rectangle((x, y, after, y + 3), fill=ink)
         x = after + 4

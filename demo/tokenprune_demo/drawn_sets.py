@@ -70,7 +70,7 @@ class DrawnExample:
 
     @property
     def sources(self) -> tuple[Image.Image, ...]:
-        """What its images are read from: they are here."""
+        """The images in memory that the question's images come from."""
         return self.images
 
     @property

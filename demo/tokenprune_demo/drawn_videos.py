@@ -27,9 +27,9 @@ from tokenprune_demo.video_acts import (
     TEXTS,
     TIMED,
     VIDEO_KINDS,
+    ActStage,
     DrawnQuestion,
     Place,
-    Stage,
     Thing,
 )
 
@@ -96,7 +96,7 @@ def draw_video(
     kinds = [VIDEO_KINDS[number] for number in rng.permutation(len(VIDEO_KINDS))] if kinds is None else kinds
     if ground not in GROUNDS or not set(kinds) <= set(VIDEO_KINDS):
         raise ValueError(f"ground={ground!r}, kinds={kinds}: grounds are {GROUNDS}, kinds {VIDEO_KINDS}")
-    stage = Stage(rng, _grounds(rng, ground, size, photos))
+    stage = ActStage(rng, _grounds(rng, ground, size, photos))
     # A move is placed first, on the empty ground: what it crosses depends on its direction.
     for kind in sorted(kinds, key=lambda kind: kind != "direction"):
         options = ANSWERS[kind]

@@ -22,7 +22,7 @@ CAMERAS = ("front", "front left", "front right", "back", "back left", "back righ
 NUMBERS = ("two", "three", "four", "five", "six")
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 MOST = len(CAMERAS)
-# which: where a thing is; named, numbered: a thing of one view, told by its camera or its number; across: of all views.
+# which: where a thing is; named, numbered: a thing of one view, by its camera or its number; across: of all views.
 VIEW_KINDS = ("which", "named", "numbered", "across")
 _TEXTS = {
     "which": "which of the {} images shows the {}?",

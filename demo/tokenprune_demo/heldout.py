@@ -57,7 +57,7 @@ class Example:
 
     @property
     def looks(self) -> tuple[tuple[tuple[int, Box], ...], ...]:
-        """What has to be seen, as of `DrawnQuestion.looks`: each box."""
+        """The boxes that hold the evidence, as in `DrawnQuestion.looks`."""
         return tuple(((0, box),) for box in self.boxes)
 
     @property
@@ -65,14 +65,14 @@ class Example:
         return False
 
     def is_right(self, generated: str) -> bool:
-        """Whether generated text (special tokens removed) is the answer and nothing else."""
+        """Return True if generated text (special tokens removed) is the answer and nothing else."""
         return generated.strip().lower() == self.answer
 
 
 def load_heldout(
     kinds: Collection[str] | None = None, limit: int | None = None, folder: str | Path = FOLDER
 ) -> list[Example]:
-    """The examples of the given kinds (default: all) on the first ``limit`` images, image by image."""
+    """Return the examples of the given kinds (default: all) on the first ``limit`` images, image by image."""
     folder, examples = Path(folder), []
     lines = (folder / "questions.jsonl").read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines[:limit]):

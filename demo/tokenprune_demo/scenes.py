@@ -28,8 +28,8 @@ __all__ = [
     "TINY",
     "WORDS",
     "Item",
-    "Question",
     "Scene",
+    "SceneQuestion",
     "ask",
     "draw_scene",
     "load_photos",
@@ -54,7 +54,7 @@ Box = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Question:
+class SceneQuestion:
     """One question, its answer and the boxes (left, top, right, bottom, in pixels) of what holds the answer."""
 
     kind: str
@@ -88,9 +88,9 @@ class Scene:
     background: str
     items: list[Item]
     owner: np.ndarray
-    questions: list[Question] = field(default_factory=list)
+    questions: list[SceneQuestion] = field(default_factory=list)
 
-    def of_kind(self, kind: str) -> list[Question]:
+    def of_kind(self, kind: str) -> list[SceneQuestion]:
         return [q for q in self.questions if q.kind == kind]
 
 
@@ -245,7 +245,7 @@ def draw_scene(rng: np.random.Generator, photos: tuple[Image.Image, ...] = (), t
     return scene
 
 
-def ask(scene: Scene) -> list[Question]:
+def ask(scene: Scene) -> list[SceneQuestion]:
     """Every question that has one clear answer in this scene."""
     groups: dict[str, list[Item]] = {}
     for item in scene.items:
@@ -254,27 +254,27 @@ def ask(scene: Scene) -> list[Question]:
     for what in LARGE:
         group = groups.get(what, [])
         boxes = tuple(i.box for i in group)
-        out.append(Question("presence", f"is there a {what}?", "yes" if group else "no", boxes))
-        out.append(Question("count", f"how many {what}s?", str(len(group)), boxes))
+        out.append(SceneQuestion("presence", f"is there a {what}?", "yes" if group else "no", boxes))
+        out.append(SceneQuestion("count", f"how many {what}s?", str(len(group)), boxes))
         if len(group) == 1:
             x, y = group[0].center
-            out.append(Question("colour", f"what color is the {what}?", group[0].value, boxes))
+            out.append(SceneQuestion("colour", f"what color is the {what}?", group[0].value, boxes))
             if _clear_of_middle(x, y):
                 place = POSITIONS[2 * (y > SIZE / 2) + (x > SIZE / 2)]
-                out.append(Question("position", f"where is the {what}?", place, boxes))
+                out.append(SceneQuestion("position", f"where is the {what}?", place, boxes))
         if len(group) == 2 and group[0].value != group[1].value:
             for axis, sides in enumerate((("left", "right"), ("upper", "lower"))):
                 first, last = sorted(group, key=lambda i: i.center[axis])
                 if last.center[axis] - first.center[axis] > 45:
                     for side, item in zip(sides, (first, last), strict=True):
                         text = f"what color is the {side} {what}?"
-                        out.append(Question("grounding", text, item.value, (item.box,)))
+                        out.append(SceneQuestion("grounding", text, item.value, (item.box,)))
     for what in TINY:
         if len(groups.get(what, [])) == 1:
             item = groups[what][0]
-            out.append(Question("small", f"what color is the tiny {what}?", item.value, (item.box,)))
+            out.append(SceneQuestion("small", f"what color is the tiny {what}?", item.value, (item.box,)))
     readings = (("digit", "digits", "which digit is written?"), ("sign", "word", "what does the sign say?"))
     for what, kind, text in readings:
         if len(groups.get(what, [])) == 1:
-            out.append(Question(kind, text, groups[what][0].value, (groups[what][0].box,)))
+            out.append(SceneQuestion(kind, text, groups[what][0].value, (groups[what][0].box,)))
     return out

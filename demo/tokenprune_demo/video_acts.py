@@ -81,7 +81,7 @@ class Thing:
         return (tuple(place for look in self.looks(frames) for place in look),)
 
 
-class Stage:
+class ActStage:
     """Places things on the frames of a ground, without overlap at any time, and asks about them."""
 
     def __init__(self, rng: np.random.Generator, grounds: list[Image.Image]) -> None:

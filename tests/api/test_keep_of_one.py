@@ -28,7 +28,7 @@ from tokenprune.shapes.decoder import DecoderShape
 from tokenprune_bench.app import snippets
 from tokenprune_bench.cli import app
 from tokenprune_bench.lmms_eval.arguments import read
-from tokenprune_bench.plan import Plan
+from tokenprune_bench.plan import BenchPlan
 from zoo import FAMILIES
 
 SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
@@ -64,7 +64,7 @@ def test_python_refuses_it_before_anything_changes(build) -> None:
     with pytest.raises(BudgetError, match=BOTH_WAYS):
         Budget(keep=1)
     with pytest.raises(BudgetError, match=BOTH_WAYS):
-        Plan(methods=("divprune",), keeps=(0.5, 1))
+        BenchPlan(methods=("divprune",), keeps=(0.5, 1))
     assert snapshot(model) == was
 
 

@@ -63,19 +63,19 @@ def test_every_situation_is_there_and_its_reason_has_a_page() -> None:
 def test_evidence_is_of_the_keep_one_step_either_way_and_of_the_task(task: str) -> None:
     row = ADVICE[task]
     near, elsewhere = row.evidence(SIZE)
-    by_text = {one["told"]: one for one in advice._entries() if one["method"] == row.method}
+    by_text = {one["figure"]: one for one in advice._entries() if one["method"] == row.method}
     assert len(near) + len(elsewhere) == len(by_text)
     for piece in near:
-        one = by_text[piece.told]
+        one = by_text[piece.figure]
         assert one["questions"] is None or one["questions"] in row.questions
         assert one["keep"] is None or 0.5 <= one["keep"] / row.keep <= 2
         assert piece.grade == advice.grade(one, SIZE) in ("strong", "weak")
         if one["kind"] == "measured by us":
             assert (ROOT / one["source"]).is_file()
     # A source is left out of these only where it says something nearer, or of other questions or keeps.
-    shown = {(by_text[piece.told]["source"], piece.about) for piece in near}
+    shown = {(by_text[piece.figure]["source"], piece.about) for piece in near}
     for piece in elsewhere:
-        one = by_text[piece.told]
+        one = by_text[piece.figure]
         assert not row._is_near(one) or (one["source"], one["about"]) in shown
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import tokenprune
 from tokenprune.errors import OptionError, UnknownMethodError
-from tokenprune.spelling import draws_at_random, methods_of, setting_of, spelt, split_methods
+from tokenprune.spelling import canonical_spec, draws_at_random, methods_of, setting_of, split_methods
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,19 @@ def test_a_list_is_cut_between_settings(text: str, parts: tuple[str, ...]) -> No
 def test_a_line_means_a_setting_that_patch_takes(text: str, setting: dict) -> None:
     assert setting_of(text) == setting
     assert setting_of(text, 0.5) == setting | {"keep": 0.5}
-    assert setting_of(spelt(text)) == setting and spelt(spelt(text)) == spelt(text)
+    assert setting_of(canonical_spec(text)) == setting and canonical_spec(canonical_spec(text)) == canonical_spec(text)
     assert [method.name for method in methods_of(text)] == [
         one["method"] for one in ([setting] if isinstance(setting["method"], str) else setting["method"])
     ]
 
 
 def test_one_setting_has_one_spelling() -> None:
-    assert spelt(" dart : layer=3 ,exact=False") == spelt("dart:layer=3,exact=false") == "dart:layer=3,exact=false"
-    assert spelt('divprune+fastv:query="all"') == "divprune+fastv:query=all"
+    assert (
+        canonical_spec(" dart : layer=3 ,exact=False")
+        == canonical_spec("dart:layer=3,exact=false")
+        == "dart:layer=3,exact=false"
+    )
+    assert canonical_spec('divprune+fastv:query="all"') == "divprune+fastv:query=all"
 
 
 @pytest.mark.parametrize(
@@ -81,11 +85,11 @@ def test_one_setting_has_one_spelling() -> None:
 )
 def test_what_cannot_be_is_said(text: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        spelt(text)
+        canonical_spec(text)
 
 
 def test_two_methods_inside_the_decoder_stack_at_two_layers() -> None:
-    assert spelt("fastv+dart:layer=3") == "fastv+dart:layer=3"
+    assert canonical_spec("fastv+dart:layer=3") == "fastv+dart:layer=3"
 
 
 def test_a_file_with_odd_letters_is_quoted(tmp_path: Path) -> None:

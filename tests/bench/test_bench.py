@@ -228,7 +228,7 @@ def subject() -> Model:
 
 @pytest.fixture(scope="module")
 def run(subject: Model) -> list[dict[str, Any]]:
-    plan = suite.Plan(methods=("pool", "fastv"), keeps=(0.25,), images=1, repeats=1)
+    plan = suite.BenchPlan(methods=("pool", "fastv"), keeps=(0.25,), images=1, repeats=1)
     steps: list[tuple] = []
     records = list(suite.Bench(subject, plan, lambda *step: steps.append(step)).records())
     assert [done for _, done, _ in steps] == list(range(1, 8))  # unpatched, 3 seeds of random, and 3 methods
@@ -296,28 +296,28 @@ def test_seeds_draw_differently(subject: Model) -> None:
 
 def test_what_a_model_does_not_support_is_skipped_with_the_reason(subject: Model) -> None:
     # `downsample` takes a share, not a number of tokens.
-    plan = suite.Plan(methods=("random",), keeps=(64,), images=1, repeats=0)
+    plan = suite.BenchPlan(methods=("random",), keeps=(64,), images=1, repeats=0)
     records = list(suite.Bench(subject, plan).records())
     assert [one["record"] for one in records] == ["header", "result", "result", "skipped"]
     assert "a share" in records[-1]["reason"]
 
 
 def test_a_plan_is_checked_before_any_work() -> None:
-    assert suite.Plan(methods=("dart", "random")).methods == ("random", "downsample", "dart")
+    assert suite.BenchPlan(methods=("dart", "random")).methods == ("random", "downsample", "dart")
     # Questions about one image have no use for a method that chooses between images.
     everything = set(tokenprune.available_methods())
     of_videos = {"pevlm"} | {name for name in everything if "frames" in tokenprune.method_info(name).needs}
-    assert set(suite.Plan().methods) == everything - {"view_select"} - of_videos
-    assert set(suite.Plan(videos=True).methods) == everything - {"view_select"}
-    assert set(suite.Plan(several=True).methods) == everything - of_videos
+    assert set(suite.BenchPlan().methods) == everything - {"view_select"} - of_videos
+    assert set(suite.BenchPlan(videos=True).methods) == everything - {"view_select"}
+    assert set(suite.BenchPlan(several=True).methods) == everything - of_videos
     with pytest.raises(UnknownMethodError, match="did you mean 'dart'"):
-        suite.Plan(methods=("dartt",))
+        suite.BenchPlan(methods=("dartt",))
     with pytest.raises(TokenPruneError, match="keep"):
-        suite.Plan(keeps=(1.5,))
+        suite.BenchPlan(keeps=(1.5,))
     with pytest.raises(OptionError, match="at least one keep"):
-        suite.Plan(keeps=())
+        suite.BenchPlan(keeps=())
     with pytest.raises(OptionError, match="batch_size"):
-        suite.Plan(batch_size=0)
+        suite.BenchPlan(batch_size=0)
 
 
 def test_models_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

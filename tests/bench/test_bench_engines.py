@@ -24,13 +24,13 @@ from tokenprune_bench.lines import read_lines
 from tokenprune_bench.plan import Pass
 from tokenprune_bench.results import summarise
 from tokenprune_bench.run_folder import RunFolder, config_of
-from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_bench.tables import tables
 from tokenprune_bench.vllm_backend import Chat, Reply, VllmBackend, adds_special, request_of
 from tokenprune_bench.vllm_offline import OfflineEngine
 from tokenprune_demo.heldout import load_heldout
 
-PLAN = Plan(methods=("uniform", "dart"), keeps=(0.25,), images=1, batch_size=3, repeats=2)
+PLAN = BenchPlan(methods=("uniform", "dart"), keeps=(0.25,), images=1, batch_size=3, repeats=2)
 TEXT_CONFIG = SimpleNamespace(
     num_hidden_layers=2, hidden_size=8, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1
 )
@@ -82,7 +82,7 @@ class MadeUp:
         return "f"
 
 
-def run(engine: MadeUp, folder: Path | None = None, plan: Plan = PLAN) -> list[dict[str, Any]]:
+def run(engine: MadeUp, folder: Path | None = None, plan: BenchPlan = PLAN) -> list[dict[str, Any]]:
     backend = VllmBackend(engine, "!", 4)
     if folder is None:
         return list(Bench(backend, plan).records())

@@ -22,7 +22,7 @@ from tokenprune.profiling.model import load
 from tokenprune_bench.group import Group
 from tokenprune_bench.lines import Lines, read_lines, write_whole
 from tokenprune_bench.run_folder import RunFolder
-from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.suite import Bench, BenchPlan
 
 PLACE = {"method": "uniform", "keep": 0.5, "seed": None}
 BUSY = "another run is writing to .*: wait for it"
@@ -203,7 +203,7 @@ def test_processes_share_the_work() -> None:
         subject, calls = subjects[group.rank], []
         generate = subject.generate
         object.__setattr__(subject, "generate", lambda inputs: calls.append(1) or generate(inputs))
-        records = Bench(subject, Plan(images=1, batch_size=2), group=group).records()
+        records = Bench(subject, BenchPlan(images=1, batch_size=2), group=group).records()
         _, unpatched = next(records), next(records)
         (right,) = unpatched["right"]
         return len(calls), right

@@ -28,7 +28,7 @@ from tokenprune_bench.cli import app
 from tokenprune_bench.group import Group
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.run_folder import RunFolder
-from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_demo.heldout import load_heldout
 
 KINDS = ("colour", "count", "word")
@@ -323,13 +323,13 @@ def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], 
 
 def test_more_processes_than_batches_are_refused() -> None:
     with pytest.raises(OptionError, match=r"3 processes, but only 1 batches .* smaller --batch-size"):
-        Bench(load(device="cpu"), Plan(images=1), group=Group(0, 3))
+        Bench(load(device="cpu"), BenchPlan(images=1), group=Group(0, 3))
 
 
 def test_more_than_ten_kinds_are_told_apart() -> None:
     kinds = [f"{number:02}" for number in range(12)]
     asked = [SimpleNamespace(kind=kind, question="what is it?", is_video=False) for kind in (*kinds, "11", "01", "00")]
-    bench = Bench(load(device="cpu"), Plan(repeats=0), questions=asked)
+    bench = Bench(load(device="cpu"), BenchPlan(repeats=0), questions=asked)
     header = bench.header()
     assert header["kinds"] == kinds
     assert header["kind_of_question"] == [*map(str, range(12)), "11", "1", "0"]
@@ -338,7 +338,7 @@ def test_more_than_ten_kinds_are_told_apart() -> None:
     made = dict(record="result", method="unpatched", keep=1.0, site=None, right=[right], questions=15, stats=stats)
     (row,) = results.summarise([header, made]).rows
     assert {kind: share.value for kind, share in row.kinds.items()} == dict.fromkeys(kinds, 0.0) | {"11": 1.0}
-    assert Bench(load(device="cpu"), Plan(), questions=asked[:10]).header()["kind_of_question"] == "0123456789"
+    assert Bench(load(device="cpu"), BenchPlan(), questions=asked[:10]).header()["kind_of_question"] == "0123456789"
 
 
 def test_costs_of_batches_are_summed() -> None:

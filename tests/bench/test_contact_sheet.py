@@ -99,7 +99,7 @@ def test_each_frame_gets_its_own_tokens() -> None:
     groups = np.where(kept, np.arange(27), -1)
     kept[[1, 8]], groups[[1, 8]] = [True, False], 1
     frames = [flat(number, 16 * number + 16) for number in range(3)]
-    image = contact_sheet.row(contact_sheet.Seen(frames, grids, kept, groups).drawings(CELL))
+    image = contact_sheet.row(contact_sheet.PromptView(frames, grids, kept, groups).drawings(CELL))
     assert image.size == ((3 + 4 + 5) * CELL + 2 * _GAP, 4 * CELL)
     start = 0
     for number, ((height, width), found) in enumerate(zip(grids, cells(image, grids), strict=True)):
@@ -115,7 +115,9 @@ def test_each_frame_gets_its_own_tokens() -> None:
 
 def test_a_long_strip_goes_on_below_and_each_frame_is_counted() -> None:
     grids, kept = [(1, 2)] * 11, np.arange(22) % 3 == 0
-    seen = contact_sheet.Seen([flat(n % 6, 16) for n in range(11)], grids, kept, np.where(kept, np.arange(22), -1))
+    seen = contact_sheet.PromptView(
+        [flat(n % 6, 16) for n in range(11)], grids, kept, np.where(kept, np.arange(22), -1)
+    )
     strip = side_by_side._strip(seen.drawings(CELL))
     shown = side_by_side.Shown((), [side_by_side.Panel(strip, "", ())] * 2, [seen], "", 22)
     assert strip.size == (8 * 2 * CELL + 7 * _GAP, 2 * CELL + _GAP)

@@ -71,9 +71,9 @@ def test_it_answers_held_out_questions(subject, small):
 
 
 def test_its_own_set_is_asked_where_nothing_is_given(subject):
-    from tokenprune_bench.suite import Bench, Plan
+    from tokenprune_bench.suite import Bench, BenchPlan
 
-    bench = Bench(subject, Plan(methods=("random",), keeps=(0.5,), images=2))
+    bench = Bench(subject, BenchPlan(methods=("random",), keeps=(0.5,), images=2))
     assert subject.heldout == NATIVE and "thing" in bench.kinds
     assert {example.path.parent.parent for example in bench.examples} == {NATIVE}
 

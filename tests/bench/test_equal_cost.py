@@ -26,7 +26,7 @@ from tokenprune_bench.report.compare import same_questions
 from tokenprune_bench.report.drawing import FILE, FOLDER
 from tokenprune_bench.report.runs import Run
 from tokenprune_bench.results import summarise
-from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_bench.tables import tables
 from tokenprune_demo.heldout import load_heldout
 
@@ -96,7 +96,7 @@ def test_a_setting_in_words() -> None:
 @pytest.fixture(scope="module")
 def records() -> list[dict[str, Any]]:
     methods = ("fastv", "pyramiddrop", "sparsevlm", "vtw", "dymu", "divprune", "dynres", "visipruner")
-    plan = Plan(methods, keeps=(0.5, 0.25), seeds=(0,), repeats=0, equal_cost=True)
+    plan = BenchPlan(methods, keeps=(0.5, 0.25), seeds=(0,), repeats=0, equal_cost=True)
     questions = load_heldout(kinds=("word",), limit=1)
     return json.loads(json.dumps(list(Bench(load(device="cpu"), plan, questions=questions).records())))
 
@@ -174,11 +174,11 @@ def test_bad_targets_are_refused_before_any_work(arguments: tuple[str, ...], tol
 
 def test_a_plan_takes_shares_alone() -> None:
     with pytest.raises(OptionError, match="not 64 tokens"):
-        Plan(keeps=(0.5, 64), equal_cost=True)
+        BenchPlan(keeps=(0.5, 64), equal_cost=True)
     with pytest.raises(OptionError, match="is a stack"):
-        Plan(methods=("pool+fastv",), equal_cost=True)
+        BenchPlan(methods=("pool+fastv",), equal_cost=True)
     # A method that removes no tokens is asked, and refused, at each target.
-    rows = Plan(methods=("pevlm",), keeps=(0.5, 0.25), equal_cost=True).rows()
+    rows = BenchPlan(methods=("pevlm",), keeps=(0.5, 0.25), equal_cost=True).rows()
     assert rows[-2:] == [("pevlm", 0.5), ("pevlm", 0.25)]
 
 

@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> entry.Entry:
+def good(tmp_path_factory: pytest.TempPathFactory) -> entry.LeaderboardEntry:
     return read_run(write(tmp_path_factory.mktemp("good"), records()), by="<b>|me")
 
 
@@ -230,7 +230,7 @@ UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", UNSOUND)
-def test_an_entry_that_is_not_sound_is_refused(what: str, good: entry.Entry, tmp_path: Path) -> None:
+def test_an_entry_that_is_not_sound_is_refused(what: str, good: entry.LeaderboardEntry, tmp_path: Path) -> None:
     change, told = UNSOUND[what]
     given = json.loads(json.dumps(as_plain(good)))
     change(given)
@@ -240,7 +240,7 @@ def test_an_entry_that_is_not_sound_is_refused(what: str, good: entry.Entry, tmp
         read_entry(path)
 
 
-def test_an_entry_is_read_as_it_was_written(good: entry.Entry, tmp_path: Path) -> None:
+def test_an_entry_is_read_as_it_was_written(good: entry.LeaderboardEntry, tmp_path: Path) -> None:
     path = tmp_path / file_name(good)
     path.write_text(json.dumps(as_plain(good)))
     assert read_entry(path) == good
@@ -248,7 +248,7 @@ def test_an_entry_is_read_as_it_was_written(good: entry.Entry, tmp_path: Path) -
 
 def test_the_template_names_every_field() -> None:
     template = json.loads((ROOT / "leaderboard/template.json").read_text())
-    assert list(template) == [field.name for field in dataclasses.fields(entry.Entry)]
+    assert list(template) == [field.name for field in dataclasses.fields(entry.LeaderboardEntry)]
     assert list(template["lines"][0]) == [field.name for field in dataclasses.fields(entry.Line)]
 
 
@@ -268,7 +268,9 @@ def test_the_page_is_current(script: Any) -> None:
         check_entry(dataclasses.replace(run.entry, run="0" * 12))
 
 
-def test_a_row_says_what_its_line_does(script: Any, good: entry.Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_says_what_its_line_does(
+    script: Any, good: entry.LeaderboardEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(script, "served", lambda: {"random": "yes", "fastv": "in_llm"})
     one = script.Run(good, ROOT / "leaderboard/entries/x.json")
     table = script.board([one]).splitlines()

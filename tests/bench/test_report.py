@@ -68,7 +68,7 @@ def test_a_plot_by_hand() -> None:
     assert lone.line == "" and not lone.marks[0].front
     assert plot.front == "M288.8 348V348.0H529.6V48.0H544"  # up to a point, then on at its height to the next
     assert plot.guide == 529.6
-    assert [text for text, _ in plot.told] == ["half", "all"]
+    assert [text for text, _ in plot.front_in_words] == ["half", "all"]
     assert [(tick.place, tick.text) for tick in plot.x_ticks][:2] == [(48.0, "0"), (144.3, "20")]
     assert plots.pareto("t", "x", "y", []) is None
     assert plots.pareto("t", "x", "y", [plots.Series(look, (point(0, 0),))]) is not None  # nothing right, no tokens
@@ -87,7 +87,7 @@ def test_labels_cover_neither_marks_nor_each_other() -> None:
         left = label.x - {"start": 0, "middle": width / 2, "end": width}[label.anchor]
         boxes.append((left, label.y - 0.8 * plots._TEXT, left + width, label.y + 0.25 * plots._TEXT))
         assert plot.left <= left + 0.1 and left + width <= plot.right + 0.1
-    assert 3 < len(boxes) < len(plot.told)
+    assert 3 < len(boxes) < len(plot.front_in_words)
     assert not any(plots._overlap(a, b) for a, b in itertools.combinations(boxes, 2))
     for mark in plot.series[0].marks:
         assert not any(left < mark.x < right and top < mark.y < bottom for left, top, right, bottom in boxes)
@@ -111,11 +111,11 @@ def test_layers_are_told_once_for_methods_that_share_them(monkeypatch: pytest.Mo
     run = made("", *RIVALS, same, late, result("half", 0.5, 9, 9), result("sixteen", 16, 9, 9, tokens=16))
     styles = Styles.of([run])
     quarter, half, fixed = layer_plots(run.results, styles.methods.__getitem__)
-    assert [(names, text) for names, text, _ in quarter.told] == [
+    assert [(names, text) for names, text, _ in quarter.curves_in_words] == [
         ("random, downsample, same", "25 in every layer"),
         ("late", "100 in layers 1–3, 25 in layer 4"),
     ]
-    assert quarter.told[0][2].tags == "m-base0 m-base1 m0"  # any of the three lights it up
+    assert quarter.curves_in_words[0][2].tags == "m-base0 m-base1 m0"  # any of the three lights it up
     assert (half.plot.title, fixed.plot.title) == ("keep 0.5", "keep 16 tokens")
     assert [len(plot.plot.series) for plot in (quarter, half, fixed)] == [3, 2, 2]  # the unpatched model is in each
     monkeypatch.setitem(run.results.baseline.stats, "visual_tokens_per_layer", [])

@@ -13,11 +13,11 @@ import report_runs
 from report_runs import BASE, RIVALS, header, made, result, timing
 from tests.api.test_cli import call
 from tokenprune_bench.report.page import make_page
-from tokenprune_bench.report.verdict import Verdict, find_verdicts
+from tokenprune_bench.report.verdict import RunVerdict, find_verdicts
 from tokenprune_bench.results import RESULTS, summarise
 
 
-def verdicts(*records: dict[str, Any], **changes: Any) -> list[Verdict]:
+def verdicts(*records: dict[str, Any], **changes: Any) -> list[RunVerdict]:
     return find_verdicts(made("", *records, **changes).results)
 
 
@@ -57,11 +57,11 @@ def test_no_setting_within_a_point_is_said_so() -> None:
 
 
 def test_ties_are_said() -> None:
-    """Of as many tokens the higher score; what is not told apart from it is named, what is far below is not."""
+    """Of as many tokens the higher score; names ties with it, and nothing that is far below."""
     rivals = [swapped("equal", 0.25, 2), result("first", 0.25, 99, 99), result("near", 0.25, 98, 99)]
     one, _ = verdicts(*RIVALS, *rivals, result("dear", 0.5, 99, 99))
     assert one.row.method == "equal"  # as it came first
-    assert "Not told apart from it, and no dearer: first at keep 0.25, near at keep 0.25." in one.remarks
+    assert "Not significantly different from it, and no dearer: first at keep 0.25, near at keep 0.25." in one.remarks
     faster = result("first", 0.25, 99, 99, timing=timing(0.5))
     assert verdicts(*RIVALS, rivals[0], faster)[0].row.method == "first"
     # A token of a hundred more or less is no other cost; two are.

@@ -13,7 +13,7 @@ from tests.api.test_cli import call, refused
 from tiny_video_model import write_tiny_video_model
 from tokenprune.profiling.model import Model, load
 from tokenprune_bench import results, tables
-from tokenprune_bench.plan import Pass, Plan
+from tokenprune_bench.plan import BenchPlan, Pass
 from tokenprune_bench.report.warnings import find_warnings
 from tokenprune_bench.run_folder import RunFolder, config_of
 from tokenprune_bench.suite import Bench
@@ -32,8 +32,8 @@ def subject(folder: Path) -> Model:
     return made
 
 
-def plan(*methods: str, **more: Any) -> Plan:
-    return Plan(methods, (0.25,), repeats=0, seeds=(0,), **more)
+def plan(*methods: str, **more: Any) -> BenchPlan:
+    return BenchPlan(methods, (0.25,), repeats=0, seeds=(0,), **more)
 
 
 def test_videos_are_asked_by_kind_with_controls(subject: Model, tmp_path: Path) -> None:
@@ -109,13 +109,13 @@ def test_views_are_asked_with_their_labels(subject: Model) -> None:
     tokens = {name: one["stats"]["visual_tokens_out"] for name, one in made.items() if one["record"] == "result"}
     assert tokens["view_select"] == unpatched["stats"]["visual_tokens_out"] / 6
     # Without a bound, by name or number one of six images, else all: it got the names as `views`.
-    free = Plan(("view_select",), (1.0,), repeats=0, seeds=(0,), several=True)
+    free = BenchPlan(("view_select",), (1.0,), repeats=0, seeds=(0,), several=True)
     *_, free = Bench(subject, free, questions=drawn_set("views", 1)).records()
     assert free["stats"]["visual_tokens_out"] * 24 == free["stats"]["visual_tokens_in"] * (1 + 1 + 6 + 6)
     assert made["escalate"]["record"] == "result" and made["escalate"]["site"] is None
     assert "timing" not in made["escalate"] and tokens["escalate"] > 0
     assert made["divprune"]["evidence"][0] and "evidence" not in made["view_select"]
-    assert "view_select" in Plan((), several=True).methods and "view_select" not in Plan(()).methods
+    assert "view_select" in BenchPlan((), several=True).methods and "view_select" not in BenchPlan(()).methods
 
 
 def test_video_methods_are_skipped_on_images(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:

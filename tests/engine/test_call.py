@@ -27,7 +27,7 @@ from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 from zoo import FAMILIES
 
 # Modules of what may or may not be part of a patch: a forward knows none of them.

@@ -31,7 +31,7 @@ from tokenprune import Budget, Selection, Site, VisualTokens
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
 from tokenprune.integrations.shared.selection import validate_selection
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 from zoo import FAMILIES, Family
 
 

@@ -13,7 +13,7 @@ from guard_questions import FRESH, KNOWN, TRIED
 from tests.docs.test_site import tool
 from tokenprune import Guard, OptionError
 from tokenprune.guard.floors import shipped
-from tokenprune.guard.prompts import Reader
+from tokenprune.guard.prompts import KindReader
 from tokenprune.guard.settings import KINDS
 from tokenprune_demo.heldout import load_heldout
 
@@ -64,7 +64,7 @@ def test_a_method_that_was_not_measured_has_the_median() -> None:
 
 def rates(questions: list[tuple[str, set[str]]]) -> tuple[float, float]:
     """Precision and recall over all kinds."""
-    reader = Reader()
+    reader = KindReader()
     pairs = [(set(reader.kinds(text)), wanted) for text, wanted in questions]
     hits = sum(len(found & wanted) for found, wanted in pairs)
     return hits / sum(len(found) for found, _ in pairs), hits / sum(len(wanted) for _, wanted in pairs)
@@ -78,13 +78,13 @@ def test_kinds_of_prompts() -> None:
     assert precision == 1.0 and 0.80 < recall < 0.85
     judged = {one: kind for kind, kinds in tool("guard").JUDGED.items() for one in kinds}
     for example in load_heldout():
-        assert Reader().kinds(example.question) == ((judged[example.kind],) if example.kind in judged else ())
+        assert KindReader().kinds(example.question) == ((judged[example.kind],) if example.kind in judged else ())
 
 
 def test_patterns_of_the_user() -> None:
-    reader = Reader({"text": [r"\bhowever\b"], "counting": ["wieviele"]})
+    reader = KindReader({"text": [r"\bhowever\b"], "counting": ["wieviele"]})
     assert reader.kinds("WIEVIELE Hunde? However") == ("text", "counting")
-    assert Reader().kinds("Wieviele Hunde? However") == ()
+    assert KindReader().kinds("Wieviele Hunde? However") == ()
 
 
 @pytest.mark.parametrize(

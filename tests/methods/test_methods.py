@@ -16,9 +16,9 @@ import tokenprune
 from basics import METHODS, MODEL_METHODS
 from tokenprune import Pruner, Selection, Site, VisualTokens
 from tokenprune.testing import visual_tokens
-from tokenprune.view.observable import Sizes, Where
+from tokenprune.view.observable import Where
 from tokenprune.view.registry import find_observable
-from tokenprune.view.tokens import Patches
+from tokenprune.view.segments import Patches, Sizes
 
 
 def made_up(

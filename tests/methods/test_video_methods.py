@@ -16,9 +16,9 @@ from basics import VIDEO_METHODS
 from naive_video import NAIVE, Places, spread
 from tokenprune import VisualTokens
 from tokenprune.testing import visual_tokens
-from tokenprune.view.observable import Sizes, Where
+from tokenprune.view.observable import Where
 from tokenprune.view.registry import available_observables, find_observable
-from tokenprune.view.tokens import Patches
+from tokenprune.view.segments import Patches, Sizes
 
 PLACES, WIDTH = 6, 12
 MERGING = [name for name in VIDEO_METHODS if tokenprune.method_info(name).merges]

@@ -16,7 +16,7 @@ from tests.methods.test_methods import made_up, raster, unit
 from tests.tower.test_encoder_attention import BATCHES, CASES, naive_scores
 from tokenprune import Budget, BudgetError, OptionError, Selection
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.tokens import Patches
+from tokenprune.view.segments import Patches
 from zoo import FAMILIES, Family
 
 

@@ -30,7 +30,7 @@ from tokenprune import (
 from tokenprune.integrations.hf.processor.prompts import PromptReader
 from tokenprune.methods.pixels.view_select import similarity
 from tokenprune.profiling.model import load
-from tokenprune_bench.suite import Bench, Plan
+from tokenprune_bench.suite import Bench, BenchPlan
 from zoo import FAMILIES, FIRST_TEXT_ID, IMAGE, START
 
 CAMERAS = ["CAM_FRONT", "CAM_FRONT_LEFT", "CAM_FRONT_RIGHT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT"]
@@ -410,6 +410,6 @@ def test_one_patch_on_a_processor() -> None:
 
 
 def test_the_benchmark_leaves_it_out() -> None:
-    plan = Plan(("view_select",), keeps=(0.5,), images=1, repeats=0)
+    plan = BenchPlan(("view_select",), keeps=(0.5,), images=1, repeats=0)
     records = {one.get("method"): one for one in Bench(load(device="cpu"), plan).records() if "method" in one}
     assert "one each" in records["view_select"]["reason"]

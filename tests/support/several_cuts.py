@@ -16,8 +16,8 @@ from basics import pieces
 from oracle import reduced, survivors
 from tokenprune import Selection, VisualTokens
 from tokenprune.testing import visual_tokens
-from tokenprune.view.observable import Sizes
 from tokenprune.view.registry import find_observable
+from tokenprune.view.segments import Sizes
 from zoo import FAMILIES
 
 TEXT = 5

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tokenprune.testing import visual_tokens
-from tokenprune.view.tokens import Patches, VisualTokens
+from tokenprune.view.segments import Patches
+from tokenprune.view.tokens import VisualTokens
 
 # Of each image its tiles, (height, width), and how many newlines stand behind them.
 Layout = Sequence[tuple[Sequence[tuple[int, int]], int]]

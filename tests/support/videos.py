@@ -13,7 +13,7 @@ from torch import Tensor
 import tokenprune
 from tokenprune import Selection, VisualTokens
 from tokenprune.testing import visual_tokens
-from tokenprune.view.tokens import Patches
+from tokenprune.view.segments import Patches
 
 WIDTH = 12
 

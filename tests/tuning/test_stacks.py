@@ -14,7 +14,7 @@ from made_up_panels import Fake, candidates
 from tokenprune.base import Site
 from tokenprune.profiling.model import load
 from tokenprune.profiling.timing import compare, compare_batches
-from tokenprune_bench.tuning import Candidate, Panel, Promise, Tuner, grid
+from tokenprune_bench.tuning import Candidate, Evaluator, Promise, Tuner, grid
 from tokenprune_bench.tuning.estimate import Estimate
 from tokenprune_bench.tuning.objective import shares
 from tokenprune_bench.tuning.report import outcome
@@ -158,7 +158,7 @@ def test_the_tower_counts_before_times_are_there() -> None:
     assert shares(cost, None, {"tower_share": 0.75, "tower": 1.0})["work"] == pytest.approx(0.85)
     assert shares(cost, None, {"tower_share": 0.75, "tower": 0.2})["work"] == pytest.approx(0.25)
     subject = load("demo_vlm")
-    panel = Panel(subject, load_heldout(limit=2))
+    panel = Evaluator(subject, load_heldout(limit=2))
     told = {name: panel.predict(one) for name, one in zip(("downsample", "divprune"), (
         *grid(["downsample"], [0.5]), *grid(["divprune"], [0.5])), strict=True)}  # fmt: skip
     assert told["divprune"]["tower"] == 1 > told["downsample"]["tower"] and 0.3 < told["divprune"]["tower_share"] < 0.5

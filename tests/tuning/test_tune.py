@@ -23,7 +23,7 @@ from tokenprune_bench.backend import HfBackend
 from tokenprune_bench.cli import app
 from tokenprune_bench.group import Group
 from tokenprune_bench.run_folder import RunFolder, config_of
-from tokenprune_bench.tuning import Candidate, Panel, Promise, Search, Tuner, grid
+from tokenprune_bench.tuning import Candidate, Evaluator, Promise, Search, Tuner, grid
 from tokenprune_bench.tuning.report import tuned_config
 from tokenprune_demo.heldout import load_heldout
 
@@ -38,7 +38,7 @@ def test_candidates_are_asked_without_the_guard(subject: Model, caplog: pytest.L
     count = [one for one in load_heldout(limit=2) if one.kind == "count"]
     candidate = Candidate.of({"method": "downsample", "keep": 0.25})
     with caplog.at_level("WARNING", logger="tokenprune"):
-        Panel(subject, count).ask(candidate, [0, 1])
+        Evaluator(subject, count).ask(candidate, [0, 1])
     assert caplog.records == []
 
 
@@ -58,7 +58,7 @@ def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeyp
     monkeypatch.setattr(Model, "generate", counted)
     chunk = [5, 1, 3, 0]
     with opened() as folder:
-        panel = Panel(subject, questions, batch_size=3, folder=folder)
+        panel = Evaluator(subject, questions, batch_size=3, folder=folder)
         for one in (None, pool, pool):
             panel.ask(one, chunk)
         assert asked == [3, 1, 3, 1]
@@ -71,8 +71,8 @@ def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeyp
         assert cost["keep_ratio"] == 0.25 and 0.2 < cost["prefill_flops_ratio"] < 0.3
     sizes: list[int] = []
     with opened() as folder:
-        again = Panel(subject, questions, batch_size=3, folder=folder)
-        assert again.knows(pool, chunk) and not again.knows(pool, [2])
+        again = Evaluator(subject, questions, batch_size=3, folder=folder)
+        assert again.is_cached(pool, chunk) and not again.is_cached(pool, [2])
         for one in (None, pool):
             again.ask(one, chunk, sizes.append)
         assert len(asked) == 4 and sizes == [4, 4]  # what was known is told, and not asked
@@ -82,13 +82,15 @@ def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeyp
     with pytest.raises(RunError, match='holds a run with metric "exact", and this one has "anls"'):
         opened("anls").__enter__()
     with pytest.raises(OptionError, match="cider cannot be tuned for"):
-        Panel(subject, questions, "cider")
+        Evaluator(subject, questions, "cider")
 
 
 def test_processes_share_the_work_and_agree(subject: Model, tmp_path: Path) -> None:
     """Each asks its part of the batches; times are those of the first process."""
     questions, candidates = load_heldout(limit=5), grid(["pool", "uniform"], [0.5])
-    alone = Tuner(Panel(subject, questions, batch_size=4), candidates, Promise(0.4), objective="kv", repeats=1).run()
+    alone = Tuner(
+        Evaluator(subject, questions, batch_size=4), candidates, Promise(0.4), objective="kv", repeats=1
+    ).run()
     size = 2
     meeting, given, lock = threading.Barrier(size), [None] * size, threading.Lock()
 
@@ -123,7 +125,7 @@ def test_processes_share_the_work_and_agree(subject: Model, tmp_path: Path) -> N
 
     def work(rank: int) -> None:
         with RunFolder(tmp_path / "run", {}, Threads(rank, size)) as folder:
-            panel = Panel(backends[rank], questions, batch_size=4, folder=folder, group=folder.group)
+            panel = Evaluator(backends[rank], questions, batch_size=4, folder=folder, group=folder.group)
             found[rank] = Tuner(panel, candidates, Promise(0.4), objective="kv", repeats=1).run()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
@@ -213,7 +215,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
 def test_the_configuration_says_what_was_promised(subject: Model) -> None:
     fake = Fake(900, candidates({"dart 0.9": (0.0, 0.9)}))
     found = Tuner(fake, list(fake.costs), Promise(0.02)).run()
-    config = tuned_config(found, Panel(subject, load_heldout(limit=1)), {"name": "mine"})
+    config = tuned_config(found, Evaluator(subject, load_heldout(limit=1)), {"name": "mine"})
     assert config.setting == {"method": "dart", "keep": 0.9}
     assert config.tuned["measured"] | {"kinds": None} == {
         "unpatched": 1.0, "tuned": 1.0, "drop": 0.0, "drop_below": found.choice.bound, "kinds": None

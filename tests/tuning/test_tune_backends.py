@@ -15,7 +15,7 @@ from tests.bench.test_bench_engines import CONFIG, Killed, MadeUp
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune_bench.cli import app
 from tokenprune_bench.run_folder import RunFolder, config_of
-from tokenprune_bench.tuning import Panel, Promise, Search, Tuner, Tuning, grid
+from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, Tuning, grid
 from tokenprune_bench.tuning.report import tuned_config
 from tokenprune_bench.vllm_backend import VllmBackend
 from tokenprune_demo.heldout import load_heldout
@@ -26,11 +26,11 @@ CANDIDATES = [*grid(["dart"], [0.5]), *grid(["uniform"], [0.5, 0.25])]
 SEARCH = Search([one.setting for one in CANDIDATES], 0, 4)
 
 
-def tune(engine: MadeUp, folder: Path | None = None) -> tuple[Tuning, Panel]:
+def tune(engine: MadeUp, folder: Path | None = None) -> tuple[Tuning, Evaluator]:
     backend = VllmBackend(engine, "", 4)
 
-    def run(kept: RunFolder | None) -> tuple[Tuning, Panel]:
-        panel = Panel(backend, QUESTIONS, batch_size=4, folder=kept)
+    def run(kept: RunFolder | None) -> tuple[Tuning, Evaluator]:
+        panel = Evaluator(backend, QUESTIONS, batch_size=4, folder=kept)
         return Tuner(panel, CANDIDATES, Promise(0.3), repeats=1, objective="flops").run(), panel
 
     if folder is None:
@@ -73,11 +73,11 @@ def test_a_killed_tuning_goes_on(calls: int, tmp_path: Path) -> None:
 
 def test_a_model_whose_sizes_are_not_at_hand_is_refused() -> None:
     with pytest.raises(UnsupportedSetupError, match="from the config of m, which is not at hand here: tune where"):
-        Panel(VllmBackend(MadeUp(config=None), "", 4), QUESTIONS)
-    Panel(VllmBackend(MadeUp(config=CONFIG), "", 4), QUESTIONS)
+        Evaluator(VllmBackend(MadeUp(config=None), "", 4), QUESTIONS)
+    Evaluator(VllmBackend(MadeUp(config=CONFIG), "", 4), QUESTIONS)
     video = SimpleNamespace(is_video=True, where="line 3")
     with pytest.raises(Exception, match="line 3: asks about a video"):
-        Panel(VllmBackend(MadeUp(), "", 4), [video])
+        Evaluator(VllmBackend(MadeUp(), "", 4), [video])
 
 
 def command(*arguments: str) -> Result:

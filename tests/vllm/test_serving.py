@@ -38,7 +38,7 @@ from tokenprune.methods.pre_llm.uniform import Uniform
 from tokenprune.setting import IN_LLM
 from tokenprune.testing import visual_tokens
 from tokenprune.view.registry import compares_frames
-from tokenprune.view.tokens import square_grid
+from tokenprune.view.segments import square_grid
 
 SERVER = {"method": "divprune", "keep": 0.25}
 TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
@@ -278,7 +278,7 @@ def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: st
         Setting.of({"method": name})
     less = registry.build(name, {})
     told = str(caught.value).split("Servable are")[0]
-    for options in (less.query_free, less.reads_less, {**less.query_free, **less.reads_less}):
+    for options in (less.query_free, less.fallback_options, {**less.query_free, **less.fallback_options}):
         try:
             Setting.of({"method": name, **options})
         except OptionError:

@@ -49,4 +49,4 @@ def test_which_methods_go_with_all_families() -> None:
     assert "divprune" in methods("all")
     for name in methods("all"):
         method = method_class(name)()
-        assert not reads_tower(build(name, {**method.query_free, **method.reads_less})), name
+        assert not reads_tower(build(name, {**method.query_free, **method.fallback_options})), name

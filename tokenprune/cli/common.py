@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: options, the console, loading a model, and showing how far a run is."""
+"""Helpers of all commands: options, the console, loading a model, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -167,10 +167,10 @@ def read_settings(methods: str, keep: str) -> list[dict[str, Any]]:
     Commas part settings, and plus signs the methods of a stack and their keeps: "divprune+fastv,dart" at "0.5+0.25" ...
     """
     from tokenprune.errors import OptionError
-    from tokenprune.spelling import methods_of, setting_of, spelt, split_methods
+    from tokenprune.spelling import canonical_spec, methods_of, setting_of, split_methods
 
     settings = []
-    for name in map(spelt, split_methods(methods)):
+    for name in map(canonical_spec, split_methods(methods)):
         number = len(methods_of(name))
         for text in keep.split(","):
             keeps = read_keeps(text.replace("+", ","))
@@ -191,12 +191,13 @@ def show_progress(lines: bool = True) -> Iterator[Any]:
 
     console, pace = get_console(error=True), Pace()
     if not console.is_terminal:
-        last = ["" if lines else None, pace.clock()]
+        said, at = "" if lines else None, pace.clock()
 
         def line(label: str, done: int, total: int) -> None:
+            nonlocal said, at
             left, now = pace.left(done, total), pace.clock()
-            if (lines and label != last[0]) or now - last[1] >= _SILENCE:
-                last[:] = label, now
+            if (lines and label != said) or now - at >= _SILENCE:
+                said, at = label, now
                 console.print(f"{done:>5}/{total} {label}{left and f', {left}'}", markup=False)
 
         yield line

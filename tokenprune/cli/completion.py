@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shell offers behind --methods, on pressing Tab: without importing a method, which would take seconds."""
+"""Shell completion of --methods: without importing a method, which would take seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def our_methods() -> list[str]:
 
 def complete_methods(incomplete: str) -> list[str]:
     """Return what a list of methods that is half written may go on as: "divprune+fa" -> "divprune+fastv" ..."""
-    before, begun = _LAST.match(incomplete).groups()
+    found = _LAST.match(incomplete)
+    assert found is not None  # all of its parts are optional
+    before, begun = found.groups()
     return [f"{before or ''}{name}" for name in our_methods() if name.startswith(begun)]
 
 

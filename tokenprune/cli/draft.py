@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,7 +42,8 @@ def draft(
 
     own = None if draft is None else load_config(draft)
     whole, console = load_config(model), get_console()
-    for setting in read_settings(method, keep) or [None]:
+    settings: list[dict[str, Any] | None] = [*read_settings(method, keep)]
+    for setting in settings or [None]:
         methods, budgets = ([], []) if setting is None else Config(setting).steps()
         cost = DraftCost.of_configs(whole, own, methods, budgets, tokens=tokens, text=text)
         rows = []

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -124,7 +124,7 @@ def _table(infos: Sequence[MethodInfo]) -> list[RenderableType]:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(names):
         cells = [name, *(row[index] for row in rows)]
-        justify = "right" if name in ("keep", "FLOPs left") else "left"
+        justify: Literal["left", "right"] = "right" if name in ("keep", "FLOPs left") else "left"
         table.add_column(name, no_wrap=index < 3, justify=justify, min_width=_longest_word(cells))
     for row in rows:
         table.add_row(*map(Text, row))
@@ -165,14 +165,14 @@ def _in_full(info: MethodInfo) -> list[RenderableType]:
     for option, default in info.options.items():
         options.add_row(Text(f"  {option}={default!r}"), Text(in_words(types[option])))
     head, *rest = _paragraphs(info.cls)
-    parts = [Text(info.name, style="bold"), Text(head), Text(), table, Text()]
+    parts: list[RenderableType] = [Text(info.name, style="bold"), Text(head), Text(), table, Text()]
     parts += [Text("options:"), options] if info.options else [Text("no options")]
     return [*parts, *(Text(f"\n{paragraph}") for paragraph in rest)]
 
 
 def _paragraphs(cls: type) -> list[str]:
     """Return the paragraphs of a docstring, each on one line but for entries such as "layer: ..."."""
-    joined = re.sub(r"(?<!\n)\n(?!\n|- |\w+(?:, \w+)*: )\s*", " ", inspect.cleandoc(cls.__doc__).strip())
+    joined = re.sub(r"(?<!\n)\n(?!\n|- |\w+(?:, \w+)*: )\s*", " ", inspect.cleandoc(cls.__doc__ or "").strip())
     return joined.split("\n\n")
 
 

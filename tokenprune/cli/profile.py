@@ -142,7 +142,7 @@ def _of_several(step: Callable[[str, int, int], None], place: int, number: int, 
 
 def _from_config(
     model: str | None,
-    settings: Sequence[dict[str, Any]],
+    settings: Sequence[dict[str, Any] | None],
     keeps: Sequence[float | int],
     tokens: int | None,
     tiles: int | None,
@@ -158,7 +158,7 @@ def _from_config(
     load = Load.of_config(config, tokens=tokens, tiles=tiles, text=text)
     title = f"What each site can save at most: {model or 'demo_vlm'}"
     printed: set[str] = set()
-    for setting in settings or [None]:
+    for setting in settings or (None,):
         for share in _shares(setting, keeps, load.visual):
             _once(printed, limit_table(closed, load, share, title))
         if setting is not None:

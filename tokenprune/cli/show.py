@@ -48,9 +48,9 @@ def show(
     colour), side by side, with the answers below."""
     from tokenprune.profiling.media import read_frames
     from tokenprune.show import contact_sheet, side_by_side
-    from tokenprune.spelling import spelt, split_methods
+    from tokenprune.spelling import canonical_spec, split_methods
 
-    names = [spelt(one) for one in split_methods(methods)]
+    names = [canonical_spec(one) for one in split_methods(methods)]
     if not names:
         raise OptionError("--methods names none: see `tokenprune methods`")
     (share,) = read_keeps(keep, one=True)
@@ -69,11 +69,12 @@ def show(
             console.print(line, markup=False, soft_wrap=True)
     console.print(f"{question}  unpatched: {shown.before!r}", markup=False)
     for seen, panel in zip(shown.seen, shown.kept_panels, strict=True):
+        assert seen.stats is not None  # a patched model has some
         average = seen.stats.visual_tokens_average
         counts = f"{shown.tokens} → {int(seen.kept.sum())}"
         console.print(f"{panel.title}: {seen.answer!r}", markup=False)
         console.print(f"  visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
         if len(seen.frames) > 1:
-            told = " ".join(f"{kept}/{of}" for kept, of in seen.kept_of_frames())
-            console.print(f"  of each frame as the model has it: {told}", markup=False)
+            counts = " ".join(f"{kept}/{of}" for kept, of in seen.kept_of_frames())
+            console.print(f"  of each frame as the model has it: {counts}", markup=False)
     console.print(f"written: {out}", markup=False, soft_wrap=True)

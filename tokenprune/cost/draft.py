@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a draft pays: what one of its steps costs beside one of the target's, in closed form."""
+"""The gain of a draft: the cost of one of its steps beside one of the target's, in closed form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What a step of decoding reads from memory, which is what it costs for one prompt at a time.
+    """The bytes that a step of decoding reads from memory, which is its cost for one prompt at a time.
 
     target, draft: bytes of weights (output head included) and of keys and values, for a step of each.
     """

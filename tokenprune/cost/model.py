@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call costs before it is made: FLOPs of tower and decoder in closed form, unpatched and under methods, and the
+"""The cost of a call before it is made: FLOPs of tower and decoder in closed form, unpatched and under methods, and the
 most that each site can save."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IN_LLM_LAYER = 2  # where methods inside the decoder usually cut
 
 @dataclass(frozen=True)
 class Load:
-    """What one prompt asks of a model.
+    """The size of one prompt.
 
     views: patches of each image, tile or frame. visual: tokens that the decoder is handed for them. text: the others.
     """
@@ -43,7 +43,7 @@ class Load:
         if tower.view is None:
             if tiles is not None:
                 raise OptionError(f"images of {family} have their own size: say how many visual tokens, not tiles")
-            views = (tower.unit * (1024 if tokens is None else tokens),)
+            views: tuple[int, ...] = (tower.unit * (1024 if tokens is None else tokens),)
         else:
             if tokens is not None:
                 raise OptionError(f"images of {family} are cut into views of one size: say how many tiles, not tokens")
@@ -58,7 +58,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one prefill costs. tower, decoder: FLOPs, those of the projector with the tower's. tokens: visual ones,
+    """The cost of one prefill. tower, decoder: FLOPs, those of the projector with the tower's. tokens: visual ones,
     averaged over the decoder's layers. cache: numbers in the cache after it."""
 
     tower: float

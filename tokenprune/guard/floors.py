@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each method is known to lose at which share of the tokens: assets/guard.json, which dev/guard.py makes of the
-shipped benchmark's records."""
+"""Measured losses of each method by share of the tokens: assets/guard.json, which dev/guard.py makes of the shipped
+benchmark's records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ FILE = Path(__file__).resolve().parent.parent / "assets" / "guard.json"
 
 @dataclass(frozen=True)
 class Loss:
-    """What one method at one keep did to a kind's worst questions: shares right, `low` and `high` its 95 % interval."""
+    """The loss of one method at one keep on a kind's worst questions: shares right, `low` and `high` its 95 %
+    interval."""
 
     keep: float
     share: float
@@ -25,7 +26,7 @@ class Loss:
 
     @property
     def points(self) -> float:
-        """How many points of a hundred were lost."""
+        """The loss in points of a hundred."""
         return 100 * (self.unpatched - self.share)
 
 
@@ -43,15 +44,16 @@ class Floors:
 
     def loss(self, method: str, kind: str, share: float) -> Loss | None:
         """Return what was measured at the keep closest to `share`; None for a method that was not measured."""
-        if method not in self._methods:
-            return None
-        found = [Loss(**one) for one in self._methods[method][kind]["measured"]]
-        return min(found, key=lambda one: abs(one.keep - share))
+        return self._measured(method, kind, share) if method in self._methods else None
 
     def safe(self, kind: str, share: float) -> list[str]:
         """Return the methods for which `share` is enough, those that lost least first."""
         names = [name for name in self._methods if self.of(name, kind) <= share]
-        return sorted(names, key=lambda name: (self.loss(name, kind, share).points, name))
+        return sorted(names, key=lambda name: (self._measured(name, kind, share).points, name))
+
+    def _measured(self, method: str, kind: str, share: float) -> Loss:
+        found = [Loss(**one) for one in self._methods[method][kind]["measured"]]
+        return min(found, key=lambda one: abs(one.keep - share))
 
 
 @lru_cache(maxsize=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much an image looks like text: from pixels as a vision tower gets them, whatever they were normalised by.
+"""A measure of text in an image: from pixels as a vision tower gets them, whatever they were normalised by.
 
 An image is cut into blocks. A block with contrast is like text if many of its pixels have the block's lightest or
 darkest value (paper), and the middle between the two is crossed often in its lines and in its columns. Wood, grass and
@@ -77,7 +77,7 @@ class AsyncValues:
             self._event = event
 
     def ready(self) -> bool:
-        """Whether it has arrived, so that reading it waits for nothing."""
+        """Return True once the values have arrived, so that reading them waits for nothing."""
         return self._values.device.type == "cpu" and (self._event is None or self._event.query())
 
     def read(self) -> list[float]:
@@ -114,7 +114,7 @@ class JoinedValues(AsyncValues):
 
 
 def _event(device: torch.device) -> torch.Event | None:
-    """An event of the device, or None if it has none: then the values stay there until they are asked for."""
+    """Return an event of the device, or None if it has none: then the values stay on the device until they are read."""
     try:
         return torch.Event(device=device)
     except (RuntimeError, NotImplementedError):

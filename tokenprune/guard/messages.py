@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guard says: what was seen, what it was measured to cost, and what to do."""
+"""Messages of the guard: the risk it found, the measured loss, and the remedy."""
 
 from __future__ import annotations
 

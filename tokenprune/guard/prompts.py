@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt asks, told by English words: to read, to find a place, to count."""
+"""The kind of a prompt by its English words: to read, to find a place, to count."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ PATTERNS: Mapping[str, Sequence[str]] = {
 _FORM = re.compile("|".join(_FORMS), re.IGNORECASE)
 
 
-class Reader:
+class KindReader:
     """Tells the kinds of question that a text asks. more: further patterns, as in `Guard.patterns`."""
 
     def __init__(self, more: Mapping[str, Sequence[str]] | None = None) -> None:

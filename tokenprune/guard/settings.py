@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `guard` is turned into."""
+"""Settings of the guard, as `patch(guard=...)` takes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT_LIMIT = 0.25
 
 @dataclass(frozen=True)
 class Guard:
-    """How a patched model is guarded: `patch(..., guard=Guard(...))`; a mode alone may be given as a string.
+    """The guard of a patched model: `patch(..., guard=Guard(...))`; a mode alone may be given as a string.
 
     mode:       "warn": log one warning for each reason; "auto": keep more tokens where there is one; "off".
     patterns:   kind -> regular expressions (any case) that mark a prompt as of that kind, beside those that are built

@@ -36,8 +36,8 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
             f"{type(model).__name__} of timm has no language model, nor grids of any size, which {', '.join(others)} "
             "acts on: only methods that merge inside the tower (tome, dymu) fit it"
         )
-    vit = sys.modules.get("timm.models.vision_transformer")
-    blocks = getattr(model, "blocks", None)
+    vit: Any = sys.modules.get("timm.models.vision_transformer")
+    blocks: Any = getattr(model, "blocks", None)
     plain = vit is not None and isinstance(model, vit.VisionTransformer) and isinstance(blocks, nn.Sequential)
     if not plain or any(type(b) is not vit.Block or type(b.attn) is not vit.Attention for b in blocks):
         raise UnsupportedModelError(
@@ -47,8 +47,9 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
         )
     if "attn_mask" not in inspect.signature(vit.Block.forward).parameters:
         raise UnsupportedModelError("this version of timm has blocks without attn_mask: upgrade timm")
-    methods[0].is_identity(budgets[0])  # raises for options that contradict the budget
-    return TimmPatch(model, methods[0], budgets[0])
+    (method,) = (one for one in methods[:1] if isinstance(one, EncoderMethod))
+    method.is_identity(budgets[0])  # raises for options that contradict the budget
+    return TimmPatch(model, method, budgets[0])
 
 
 class TimmPatch(Merger):
@@ -82,6 +83,7 @@ class TimmPatch(Merger):
 
     def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         state = self.end()
+        assert state is not None  # the first block of this forward made it
         counts, protected = [*state.counts, state.left], self.shape.protected
         patches = [sum(n - protected for n in rows) for rows in counts]
         flops, full = self._flops(counts), self._flops([counts[0]] * len(counts))

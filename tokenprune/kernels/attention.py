@@ -13,6 +13,8 @@ zeros.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -97,7 +99,7 @@ def attention_column_means(
     batch, heads, queries = query.shape[:3]
     if valid is None:
         valid = torch.ones(batch, queries, dtype=torch.bool, device=query.device)
-    options = dict(scaling=scaling, causal=causal, softcap=softcap)
+    options: dict[str, Any] = dict(scaling=scaling, causal=causal, softcap=softcap)
     if starts is not None:
         lengths = starts.diff().tolist()
         pieces = zip(query.split(lengths, 2), key.split(lengths, 2), valid.split(lengths, 1), strict=True)
@@ -132,7 +134,7 @@ def visible_keys(
 
 
 def lowest_bias(dtype: torch.dtype) -> float:
-    """What an additive mask's values must exceed to leave a key visible."""
+    """Return the value that an additive mask must exceed to leave a key visible."""
     return torch.finfo(dtype).min / 2
 
 

@@ -180,7 +180,7 @@ def attention_column_means(
         BLOCK_WIDTH=max(16, triton.next_power_of_2(width)) if whole else 16,
         num_warps=8, num_stages=3 if whole else 2,
     )  # fmt: skip
-    lengths = heads, heads // key.shape[1], queries, keys, width, scaling, cap, lowest
+    lengths: tuple[float, ...] = heads, heads // key.shape[1], queries, keys, width, scaling, cap, lowest
     lengths += *query.stride()[:3], *key.stride()[:3]
     _row_sums_kernel[(triton.cdiv(queries, long) * heads * batch,)](
         query, key, as_bytes(checked), mask, begins, ends, sums, *lengths, *checked.stride()[:2], *strides,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels of attention.py share: logits of a block, masks, and arguments made of a call's.
+"""Parts that the Triton kernels of attention.py share: logits of a block, masks, and arguments made of a call's.
 
 Logits are to base 2: the exponential is then one instruction.
 """
@@ -48,8 +48,8 @@ def masked(
     x, mask, batch, head, row, column, queries, keys, mask_b, mask_h, mask_q, mask_k, lowest,
     CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """The logits of a block with -inf where no key is seen, and where one is; row, column: broadcast to the block.
-    MASK: 0 none, 1 of keys, 2 bool of four axes, 3 additive."""
+    """Return the logits of a block with -inf where no key is seen, and where one is; row, column: broadcast to the
+    block. MASK: 0 none, 1 of keys, 2 bool of four axes, 3 additive."""
     seen = (row < queries) & (column < keys)
     if CAUSAL:
         seen = seen & (column <= row + (keys - queries))
@@ -82,7 +82,8 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def mask_arguments(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor, int, tuple[int, ...], float]:
-    """What the kernels need of a mask: memory, kind, strides over `[B, H, Q, K]`, and what hides a key in a bias."""
+    """Return a mask's arguments for the kernels: memory, kind, strides over `[B, H, Q, K]`, and the bias that hides a
+    key."""
     if mask is None:
         return query, _NO_MASK, (0, 0, 0, 0), 0.0
     (batch, heads, queries), keys = query.shape[:3], key.shape[2]

@@ -57,7 +57,7 @@ def coverage_gain(table: Tensor, cover: Tensor) -> Tensor:
 
 
 class Coverage:
-    """How well rows are covered by what is taken, and what each candidate adds to that.
+    """The coverage of rows by the taken candidates, and the gain of each other candidate.
 
     parts: how well each candidate covers rows. start: how well they are covered to begin with. On a GPU, where there
     are tables, all is summed up anew with each pick, which waits for nothing; else rows that a pick covers better are

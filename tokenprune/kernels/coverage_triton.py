@@ -60,7 +60,8 @@ def _cover(
             r = start + tl.arange(0, BLOCK_R)
             covered = tl.zeros([BLOCK_R], tl.float32)
             if step >= 0:
-                picked = tl.load(mine + r.to(tl.int64) * row + pick.to(tl.int64) * column, r < R, 0.0)
+                at_pick = pick.to(tl.int64) * column  # type: ignore[attr-defined]  # a tensor, to Triton
+                picked = tl.load(mine + r.to(tl.int64) * row + at_pick, r < R, 0.0)
                 covered = tl.maximum(tl.load(before + r, r < R, 0.0), picked)
             if block == 0:
                 tl.store(after + r, covered, r < R)

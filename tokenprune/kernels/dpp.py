@@ -55,9 +55,9 @@ def greedy_dpp(
         score = picks.among_left(torch.where(new, left, last))
         pick = picks.take_best(score)
         one = pick.unsqueeze(1)
-        told = torch.bmm(factor[rows, :step, pick].unsqueeze(1), factor[:, :step]).squeeze(1)
+        explained = torch.bmm(factor[rows, :step, pick].unsqueeze(1), factor[:, :step]).squeeze(1)
         length = (left.gather(1, one) + ridge).clamp_(min=torch.finfo(own.dtype).tiny).sqrt_()
-        row = torch.where(new.gather(1, one), (row_of(pick, score) - told) / length, 0)
+        row = torch.where(new.gather(1, one), (row_of(pick, score) - explained) / length, 0)
         factor[:, step] = row
         left = (left - row.square()).clamp_(min=0)
     return picks.first(number)

@@ -42,19 +42,19 @@ def _factor_row(
         rows = factor + s * most * N
         new = tl.zeros([BLOCK_N], tl.float32)
         if added > 0:
-            told = tl.zeros([BLOCK_K, BLOCK_N], tl.float32)
+            explained = tl.zeros([BLOCK_K, BLOCK_N], tl.float32)
             for start in range(0, step, BLOCK_K):
                 k = start + tl.arange(0, BLOCK_K)
                 of_pick = tl.load(rows + k.to(tl.int64) * N + pick, k < step, 0.0)
                 tile = rows + k[:, None].to(tl.int64) * N + at[None, :]
-                told += tl.load(tile, inside[None, :] & (k[:, None] < step), 0.0) * of_pick[:, None]
+                explained += tl.load(tile, inside[None, :] & (k[:, None] < step), 0.0) * of_pick[:, None]
             product = tl.zeros([BLOCK_N], tl.float32)
             for start in range(0, D, BLOCK_D):
                 d = start + tl.arange(0, BLOCK_D)
                 picked = tl.load(a + s * a_segment + pick * a_row + d * a_feature, d < D, 0.0)
                 tile = b + s * b_segment + at[:, None].to(tl.int64) * b_row + d[None, :] * b_feature
                 product += tl.sum(tl.load(tile, inside[:, None] & (d[None, :] < D), 0.0) * picked[None, :], 1)
-            new = (product - tl.sum(told, 0)) / tl.sqrt_rn(added + ridge)
+            new = (product - tl.sum(explained, 0)) / tl.sqrt_rn(added + ridge)
         tl.store(rows + step.to(tl.int64) * N + at, new, inside)
         adds = tl.maximum(adds - new * new, 0.0)
         tl.store(left + s * N + at, adds, inside)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,8 @@ TABLE = 4096  # tokens whose similarities are kept, all of them; also as many as
 
 
 def fits_table(features: Tensor) -> bool:
-    """Whether all similarities `[S, N, N]` are to be held in memory, which is then about that of the features."""
+    """Return True if all similarities `[S, N, N]` are to be held in memory, which is then about that of the
+    features."""
     return features.shape[1] <= max(features.shape[2], TABLE)
 
 
@@ -45,7 +47,7 @@ def _of_table(unit: Tensor, number: int) -> Tensor:
     return torch.zeros_like(apart, dtype=torch.bool).index_fill_(0, torch.tensor(taken, dtype=torch.long), True)
 
 
-def nearest_other(features: Tensor, mask: Tensor, match: object = best_match) -> Tensor:
+def nearest_other(features: Tensor, mask: Tensor, match: Callable[..., tuple[Tensor, Tensor]] = best_match) -> Tensor:
     """float32 `[S, N]`: cosine distance of each token to its nearest other token; +inf for one that has none, NaN for
     all of a segment with a token that is not finite. The matrix of distances is never in memory."""
     nearest = 1 - match(features, features, mask, others=True)[0]

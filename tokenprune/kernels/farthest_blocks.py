@@ -39,7 +39,7 @@ class Leaders(NamedTuple):
         least = value.topk(number).values[-1]
         above, equal = (value > least).nonzero().flatten(), (value == least).nonzero().flatten()
         equal = equal[: number - len(above)]
-        return Leaders(torch.cat([above, equal]).sort().values, least.item(), equal[-1].item())
+        return Leaders(torch.cat([above, equal]).sort().values, float(least), int(equal[-1]))
 
 
 def distances(a: Tensor, b: Tensor) -> Tensor:
@@ -66,7 +66,8 @@ def most_alone(unit: Tensor) -> int:
     count, index = len(unit), torch.arange(len(unit), device=unit.device)
     near = torch.full((count,), torch.inf, device=unit.device)  # at most that far is the nearest other
     known = torch.zeros(count, dtype=torch.bool, device=unit.device)  # exactly that far
-    best, first = -torch.inf, count
+    best: float = -torch.inf
+    first = count
 
     def compare_with_all(place: Tensor) -> Tensor:
         nonlocal best, first
@@ -75,8 +76,8 @@ def most_alone(unit: Tensor) -> int:
         torch.minimum(near, apart.amin(1), out=near)
         near[place] = exact = torch.minimum(near[place], apart.amin(0))
         known[place] = True
-        value = exact.max().item()
-        here = place[exact == value].min().item()
+        value = float(exact.max())
+        here = int(place[exact == value].min())
         if value > best or (value == best and here < first):
             best, first = value, here
         return apart
@@ -166,7 +167,7 @@ def _walk(
     chosen: list[int] = []
     while place and len(chosen) < number:
         best, at = apart.max(0)  # of equal ones the first
-        pick = at.item()
+        pick = int(at)
         if best.item() < value or (best.item() == value and place[pick] > last):
             break
         chosen.append(pick)

@@ -34,7 +34,7 @@ def _table(
 
 @triton.jit
 def _rank(near, barred):
-    """What is compared: nothing that is barred, NaN before all else."""
+    """Return the rank of a value: nothing for a barred one, NaN before all else."""
     return tl.where(barred, float("-inf"), tl.where(near == near, near, float("inf")))
 
 

@@ -48,7 +48,7 @@ def best_match(
     finite = one_group = False
     if a.device.type == "cpu":
         finite = bool((unit.sum() + units.sum()).isfinite())
-        one_group = group_a is not None and _are_one(group_a, group_b)
+        one_group = group_a is not None and group_b is not None and _are_one(group_a, group_b)
     step = max(1, _AT_ONCE // max(1, units.shape[0] * units.shape[2]))
     found = []
     for start in range(0, a.shape[1], step):
@@ -61,7 +61,7 @@ def best_match(
         if allowed is not None:
             likeness.masked_fill_(~allowed[:, None], -torch.inf)
         best, place = _first_max(likeness)
-        if group_a is not None and not one_group:
+        if group_a is not None and group_b is not None and not one_group:
             likeness.masked_fill_(group_a[:, rows, None] != group_b[:, None], -torch.inf)
             own, where = _first_max(likeness)
             best, place = torch.where(own > -torch.inf, own, best), torch.where(own > -torch.inf, where, place)
@@ -98,6 +98,6 @@ def _first_tie(x: Tensor, best: Tensor) -> Tensor:
 
 
 def _are_one(group_a: Tensor, group_b: Tensor) -> bool:
-    """Whether all tokens of each row are of one group."""
+    """Return True if all tokens of each row are of one group."""
     first = group_a[:, :1]
     return bool((group_a == first).all() and (group_b == first).all())

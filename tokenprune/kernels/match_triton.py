@@ -18,7 +18,7 @@ def likeness(
     a, b, inverse_a, inverse_b, rows, columns, A, B, D, row_a, feature_a, row_b, feature_b,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The cosines `[BLOCK_A, BLOCK_B]` of the tokens at `rows` of a and at `columns` of b."""
+    """Return the cosines `[BLOCK_A, BLOCK_B]` of the tokens at `rows` of a and at `columns` of b."""
     total = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
     inside_a, inside_b = rows[:, None] < A, columns[None, :] < B
     for start in range(0, D, BLOCK_D):
@@ -116,7 +116,7 @@ def best_match(
     a, b = multipliable(a), multipliable(b)
     (segments, count, width), others_count = a.shape, b.shape[1]
     block_a, block_b, block_d = blocks or block_sizes(a, b)
-    groups = group_a is not None
+    groups = group_a is not None and group_b is not None
     if parts is None:
         parts = max(1, _PROGRAMS // max(1, segments * triton.cdiv(count, block_a)))
     share = max(1, triton.cdiv(triton.cdiv(others_count, block_b), parts)) * block_b
@@ -125,7 +125,7 @@ def best_match(
     place = torch.empty_like(value, dtype=torch.int32)
     if segments * count:
         flags = a if allowed is None else allowed.contiguous()
-        of_a, of_b = (group_a.contiguous(), group_b.contiguous()) if groups else (a, b)
+        of_a, of_b = (a, b) if group_a is None or group_b is None else (group_a.contiguous(), group_b.contiguous())
         _best[triton.cdiv(count, block_a), segments, parts](
             a, b, inverse_norm(a), inverse_norm(b), flags, of_a, of_b, value, place, count, others_count, width, share,
             segments, *a.stride(), *b.stride(), ALLOWED=allowed is not None, GROUPS=groups, OTHERS=others,

@@ -66,7 +66,7 @@ class Products:
 
     @property
     def fits(self) -> bool:
-        """Whether all products are to be held in memory."""
+        """Return True if all products are to be held in memory."""
         return self.shape[1] * self.shape[2] <= max(self.b.shape[1] * self.b.shape[2], farthest.TABLE**2)
 
     @cached_property
@@ -120,7 +120,7 @@ class Products:
 
 
 class Relation:
-    """What stands between each of R vectors and N others, made of their products row by row.
+    """The relation between each of R vectors and N others, computed from their products row by row.
 
     value: of products `[..., n, N]` and one entry of each of `each` (`[S, R]`, as `[..., n, 1]`) per row, element by
     element, what stands there.
@@ -155,7 +155,8 @@ class Known(Relation):
     """A relation that is given as a table, `[S, R, N]`."""
 
     def __init__(self, table: Tensor) -> None:
-        self.table, self.shape, self.fits, self.device = table, tuple(table.shape), True, table.device
+        segments, rows, columns = table.shape
+        self.table, self.shape, self.fits, self.device = table, (segments, rows, columns), True, table.device
 
 
 class PickedRows:

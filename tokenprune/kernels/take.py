@@ -25,7 +25,7 @@ def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tenso
     left = mask
     for turn in range(score.shape[1]):
         one = score[:, turn]
-        # The lowest score that is taken. -inf is a legal score, so what cannot be taken is not told by its value alone.
+        # The lowest score that is taken. -inf is a legal score, so its value alone does not mark what cannot be taken.
         best = one.masked_fill(~left, -torch.inf).topk(min(most, one.shape[1]), dim=1).values
         place = count[:, turn, None].clamp(1, max(1, best.shape[1])) - 1
         lowest = best.gather(1, place) if best.shape[1] else one.new_full((len(one), 1), torch.inf)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @triton.jit
 def _how_many(keys, least, N, BLOCK: tl.constexpr):
-    """How many of N keys are at least `least`, which is more than 0."""
+    """Return the number of N keys that are at least `least`, which is more than 0."""
     total = 0
     for start in range(0, N, BLOCK):
         at = start + tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels ask of the GPU that they are compiled for, and of the interpreter in its place."""
+"""Queries of kernels about the GPU that they are compiled for, or about the interpreter in its place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter."""
+    """Return True if kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -29,8 +29,8 @@ def shared_memory() -> int:
 
 
 def precision(x: Tensor) -> str:
-    """How `tl.dot` multiplies float32: exactly where there are instructions for it (AMD), else by three products of
-    TF32, which leaves an error of about 2^-22. Products of halves are exact in either."""
+    """Return the precision of `tl.dot` on float32: exact where there are instructions for it (AMD), else three products
+    of TF32, which leaves an error of about 2^-22. Products of halves are exact in either."""
     if x.dtype != torch.float32 or interpreted() or triton.runtime.driver.active.get_current_target().backend == "hip":
         return "ieee"
     return "tf32x3"

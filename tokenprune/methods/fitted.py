@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods were fitted to a model, as a file: tensors, and which model it was."""
+"""Tables that were fitted to a model, as a file: tensors, and the name of the model."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Fitted:
         """Write a safetensors file."""
         from safetensors.torch import save_file
 
-        told = {"kind": self.kind, "layer": str(self.layer), "model": self.model}
+        metadata = {"kind": self.kind, "layer": str(self.layer), "model": self.model}
         try:
-            save_file({"table": self.table.float().contiguous()}, str(path), told)
+            save_file({"table": self.table.float().contiguous()}, str(path), metadata)
         except (OSError, SafetensorError) as error:
             raise OptionError(f"cannot write {path}: {error}") from error
 
@@ -47,13 +47,13 @@ class Fitted:
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote; raises OptionError for any other file."""
         try:
-            tensors, told = File.of(path).tensors()
-            if told.get("kind") != cls.kind:
+            tensors, metadata = File.of(path).tensors()
+            if metadata.get("kind") != cls.kind:
                 raise OptionError(f"{path} was not made by `tokenprune {cls.command}`")
             table = tensors["table"]
             if table.ndim != cls.dims or not table.numel() or not bool(table.isfinite().all() & (table >= 0).all()):
                 raise OptionError(f"{path} is damaged: make it anew with `tokenprune {cls.command}`")
-            return cls(table.float(), int(told["layer"]), told["model"])
+            return cls(table.float(), int(metadata["layer"]), metadata["model"])
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the methods share that cut several times inside the decoder: their base, and the attention of the text."""
+"""Parts of the methods that cut several times inside the decoder: their base, and the attention of the text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Ge
@@ -46,8 +46,13 @@ class SeveralCuts(CutsInside):
     layers: an option, the decoder layer at whose input each cut is made.
     """
 
-    depths: ClassVar[Sequence[float]]
-    sizes: ClassVar[Sequence[float]]
+    if TYPE_CHECKING:  # attributes of a class, or properties where options say it
+
+        @property
+        def depths(self) -> Sequence[float]: ...
+
+        @property
+        def sizes(self) -> Sequence[float]: ...
 
     layers: Sequence[Annotated[int, Ge(1)]] | None = None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the methods share that choose by the vision tower's attention: scores of patches, and a budget for each tile."""
+"""Parts of the methods that choose by the vision tower's attention: scores of patches, and a budget for each tile."""
 
 from __future__ import annotations
 

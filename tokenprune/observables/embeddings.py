@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import Backend, Observable, Sizes, Where
+from tokenprune.view.observable import Backend, Observable, Where
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import Segments, TextTokens, TokenSource
+from tokenprune.view.segments import Segments, Sizes, TextView
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ class Embeddings(Observable):
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         return source.entered(segments.position, segments)
 
-    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+    def of_text(self, source: TokenSource, text: TextView) -> Tensor:
         return source.entered(text.position, text.segments)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.observables.encoder_received_attention import received
-from tokenprune.view.observable import SeenAttention, TowerScores
+from tokenprune.view.observable import TowerScores
 from tokenprune.view.registry import register_observable
+from tokenprune.view.segments import SeenAttention
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.observables.encoder_received_attention import received
-from tokenprune.view.observable import Backend, SeenAttention, Sizes, TowerScores
+from tokenprune.view.observable import Backend, TowerScores
 from tokenprune.view.registry import register_observable
+from tokenprune.view.segments import SeenAttention, Sizes
 
 if TYPE_CHECKING:
     from torch import Tensor

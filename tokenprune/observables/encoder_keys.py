@@ -3,8 +3,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.view.observable import SeenAttention, TowerBlock
+from tokenprune.view.observable import TowerBlock
 from tokenprune.view.registry import register_observable
+from tokenprune.view.segments import SeenAttention
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tokenprune.view.observable import SeenAttention, TowerScores
+from tokenprune.view.observable import TowerScores
 from tokenprune.view.registry import register_observable
+from tokenprune.view.segments import SeenAttention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,8 @@ class EncoderReceivedAttention(TowerScores):
 def received(seen: SeenAttention, protected: int) -> Tensor:
     """Return float32 `[rows, H, patches]`: the mean attention that each patch gets."""
     if seen.starts is not None:  # several sequences on one axis
-        return replace(seen, mask=None, causal=False).received(starts=seen.starts)
+        whole: SeenAttention = replace(cast(Any, seen), mask=None, causal=False)  # engines give dataclasses
+        return whole.received(starts=seen.starts)
     rows, _, queries = seen.query.shape[:3]
     first = torch.zeros(rows, 1, dtype=torch.long, device=seen.query.device)
     # Patches of padding are keys that nobody sees, and their own rows do not count.

@@ -4,9 +4,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.view.observable import Backend, Observable, Sizes, Where
+from tokenprune.view.observable import Backend, Observable, Where
 from tokenprune.view.registry import observables_of, register_observable
-from tokenprune.view.tokens import Segments, TokenSource
+from tokenprune.view.segments import Segments, Sizes
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     import torch
@@ -23,15 +24,15 @@ class OfFrames(Observable):
 
 
 @register_observable("frames")
-class Frames(OfFrames):
+class FrameSizes(OfFrames):
     """S lists of ints, on the host: how many tokens each frame of each segment has. An image is one frame; tokens
     behind the last frame of a video (a newline) are in none."""
 
     axes = ""
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> list[list[int]]:
-        frames = segments.frames or [None] * len(segments)
-        if None in frames:
+        frames = [one for one in segments.frames if one is not None]
+        if len(frames) != len(segments):
             raise TokenPruneError("the frames of a video are not known here, or tokens of it are gone already")
         return frames
 

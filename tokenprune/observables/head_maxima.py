@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import AttentionOfText, Observable, SeenAttention, Sizes, Where
+from tokenprune.view.observable import AttentionOfText, Observable, Where, add_up
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import Segments, TokenSource
+from tokenprune.view.segments import SeenAttention, Segments, Sizes
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +39,7 @@ class HeadMaxima(AttentionOfText):
         return None
 
     def _mean(self, source: TokenSource, segments: Segments, position: Tensor, mask: Tensor) -> Tensor:
-        total = 0.0
-        for rows, part in self._rows(source, segments, position):
-            total = total + rows.amax(1).mul_(mask[:, part, None]).sum(1)
+        parts = self._rows(source, segments, position)
+        total = add_up(rows.amax(1).mul_(mask[:, part, None]).sum(1) for rows, part in parts)
         slots = source.slots(segments.position, segments)
         return total.gather(1, slots) / mask.sum(1, keepdim=True).clamp(min=1)

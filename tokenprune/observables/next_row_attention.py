@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tokenprune.view.observable import AttentionToTokens, Where
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import TokenSource
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @register_observable("next_row_attention")
 class NextRowAttention(AttentionToTokens):
     """float32 `[S, H, N]`: softmax attention that the last prompt token would pay to each visual token in the layer
-    behind the cut, by that layer's own projections, if nothing was cut."""
+    after the cut, by that layer's own projections, if nothing was cut."""
 
     where = Where.NEXT_LAYER
 

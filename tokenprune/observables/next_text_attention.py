@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from tokenprune.view.observable import AttentionOfText, SeenAttention, Where
+from tokenprune.view.observable import AttentionOfText, Where
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import TokenSource
+from tokenprune.view.segments import SeenAttention
+from tokenprune.view.source import TokenSource
 
 
 @register_observable("next_text_attention")
 class NextTextAttention(AttentionOfText):
-    """float32 `[S, H, M, N]`: the same as `text_attention` in the layer behind the cut, by that layer's own
+    """float32 `[S, H, M, N]`: the same as `text_attention` in the layer after the cut, by that layer's own
     projections, if nothing was cut; `tokens.text.next_attention` is that to the text."""
 
     where = Where.NEXT_LAYER

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from tokenprune.observables.hidden import Hidden
 from tokenprune.view.observable import Backend, Observable, Where
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import Segments, TextTokens, TokenSource
+from tokenprune.view.segments import Segments, TextView
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,5 +23,5 @@ class Normed(Observable):
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         return source.final_norm(Hidden().of_visual(source, segments))
 
-    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+    def of_text(self, source: TokenSource, text: TextView) -> Tensor:
         return source.final_norm(text.hidden)

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import Backend, Observable, SeenAttention, Sizes, Where
+from tokenprune.view.observable import Backend, Observable, Where
 from tokenprune.view.registry import observables_of, register_observable
-from tokenprune.view.tokens import Patches, Segments, TokenSource
+from tokenprune.view.segments import Patches, SeenAttention, Segments, Sizes
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.observables.frames import Frames, OfFrames
+from tokenprune.observables.frames import FrameSizes, OfFrames
 from tokenprune.view.frames import frame_and_place
-from tokenprune.view.observable import Sizes
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import Segments, TokenSource
+from tokenprune.view.segments import Segments, Sizes
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +22,8 @@ class Place(OfFrames):
     axes = "SN"
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        frames = Frames().of_visual(source, segments)
+        frames = FrameSizes().of_visual(source, segments)
         return frame_and_place(frames, segments.mask.shape[1], segments.mask.device)[1]
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return frame_and_place(Frames().example(sizes, generator), sizes.tokens, torch.device("cpu"))[1]
+        return frame_and_place(FrameSizes().example(sizes, generator), sizes.tokens, torch.device("cpu"))[1]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tokenprune.view.observable import Backend, PerToken, Where
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import TokenSource
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

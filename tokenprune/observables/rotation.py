@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import Observable, Sizes, Where
+from tokenprune.view.observable import Observable, Where
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import Segments, TextTokens, TokenSource
+from tokenprune.view.segments import Segments, Sizes, TextView
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,10 +23,16 @@ class Rotation(Observable):
     rotary = True
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> tuple[Tensor, Tensor]:
-        return tuple(source.at(one, segments.position, segments) for one in source.input_before.rotation)
+        return self._at(source, segments.position, segments)
 
-    def of_text(self, source: TokenSource, text: TextTokens) -> tuple[Tensor, Tensor]:
-        return tuple(source.at(one, text.position, text.segments) for one in source.input_before.rotation)
+    def of_text(self, source: TokenSource, text: TextView) -> tuple[Tensor, Tensor]:
+        return self._at(source, text.position, text.segments)
+
+    @staticmethod
+    def _at(source: TokenSource, position: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        assert source.input_before.rotation is not None  # `rotary`: engines refuse decoders without
+        cos, sin = source.input_before.rotation
+        return source.at(cos, position, segments), source.at(sin, position, segments)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         angles = torch.rand(sizes.segments, sizes.tokens, sizes.width // sizes.heads, generator=generator)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from tokenprune.view.observable import AttentionOfText, Backend, SeenAttention, Where
+from tokenprune.view.observable import AttentionOfText, Backend, Where
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import TokenSource
+from tokenprune.view.segments import SeenAttention
+from tokenprune.view.source import TokenSource
 
 
 @register_observable("text_attention")

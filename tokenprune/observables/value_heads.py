@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import PerToken, Sizes, Where
+from tokenprune.view.observable import PerToken, Where
 from tokenprune.view.registry import register_observable
-from tokenprune.view.tokens import TokenSource
+from tokenprune.view.segments import Sizes
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -115,7 +115,7 @@ def _end_to_end(index: Tensor, count: int) -> Tensor:
 
 
 def most(count: int, protected: int = 0) -> int:
-    """How many of `count` tokens one bipartite step can merge at most."""
+    """Return the most tokens of `count` that one bipartite step can merge."""
     return max(0, (count - protected) // 2)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods on videos compute of frames: similarity over time, where a scene ends, and how frames share a budget.
+"""Operations on the frames of videos: similarity over time, the ends of scenes, and each frame's share of a budget.
 
 Frames lie on axes of their own, `[S, F, P, ...]`: S videos, F frames of the longest, P tokens of the largest frame;
 `by_frame` brings visual tokens there. Shorter videos and smaller frames are padded, and padding influences nothing, so
@@ -9,6 +9,7 @@ it, is similar to nothing. Plain PyTorch; nothing here asks the device.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +76,7 @@ def likeness(x: Tensor, centre: Tensor) -> Tensor:
     """float32 `[...]`: how near the vectors `[..., D]` of `x` are to those of `centre`, broadcast: the sum of Gaussians
     of the distance, of variances from 1/8 to 2 (VidCom2)."""
     squared = (x - centre).square().sum(-1)
-    return sum(torch.exp(-squared / (2 * variance)) for variance in (1 / 8, 1 / 4, 1 / 2, 1, 2))
+    return reduce(torch.add, (torch.exp(-squared / (2 * variance)) for variance in (1 / 8, 1 / 4, 1 / 2, 1, 2)))
 
 
 # -- where a video falls into segments ---------------------------------------------------------------------------------

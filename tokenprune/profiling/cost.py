@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answering questions cost: visual tokens, FLOPs of prefill, bytes of the KV cache."""
+"""Costs of answers: visual tokens, FLOPs of prefill, bytes of the KV cache."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import tokenprune
+from tokenprune.api import stats
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.profiling.model import Model
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.shapes.tower import TowerShape
 from tokenprune.statistics import Stats
+from tokenprune.workflows.two_pass import escalate
 
 
 def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:
     """Return what the batch that just ran spent. kv_bytes: what its cache held after prefill, if the model was not
     patched."""
     if kv_bytes is None:
-        return tokenprune.stats(subject.model)
-    return unpatched(subject.shape, *inputs["input_ids"].shape, subject.visual_tokens(inputs), kv_bytes)
+        return stats(subject.model)
+    rows, length = inputs["input_ids"].shape
+    return unpatched(subject.shape, rows, length, subject.visual_tokens(inputs), kv_bytes)
 
 
 def unpatched(shape: DecoderShape, rows: int, length: int, visual: int, kv_bytes: int) -> Stats:
@@ -65,8 +67,8 @@ def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list
     visual = subject.visual_tokens(whole)
     text = whole["input_ids"].shape[1] - visual
     prompt = subject.prompt(images, question.question, labels)
-    options = {"max_new_tokens": subject.max_new_tokens, "do_sample": False, "num_beams": 1}
-    made = tokenprune.escalate(subject.model, subject.processor, images=images, text=prompt, keep=keep, **options)
+    options: dict[str, Any] = {"max_new_tokens": subject.max_new_tokens, "do_sample": False, "num_beams": 1}
+    made = escalate(subject.model, subject.processor, images=images, text=prompt, keep=keep, **options)
     paid = sum(made.visual_tokens)
     flops = sum(shape.prefill_flops([text + tokens] * shape.layers) for tokens in made.visual_tokens)
     size = subject.model.dtype.itemsize
@@ -74,7 +76,7 @@ def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list
     cost = Stats(
         visual,
         round(paid),
-        [paid] * shape.layers,
+        [paid] * shape.layers,  # type: ignore[list-item]  # the first pass is an average over layers
         prefill_flops=flops,
         prefill_flops_full=shape.prefill_flops([text + visual] * shape.layers),
         kv_bytes=round(left),

@@ -17,7 +17,7 @@ def counts_after(budgets: Sequence[Budget], visual: float) -> list[float]:
         before = left[-1] if left else visual
         share = budget.share
         number = budget.average_tokens if budget.keep is None else budget.keep
-        left.append(min(before, number) if share is None else share * before)
+        left.append(min(before, number or 0) if share is None else share * before)
     return left
 
 

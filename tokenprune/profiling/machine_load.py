@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How busy a machine is with other work, and what to say of times taken then."""
+"""The load of a machine by other work, and warnings about times taken under it."""
 
 from __future__ import annotations
 

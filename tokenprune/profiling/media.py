@@ -30,7 +30,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """Where an image or video is. name: for messages. size: in bytes. read: returns its path or its bytes."""
+    """The location of an image or video. name: for messages. size: in bytes. read: returns its path or its bytes."""
 
     name: str
     size: int
@@ -136,7 +136,8 @@ def _decoded(found: Path | bytes, most: int) -> list[Image.Image]:
         if count < stream.frames:
             raise BadRow(f"it is cut off, {count} of {stream.frames} frames are there")
     while count:
-        wanted, frames, seen = _evenly(count, most), [], 0
+        wanted, seen = _evenly(count, most), 0
+        frames: list[Image.Image] = []
         with _video(av, found) as video:
             for seen, frame in enumerate(video.decode(video=0), 1):
                 if seen - 1 == wanted[len(frames)]:
@@ -171,7 +172,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _numbered(file: Path) -> list[tuple[int, str]]:
-    """A key by which numbers in names count as numbers: frame 9 comes before frame 10."""
+    """Return a key by which numbers in names count as numbers: frame 9 comes before frame 10."""
     parts = re.split(r"([0-9]+)", file.name)  # every second one is a number
     return [(int(part), "") if place % 2 else (-1, part) for place, part in enumerate(parts)]
 

@@ -18,7 +18,7 @@ import transformers
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-import tokenprune
+from tokenprune import __version__
 from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.profiling.media import BadRow, check_sizes
@@ -136,6 +136,7 @@ class Model:
     def environment(self) -> dict[str, Any]:
         """Return what a reader needs to know about the run, as plain values; no path of this machine."""
         device = self.model.device
+        text_config: Any = self.adapter.text_config
         return {
             "model": self.name,
             "model_type": self.model.config.model_type,
@@ -145,11 +146,11 @@ class Model:
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "attention": self.adapter.text_config._attn_implementation,
+            "attention": text_config._attn_implementation,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "tokenprune": tokenprune.__version__,
+            "tokenprune": __version__,
         }
 
 
@@ -211,7 +212,7 @@ def load(
         heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(shipped.name)
         subject = Model(loaded, processor, f"{shipped.name} (shipped)", suffix or "", weights=digest, heldout=heldout)
     else:
-        name = Path(model).resolve().name if Path(model).is_dir() else model
+        name = Path(source).resolve().name if Path(source).is_dir() else source
         subject = Model(loaded, processor, name, SHORT if suffix is None else suffix, max_new_tokens=16)
     _ = subject.adapter  # an unsupported model is said here, before any work
     return subject

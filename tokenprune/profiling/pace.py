@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a run goes on, from how long it took so far."""
+"""The remaining time of a run, estimated from its pace so far."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import tokenprune
+from tokenprune import api
 from tokenprune.base import Method, Site
 from tokenprune.config import read_config
 from tokenprune.errors import UnsupportedSetupError
@@ -47,7 +47,7 @@ def patched_by(
             )
         if method.site is Site.PRE_ENCODER:
             more["processor"] = subject.processor
-    return tokenprune.patched(subject.model, config=setting, guard="off", **more)
+    return api.patched(subject.model, config=setting, guard="off", **more)
 
 
 def methods_in(setting: Setting) -> list[Method]:

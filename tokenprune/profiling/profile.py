@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of one call goes, stage by stage, before and after a method, beside what the closed forms allow.
+"""Profiles of one call: its time stage by stage, before and after a method, beside the closed forms.
 
 The two take turns, like in `bench.timing`; the processor is timed too. Stages are known by watching the model from
 outside: its `get_image_features` (or that of videos) is the tower's, its decoder's first forward is the prefill. On an
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-import tokenprune
+from tokenprune import api
 from tokenprune.config import read_config
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError
@@ -51,7 +51,7 @@ class Side:
 
 @dataclass
 class Profile:
-    """Where the time of a call goes.
+    """The time of a call by stage.
 
     before, after: unpatched and patched; after is None without a setting. model: the closed forms, without a tower
     where that of the family is not known. load: of the unpatched call. environment: of `Model.environment`.
@@ -78,17 +78,17 @@ class Profile:
         if self.after is None:
             return None
         if stage is None:
-            pairs = zip(self.before.first_token(), self.after.first_token(), strict=True)
+            pairs = [*zip(self.before.first_token(), self.after.first_token(), strict=True)]
         else:
             runs = zip(self.before.runs, self.after.runs, strict=True)
-            pairs = ((one[stage], other[stage]) for one, other in runs)
+            pairs = [(one[stage], other[stage]) for one, other in runs]
         pairs = [(one, other) for one, other in pairs if one > 0 and other > 0]
         return statistics.median(one / other for one, other in pairs) if pairs else None
 
     def predicted(self) -> float | None:
         """Return the ratio of prefill FLOPs, before / after, that the closed forms say; None without a setting, or a
         tower that is known."""
-        if self.after is None or self.model.tower is None:
+        if self.setting is None or self.after is None or self.model.tower is None:
             return None
         methods, budgets = read_config(self.setting).steps()
         return self.model.cost(self.load).flops / self.model.predict(self.load, methods, budgets).flops
@@ -96,7 +96,7 @@ class Profile:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values."""
 
-        def told(side: Side) -> dict[str, Any]:
+        def record(side: Side) -> dict[str, Any]:
             stages = {stage: quantiles([run[stage] for run in side.runs]) for stage in STAGES}
             return {
                 "stages_ms": stages,
@@ -114,8 +114,8 @@ class Profile:
             "setting": self.setting,
             "environment": self.environment,
             "load": self.machine_load,
-            "before": told(self.before),
-            "after": None if self.after is None else told(self.after),
+            "before": record(self.before),
+            "after": None if self.after is None else record(self.after),
             "speedup": self.ratio(),
             "speedup_by_flops": self.predicted(),
             "flops": {"tower": cost.tower if self.model.tower else None, "decoder": cost.decoder},
@@ -180,8 +180,8 @@ def _run(subject: Model, ask: Callable[[], dict[str, Any]], new_tokens: int, pat
         ttft, step = run_once(subject, inputs, new_tokens)
     prefill = spans["decoder"][0]
     run["tower"] = sum(spans["tower"])
-    # Of a method that decides while decoding, the first decision only is part of the prefill; it cannot be told apart.
-    run["selection"] = min(prefill, tokenprune.stats(subject.model).overhead_ms or 0.0) if patched else 0.0
+    # Of a method that decides while decoding, the first decision only is part of the prefill; it cannot be separated.
+    run["selection"] = min(prefill, api.stats(subject.model).overhead_ms or 0.0) if patched else 0.0
     run["prefill"] = prefill - run["selection"]
     run["rest"] = max(0.0, ttft - run["tower"] - prefill)
     run["decode"] = step
@@ -219,7 +219,8 @@ def watched(subject: Model, wait: Callable[[], None]) -> Iterator[dict[str, list
     """Return a context that gives the milliseconds of what runs in it: "tower", of each encoding, and "decoder", of
     each forward. wait: returns when the device is done. Enter it behind a patch, and leave it before."""
     spans: dict[str, list[float]] = {"tower": [], "decoder": []}
-    base, decoder, inside = subject.adapter.base, subject.adapter.decoder, []
+    base, decoder = subject.adapter.base, subject.adapter.decoder
+    inside: list[int] = []
     begun: list[float] = []
 
     def enter(*_: Any) -> None:

@@ -46,7 +46,7 @@ def stage_table(profile: Profile) -> Table:
         share = percent(after.visual[1] / max(1, before.visual[0]))
         tokens += [f"{after.visual[0]} → {after.visual[1]} ({share})", _ratio(average)]
     rows += [[*map(Cell, row)] for row in (total, step, cache, tokens)]
-    columns = ("stage", "unpatched", "share")
+    columns: tuple[str, ...] = ("stage", "unpatched", "share")
     columns += () if after is None else (setting_name(profile), "faster by")
     return Table(f"Where a call's time goes: {profile.environment['model']}", columns, rows, tuple(_notes(profile)))
 
@@ -58,8 +58,8 @@ def limit_table(model: CostModel, load: Load, keep: float, title: str = "What ea
         limits = limits[2:]  # of the decoder
     rows = [[*map(Cell, (limit.site, _ratio(limit.at_keep), _ratio(limit.limit), limit.what))] for limit in limits]
     step = decode_limit(model, load, keep)
-    told = "a step of decoding, by what it reads of weights and cache"
-    rows.append([*map(Cell, ("DECODE", _ratio(step[0]), _ratio(step[1]), told))])
+    note = "a step of decoding, by what it reads of weights and cache"
+    rows.append([*map(Cell, ("DECODE", _ratio(step[0]), _ratio(step[1]), note))])
     cost = model.cost(load)
     if model.tower is None:
         first = "The vision tower of this family is not known in closed form: ratios are of the decoder's FLOPs alone."
@@ -89,7 +89,7 @@ def _notes(profile: Profile) -> list[str]:
         notes.append(
             f"By FLOPs of tower ({cost.tower_share:.0%}) and decoder alone it would be {_ratio(predicted)} faster."
         )
-    if after is not None:
+    if after is not None and profile.setting is not None:
         notes.append(f"Asked for: {cuts_in_words(*read_config(profile.setting).steps(), profile.visual_of_an_image)}.")
         slowest = max(FIRST_TOKEN, key=after.median)
         share = after.median(slowest) / median(after.first_token())

@@ -99,13 +99,13 @@ def compare_batches(
         def once() -> tuple[float, float]:
             begin = time.perf_counter()
             run()
-            return 1000 * (time.perf_counter() - begin), 1.0  # a step is not told apart
+            return 1000 * (time.perf_counter() - begin), 1.0  # a step is not measured
 
         return once
 
     found = in_turns(timed(unpatched), timed(patched), repeats, rows)
-    told = {name.replace("ttft", "batch"): value for name, value in found.items() if name.startswith("ttft")}
-    return told | {"batch_rows": rows}
+    times = {name.replace("ttft", "batch"): value for name, value in found.items() if name.startswith("ttft")}
+    return times | {"batch_rows": rows}
 
 
 def in_turns(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,9 @@ class DecoderShape:
         linear = 2 * tokens * self.hidden * (2 * query + kv + self.mlp_matrices * _at(self.intermediate, layer))
         return linear + 4 * tokens * tokens * query * attention
 
-    def prefill_flops(self, tokens_per_layer: list[float], attention_per_layer: list[float] | None = None) -> float:
+    def prefill_flops(
+        self, tokens_per_layer: Sequence[float], attention_per_layer: Sequence[float] | None = None
+    ) -> float:
         """Sum of `layer_flops` over the layers; the vision tower and the output head are not in it."""
         attention = attention_per_layer or [1.0] * len(tokens_per_layer)
         pairs = zip(tokens_per_layer, attention, strict=True)
@@ -97,5 +100,5 @@ class DecoderShape:
 
     @property
     def kv_widths(self) -> list[int]:
-        """How many numbers a token's key has in each layer, over all heads; its value has as many."""
+        """Return the numbers in a token's key in each layer, over all heads; its value has as many."""
         return [_at(self.kv_heads, layer) * _at(self.head_dim, layer) for layer in range(self.layers)]

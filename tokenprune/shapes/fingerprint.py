@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Of a config what no weight shows.
-_TOLD = ("num_attention_heads", "num_heads", "hidden_act", "layer_norm_eps", "spatial_merge_size", "window_size")
+_SETTINGS = ("num_attention_heads", "num_heads", "hidden_act", "layer_norm_eps", "spatial_merge_size", "window_size")
 _NOT_THERE = object()
 _SAMPLES = 16  # values of each parameter: any training moves all of them
 
@@ -37,12 +37,12 @@ class Fingerprint:
         parameters = list(module.parameters())
         config = getattr(module, "config", None)
         if config is None:
-            told = {"heads": [m.num_heads for m in module.modules() if hasattr(m, "num_heads")]}
+            settings = {"heads": [m.num_heads for m in module.modules() if hasattr(m, "num_heads")]}
         else:
-            told = {name: of_config(config, name, _NOT_THERE) for name in _TOLD}
-            told = {name: value for name, value in told.items() if value is not _NOT_THERE}
+            settings = {name: of_config(config, name, _NOT_THERE) for name in _SETTINGS}
+            settings = {name: value for name, value in settings.items() if value is not _NOT_THERE}
         parts = sorted(_digest(parameter) for parameter in parameters)
-        whole = repr((type(module).__name__, sorted((told | facts).items()), parts))
+        whole = repr((type(module).__name__, sorted((settings | facts).items()), parts))
         dtype = str(parameters[0].dtype).removeprefix("torch.")
         return Fingerprint(type(module).__name__, dtype, hashlib.sha256(whole.encode()).hexdigest()[:32])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many visual tokens a processor makes of an image of a given size, without making them.
+"""Counts of the visual tokens that a processor makes of an image of a given size, without making them.
 
 Where transformers has a public helper that is exact, it is called (`get_number_of_image_patches` of Qwen-VL and
 InternVL, `get_image_size_for_max_num_patches` of SigLIP2, `smart_resize` of LFM2-VL, `select_best_resolution` of
@@ -41,7 +41,7 @@ class Reader:
         return {edge: length for edge, length in dict(value).items() if length}
 
     def whole(self, name: str) -> Any:
-        """A setting that only the whole processor has."""
+        """Return a setting that only the whole processor has."""
         value = getattr(self.processor, name, None)
         if value is None:
             raise OptionError(
@@ -56,7 +56,7 @@ Count = Callable[[Reader, int, int, int], int]
 
 @dataclass(frozen=True)
 class Rule:
-    """How a kind of image processor makes tokens.
+    """The token count of a kind of image processor.
 
     count:    (settings, height, width, images in the prompt) -> visual tokens.
     resizing: as `Adapter.resizing`: "input" (the count follows the image's size), "target" (one size for

@@ -20,7 +20,7 @@ _CLASS_TOKEN = {"clip_vision_model", "internvl_vision"}
 
 @dataclass(frozen=True)
 class _Join:
-    """How a family makes visual tokens of patches.
+    """The way a family joins patches into visual tokens.
 
     unit: how many patches become one, from its config. projector: multiply-adds for one of them behind the tower, from
     the config and the unit. sized: whether images have their own size (else all are squares of one, or tiles of it).
@@ -128,7 +128,7 @@ class TowerShape:
         heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
         full = getattr(vision, "fullatt_block_indexes", None)
         sides = _sides(vision.patch_size)
-        channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+        channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
         gated = "silu" in str(getattr(vision, "hidden_act", "")) or vision.model_type in _GATED
         return cls(
             layers=layers,
@@ -158,7 +158,7 @@ class TowerShape:
         total = 2 * patches * self.patch_numbers * self.hidden + 2 * patches / self.unit * self.projector * shares[-1]
         square = sum((view + self.protected) ** 2 for view in views)
         inside = sum((view + self.protected) * min(view, self.window or view) for view in views)
-        # Which blocks have windows is not told apart: the mean of both kinds is the sum over all of them.
+        # Which blocks have windows is not known: the mean of both kinds is the sum over all of them.
         pairs = (self.windowed * inside + (self.layers - self.windowed) * square) / self.layers
         for entering, leaving in itertools.pairwise(shares):
             total += 2 * tokens * entering * 4 * self.hidden * self.attention

@@ -68,8 +68,8 @@ def _quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a method did with one prompt: its frames, as the model sees them, the grid of each, and for all their tokens
+class PromptView:
+    """One method's view of a prompt: its frames, as the model sees them, the grid of each, and for all their tokens
     `kept` and `groups` as of `draw.patches`."""
 
     frames: list[Image.Image]
@@ -142,7 +142,7 @@ def seen_under(
     setting: dict[str, Any],
     video: bool,
     labels: Sequence[str] = (),
-) -> Seen:
+) -> PromptView:
     with patched_by(subject, setting, video, record=True), watched_scores(subject.model) as found:
         inputs = asked(subject, frames, question, video, labels)
         grids = grids_of(subject, inputs, len(frames), video)
@@ -156,17 +156,18 @@ def seen_under(
         frames[place] if video else draw.seen_image(subject, inputs, frames[place], place)
         for place in (min(number * step, len(frames) - 1) for number in range(len(grids)))
     ]
-    return Seen(shown, grids, kept, groups, answer, stats, scores)
+    return PromptView(shown, grids, kept, groups, answer, stats, scores)
 
 
 def as_video(subject: Model, method: str) -> bool:
-    """Whether a model gets several images as a video: if it takes one, and no method of the setting acts on pixels."""
+    """Return True if a model gets several images as a video: if it takes one, and no method of the setting acts on
+    pixels."""
     pixels = any(one.site is tokenprune.Site.PRE_ENCODER for one in methods_of(method))
     return takes_video(subject) and not pixels
 
 
 def takes_video(subject: Model) -> bool:
-    """Whether both the model and its processor take videos."""
+    """Return True if both the model and its processor take videos."""
     able = getattr(subject.processor, "video_processor", None) is not None
     return able and "video" in subject.adapter.placeholders
 

@@ -106,7 +106,8 @@ def draw(
     drawing = np.where(own[..., None] < 0, dark[..., None], drawing)
     colors = np.array([[color_of(group) for group in row] for row in groups], np.float32)
     light = np.asarray(image.convert("L").resize((width, height), Image.Resampling.BOX), np.float32) > _LIGHT
-    border = np.where(spread(light)[..., None], *map(np.float32, reversed(_BORDERS)))
+    dark_border, light_border = (np.array(one, np.float32) for one in _BORDERS)
+    border = np.where(spread(light)[..., None], light_border, dark_border)
     outline = np.where(joined, spread(colors), border)
     drawing = np.where((_edges(own, line) & (own >= 0))[..., None], outline, drawing)
     drawn = Image.fromarray(drawing.clip(0, 255).round().astype(np.uint8))
@@ -201,8 +202,8 @@ def seen_box(subject: Model, image: Image.Image) -> tuple[int, int, int, int] | 
         places = np.flatnonzero(inside.any(1 - axis))[2:-2]
         if len(places) < 4:
             return None
-        told = np.where(inside, seen[..., 1 - axis], 0).sum(1 - axis) / np.maximum(1, inside.sum(1 - axis))
-        found = told[places] / 255 * (length - 1)
+        values = np.where(inside, seen[..., 1 - axis], 0).sum(1 - axis) / np.maximum(1, inside.sum(1 - axis))
+        found = values[places] / 255 * (length - 1)
         slope, start = np.polyfit(places, found, 1)
         if slope <= 0 or np.abs(found - slope * places - start).max() > 0.02 * length + 2:
             return None

@@ -15,8 +15,8 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.profiling.kept import keep_in_words
 from tokenprune.profiling.model import Model
 from tokenprune.show import contact_sheet, draw
-from tokenprune.show.contact_sheet import Seen
-from tokenprune.spelling import setting_of, spelt, split_methods
+from tokenprune.show.contact_sheet import PromptView
+from tokenprune.spelling import canonical_spec, setting_of, split_methods
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,12 +37,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Shown:
-    """What `tokenprune show` tells. caption: model and question. panels: unpatched first, then of each method what it
-    keeps, and its scores if they were asked for. seen: what each method did. tokens: visual tokens before."""
+    """The output of `tokenprune show`. caption: model and question. panels: unpatched first, then the kept tokens of
+    each method, and its scores if they were asked for. seen: the view of each method. tokens: visual tokens before."""
 
     caption: tuple[str, ...]
     panels: list[Panel]
-    seen: list[Seen]
+    seen: list[PromptView]
     before: str
     tokens: int
     notes: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Shown:
 
     @property
     def across(self) -> int:
-        """How many drawings stand side by side; those of several frames stand one below the other."""
+        """Return the number of drawings side by side; those of several frames stand one below the other."""
         return 1 if max(len(one.frames) for one in self.seen) > 1 else min(_ACROSS, 1 + len(self.seen))
 
     def lines(self, across: int) -> list[list[Panel | None]]:
@@ -115,7 +115,7 @@ def show(
     Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that chooses
     between images.
     """
-    names = [spelt(one) for one in methods]
+    names = [canonical_spec(one) for one in methods]
     if not names:
         raise OptionError("name at least one method to show")
     settings = [setting_of(name, keep) for name in names]
@@ -134,12 +134,12 @@ def show(
         notes += list(dict.fromkeys(filter(None, map(draw.cropped_away, views, boxes))))
         views = [image.crop(box) if box else image for image, box in zip(views, boxes, strict=True)]
     panels: list[Panel] = []
-    shown: list[Seen] = []
+    shown: list[PromptView] = []
     for place, (name, setting, video) in enumerate(zip(names, settings, videos, strict=True)):
         step(name, 1 + place, 1 + len(names))
         seen = contact_sheet.seen_under(subject, images, question, setting, video)
         if not video:  # frames at their own resolution; of a video the model may have merged some in time
-            seen = Seen(views, seen.grids, seen.kept, seen.groups, seen.answer, seen.stats, seen.scores)
+            seen = PromptView(views, seen.grids, seen.kept, seen.groups, seen.answer, seen.stats, seen.scores)
         shown.append(seen)
         sizes = [_size(frame, grid, single, several) for frame, grid in zip(seen.frames, seen.grids, strict=True)]
         if not panels:
@@ -149,7 +149,7 @@ def show(
         panels.append(Panel(_strip(seen.drawings(0, sizes)), f"{name}, keep {said}", _about(seen, tokens)))
         if scores and seen.scores is None:
             notes.append(f"{name} ranks no tokens by a score: there is no map of it")
-        elif scores:
+        elif scores and seen.scores is not None:
             maps = zip(seen.frames, seen.split(seen.scores), sizes, strict=True)
             heated = [draw.heat(frame, own, size) for frame, own, size in maps]
             panels.append(Panel(_strip(heated), f"{name}: scores", ("ranks, from dark (low) to yellow (high)",), True))
@@ -208,7 +208,7 @@ def plot(
     return figure
 
 
-def _about(seen: Seen, tokens: int) -> tuple[str, ...]:
+def _about(seen: PromptView, tokens: int) -> tuple[str, ...]:
     average = f", {seen.stats.visual_tokens_average:.0f} on average over the layers" if seen.stats else ""
     return f"{tokens} to {int(seen.kept.sum())} visual tokens{average}", f"answer: {seen.answer}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method that goes on removing visual tokens while the answer is written has to say: how many, and when."""
+"""The base of methods that go on removing visual tokens while the answer is written."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 
 class TokenType(enum.IntEnum):
-    """What attention is summed over: text before the first image, visual tokens, the rest of the prompt, the
-    answer."""
+    """The groups of tokens that attention is summed over: text before the first image, visual tokens, the rest of the
+    prompt, the answer."""
 
     SYS = 0
     IMG = 1
@@ -61,7 +61,8 @@ class DecodeMethod(Pruner):
         return True
 
     def score(self, tokens: VisualTokens) -> Tensor:
-        """The ranking of the first cut, by the prompt's last token; that of the later ones is the same, by theirs."""
+        """Return the ranking of the first cut, by the prompt's last token; that of the later ones is the same, by
+        theirs."""
         return tokens.last_row_attention.mean(dim=1)
 
     def next_rate(self, masses: Tensor, share: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class DecodeMethod(Pruner):
         raise NotImplementedError(f"{type(self).__name__} does not implement next_rate()")
 
     def decides(self, step: int) -> bool:
-        """Whether `next_rate` is to be asked at decode step 1, 2, ...; if not, the last rate stays."""
+        """Return True if `next_rate` is called at decode step 1, 2, ...; if not, the last rate stays."""
         return True
 
     def fewest(self, visual: int) -> int:

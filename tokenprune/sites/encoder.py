@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method of the site IN_ENCODER is: which tokens of a vision tower it merges, block by block."""
+"""The base of methods at IN_ENCODER: they choose the tokens of a vision tower to merge, block by block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Matcher = Callable[["Tensor", list[int] | None], Merge | None]
 
 @dataclass(frozen=True)
 class Tower:
-    """What is known of a vision tower before it runs.
+    """Facts about a vision tower, known before it runs.
 
     tokens: that enter an image's first block, `protected` (class, register) ones included; these come first. Where
     several patches become one visual token and merge as one, such a unit is a token here, and a class token beside it
@@ -46,6 +46,7 @@ class Tower:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Tells this tower, with its weights, from others."""
+        assert self.module is not None  # engines give it
         facts = {"unit": self.unit} if self.unit > 1 else {}
         return Fingerprint.of(self.module, read=self.read, protected=self.protected, **facts)
 
@@ -60,7 +61,7 @@ class Tower:
         """Return how many patches `budget` leaves of an image."""
         if self.wanted is not None:
             return self.wanted
-        return budget.resolve([self.patches], layer=0, shape=None, text_tokens=0)[0]
+        return budget.resolve_keep(self.patches)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method is that drops units of patches ahead of the vision tower, by their pixels alone (IN_ENCODER)."""
+"""The base of methods that drop units of patches ahead of the vision tower, by their pixels alone (IN_ENCODER)."""
 
 from __future__ import annotations
 

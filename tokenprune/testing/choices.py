@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from tokenprune.base import Pruner, Selection
 from tokenprune.errors import ConformanceError, TokenPruneError
 from tokenprune.testing.rules import require
 from tokenprune.testing.view import visual_tokens
-from tokenprune.view.observable import Sizes, Where
-from tokenprune.view.registry import available_observables, find_observable, find_observable_of_text
-from tokenprune.view.tokens import Patches, VisualTokens
+from tokenprune.view.observable import Where
+from tokenprune.view.registry import available_observables, observable
+from tokenprune.view.segments import Patches, Sizes
+from tokenprune.view.tokens import VisualTokens
 
 _COUNTS = ([24], [24, 17, 9, 1], [13, 30])
 _SHARES = (0.04, 0.25, 0.6, 1.0)
@@ -34,9 +36,9 @@ class _Case:
 
     def view(self, method: Pruner, carry: Mapping[str, Any]) -> VisualTokens:
         """Return what `method` may see, of what it declared. carry: what earlier stages remember."""
-        given = {name: one for name, one in self.given.items() if find_observable(name).declared(method.needs)}
+        given = {name: one for name, one in self.given.items() if observable(name).declared(method.needs)}
         hidden, text = given.pop("hidden"), self.text if method.query_aware else {}
-        text = {name: one for name, one in text.items() if find_observable_of_text(name).declared(method.needs)}
+        text = {name: one for name, one in text.items() if observable(f"text.{name}").declared(method.needs)}
         return visual_tokens(hidden, self.counts, keep=self.keep, text=text or None, carry=carry, **given)
 
     def alone(self, segment: int) -> _Case:
@@ -48,7 +50,7 @@ class _Case:
                 return {layer: cut(name, one) for layer, one in value.items()}
             if isinstance(value, Patches):
                 fields = {n: x[segment : segment + 1, :count] for n, x in vars(value).items() if isinstance(x, Tensor)}
-                return replace(value, **fields)
+                return replace(value, **fields)  # type: ignore[arg-type]  # the fields that are tensors
             if isinstance(value, tuple):
                 return tuple(cut(name, one) for one in value)
             one, axis = value[segment : segment + 1], _axis(name)
@@ -78,7 +80,7 @@ class _Case:
 
 def _axis(name: str) -> int:
     """Return which axis of an observable is that of the visual tokens; -1 where it has none."""
-    return find_observable(name).axes.find("N")
+    return observable(name).axes.find("N")
 
 
 def check_choices(stages: Sequence[Pruner]) -> None:
@@ -97,7 +99,7 @@ def check_choices(stages: Sequence[Pruner]) -> None:
             _check_padding(stages, case, keep)
     case = _case(stages, [24, 17, 9, 1], 0.25, seed=7)
     for dtype in (torch.float16, torch.bfloat16):
-        _kept(stages, case.mapped(lambda x, axis, dtype=dtype: x.to(dtype)), f"in {str(dtype).removeprefix('torch.')}")
+        _kept(stages, case.mapped(partial(_to, dtype)), f"in {str(dtype).removeprefix('torch.')}")
     _check_nan(stages, case)
     _check_untouched(stages, case)
 
@@ -109,7 +111,7 @@ def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) 
     sizes = Sizes(tuple(counts), _TEXT, width=40, heads=2)
     given, text = {}, {}
     for name in available_observables():
-        seen = find_observable(name)
+        seen = observable(name)
         if not seen.declared(needs) or (seen.where is Where.CUT and name != "hidden"):
             continue
         if seen.by_layer:
@@ -126,7 +128,7 @@ def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) 
 
 def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
     """Return what a method keeps, bool `[S, N]`, checked."""
-    method, carry = stages[-1], {}
+    method, carry = stages[-1], cast(Mapping[str, Any], {})
     try:
         with torch.no_grad():
             for stage in stages:
@@ -152,9 +154,14 @@ def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
     return keep
 
 
+def _to(dtype: torch.dtype, x: Tensor, axis: int) -> Tensor:
+    return x.to(dtype)
+
+
 def _check_merge(method: Pruner, selection: Selection, tokens: VisualTokens, when: str) -> None:
     require(method.merges, f"{when}: it merges tokens; say merges=True in @register(...)")
     assign, places = selection.assign, torch.arange(tokens.mask.shape[1])
+    assert assign is not None  # the caller looks
     require(assign.dtype == torch.long and assign.shape == tokens.mask.shape, f"{when}: assign must be long [S, N]")
     target = assign.masked_fill(~tokens.mask, -1)
     inside = bool(((target >= -1) & (target < len(places))).all())
@@ -202,6 +209,7 @@ def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
 
 
 def _check_blind(method: Pruner) -> None:
-    """A method that does not say query_aware was given no text; what the prompt's end attends to it may not read."""
-    asks = [name for name in sorted(method.needs) if find_observable(name).whole]
+    """Raise if a method that is not query_aware reads the text: it was given none, and may not read the attention of
+    the prompt's end."""
+    asks = [name for name in sorted(method.needs) if observable(name).whole]
     require(not asks, f"it reads {', '.join(asks)}, which the question changes: its property query_aware must be True")

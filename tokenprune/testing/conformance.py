@@ -52,7 +52,7 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
         elif isinstance(made, AttentionPattern):
             others.check_blocks(made)
         else:
-            stages = [stage for stage, _ in made.stages(Budget.of(0.5), LAYERS)]
+            stages: list[Any] = [stage for stage, _ in made.stages(Budget.of(0.5), LAYERS)]
             for number in range(min(_STAGES, len(stages))):
                 check_choices(stages[: number + 1])
         if isinstance(made, DecodeMethod):
@@ -91,7 +91,8 @@ def _check_class(method: Method) -> None:
     frozen = cls.__dict__.get("__dataclass_params__")
     require(frozen is not None and frozen.frozen, "decorate the class with @dataclass(frozen=True)")
     require(
-        (cls.__doc__ or "").strip() and not cls.__doc__.startswith(f"{cls.__name__}("), "its class needs a docstring"
+        (cls.__doc__ or "").strip() and not (cls.__doc__ or "").startswith(f"{cls.__name__}("),
+        "its class needs a docstring",
     )
     require(bool(method.name), "it has no name: decorate its class with @register(...)")
     bases = " or ".join(base.__name__ for base in BASES[method.site])
@@ -100,8 +101,8 @@ def _check_class(method: Method) -> None:
     require(not unknown, f"it needs {unknown}, which are no observables; known are {available_observables()}")
     own = [field.name for field in dataclasses.fields(method)]
     require(set(method.query_free) <= set(own), f"query_free={dict(method.query_free)} names options that it has not")
-    less = dict(method.reads_less)
-    require(set(less) <= set(own), f"reads_less={less} names options that it has not")
+    less = dict(method.fallback_options)
+    require(set(less) <= set(own), f"fallback_options={less} names options that it has not")
     needs = dataclasses.replace(method, **less).needs
     require(not less or needs <= method.needs, f"with {less} it needs {sorted(needs - set(method.needs))} too")
     if method.query_free and method.query_aware:

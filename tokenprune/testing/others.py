@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +19,8 @@ from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.sites.units import UnitDropper
 from tokenprune.testing.rules import require
 from tokenprune.view.frames import Visual
-from tokenprune.view.observable import Sizes
-from tokenprune.view.registry import find_observable
+from tokenprune.view.registry import observable
+from tokenprune.view.segments import Sizes
 
 _KEEPS = (0.5, 0.75, 1.0)
 _QUESTIONS = ("What is in the image?", "Is there a dog in image 2?", "")
@@ -43,11 +44,11 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
         keys = torch.randn(3, tower.tokens, 16, generator=torch.Generator().manual_seed(0))
         left = [tower.tokens] * len(keys)
         for block, match in enumerate(plan):
-            merge = None if match is None else match(keys, left if method.ragged else None)
-            if merge is None:
+            if match is None or (merge := match(keys, left if method.ragged else None)) is None:
                 continue
             again = match(keys, left if method.ragged else None)
-            require(torch.equal(merge.keep, again.keep), f"block {block} merges other tokens the second time")
+            same = again is not None and torch.equal(merge.keep, again.keep)
+            require(same, f"block {block} merges other tokens the second time")
             rows = [merge.keep.shape[1]] * len(keys) if merge.left is None else merge.left
             require(method.ragged or merge.left is None, "rows merge different numbers of tokens: set ragged = True")
             for row, (now, before) in enumerate(zip(rows, left, strict=True)):
@@ -66,8 +67,8 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
     """Raise ConformanceError if what a method drops by `EncoderMethod.reads` breaks a rule of `check_merges`, or if it
     leaves another number of patches than it says."""
     generator = torch.Generator().manual_seed(0)
-    about, observable = Sizes((tower.patches,) * 3), find_observable(method.reads)
-    shown = [observable.example(about, generator) for _ in range(tower.blocks)]
+    about, seen = Sizes((tower.patches,) * 3), observable(method.reads)
+    shown = [seen.example(about, generator) for _ in range(tower.blocks)]
 
     def left(rows: list[int]) -> list[list[int]]:
         plan, stay = method.plan(budget, tower), [list(range(tower.patches)) for _ in rows]
@@ -81,7 +82,7 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
             if merge is None:
                 continue
             require(merge.drops and merge.left is not None, f"block {block}: return a Merge.dropping")
-            for place, (now, before) in enumerate(zip(merge.left, counts, strict=True)):
+            for place, (now, before) in enumerate(zip(merge.left or (), counts, strict=True)):
                 kept = merge.keep[place, :now].tolist()
                 real = len(set(kept)) == now and max(kept) < before
                 require(real, f"block {block}: keep must name {now} real tokens")
@@ -121,7 +122,7 @@ def check_shares(method: ResizeMethod) -> None:
     """Raise ConformanceError if the shares that a method gives to images break a rule: one in (0, 1] for each, the same
     twice, an image's own in a batch as alone, and 1 where everything is to be kept."""
     generator = torch.Generator().manual_seed(0)
-    images = [
+    images: list[Any] = [
         SimpleNamespace(
             size=(side, 48),
             tokens=side,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a broken rule is said."""
+"""Broken rules of methods, as errors."""
 
 from __future__ import annotations
 

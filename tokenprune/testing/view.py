@@ -14,9 +14,11 @@ from torch import Tensor
 
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.view.observable import Observable, Where
+from tokenprune.view.observable import Where
 from tokenprune.view.registry import close_names, find_observable, find_observable_of_text
-from tokenprune.view.tokens import Segments, TextTokens, TokenSource, VisualTokens
+from tokenprune.view.segments import Segments, TextView, VisualView
+from tokenprune.view.source import Readable, ReadableByRow, TokenSource
+from tokenprune.view.tokens import VisualTokens
 
 
 def visual_tokens(
@@ -64,7 +66,7 @@ def visual_tokens(
         of_text[name.removeprefix("text_")] = observables.pop(name)
     for name, value in observables.items():
         _check(name, value, hidden)
-    source = _Given(observables | {"hidden": hidden}, of_text, final_norm)
+    source = _GivenSource(observables | {"hidden": hidden}, of_text, final_norm)
     source.carry.update(carry or {})
     return VisualTokens(segments, _kept(keep, counts), source)
 
@@ -93,7 +95,7 @@ def _kept(keep: Any, counts: list[int]) -> list[int]:
     budget = Budget.of(keep)
     if budget.keep is None:
         raise OptionError(f"{budget} is of a whole decoder, and there is none here: give keep as a number or a list")
-    return budget.resolve(counts, layer=0, shape=None, text_tokens=0)
+    return [budget.resolve_keep(count) for count in counts]
 
 
 def _segments(
@@ -102,7 +104,7 @@ def _segments(
     rows: Sequence[int] | None,
     grids: Sequence[Any] | None,
     modality: str | Sequence[str],
-    frames: list[list[int]] | None,
+    frames: Sequence[list[int] | None] | None,
 ) -> Segments:
     number, width = hidden.shape[:2]
     rows = list(range(number)) if rows is None else list(rows)
@@ -123,7 +125,7 @@ def _segments(
         mask=mask,
         grids=grids,
         modality=modality,
-        frames=frames or [_frames(*one) for one in zip(counts, grids, modality, strict=True)],
+        frames=list(frames or []) or [_frames(*one) for one in zip(counts, grids, modality, strict=True)],
     )
 
 
@@ -135,45 +137,43 @@ def _frames(count: int, grid: tuple[int, int, int] | None, modality: str) -> lis
 
 
 @dataclass
-class _Given(TokenSource):
+class _GivenSource(TokenSource):
     """Backs a `VisualTokens` with tensors that somebody gave, by name of the observable, and those of the text."""
 
     visual: dict[str, Any]
     of_text: dict[str, Any]
     norm: Callable[[Tensor], Tensor] | None = None
     needs: frozenset[str] = field(init=False)
+    hidden: Tensor = field(init=False)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.hidden = self.visual["hidden"]
         text = {seen.name for name in self.of_text if (seen := find_observable_of_text(name)) is not None}
         self.needs = frozenset(self.visual.keys() | text | {"frames"})  # which are known of images at least
-
-    @property
-    def hidden(self) -> Tensor:
-        return self.visual["hidden"]
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
 
-    def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
+    def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
         if seen.name == "normed" and "normed" not in self.visual:
             return self.final_norm(tokens.hidden)
         if seen.where is Where.FRAMES and seen.name not in self.visual:
             return super().read(seen, tokens)
         value = _given(self.visual, seen.name, seen.name)
         if isinstance(value, Mapping):
-            return _given(value, *layer, f"{seen.name} of block {layer[0]}")
+            return _given(value, layer[0], f"{seen.name} of block {layer[0]}")
         return value
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def attention_from(self, seen: Observable, tokens: VisualTokens, weights: Tensor) -> Tensor:
+    def attention_from(self, seen: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
         rows = self.read(seen, tokens)
         weights = weights if weights.ndim == 3 else weights[:, None]
         return torch.einsum("shm,shmn->shn", weights.float().expand(rows.shape[:3]), rows.float())
 
-    def read_text(self, seen: Observable, text: TextTokens) -> Any:
+    def read_text(self, seen: Readable, text: TextView) -> Any:
         if seen.text_name == "normed" and "normed" not in self.of_text:
             return self.final_norm(text.hidden)
         return _given(self.of_text, seen.text_name, f"text.{seen.text_name}")

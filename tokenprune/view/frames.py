@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the frames of videos stand in a prompt."""
+"""Positions of the frames of videos in a prompt."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ class InputImage:
         """(height, width) in pixels."""
         if isinstance(self.image, Image.Image):
             return self.image.height, self.image.width
-        return tuple(self._planes.shape[-2:])
+        height, width = self._planes.shape[-2:]
+        return height, width
 
     @cached_property
     def tokens(self) -> int:
@@ -80,7 +81,7 @@ class InputImage:
         if self.image.ndim == 2:
             return False
         found = self.channels or infer_channel_dimension_format(self.image)
-        return ChannelDimension(found) == ChannelDimension.LAST
+        return bool(ChannelDimension(found) == ChannelDimension.LAST)
 
     def resized(self, height: int, width: int) -> Any:
         """Return the image in another size, as the same kind of object; itself, if it has that size."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method may see of visual tokens: an observable is one class, registered by name like a method.
+"""Observables: the facts about visual tokens that a method may read, each a class registered by name like a method.
 
 Each file of `tokenprune/observables/` holds one. A class of yours is registered by the same decorator; a method then
 names it in its `needs` and reads it as an attribute of its `VisualTokens`. Engines know no observable by name: they
@@ -9,9 +9,9 @@ observe what `where` says, and refuse what `backends` does not have.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Iterable, Iterator
+from functools import reduce
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -20,19 +20,20 @@ from tokenprune.ops.transfer import to_device
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenprune.view.tokens import Segments, TextTokens, TokenSource
+    from tokenprune.view.segments import SeenAttention, Segments, Sizes, TextView
+    from tokenprune.view.source import TokenSource
 
 
 _ELEMENTS = 2**24  # of the attention map that is made at a time
 
 
 class Where(enum.StrEnum):
-    """Where an observable is observed; a member equals its name as a string."""
+    """The place at which an observable is observed; a member equals its name as a string."""
 
     CUT = "CUT"  # what arrives at the cut: always there, and declared by nobody
     ENTRY = "ENTRY"  # what enters the decoder
     LAYER_BEFORE = "LAYER_BEFORE"  # the attention of the decoder layer before the cut
-    NEXT_LAYER = "NEXT_LAYER"  # the attention of the layer behind the cut, if nothing was cut
+    NEXT_LAYER = "NEXT_LAYER"  # the attention of the layer after the cut, if nothing was cut
     INPUT_BEFORE = "INPUT_BEFORE"  # what the decoder layer before the cut is called with
     UNROTATED = "UNROTATED"  # the attention of the layer before the cut, if it did not rotate
     MODULES_BEFORE = "MODULES_BEFORE"  # what attention and MLP of the layer before the cut make of what they get
@@ -42,62 +43,12 @@ class Where(enum.StrEnum):
 
 
 class Backend(enum.StrEnum):
-    """Who serves an observable: the Hugging Face engine, vLLM before the language model, vLLM inside it."""
+    """The back end that serves an observable: the Hugging Face engine, vLLM before the language model, vLLM inside
+    it."""
 
     HF = "hf"
     VLLM = "vllm"
     VLLM_IN_LLM = "vllm_in_llm"
-
-
-class SeenAttention(Protocol):
-    """Queries and keys of one attention call, after rotary embedding: `[B, H, Q, Dh]` and `[B, Hkv, K, Dh]`, of which
-    the last Q keys belong to the queries; and values, `[B, Hkv, K, Dv]`, if they were read.
-
-    starts: where packed sequences begin and end, if several share one axis.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor | None
-    starts: Tensor | None
-
-    def keys(self, queries: int) -> Tensor:
-        """Return `[B, queries, Hkv * Dh]`, keys of the last `queries` tokens, heads flattened."""
-
-    def values(self, queries: int) -> Tensor:
-        """Return `[B, queries, Hkv * Dv]`, their values."""
-
-    def value_heads(self, queries: int) -> Tensor:
-        """Return `[B, queries, Hkv, Dv]`, their values, head by head."""
-
-    def rows(self, index: Tensor) -> Tensor:
-        """Return float32 `[B, H, R, K]`, softmax attention of the queries at `index`, long `[B, R]`."""
-
-    def visible(self, index: Tensor) -> Tensor:
-        """Return bool `[B, 1 or H, R, K]`, which keys these queries may attend to."""
-
-    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-        """Return float32 `[B, H, Q]`, the mean attention that each token receives from the queries that are `valid`,
-        bool `[B, Q]`, and see it."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of made-up tokens. counts: tokens of each of S segments, of which the longest has N. text: M text tokens
-    behind each. width: D. heads: H."""
-
-    counts: tuple[int, ...]
-    text: int = 0
-    width: int = 16
-    heads: int = 2
-
-    @property
-    def segments(self) -> int:
-        return len(self.counts)
-
-    @property
-    def tokens(self) -> int:
-        return max(self.counts)
 
 
 class Observable:
@@ -132,7 +83,7 @@ class Observable:
         """Return the value for the visual tokens of `segments`, `[S, N, ...]`. layer: if `by_layer`."""
         raise NotImplementedError(f"{type(self).__name__} does not implement of_visual()")
 
-    def of_text(self, source: TokenSource, text: TextTokens) -> Any:
+    def of_text(self, source: TokenSource, text: TextView) -> Any:
         """Return the value for the text tokens behind each segment, `[S, M, ...]`; raise AttributeError if there is
         none, as here."""
         raise AttributeError(f"the text behind an image has no {self.name!r}")
@@ -156,7 +107,7 @@ class PerToken(Observable):
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         return source.at(self.values(source), segments.position, segments)
 
-    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+    def of_text(self, source: TokenSource, text: TextView) -> Tensor:
         return source.at(self.values(source), text.position, text.segments)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
@@ -182,6 +133,11 @@ class AttentionToTokens(Observable):
         return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
 
 
+def add_up(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape, at least one, holding one at a time."""
+    return reduce(torch.add, parts)
+
+
 class AttentionOfText(Observable):
     """Base of what the attention of a decoder layer pays from the text behind an image, by head."""
 
@@ -197,26 +153,25 @@ class AttentionOfText(Observable):
         found = self._to(source, segments, position, source.slots(segments.position, segments))
         return found.mul_((mask[:, None, :, None] & segments.mask[:, None, None, :]).float())
 
-    def of_text(self, source: TokenSource, text: TextTokens) -> Tensor:
+    def of_text(self, source: TokenSource, text: TextView) -> Tensor:
         """float32 `[S, H, M, M]`, 0 at padding."""
         found = self._to(source, text.segments, text.position, source.slots(text.position, text.segments))
         return found.mul_((text.mask[:, None, :, None] & text.mask[:, None, None, :]).float())
 
-    def weighted(self, source: TokenSource, text: TextTokens, weights: Tensor) -> Tensor:
+    def weighted(self, source: TokenSource, text: TextView, weights: Tensor) -> Tensor:
         """Return float32 `[S, H, N]`, the sum of the text's rows. weights: `[S, M]` or `[S, H, M]`, of each row."""
         weights = weights.float().masked_fill(~(text.mask if weights.ndim == 2 else text.mask[:, None]), 0)
         weights = weights.unsqueeze(1) if weights.ndim == 2 else weights
-        slots, total = source.slots(text.segments.position, text.segments), 0.0
-        for rows, part in self._text_rows(source, text.segments, text.position):
-            total = total + (rows * weights[..., part, None]).sum(2)
-        return total.gather(2, slots[:, None].expand(-1, total.shape[1], -1)).masked_fill(
-            ~text.segments.mask[:, None], 0
-        )
+        slots = source.slots(text.segments.position, text.segments)
+        parts = self._text_rows(source, text.segments, text.position)
+        total = add_up((rows * weights[..., part, None]).sum(2) for rows, part in parts)
+        found = total.gather(2, slots[:, None].expand(-1, total.shape[1], -1))
+        return found.masked_fill(~text.segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return torch.rand(sizes.segments, sizes.heads, sizes.text, sizes.tokens, generator=generator)
 
-    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Any:
         return torch.rand(sizes.segments, sizes.heads, sizes.text, sizes.text, generator=generator)
 
     def _to(self, source: TokenSource, segments: Segments, position: Tensor, slots: Tensor) -> Tensor:

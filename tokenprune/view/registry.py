@@ -80,6 +80,13 @@ def find_observable(name: str) -> Observable | None:
     return _OBSERVABLES.get(name)
 
 
+def observable(name: str) -> Observable:
+    """Return the observable registered under `name`, or under the name that it has in the text behind an image
+    ("text.keys"); raise RegistrationError if there is none."""
+    (found,) = observables_of([need_of(name)])
+    return found
+
+
 def find_observable_of_text(name: str) -> Observable | None:
     """Return the observable that the text behind an image has under `name`, None if there is none."""
     _load()
@@ -124,6 +131,6 @@ def served_by(backend: Backend) -> list[str]:
 
 
 def close_names(name: str) -> str:
-    """Return the start of a sentence that offers observables spelt almost like `name`, empty if none is."""
+    """Return the start of a sentence that offers observables spelled almost like `name`, empty if none is."""
     close = difflib.get_close_matches(name, available_observables(), n=2, cutoff=0.75)
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""

@@ -1,27 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands behind a view of visual tokens: each engine has one of its own."""
+"""The source of a view of visual tokens: each engine has its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from tokenprune.errors import TokenPruneError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenprune.view.observable import Observable, SeenAttention
-    from tokenprune.view.tokens import Patches, Segments, TextTokens, VisualTokens
+    from tokenprune.view.segments import LayerInput, Patches, SeenAttention, Segments, TextView, VisualView
 
 
-@dataclass(frozen=True)
-class LayerInput:
-    """What a decoder layer was called with. hidden: `[B, W, D]`. rotation: (cos, sin), `[B, W, R]` each, or None."""
+class Readable(Protocol):
+    """An observable as a source reads it (see `tokenprune.view.observable.Observable`)."""
 
-    hidden: Tensor
-    rotation: tuple[Tensor, Tensor] | None = None
+    name: ClassVar[str]
+    text_name: ClassVar[str]
+    whole: ClassVar[bool]
+
+    @property
+    def where(self) -> str:
+        """The place where it is observed."""
+
+    @property
+    def backends(self) -> Collection[str]:
+        """The back ends that serve it."""
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Any:
+        """Return its value for visual tokens."""
+
+    def of_text(self, source: TokenSource, text: TextView) -> Any:
+        """Return its value for the text that follows each segment."""
+
+
+class ReadableByRow(Readable, Protocol):
+    """An observable with a row for each token of the text."""
+
+    def weighted(self, source: TokenSource, text: TextView, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the rows."""
 
 
 class TokenSource:
@@ -49,15 +69,15 @@ class TokenSource:
         """Say `text` to the user of this call; see `VisualTokens.note`."""
         raise _refused("where to note something")
 
-    def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
+    def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
         """Return the value of an observable for visual tokens."""
         return seen.of_visual(self, tokens.segments, *layer)
 
-    def read_text(self, seen: Observable, text: TextTokens) -> Any:
+    def read_text(self, seen: Readable, text: TextView) -> Any:
         """Return the value of an observable for the text behind an image."""
         return seen.of_text(self, text)
 
-    def attention_from(self, seen: Any, tokens: VisualTokens, weights: Tensor) -> Tensor:
+    def attention_from(self, seen: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
         """Return the sum of rows of text that `VisualTokens.attention_from` returns. seen: the observable."""
         return seen.weighted(self, tokens.text, weights)
 
@@ -76,7 +96,8 @@ class TokenSource:
         """Return `[S, N, ...]`, the values `[B, W, ...]` of the tokens at `position`, long `[S, N]`."""
         place = self.slots(position, segments) + segments.row_index * values.shape[1]
         # Taking whole rows is much faster than indexing with two tensors.
-        return values.flatten(0, 1).index_select(0, place.flatten()).unflatten(0, place.shape)
+        found: Tensor = values.flatten(0, 1).index_select(0, place.flatten()).unflatten(0, place.shape)
+        return found
 
     def last_slot(self) -> Tensor:
         """Return long `[B, 1]`, the slot of each row's last token that is not padding."""
@@ -108,35 +129,35 @@ class TokenSource:
 
     @property
     def before(self) -> SeenAttention:
-        """What the attention of the layer before the cut saw."""
+        """Queries and keys of the attention of the layer before the cut."""
         raise _refused("the attention of the language model")
 
     @property
     def behind(self) -> SeenAttention:
-        """What the attention of the layer behind the cut would see."""
-        raise _refused("the attention of the layer behind the cut")
+        """Queries and keys that the attention of the layer after the cut would have without the cut."""
+        raise _refused("the attention of the layer after the cut")
 
     @property
     def input_before(self) -> LayerInput:
-        """What the layer before the cut was called with."""
+        """The input of the layer before the cut."""
         raise _refused("what enters the layer before the cut")
 
     @property
     def unrotated(self) -> SeenAttention:
-        """What the attention of the layer before the cut would see without rotary embedding."""
+        """Queries and keys of the layer before the cut as they are without rotary embedding."""
         raise _refused("queries and keys before rotary embedding")
 
     @property
     def transitions(self) -> Tensor:
-        """What attention and MLP of the layer before the cut make of each slot, float32 `[B, W, 2, 2]`: how much longer
-        it gets, and the cosine to what it was."""
+        """The change of each slot by attention and MLP of the layer before the cut, float32 `[B, W, 2, 2]`: the growth
+        of its norm, and the cosine to its input."""
         raise _refused("what the modules of the layer before the cut make of their inputs")
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
         """Return `[S, N, D]`, what entered the decoder of the tokens at `position`, long `[S, N]`."""
         raise _refused("what entered the decoder")
 
-    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+    def of_tower(self, key: tuple[Any, ...], segments: Segments) -> Tensor:
         """Return `[S, N, C]` of what was read in the vision tower, 0 for padding. key: name of the observable, and the
         layer if it is read by layer."""
         raise _refused("the vision tower")

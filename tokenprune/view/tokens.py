@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -14,8 +12,9 @@ import torch
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.ops.transfer import to_device
-from tokenprune.view.observable import Observable
+from tokenprune.view.observable import AttentionOfText, Observable
 from tokenprune.view.registry import TAKEN_NAMES, close_names, find_observable, find_observable_of_text
+from tokenprune.view.segments import Patches, Segments
 from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
@@ -24,75 +23,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Segments:
-    """The visual tokens of a batch, grouped into the pieces that have a budget each (an image, a video, a tile).
+class _OfText:
+    """Types of observables of text; their values come from `TextTokens.__getattr__`."""
 
-    row:      list of int, the batch row of each of the S segments.
-    ordinal:  list of int, index of this segment in its row.
-    counts:   list of int, tokens in each segment; N is the largest.
-    position: long `[S, N]`, position of each token in this call's sequence, ascending; padding repeats position 0.
-    mask:     bool `[S, N]`, False for padding.
-    grids:    list of (frames, height, width) in tokens, or None where a segment is no full grid or this is not known.
-    modality: list of "image" or "video".
-    frames:   list of how many tokens each frame has, in order; tokens behind the last frame are in none. An image is
-              one frame; None for a video of which this is not known, or of which tokens are gone. An empty list tells
-              it of no segment.
-    """
-
-    row: list[int]
-    ordinal: list[int]
-    counts: list[int]
-    position: Tensor
-    mask: Tensor
-    grids: list[tuple[int, int, int] | None]
-    modality: list[str]
-    frames: list[list[int] | None] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def to(self, device: torch.device) -> Segments:
-        """Return the segments with their tensors on `device`."""
-        if self.mask.device == device:
-            return self
-        return dataclasses.replace(self, position=self.position.to(device), mask=self.mask.to(device))
-
-    @cached_property
-    def row_index(self) -> Tensor:
-        """long `[S, 1]`: the batch row of each segment, ready for advanced indexing."""
-        return to_device(self.row, self.position.device)[:, None]
+    hidden: Tensor
+    normed: Tensor
+    keys: Tensor
 
 
-def square_grid(count: int) -> tuple[int, int, int] | None:
-    """Return the grid of a square image of `count` tokens; None if `count` is no square."""
-    side = math.isqrt(count)
-    return (1, side, side) if side * side == count else None
+class _OfVisual:
+    """Types of observables of visual tokens; their values come from `VisualTokens.__getattr__`."""
 
-
-@dataclass(frozen=True)
-class Patches:
-    """Where in the vision tower visual tokens come from; all long `[S, N]`.
-
-    tile:          number of the tile of an image, or of the frame of a video; -1 for what is no patch (newlines, a
-                   class token) and for padding.
-    row, column:   place on the tile's grid of tokens.
-    height, width: size of that grid.
-    size:          patches that a token is made of.
-    tiles:         an int, no tile's number is as large.
-    """
-
-    tile: Tensor
-    row: Tensor
-    column: Tensor
-    height: Tensor
-    width: Tensor
-    size: Tensor
-    tiles: int
+    hidden: Tensor
+    normed: Tensor
+    keys: Tensor
+    last_row_attention: Tensor
+    received_attention: Tensor
+    next_row_attention: Tensor
+    patches: Patches
+    frames: list[list[int]]
+    frame: Tensor
+    place: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class TextTokens:
+class TextTokens(_OfText):
     """The text tokens that follow each segment in its row; M are the most behind any.
 
     mask: bool `[S, M]`; position: long `[S, M]`, in this call's sequence.
@@ -105,11 +60,6 @@ class TextTokens:
     segments: Segments
     _source: TokenSource = field(repr=False)
 
-    if TYPE_CHECKING:
-        hidden: Tensor
-        normed: Tensor
-        keys: Tensor
-
     def __getattr__(self, name: str) -> Any:
         seen = _declared(name, find_observable_of_text, self._source, "the text behind an image")
         value = self._source.read_text(seen, self)
@@ -118,7 +68,7 @@ class TextTokens:
 
 
 @dataclass(frozen=True, eq=False)
-class VisualTokens:
+class VisualTokens(_OfVisual):
     """Visual tokens at the place where a method acts. S segments (images), N tokens in the longest, D model width.
 
     mask:     bool `[S, N]`; False marks the padding of short segments: never keep it, never let it influence a score.
@@ -134,18 +84,6 @@ class VisualTokens:
     segments: Segments
     keep: list[int]
     _source: TokenSource = field(repr=False)
-
-    if TYPE_CHECKING:
-        hidden: Tensor
-        normed: Tensor
-        keys: Tensor
-        last_row_attention: Tensor
-        received_attention: Tensor
-        next_row_attention: Tensor
-        patches: Patches
-        frames: list[list[int]]
-        frame: Tensor
-        place: Tensor
 
     def __getattr__(self, name: str) -> Any:
         seen = _declared(name, find_observable, self._source, "visual tokens")
@@ -184,11 +122,14 @@ class VisualTokens:
         """Return float32 `[S, H, N]`: attention from the text behind each image, the rows of its tokens summed with
         `weights`, `[S, M]` or `[S, H, M]`; memory does not grow with the length of the text. name: "text_attention",
         which the method has to need, or "next_text_attention"."""
-        return self._source.attention_from(_declared(name, find_observable, self._source, "text"), self, weights)
+        seen = _declared(name, find_observable, self._source, "text")
+        if not isinstance(seen, AttentionOfText):
+            raise TokenPruneError(f"{name!r} is no attention of the text: use text_attention or next_text_attention")
+        return self._source.attention_from(seen, self, weights)
 
     @property
     def carry(self) -> Mapping[str, Any]:
-        """What earlier stages of the method remember, by name; to be read only (see `remember`)."""
+        """Values that earlier stages of the method remember, by name; to be read only (see `remember`)."""
         return self._source.carry
 
     def remember(self, name: str, value: Any, per_token: bool | None = None) -> None:

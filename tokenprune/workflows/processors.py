@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from tokenprune.api import _budgets
-from tokenprune.base import Method, Site
+from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import NotPatchedError, OptionError
 from tokenprune.registry import available_methods, build, method_info
@@ -45,7 +45,7 @@ def patch_processor(
             raise OptionError(f"options {', '.join(options)} are ignored by a configured method: set them on it")
     else:
         method = build(method, options)
-    if method.site is not Site.PRE_ENCODER:
+    if not isinstance(method, (ResizeMethod, ImageChooser)):
         fitting = [name for name in available_methods() if method_info(name).site is Site.PRE_ENCODER]
         raise OptionError(
             f"{method.name} acts on the model, not on pixels; a processor can be patched with {', '.join(fitting)}"

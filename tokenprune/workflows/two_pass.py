@@ -111,7 +111,7 @@ def escalate(
         tokens.append(seen.visual_tokens_average)
         margin, entropy = certainty(output.logits)
         full = None if pixels else float(seen.visual_tokens_in)
-    accepted = reason is None and margin >= min_margin and entropy <= max_entropy
+    accepted = margin is not None and entropy is not None and margin >= min_margin and entropy <= max_entropy
     if not accepted:
         output, length, full = _answer(model, processor, images, text, generate_kwargs)
         tokens.append(full)
@@ -155,7 +155,7 @@ def certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
 
 
 def any_detailed(processor: Any, images: Any) -> bool:
-    """Whether one of the images looks like text, or has as much detail as the sharpest tenth of photographs."""
+    """Return True if one of the images looks like text, or has as much detail as the sharpest tenth of photographs."""
     from tokenprune.methods.pixels.dynres import look
     from tokenprune.shapes.token_counts import image_processor_of
     from tokenprune.view.images import InputImage, collect

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from qwen_vocabulary import PLURALS, THINGS
 from tokenprune_demo.backgrounds import BACKGROUNDS, load_photos
-from tokenprune_demo.scenes import COLORS, LARGE, POSITIONS, TINY, WORDS, Item, Question, _sprite
+from tokenprune_demo.scenes import COLORS, LARGE, POSITIONS, TINY, WORDS, Item, SceneQuestion, _sprite
 
 EMOJI = Path(os.environ.get("TOKENPRUNE_EMOJI", "runs/emoji.npz"))
 NAMES = list(THINGS)
@@ -110,7 +110,7 @@ class NativeScene:
     scale: float
     items: list[Item]
     owner: np.ndarray
-    questions: list[Question] = field(default_factory=list)
+    questions: list[SceneQuestion] = field(default_factory=list)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -303,7 +303,7 @@ def quadrant(item: Item, width: int, height: int) -> str:
     return POSITIONS[2 * (y > height / 2) + (x > width / 2)]
 
 
-def ask(scene: NativeScene) -> list[Question]:
+def ask(scene: NativeScene) -> list[SceneQuestion]:
     """Every question that has one clear answer, worded as in `tokenprune_demo.scenes`, and those about things."""
     width, height = scene.size
     groups: dict[str, list[Item]] = {}
@@ -312,7 +312,7 @@ def ask(scene: NativeScene) -> list[Question]:
     out = []
 
     def add(kind: str, text: str, answer: str, items=()) -> None:
-        out.append(Question(kind, text, answer, tuple(i.box for i in items)))
+        out.append(SceneQuestion(kind, text, answer, tuple(i.box for i in items)))
 
     def clear(item: Item) -> bool:
         return clear_of_middle(*item.center, width, height)

@@ -16,8 +16,8 @@ from tokenprune.profiling.kept import keep_in_words
 from tokenprune.profiling.model import Model
 from tokenprune.profiling.patched import patched_by
 from tokenprune.show import contact_sheet, side_by_side
-from tokenprune.show.contact_sheet import Seen
-from tokenprune.spelling import files_of, setting_of, spelt
+from tokenprune.show.contact_sheet import PromptView
+from tokenprune.spelling import canonical_spec, files_of, setting_of
 from tokenprune_bench.app.snippets import LONGEST
 
 REPEATS = 3  # timed runs of each side
@@ -26,7 +26,7 @@ NEW_TOKENS = 4  # that a timed run makes
 
 @dataclass(frozen=True)
 class Asked:
-    """What one setting did.
+    """The answer, timing and drawing of one setting.
 
     spelling: it on one line, as of `spelling`. keep: share of the visual tokens. setting: as `patch(config=...)` takes
     it. seen: what it kept and answered, with its `Stats`. drawing: of that, beside the whole. before: the answer
@@ -36,7 +36,7 @@ class Asked:
     spelling: str
     keep: float
     setting: dict[str, Any]
-    seen: Seen
+    seen: PromptView
     drawing: Image.Image
     before: str
     tokens: int
@@ -54,7 +54,7 @@ class Asked:
 
     @property
     def faster(self) -> float:
-        """How many times as fast the first token comes."""
+        """Speed-up of the time to the first token over the unpatched model."""
         return 1 / self.ttft["ttft_ratio"]["p50"]
 
 
@@ -68,7 +68,7 @@ def checked(text: str, keep: float) -> dict[str, Any]:
         raise OptionError(f"a setting of {len(text)} characters is too long: {LONGEST} at most")
     if files := files_of(text):
         raise OptionError(f"{', '.join(files)}: the page opens no files; use Python for it")
-    setting = setting_of(spelt(text), keep)
+    setting = setting_of(canonical_spec(text), keep)
     read_config(setting)
     return setting
 
@@ -95,7 +95,7 @@ def compare(
     settings = [checked(text, keep) for text in methods]
     if not settings:
         raise OptionError("there is no method: choose one")
-    names, total = [spelt(text) for text in methods], 1 + 2 * len(settings)
+    names, total = [canonical_spec(text) for text in methods], 1 + 2 * len(settings)
     shown = side_by_side.show(
         subject, images, question, names, keep, step=lambda name, done, _: step(done, total, f"{name}: answers")
     )

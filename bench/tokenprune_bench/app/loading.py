@@ -29,7 +29,7 @@ class Loading:
 
     @property
     def over(self) -> bool:
-        """Whether the model is there, or will never be."""
+        """True once loading has ended, with a model or with an error."""
         return self._over.is_set()
 
     def give(self, subject: Model) -> None:

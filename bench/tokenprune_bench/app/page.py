@@ -119,7 +119,7 @@ def launch(page: gr.Blocks, host: str, port: int, open_browser: bool, block: boo
 
 
 def _drawable(video: bool) -> list[str]:
-    """The methods of which something can be drawn, by name."""
+    """Return the names of the methods with something to draw."""
     infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
     return [
         info.name
@@ -139,7 +139,7 @@ def _examples(model: str) -> list[list[Any]]:
 
 
 def _video_examples(folder: Path) -> list[list[Any]]:
-    """A drawn video, as a GIF in the folder, with one of its questions."""
+    """Return a drawn video, as a GIF in the folder, with one of its questions."""
     one = next(one for one in drawn_set("small-videos", 1).questions if one.kind == "change")
     file = folder / "drawn.gif"
     one.frames[0].save(file, save_all=True, append_images=list(one.frames[1:]), duration=400, loop=0)

@@ -38,11 +38,11 @@ from tokenprune_bench.cli.report import show_runs
 
 if TYPE_CHECKING:
     from tokenprune.profiling.model import Model
-    from tokenprune_bench.backend import Backend
+    from tokenprune_bench.backend import BenchBackend
     from tokenprune_bench.data import Data
     from tokenprune_bench.group import Group
     from tokenprune_bench.report.drawing import Wanted
-    from tokenprune_bench.suite import Plan
+    from tokenprune_bench.suite import BenchPlan
     from tokenprune_demo.drawn_sets import DrawnSet
 
 
@@ -139,7 +139,7 @@ def bench(
     from tokenprune_bench.metrics import metric_named
     from tokenprune_bench.report.drawing import Wanted
     from tokenprune_bench.report.runs import finished_run
-    from tokenprune_bench.suite import DEFAULT_IMAGES, Plan
+    from tokenprune_bench.suite import DEFAULT_IMAGES, BenchPlan
     from tokenprune_demo.drawn_sets import drawn_set
 
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
@@ -149,7 +149,7 @@ def bench(
     wanted = Wanted.of(0 if evidence else samples, sample, run, here=backend == "hf")
     metric_named(metric)
     planned = partial(
-        Plan,
+        BenchPlan,
         methods=split_methods(methods),
         keeps=read_keeps(keep),
         images=DEFAULT_IMAGES if limit is None else limit,
@@ -216,8 +216,8 @@ def check_set(
 
 
 def _measure(
-    subject: Model | Backend,
-    plan: Plan,
+    subject: Model | BenchBackend,
+    plan: BenchPlan,
     asked: Data | DrawnSet | None,
     metric: str,
     run: Path | None,

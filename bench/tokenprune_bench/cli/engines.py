@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tokenprune bench` asks: a model in this process, or vLLM."""
+"""The engines of `tokenprune bench`: a model in this process, or vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from tokenprune.profiling.model import Model
-    from tokenprune_bench.backend import Backend
+    from tokenprune_bench.backend import BenchBackend
 
 BACKENDS = ("hf", "vllm")
 
@@ -56,7 +56,7 @@ class Engines:
             if value is not None:
                 raise OptionError(f"--{name} is no option of {how}")
 
-    def open(self, stack: ExitStack, images: int) -> Model | Backend:
+    def open(self, stack: ExitStack, images: int) -> Model | BenchBackend:
         """Return what answers; `stack` ends it. images: the most that a question has."""
         if self.backend == "hf":
             return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)

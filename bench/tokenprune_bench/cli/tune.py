@@ -107,15 +107,15 @@ def tune(
     To share the work: accelerate launch --num_processes N -m tokenprune tune ...
     """
     from tokenprune.config import write_config
-    from tokenprune.spelling import spelt, split_methods
+    from tokenprune.spelling import canonical_spec, split_methods
     from tokenprune_bench.backend import backend_of
     from tokenprune_bench.cli.engines import Engines
     from tokenprune_bench.data import left_out, load_data, read_columns
     from tokenprune_bench.group import joined
     from tokenprune_bench.run_folder import RunFolder, config_of
-    from tokenprune_bench.tuning import Panel, Promise, Search, Tuner, grid
+    from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, grid
+    from tokenprune_bench.tuning.evaluator import tunable_metric
     from tokenprune_bench.tuning.objective import check_objective
-    from tokenprune_bench.tuning.panel import tunable_metric
     from tokenprune_bench.tuning.parts import check_enough
     from tokenprune_bench.tuning.promise import read_share
     from tokenprune_bench.tuning.report import tuned_config
@@ -129,7 +129,7 @@ def tune(
         raise OptionError("--objective throughput is measured with the model in this process: use --backend hf")
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
-    candidates = grid([spelt(one) for one in split_methods(methods)], read_keeps(keep))
+    candidates = grid([canonical_spec(one) for one in split_methods(methods)], read_keeps(keep))
     if not out.parent.is_dir():  # said before the work, not after it
         raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
     if data is None:
@@ -161,19 +161,19 @@ def tune(
         if run is not None:
             search = Search([candidate.setting for candidate in candidates], seed, batch_size, stacks)
             folder = stack.enter_context(RunFolder(run, config_of(asked, search, metric, {"data": about}), group))
-        panel = Panel(asked, questions, metric, batch_size=batch_size, folder=folder, group=group)
+        evaluator = Evaluator(asked, questions, metric, batch_size=batch_size, folder=folder, group=group)
         step = stack.enter_context(show_progress(lines=False)) if group.leads else None
         tuner = Tuner(
-            panel, candidates, promise, seed=seed, repeats=repeats, objective=objective, stacks=stacks, step=step
+            evaluator, candidates, promise, seed=seed, repeats=repeats, objective=objective, stacks=stacks, step=step
         )
         _announce(tuner, len(candidates), group)
         tuning = tuner.run()
     if group.leads:
-        _report(tuning, panel.metric.title, verbose)
+        _report(tuning, evaluator.metric.title, verbose)
     if tuning.choice is None:
         raise typer.Exit(NOTHING)
     if group.leads:
-        write_config(out, tuned_config(tuning, panel, about))
+        write_config(out, tuned_config(tuning, evaluator, about))
         get_console().print(f'written: {out}; tokenprune.patch(model, config="{out}")', markup=False, soft_wrap=True)
 
 

@@ -15,7 +15,7 @@ from tokenprune.base import Site
 from tokenprune.errors import DataError
 from tokenprune.options import fits, in_words, option_types
 from tokenprune.setting import short
-from tokenprune_bench.leaderboard.entry import LEAST_QUESTIONS, LEAST_SEEDS, SCHEMA, Entry, Line
+from tokenprune_bench.leaderboard.entry import LEAST_QUESTIONS, LEAST_SEEDS, SCHEMA, LeaderboardEntry, Line
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.results import MARKS
 from tokenprune_bench.significance import wilson
@@ -24,7 +24,7 @@ _LONGEST = {"by": 80, "note": 300, "model": 120, "data": 120}  # characters
 _NEAR = 1e-5  # numbers are rounded
 
 
-def read_entry(path: Path) -> Entry:
+def read_entry(path: Path) -> LeaderboardEntry:
     """Read and check a file of the leaderboard; raises DataError, with the file's name, for anything wrong."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -41,17 +41,17 @@ def read_entry(path: Path) -> Entry:
     return entry
 
 
-def file_name(entry: Entry) -> str:
+def file_name(entry: LeaderboardEntry) -> str:
     """Return the name of an entry's file: the model, and the digest of its run."""
     return f"{re.sub(r'[^a-z0-9.]+', '-', entry.model.lower()).strip('-.')}-{entry.run}.json"
 
 
-def as_plain(entry: Entry) -> dict[str, Any]:
+def as_plain(entry: LeaderboardEntry) -> dict[str, Any]:
     """Return an entry as JSON has it."""
     return asdict(entry)
 
 
-def check_entry(entry: Entry) -> None:
+def check_entry(entry: LeaderboardEntry) -> None:
     """Raise DataError for an entry whose fields are of another type than they declare, or do not fit together."""
     _check_types(entry)
     for line in entry.lines:
@@ -85,17 +85,17 @@ def check_entry(entry: Entry) -> None:
     _require(not alone, f"at keep {sorted(alone)} there is no line of random to compare with")
 
 
-def _entry(given: Any) -> Entry:
+def _entry(given: Any) -> LeaderboardEntry:
     """Return what a file holds, with a Line for each of its lines; raises DataError where it has other fields."""
     _require(isinstance(given, Mapping), "it must be an object")
     if given.get("schema") != SCHEMA:
         raise DataError(f"its schema is {short(given.get('schema'))}, and this version reads {SCHEMA}")
-    _check_fields(given, Entry, "")
+    _check_fields(given, LeaderboardEntry, "")
     lines = given["lines"]
     _require(isinstance(lines, list), "lines must be a list")
     for number, line in enumerate(lines):
         _check_fields(line, Line, f"line {number}: ")
-    return Entry(**{**given, "lines": [Line(**line) for line in lines]})
+    return LeaderboardEntry(**{**given, "lines": [Line(**line) for line in lines]})
 
 
 def _check_fields(given: Any, cls: type, where: str) -> None:
@@ -105,13 +105,13 @@ def _check_fields(given: Any, cls: type, where: str) -> None:
     _require(not (unknown := sorted(given.keys() - wanted.keys())), f"{where}it has no field {', '.join(unknown)}")
 
 
-def _check_types(one: Entry | Line, where: str = "") -> None:
+def _check_types(one: LeaderboardEntry | Line, where: str = "") -> None:
     for name, hint in option_types(type(one)).items():
         value = getattr(one, name)
         _require(fits(value, hint), f"{where}{name}={short(value)} must be {in_words(hint)}")
 
 
-def _check_line(entry: Entry, line: Line) -> None:
+def _check_line(entry: LeaderboardEntry, line: Line) -> None:
     what = f"{line.method} at {line.keep:g}"
     one = isinstance(line.keep, int) and line.keep == 1
     _require(not one, f"{what}: keep=1 could mean all tokens or a single one: write 1.0 for all of them")
@@ -122,7 +122,7 @@ def _check_line(entry: Entry, line: Line) -> None:
     _check_score(entry, line.score, what)
 
 
-def _check_score(entry: Entry, score: Any, what: str) -> None:
+def _check_score(entry: LeaderboardEntry, score: Any, what: str) -> None:
     """Raise DataError unless a score lies in its interval, which of shares of right answers is Wilson's."""
     _require(len(score) == 3, f"{what}: a score is three numbers, with the ends of its interval")
     value, low, high = score

@@ -45,7 +45,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LeaderboardEntry:
     """A run.
 
     schema: of this file. by: who ran it. note: what else a reader should know. date: when it began. model: its id on
@@ -80,7 +80,9 @@ class Entry:
     lines: Sequence[Line]
 
 
-def entry_of(records: Sequence[Mapping[str, Any]], *, by: str, note: str = "", model: str = "", run: str = "") -> Entry:
+def entry_of(
+    records: Sequence[Mapping[str, Any]], *, by: str, note: str = "", model: str = "", run: str = ""
+) -> LeaderboardEntry:
     """Return the entry of a run, whose own word is taken for it.
 
     records: what `tokenprune bench` wrote, the header first. model: what it shall be called; default: as it calls
@@ -96,7 +98,7 @@ def entry_of(records: Sequence[Mapping[str, Any]], *, by: str, note: str = "", m
     ]
     ((base, theirs),) = (pair for pair in answered if pair[0]["method"] == UNPATCHED)
     rivals = {(one["method"], one["keep"]): answers for one, answers in answered if one["method"] in MARKS}
-    return Entry(
+    return LeaderboardEntry(
         schema=SCHEMA,
         by=by,
         note=note,

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenprune.errors import OptionError, RunError
 from tokenprune_bench.leaderboard.checks import as_plain, check_entry, file_name
-from tokenprune_bench.leaderboard.entry import Entry, entry_of, versions_in
+from tokenprune_bench.leaderboard.entry import LeaderboardEntry, entry_of, versions_in
 from tokenprune_bench.lines import write_whole
 from tokenprune_bench.report.runs import read_runs
 from tokenprune_bench.results import RESULTS, UNPATCHED, read_records
@@ -39,7 +39,7 @@ def add_run(run: Path, to: Path, *, by: str, note: str = "", model: str = "") ->
     return path
 
 
-def read_run(run: Path, *, by: str, note: str = "", model: str = "") -> Entry:
+def read_run(run: Path, *, by: str, note: str = "", model: str = "") -> LeaderboardEntry:
     """Return the checked entry of a run's folder; see `add_run`."""
     config = _config(run)
     records = read_records(run)

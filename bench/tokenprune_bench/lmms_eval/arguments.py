@@ -23,9 +23,9 @@ OURS = ("method", *_BUDGET, *_PASSED)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What `--model_args` say. patch: arguments of `tokenprune.patch`, None for the unpatched model; methods: what it
-    patches with; rest: arguments of the model that is patched."""
+class ModelArguments:
+    """The parsed `--model_args`. patch: arguments of `tokenprune.patch`, None for the unpatched model; methods: those
+    of the patch; rest: arguments of the base model."""
 
     patch: dict[str, Any] | None
     methods: list[Method]
@@ -36,8 +36,8 @@ class Setting:
         return any(method.site is Site.PRE_ENCODER for method in self.methods)
 
 
-def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anything: bool = False) -> Setting:
-    """Return the `Setting` that arguments, without `base`, describe.
+def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anything: bool = False) -> ModelArguments:
+    """Return the `ModelArguments` that arguments, without `base`, describe.
 
     accepted: names of the arguments that the base takes; a name that an option has too is the base's argument, and
     `method.option=...` the option. anything: whether the base may take others as well.
@@ -64,14 +64,14 @@ def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anythi
             raise OptionError(_unknown(name, names, base, accepted))
     passed = {name: ours[name] for name in _PASSED if name in ours}
     if "config" in ours:
-        return Setting(passed, read_config(ours["config"]).steps()[0], rest)
+        return ModelArguments(passed, read_config(ours["config"]).steps()[0], rest)
     if not names:
-        return Setting(None, [], rest)
+        return ModelArguments(None, [], rest)
     budget = _budget(ours)
     layer = parse({"method": [{"method": name, **options[name]} for name in names]} | budget, "--model_args")
     budgets = layer.budgets()
     methods = layer.with_files().methods()
-    return Setting({"method": methods} | ({"keep": budgets} if budget else {}) | passed, methods, rest)
+    return ModelArguments({"method": methods} | ({"keep": budgets} if budget else {}) | passed, methods, rest)
 
 
 def _names(ours: dict[str, Any]) -> list[str]:
@@ -132,5 +132,5 @@ def _unknown(name: str, methods: list[str], base: str, accepted: Collection[str]
     options = [field.name for method in methods for field in fields(method_class(method))]
     close = difflib.get_close_matches(name, [*OURS, *options, *accepted], n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    told = f"options of {'+'.join(methods)} are {', '.join(options) or '(none)'}; " if methods else ""
-    return f"there is no argument {name!r}: {hint}{told}{base} takes {', '.join(sorted(accepted))}"
+    own = f"options of {'+'.join(methods)} are {', '.join(options) or '(none)'}; " if methods else ""
+    return f"there is no argument {name!r}: {hint}{own}{base} takes {', '.join(sorted(accepted))}"

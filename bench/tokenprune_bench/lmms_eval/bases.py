@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of lmms-eval's own models can be patched: those that generate with a model of transformers that we support.
+"""The models of lmms-eval that can be patched: those that generate with a model of transformers that we support.
 
 docs/lmms-eval.md has them as a table; tests_lmms/test_bases.py runs each that is tested, and compares the table.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's calls of `generate` cost, as numbers that lmms-eval can put into its results."""
+"""Costs of a model's calls of `generate`, as numbers that lmms-eval can put into its results."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ class Tally:
         """
         requests = max(1, self.requests)
         names = ("visual_tokens_in", "visual_tokens_out", "visual_tokens_average", "kv_bytes")
-        told = {name: getattr(self.stats, name) / requests for name in names}
+        record = {name: getattr(self.stats, name) / requests for name in names}
         if shares:
-            told["kv_bytes_full"] = self.stats.kv_bytes_full / requests
-            told["keep_ratio"] = self.stats.keep_ratio
-            told["prefill_flops_ratio"] = self.stats.prefill_flops_ratio
+            record["kv_bytes_full"] = self.stats.kv_bytes_full / requests
+            record["keep_ratio"] = self.stats.keep_ratio
+            record["prefill_flops_ratio"] = self.stats.prefill_flops_ratio
         if self.calls:
-            told["overhead_ms"] = self.stats.overhead_ms / self.calls
-            told["ttft_ms"] = statistics.fmean(self.ttft_ms)
-            told["ttft_ms_p50"] = statistics.median(self.ttft_ms)
-        return told | {"measured_requests": self.requests, "generate_calls": self.calls, "failed_calls": self.failed}
+            record["overhead_ms"] = self.stats.overhead_ms / self.calls
+            record["ttft_ms"] = statistics.fmean(self.ttft_ms)
+            record["ttft_ms_p50"] = statistics.median(self.ttft_ms)
+        return record | {"measured_requests": self.requests, "generate_calls": self.calls, "failed_calls": self.failed}
 
 
 class _Watch(Attachable):
@@ -110,8 +110,8 @@ class _Watch(Attachable):
     def first_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._first is None:
             _wait(output.logits)
-            told = time.perf_counter()
-            self._first = (told - self._begin, count_bytes(getattr(output, "past_key_values", None), 0)[0])
+            record = time.perf_counter()
+            self._first = (record - self._begin, count_bytes(getattr(output, "past_key_values", None), 0)[0])
 
     def _note(self, ids: torch.Tensor, kwargs: dict[str, Any], output: Any, seconds: float) -> None:
         rows, length = ids.shape
@@ -133,7 +133,7 @@ class _Watch(Attachable):
 
 
 def _wait(tensor: torch.Tensor) -> None:
-    """A GPU runs behind the host: let it catch up before the clock is read."""
+    """Wait until a GPU has caught up with the host, before the clock is read."""
     if tensor.device.type == "cuda":
         torch.cuda.synchronize(tensor.device)
 

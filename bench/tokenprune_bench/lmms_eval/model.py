@@ -52,7 +52,8 @@ class Measured:
         return answers
 
     def _log(self, tallies: dict[str, Tally], timed: bool) -> None:
-        """timed: whether the base has told lmms-eval of its time and tokens already; they are summed there."""
+        """Log the tallies. timed: True if the base has reported its time and tokens to lmms-eval already; they are
+        summed there."""
         total = Tally.total(list(tallies.values()))
         numbers = total.numbers(self._shares)
         if len(tallies) > 1:
@@ -63,7 +64,8 @@ class Measured:
 
 
 class TokenPrune(lmms):
-    """What lmms-eval finds under the name `tokenprune`; the model it makes is a subclass of the base's class."""
+    """The model class that lmms-eval finds under the name `tokenprune`; the instance is a subclass of the base's
+    class."""
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> lmms:
@@ -141,8 +143,8 @@ def _base_class(base: str | None, force_simple: bool) -> type:
 
 
 def _parameters(cls: type) -> tuple[set[str], bool]:
-    """The names that a class's constructor takes, handed on to those above it or not, and whether it may take others.
-    lmms-eval's own say that they do, and then refuse them without a name."""
+    """Return the names that a class's constructor takes, handed on to its bases or not, and True if it accepts others.
+    lmms-eval's own accept others, and then refuse them without a name."""
     named: set[str] = set()
     for one in (each for each in cls.__mro__ if "__init__" in vars(each)):
         parameters = list(inspect.signature(one.__init__).parameters.values())[1:]

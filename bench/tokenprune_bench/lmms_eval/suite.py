@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our tasks for lmms-eval call: the held-out questions of the package, as `tokenprune bench` asks them."""
+"""Functions of our lmms-eval tasks: the held-out questions of the package, as `tokenprune bench` asks them."""
 
 from __future__ import annotations
 

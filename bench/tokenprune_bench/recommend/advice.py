@@ -34,18 +34,18 @@ NONE = "no evidence: `tune` on your questions"
 class Evidence:
     """A piece of evidence for a setting, or against it.
 
-    kind: "published", "measured by us" or "closed form". told: the number, in words. source: where it stands. about:
+    kind: "published", "measured by us" or "closed form". figure: the number, in words. source: where it stands. about:
     "accuracy" or "time". grade: "strong", "weak", or "" for a closed form.
     """
 
     kind: str
-    told: str
+    figure: str
     source: str
     about: str = "time"
     grade: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.grade and f', {self.grade}'}: {self.told} ({self.source})"
+        return f"{self.kind}{self.grade and f', {self.grade}'}: {self.figure} ({self.source})"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def grade(one: dict[str, Any], size: float) -> str:
 
 
 def _evidence(one: dict[str, Any], size: float) -> Evidence:
-    return Evidence(one["kind"], one["told"], one["source"], one["about"], grade(one, size))
+    return Evidence(one["kind"], one["figure"], one["source"], one["about"], grade(one, size))
 
 
 @cache

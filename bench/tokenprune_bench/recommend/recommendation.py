@@ -186,12 +186,12 @@ def _is_served(config: Any) -> bool:
 def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
     before, after = cost.cost(load), cost.predict(load, *Config(row.setting).steps())
     parts = "tower and decoder" if cost.tower is not None else "the decoder"
-    told = (
+    figure = (
         f"prefill x{before.flops / after.flops:.2f} as fast by FLOPs of {parts}, KV cache "
         f"{after.cache / before.cache:.0%}, with {load.visual} visual tokens and {load.text} of text; choosing not "
         "counted"
     )
-    return Evidence("closed form", told, f"the config of this {family}")
+    return Evidence("closed form", figure, f"the config of this {family}")
 
 
 def _why_not(row: Advice, config: Any) -> str | None:

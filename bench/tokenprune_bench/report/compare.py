@@ -21,7 +21,7 @@ def same_questions(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def same_machine(runs: Sequence[Run]) -> bool:
-    """Whether times of these runs can be compared."""
+    """Return True if times of these runs can be compared."""
     machines = [run.results.header["environment"] for run in runs]
     return (
         len({tuple(str(one.get(name)) for name in ("device", "machine", "cores", "threads")) for one in machines}) == 1

@@ -32,7 +32,7 @@ Step = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which questions are drawn. numbers: these; () for the `count` on which the methods disagree most."""
+    """The questions to draw. numbers: these; () for the `count` on which the methods disagree most."""
 
     count: int = COUNT
     numbers: tuple[int, ...] = ()
@@ -159,7 +159,7 @@ def _entry(
 ) -> dict[str, Any]:
     """Everything about a question but the drawings."""
 
-    def told(method: str, seed: int | None) -> dict[str, Any]:
+    def entry_of(method: str, seed: int | None) -> dict[str, Any]:
         line = answers[method, seed, number]
         return {"method": method, "seed": seed, "prediction": line["prediction"], "score": line["score"]}
 
@@ -168,8 +168,8 @@ def _entry(
         "kind": question.kind,
         "text": question.question,
         "answers": list(question.answers),
-        **told(UNPATCHED, None),
-        "methods": [told(record["method"], seed) for record, seed in methods],
+        **entry_of(UNPATCHED, None),
+        "methods": [entry_of(record["method"], seed) for record, seed in methods],
     }
     return json.loads(json.dumps(entry))
 
@@ -177,7 +177,7 @@ def _entry(
 def _drawable(
     entry: dict[str, Any], methods: Sequence[tuple[dict[str, Any], int | None]]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The setting of the unpatched model and of each method, with the entry that its drawing fills."""
+    """Return the setting of the unpatched model and of each method, with the entry that its drawing fills."""
     pairs = zip(methods, entry["methods"], strict=True)
     return [({"method": UNPATCHED}, entry), *((_setting(record, seed), each) for (record, seed), each in pairs)]
 
@@ -237,7 +237,7 @@ def _look(subject: Model, question: Any, setting: dict[str, Any]) -> tuple[Image
 
 
 def _answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tuple, dict[str, Any]]:
-    """The lines of the predictions by method, seed and question."""
+    """Return the lines of the predictions by method, seed and question."""
     lines = (line for line, _ in read_lines(path) if line["question"] in numbers)
     return {
         (line["method"], line["seed"], line["question"]): line
@@ -247,7 +247,7 @@ def _answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tupl
 
 
 def _before(folder: Path) -> dict[str, Any]:
-    """What an earlier run drew; a damaged file is drawn anew."""
+    """Return the drawings of an earlier run; a damaged file is drawn anew."""
     try:
         data = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -256,7 +256,7 @@ def _before(folder: Path) -> dict[str, Any]:
 
 
 def _is_drawn(folder: Path, known: Any, entry: dict[str, Any]) -> bool:
-    """Whether `known` is this entry with its drawings."""
+    """Return True if `known` is this entry with its drawings."""
     if not isinstance(known, dict) or not isinstance(known.get("methods"), list):
         return False
     for theirs, ours in zip([known, *known["methods"]], [entry, *entry["methods"]], strict=False):

@@ -108,8 +108,8 @@ def _joint(
     return pareto(title, x_title, scored(runs[0].results), series, parts=parts)
 
 
-def _point(row: Row, x: float, told: str, label: str = "") -> Point:
+def _point(row: Row, x: float, cost: str, label: str = "") -> Point:
     name = f"{label}{row.method}" + ("" if row.method == UNPATCHED else f" {row.keep:g}")
     share = row.overall
-    text = f"{name}: {100 * share.value:.1f} [{100 * share.low:.1f}–{100 * share.high:.1f}] at {told}"
+    text = f"{name}: {100 * share.value:.1f} [{100 * share.low:.1f}–{100 * share.high:.1f}] at {cost}"
     return Point(x, 100 * share.value, 100 * share.low, 100 * share.high, name, text)

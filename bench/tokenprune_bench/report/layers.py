@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many visual tokens each decoder layer sees: a small plot for each keep, and the same in words."""
+"""Visual tokens at each decoder layer: a small plot for each keep, and the same in words."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tokenprune_bench.results import UNPATCHED, Results, Row
 
 @dataclass(frozen=True)
 class Layers:
-    """The curves of one keep. told: the methods that share a curve, the curve in words, its look."""
+    """The curves of one keep. curves_in_words: the methods that share a curve, the curve in words, its look."""
 
     plot: Plot
-    told: tuple[tuple[str, str, Style], ...]
+    curves_in_words: tuple[tuple[str, str, Style], ...]
 
 
 def layer_plots(results: Results, style: Callable[[str], Style]) -> list[Layers]:
@@ -39,16 +39,16 @@ def layer_plots(results: Results, style: Callable[[str], Style]) -> list[Layers]
         series = [(style(UNPATCHED), whole), *zip(styles, same, strict=True)]
         asked = "target" if results.equal_cost else "keep"
         title = f"{asked} {keep:g}" if keep <= 1 and isinstance(keep, float) else f"{asked} {keep:g} tokens"
-        told = tuple(
-            (", ".join(methods), _told(values), look)
+        curves_in_words = tuple(
+            (", ".join(methods), _in_words(values), look)
             for look, (values, methods) in zip(styles, same.items(), strict=True)
         )
-        made.append(Layers(curves(title, "visual tokens of a question", series, top), told))
+        made.append(Layers(curves(title, "visual tokens of a question", series, top), curves_in_words))
     return made
 
 
 def _shared(styles: list[Style]) -> Style:
-    """The look of the first, lit up with any of them."""
+    """Return the look of the first, lit up with any of them."""
     return replace(styles[0], tags=" ".join(look.tags for look in styles))
 
 
@@ -56,7 +56,7 @@ def _per_layer(row: Row) -> tuple[float, ...]:
     return tuple(round(value / row.questions, 1) for value in row.stats.get("visual_tokens_per_layer") or ())
 
 
-def _told(values: tuple[float, ...]) -> str:
+def _in_words(values: tuple[float, ...]) -> str:
     """Return "256 in layers 1–2, 64 in 3–6"."""
     parts, start = [], 1
     for value, group in itertools.groupby(round(value) for value in values):

@@ -24,19 +24,19 @@ from tokenprune_bench.report.layers import Layers, layer_plots
 from tokenprune_bench.report.plots import Plot, Style
 from tokenprune_bench.report.runs import Run
 from tokenprune_bench.report.styles import Styles
-from tokenprune_bench.report.verdict import Verdict, find_verdicts
+from tokenprune_bench.report.verdict import RunVerdict, find_verdicts
 from tokenprune_bench.report.warnings import RunWarning, find_warnings
 from tokenprune_bench.results import UNPATCHED, Results
 from tokenprune_bench.tables import Table, tables
 
 
 @dataclass(frozen=True)
-class Part:
-    """What the page says of one run. notes: about its plots. graded: whether answers have scores between right and
+class RunSection:
+    """The section of the page on one run. notes: about its plots. graded: True if answers have scores between right and
     wrong."""
 
     run: Run
-    verdicts: list[Verdict]
+    verdicts: list[RunVerdict]
     facts: list[tuple[str, str]]
     warnings: list[RunWarning]
     plots: list[Plot]
@@ -80,11 +80,11 @@ def make_page(runs: Sequence[Run]) -> str:
     )
 
 
-def _part(run: Run, styles: Styles) -> Part:
+def _part(run: Run, styles: Styles) -> RunSection:
     results = run.results
     config = {name: value for name, value in results.header.items() if name != "kind_of_question"}
     plots = [plot for plot in (fronts.against_tokens(run, styles), fronts.against_ttft(run, styles)) if plot]
-    return Part(
+    return RunSection(
         run=run,
         verdicts=find_verdicts(results),
         facts=_facts(results),

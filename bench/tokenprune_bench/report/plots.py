@@ -33,7 +33,7 @@ _STAR = "M0-7.5L2-2.4L7.1-2.3L3.1.9L4.4 6L0 3.1L-4.4 6L-3.1.9L-7.1-2.3L-2-2.4Z"
 
 @dataclass(frozen=True)
 class Style:
-    """How a series looks.
+    """The look of a series.
 
     css: the class with its colour. path: of its marker. tags: by which it is highlighted, in plots, legends and tables.
     dashed: whether its line is. marker, colour: what matplotlib calls them.
@@ -110,7 +110,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnPlot:
     """A series, drawn. line: points of a polyline, "" for none."""
 
     style: Style
@@ -129,7 +129,7 @@ class Label:
 
 @dataclass
 class Plot:
-    """What the template draws. left, right, top, bottom: edges of the area of the data."""
+    """The arguments of the template. left, right, top, bottom: edges of the area of the data."""
 
     title: str
     x_title: str
@@ -143,12 +143,12 @@ class Plot:
     css: str = ""
     x_ticks: list[Tick] = field(default_factory=list)
     y_ticks: list[Tick] = field(default_factory=list)
-    series: list[Drawn] = field(default_factory=list)
+    series: list[DrawnPlot] = field(default_factory=list)
     front: str = ""  # the path of the Pareto front
     steps: list[tuple[Style, str]] = field(default_factory=list)  # further fronts, of parts of the series
     guide: float | None = None  # the place of a vertical line
     labels: list[Label] = field(default_factory=list)
-    told: list[tuple[str, Style]] = field(default_factory=list)  # the front in words
+    front_in_words: list[tuple[str, Style]] = field(default_factory=list)  # the front in words
 
 
 def front_of(points: Sequence[Point]) -> list[int]:
@@ -207,11 +207,11 @@ def pareto(
             Mark(x(point.x), y(point.y), y(point.low), y(point.high), point.text, id(point) in on_front)
             for point in ordered
         )
-        plot.series.append(Drawn(one.style, line, marks))
+        plot.series.append(DrawnPlot(one.style, line, marks))
     plot.front = _stairs(plot, [(x(points[index].x), y(points[index].y)) for index in front])
     for style, own in parts:
         plot.steps.append((style, _stairs(plot, [(x(own[index].x), y(own[index].y)) for index in front_of(own)])))
-    plot.told = [(points[index].text, flat[index][0].style) for index in front]
+    plot.front_in_words = [(points[index].text, flat[index][0].style) for index in front]
     spots = [(mark.x, mark.y) for drawn in plot.series for mark in drawn.marks]
     wanted = [(x(points[i].x), y(points[i].y), points[i].name, flat[i][0].style.tags) for i in front]
     plot.labels = _labels(plot, wanted, spots)
@@ -227,7 +227,7 @@ def curves(title: str, y_title: str, series: Sequence[tuple[Style, Sequence[floa
     plot.x_ticks = [Tick(x(layer - 0.5), f"{layer}") for layer in range(1, layers + 1) if (layer - 1) % every == 0]
     for style, values in series:
         line = " ".join(f"{x(n)},{y(value)} {x(n + 1)},{y(value)}" for n, value in enumerate(values))
-        plot.series.append(Drawn(style, line, ()))
+        plot.series.append(DrawnPlot(style, line, ()))
     return plot
 
 

@@ -32,7 +32,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What heads its part of a report."""
+        """The heading of this run's section in a report."""
         return f"{self.label}: {self.name}" if self.label else self.model
 
 
@@ -72,6 +72,6 @@ def finished_run(records: Sequence[dict[str, Any]], folder: Path | None) -> Run:
 
 
 def _label(number: int) -> str:
-    """A to Z, then A2, B2 ..."""
+    """Return A to Z, then A2, B2 ..."""
     letter, again = chr(ord("A") + number % 26), number // 26
     return f"{letter}{again + 1}" if again else letter

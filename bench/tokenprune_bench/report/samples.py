@@ -22,7 +22,7 @@ _MOST_PIXELS, _MOST_BYTES = 2**24, 2**22
 
 
 @dataclass(frozen=True)
-class InputImage:
+class QuestionImage:
     """uri: the image itself, as a data: URI. width, height: in pixels."""
 
     uri: str
@@ -31,15 +31,15 @@ class InputImage:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What one method did with the question. image: with its kept patches, None where `note` says why not. kept: its
+class DrawnAnswer:
+    """The result of one method on the question. image: with its kept patches, None where `note` says why not. kept: its
     visual tokens after pruning. score: of the answer that the run counted."""
 
     method: str
     prediction: str
     score: float
     kept: int | None
-    image: InputImage | None
+    image: QuestionImage | None
     note: str
 
 
@@ -54,9 +54,9 @@ class Sample:
     tokens: int | None
     prediction: str
     score: float
-    image: InputImage | None
+    image: QuestionImage | None
     note: str
-    drawn: tuple[Drawn, ...]
+    drawn: tuple[DrawnAnswer, ...]
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def _sample(folder: Path, entry: Mapping[str, Any]) -> Sample:
     )
 
 
-def _drawn(folder: Path, entry: Mapping[str, Any]) -> Drawn:
+def _drawn(folder: Path, entry: Mapping[str, Any]) -> DrawnAnswer:
     image, note = _image(folder, entry)
-    return Drawn(
+    return DrawnAnswer(
         str(entry["method"]), str(entry["prediction"]), float(entry["score"]), _count(entry["kept"]), image, note
     )
 
@@ -115,7 +115,7 @@ def _count(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _image(folder: Path, entry: Mapping[str, Any]) -> tuple[InputImage | None, str]:
+def _image(folder: Path, entry: Mapping[str, Any]) -> tuple[QuestionImage | None, str]:
     """Return the image that an entry names, and the words to show in its place or below it."""
     name, note = entry["image"], str(entry["note"])
     if name is None:
@@ -134,4 +134,4 @@ def _image(folder: Path, entry: Mapping[str, Any]) -> tuple[InputImage | None, s
             size = image.size
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None, "this image cannot be read"
-    return InputImage(f"data:image/webp;base64,{base64.b64encode(data).decode()}", *size), note
+    return QuestionImage(f"data:image/webp;base64,{base64.b64encode(data).decode()}", *size), note

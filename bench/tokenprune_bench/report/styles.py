@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which colour and marker a method has: the same in every plot, legend and table of a page."""
+"""The colour and marker of each method: the same in every plot, legend and table of a page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run comes to: the setting that costs least and loses no more than so many points, and how sure that is."""
+"""The verdict on a run: the setting that costs least within an allowed loss, and the certainty of that."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _EPSILON = 1e-9  # 0.9 - 0.91 < -0.01 in floating point
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What to take where so many points may be lost.
+class RunVerdict:
+    """The recommended setting for one allowed loss in points.
 
     points: that may be lost. row: the setting that costs least, None where each loses more. title: the question that
     is answered. answer: the setting, in words. facts: what it costs and scores, by name. doubt: what the interval
@@ -37,11 +37,11 @@ class Verdict:
     @property
     def line(self) -> str:
         """All but the remarks, on one line."""
-        told = ", ".join(f"{name} {text}" for name, text in self.facts)
-        return f"{self.title}: {self.answer}{f': {told}.' if told else ''} {self.doubt}".rstrip()
+        facts = ", ".join(f"{name} {text}" for name, text in self.facts)
+        return f"{self.title}: {self.answer}{f': {facts}.' if facts else ''} {self.doubt}".rstrip()
 
 
-def find_verdicts(results: Results) -> list[Verdict]:
+def find_verdicts(results: Results) -> list[RunVerdict]:
     """Return what to take where one point may be lost, and where three may; none where nothing was scored.
 
     The cheapest setting has the fewest visual tokens, averaged over the decoder's layers; of those within a hundredth
@@ -52,18 +52,18 @@ def find_verdicts(results: Results) -> list[Verdict]:
     return [] if results.evidence_only else [_verdict(results, rows, points) for points in POINTS]
 
 
-def _verdict(results: Results, rows: list[Row], points: int) -> Verdict:
+def _verdict(results: Results, rows: list[Row], points: int) -> RunVerdict:
     allowed = f"{points} point{'s'[: points > 1]}"
     title = f"Best at ≤ {allowed} lost"
     if not rows:
-        return Verdict(points, None, title, "nothing was run that leaves out visual tokens")
+        return RunVerdict(points, None, title, "nothing was run that leaves out visual tokens")
     if unknown := _nothing_to_say(results.baseline):
-        return Verdict(points, None, title, f"nothing can be said: {unknown}")
+        return RunVerdict(points, None, title, f"nothing can be said: {unknown}")
     within = [row for row in rows if _lost(row) <= points / 100 + _EPSILON]
     if not within:
         least = min(rows, key=lambda row: (round(_lost(row), 9), row.tokens_average))
         facts = (_score(results, least), ("visual tokens", _tokens(results, least)))
-        return Verdict(points, None, title, f"none; {_place(results, least)} loses least", facts)
+        return RunVerdict(points, None, title, f"none; {_place(results, least)} loses least", facts)
     best = _cheapest(results, within)
     facts = (
         _score(results, best),
@@ -72,7 +72,7 @@ def _verdict(results: Results, rows: list[Row], points: int) -> Verdict:
         ("KV cache", _kv(best)),
     )
     remarks = (*_rivals(results, best, rows), *_flaws(results, best))
-    return Verdict(points, best, title, _place(results, best), facts, _doubt(results, best, within, points), remarks)
+    return RunVerdict(points, best, title, _place(results, best), facts, _doubt(results, best, within, points), remarks)
 
 
 def _nothing_to_say(base: Row) -> str:
@@ -105,13 +105,13 @@ def _doubt(results: Results, best: Row, within: list[Row], points: int) -> str:
 
 
 def _shown(row: Row, points: int) -> bool:
-    """Whether the whole interval of the loss is within, and there are questions enough: where no answer of n changes,
-    the interval has no width, and yet as many as 3 / n of all answers may change (the rule of three)."""
+    """Return True if the whole interval of the loss is within, and there are questions enough: where no answer of n
+    changes, the interval has no width, and yet as many as 3 / n of all answers may change (the rule of three)."""
     return row.versus[UNPATCHED].low >= -points / 100 - _EPSILON and 3 / row.questions <= points / 100 + _EPSILON
 
 
 def _rivals(results: Results, best: Row, rows: list[Row]) -> Iterator[str]:
-    """Yield which settings that cost the same, or less, are not told apart from the best."""
+    """Yield the settings that cost no more and do not differ significantly from the best."""
     ours, names = results.answers[best.method, best.keep], []
     most = best.tokens_average + ALIKE * results.baseline.tokens_average
     for row in sorted(rows, key=_lost):
@@ -121,7 +121,7 @@ def _rivals(results: Results, best: Row, rows: list[Row]) -> Iterator[str]:
                 names.append(_place(results, row))
     if names:
         more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
-        yield f"Not told apart from it, and no dearer: {', '.join(names[:_NAMED])}{more}."
+        yield f"Not significantly different from it, and no dearer: {', '.join(names[:_NAMED])}{more}."
 
 
 def _flaws(results: Results, best: Row) -> Iterator[str]:
@@ -135,8 +135,8 @@ def _flaws(results: Results, best: Row) -> Iterator[str]:
     fallen = [kind for kind, share in best.kinds.items() if share.collapsed]
     if fallen:
         base = results.baseline.kinds
-        told = (f"{kind} {100 * base[kind].value:.0f} → {100 * best.kinds[kind].value:.0f} %" for kind in fallen)
-        yield f"Lost whatever the mean says: {', '.join(told)}."
+        shares = (f"{kind} {100 * base[kind].value:.0f} → {100 * best.kinds[kind].value:.0f} %" for kind in fallen)
+        yield f"Lost whatever the mean says: {', '.join(shares)}."
     if best.ttft_ratio is not None and busy_load(results):
         yield "The machine was busy while times were taken: do not rely on this one."
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader of a benchmark must not overlook, in words."""
+"""Warnings that a reader of a benchmark must not overlook, in words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IN_TABLES = ("busy", "skipped-methods", "skipped-rows")
 
 
 class Level(IntEnum):
-    """How bad it is; the worst come first."""
+    """The severity of a warning; the worst come first."""
 
     BAD = 0
     CAUTION = 1
@@ -130,8 +130,8 @@ def _collapsed(base: Row, rows: list[Row]) -> Iterator[RunWarning]:
             lost = [kind for kind, share in row.kinds.items() if share.collapsed and kind in mine]
             if lost:
                 falls = [(kind, 100 * base.kinds[kind].value, 100 * row.kinds[kind].value) for kind in lost]
-                told = ", ".join(f"{kind} {before:.0f} → {after:.0f} %" for kind, before, after in falls)
-                items.append(f"{_place(row)}: {told}")
+                shares = ", ".join(f"{kind} {before:.0f} → {after:.0f} %" for kind, before, after in falls)
+                items.append(f"{_place(row)}: {shares}")
         if items:
             yield RunWarning(code, Level.BAD, title, text, tuple(items))
 

@@ -53,7 +53,7 @@ def p_value(drops: np.ndarray, limit: float, level: float) -> float:
 
 
 def is_below(drops: np.ndarray, limit: float, level: float) -> bool:
-    """Whether the mean drop is shown to be below `limit`; wrong with a probability of at most `level`."""
+    """Return True if the mean drop is shown to be below `limit`; wrong with a probability of at most `level`."""
     return p_value(drops, limit, level) * _TARGET <= level
 
 

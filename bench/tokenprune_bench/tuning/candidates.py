@@ -28,7 +28,7 @@ class Candidate:
 
     @classmethod
     def of(cls, setting: Mapping[str, Any]) -> Candidate:
-        """Raises what `Config.steps` raises for a setting that cannot be built."""
+        """Return the candidate of a setting; raise what `Config.steps` raises for a setting that cannot be built."""
         Config(dict(setting)).steps()
         return cls(json.dumps(setting))
 

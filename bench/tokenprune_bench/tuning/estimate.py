@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the search may expect of a candidate, and which candidates are worth more questions, or a test."""
+"""Estimates of candidates: the savings the search may expect, and the candidates worth more questions or a test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tuner makes small: a share of what the unpatched model spends on the same questions."""
+"""The objective of the tuner: a share of the cost of the unpatched model on the same questions."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def shares(
     """Return what a setting spends for each objective, as a share of the unpatched model's; those of `TIMED` only where
     they were measured.
 
-    cost: `bench.cost.record`. timing: of `Panel.time`. predicted: of `Panel.predict`, for what the tower spends: the
-    back end counts the decoder alone.
+    cost: `bench.cost.record`. timing: of `Evaluator.time`. predicted: of `Evaluator.predict`, for the tower's
+    share: the back end counts the decoder alone.
     """
     known = {
         "tokens": cost["visual_tokens_average"] / max(1, cost["visual_tokens_in"]),

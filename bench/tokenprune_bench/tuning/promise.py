@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tuner has to keep: how much accuracy may go, how sure that must be, how fast it must get."""
+"""The promise of the tuner: the accuracy that may be lost, the certainty of that, and the speed to reach."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Promise:
 
     @property
     def questions_needed(self) -> int:
-        """How many held-out questions it takes at least: if not a single answer changes."""
+        """The least number of held-out questions that can prove the promise, if not a single answer changes."""
         return questions_needed(self.max_drop, self.level)
 
     def ttft_limit(self) -> tuple[float, str]:
@@ -54,7 +54,7 @@ class Promise:
         return float(found[1]), {"x": "ratio", "ms": "ms"}[found[2]]
 
     def reached(self, timing: dict[str, Any]) -> bool:
-        """Whether a timing (of `bench.timing.compare`) reaches `target_ttft`, by its median."""
+        """Return True if a timing (of `bench.timing.compare`) reaches `target_ttft`, by its median."""
         limit, what = self.ttft_limit()
         return timing[f"ttft_{what}"]["p50"] <= limit
 

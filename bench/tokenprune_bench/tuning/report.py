@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tuner found, in words, as tables for people and as a configuration for `patch`."""
+"""The result of a tuner in words, as tables for people and as a configuration for `patch`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tokenprune.config import Config
 from tokenprune.profiling.kept import keep_in_words, percent
 from tokenprune_bench.tables import Cell, Table
 from tokenprune_bench.tuning.betting import LIKELY
+from tokenprune_bench.tuning.evaluator import Evaluator
 from tokenprune_bench.tuning.objective import MAX_SPREAD, TITLES, WORK, shares, spread
-from tokenprune_bench.tuning.panel import Panel
 from tokenprune_bench.tuning.promise import points
 from tokenprune_bench.tuning.trial import COLLAPSE, Trial, Tuning
 
 
-def tuned_config(tuning: Tuning, panel: Panel, data: dict[str, Any]) -> Config:
+def tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> Config:
     """Return the choice with what is promised of it; there must be one. data: name and digest of the questions."""
     choice, promise = tuning.choice, tuning.promise
-    env = panel.environment
+    env = evaluator.environment
     model = {"name": env["model"], "type": env["model_type"]}
     if "engine" not in env:  # what vLLM loaded cannot be compared with a model of transformers
-        model["fingerprint"] = panel.backend.fingerprint()
+        model["fingerprint"] = evaluator.backend.fingerprint()
     return Config(
         choice.candidate.setting,
         {
@@ -35,7 +35,7 @@ def tuned_config(tuning: Tuning, panel: Panel, data: dict[str, Any]) -> Config:
             },
             "objective": tuning.objective,
             "ranked_by": tuning.ranked_by,
-            "metric": panel.metric.name,
+            "metric": evaluator.metric.name,
             "data": data,
             "model": model,
             "questions": {"search": tuning.search, "held_out": tuning.held_out},

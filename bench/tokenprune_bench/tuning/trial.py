@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a candidate, and of a whole search."""
+"""Outcomes of single candidates and of a whole search."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COLLAPSE = 0.2  # a kind of question that loses more is warned of
 
 @dataclass
 class Trial:
-    """What became of a candidate.
+    """The outcome of a candidate.
 
     search, held_out: how many questions of each part it answered. drop: the mean score lost on them, of the part that
     decides (held out, if it got there). bound: below which the true drop is, with the promised confidence; None before
-    the test. cost: of `bench.cost.record`; timing: of `Panel.time`; predicted: of `Panel.predict`. kinds: drop of each
-    kind of question, held out. state: why it was left, or "chosen".
+    the test. cost: of `bench.cost.record`; timing: of `Evaluator.time`; predicted: of `Evaluator.predict`. kinds: drop
+    of each kind of question, held out. state: why it was left, or "chosen".
     """
 
     candidate: Candidate
@@ -45,8 +45,8 @@ class Trial:
         return self.predicted.get(objective)
 
     def saving(self, objective: str) -> float:
-        """Return the share that is saved. Of a time that cannot be told from the unpatched model's it is a trace, not
-        nothing: whether a setting that saves little is tried must not hang on which way its runs happened to fall."""
+        """Return the share that is saved. A time that does not differ significantly from the unpatched model's counts
+        as a trace, not as nothing: trying a setting that saves little must not depend on the luck of its runs."""
         saved = 1 - self.price(objective)[0]
         if objective in TIMED and saved < _TRACE and self.timing[TIMED[objective]]["p20"] < 1:
             return _TRACE
@@ -55,7 +55,7 @@ class Trial:
 
 @dataclass
 class Tuning:
-    """What a tuner found.
+    """The outcome of a search.
 
     choice: the cheapest that keeps the promise; None if nothing was shown to. scores: mean score on the held-out
     questions, of "unpatched" and of "tuned". objective: what was asked to be small, and ranked_by: what was used to

@@ -21,8 +21,8 @@ from tokenprune.errors import DataError, RunError, TokenPruneError
 from tokenprune_bench.tuning.betting import is_below, questions_likely, upper_bound
 from tokenprune_bench.tuning.candidates import Candidate
 from tokenprune_bench.tuning.estimate import CHANCE, Estimate, prior, promote, sequence
+from tokenprune_bench.tuning.evaluator import Evaluator
 from tokenprune_bench.tuning.objective import MAX_SPREAD, TIMED, TITLES, WORK, check_objective, spread
-from tokenprune_bench.tuning.panel import Panel
 from tokenprune_bench.tuning.parts import check_enough, split
 from tokenprune_bench.tuning.promise import Promise, points
 from tokenprune_bench.tuning.stacks import Alone, needless, propose, sites
@@ -37,15 +37,15 @@ _MOST = 20  # times as many questions are the most that are advised
 class Tuner:
     """One search; `run()` does it.
 
-    panel: answers the questions. candidates: all that are tried. seed: of the split of the questions. repeats: timed
-    runs of a setting. objective: what is made small, of `objective.OBJECTIVES`. stacks: how many stacks of the
+    evaluator: answers the questions. candidates: all that are tried. seed: of the split of the questions. repeats:
+    timed runs of a setting. objective: what is made small, of `objective.OBJECTIVES`. stacks: how many stacks of the
     candidates' methods may be tried, too. step: gets what is being done, how many answers are there, and how many there
     may be. Raises OptionError for an objective that is not known, or for too few questions.
     """
 
     def __init__(
         self,
-        panel: Panel,
+        evaluator: Evaluator,
         candidates: Sequence[Candidate],
         promise: Promise,
         *,
@@ -55,7 +55,7 @@ class Tuner:
         stacks: int = 0,
         step: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        self.panel, self.promise, self.repeats = panel, promise, repeats
+        self.evaluator, self.promise, self.repeats = evaluator, promise, repeats
         self.objective = check_objective(objective)
         self._notes: list[str] = []
         self.trials = [self._trial(candidate) for candidate in dict.fromkeys(candidates)]
@@ -64,13 +64,13 @@ class Tuner:
         self._stand_in = WORK if tower else "flops"
         self._by = self._stand_in if objective in TIMED and promise.target_ttft is None else objective
         self.stacks = stacks if len(sites(trial.candidate for trial in self.trials)) > 1 else 0
-        self.search, self.held_out = split(panel.groups, panel.kinds, seed)
-        check_enough(len(panel.kinds), promise, len(self.held_out))
+        self.search, self.held_out = split(evaluator.groups, evaluator.kinds, seed)
+        check_enough(len(evaluator.kinds), promise, len(self.held_out))
         rungs = max(0, math.ceil(math.log2(max(1, len(self.trials) + self.stacks) / FINALISTS)))
         sizes = [max(_FIRST, len(self.search) >> (rungs - rung)) for rung in range(rungs)]
         self.sizes = sorted({size for size in sizes if size < len(self.search)} | {len(self.search)})
         self._step, self._done = step or (lambda label, done, total: None), 0
-        alive, asked = sum(not trial.candidate.unfit(panel.videos) for trial in self.trials) + self.stacks, 0
+        alive, asked = sum(not trial.candidate.unfit(evaluator.videos) for trial in self.trials) + self.stacks, 0
         self.total = len(self.search) + len(self.held_out) * (1 + min(FINALISTS, alive))
         for size in self.sizes:
             self.total += alive * (size - asked)
@@ -99,7 +99,7 @@ class Tuner:
         By the time of the first ones, of the unpatched model, which `run` does not ask again.
         """
         chunk = self.search[: self.sizes[0]]
-        if self.panel.knows(None, chunk):
+        if self.evaluator.is_cached(None, chunk):
             return self.total, None
         start = time.perf_counter()
         self._asked(None, chunk)
@@ -107,12 +107,12 @@ class Tuner:
         return self.total, (time.perf_counter() - start) / len(chunk) * self.total
 
     def _trial(self, candidate: Candidate) -> Trial:
-        return Trial(candidate, predicted=self.panel.predict(candidate))
+        return Trial(candidate, predicted=self.evaluator.predict(candidate))
 
     def _able(self, trials: Sequence[Trial]) -> list[Trial]:
         """Return the trials that can act, and that are fast enough if that counts."""
         for trial in trials:
-            reason = trial.candidate.unfit(self.panel.videos)
+            reason = trial.candidate.unfit(self.evaluator.videos)
             share = trial.expected(self._by)
             if reason is None and share is not None and share >= 1:
                 reason = f"saves nothing: {share:.2f}x {self._by}, by the closed forms"
@@ -130,7 +130,7 @@ class Tuner:
         self._step(f"timing {trial.candidate}", self._done, self.total)
         try:
             batch = self.objective == "throughput"
-            trial.timing = self.panel.time(trial.candidate, self.search, self.repeats, batch)
+            trial.timing = self.evaluator.time(trial.candidate, self.search, self.repeats, batch)
         except (DataError, RunError):
             raise
         except TokenPruneError as error:
@@ -173,7 +173,7 @@ class Tuner:
             return []
         found = propose(
             [Alone.of(trial, self._drops(trial, self.search[: trial.search]), self._by) for trial in alive],
-            lambda candidate: self.panel.predict(candidate).get(self._by),
+            lambda candidate: self.evaluator.predict(candidate).get(self._by),
             lambda drops, saving: Estimate.of(
                 drops, saving, self.promise, len(self.held_out), prior(saving, self.promise.max_drop)
             ),
@@ -198,7 +198,7 @@ class Tuner:
             self._done = min(self.total, self._done + answers)
             self._step(label, self._done, self.total)
 
-        self.panel.ask(candidate, chunk, on_batch)
+        self.evaluator.ask(candidate, chunk, on_batch)
 
     def _results(self, trial: Trial, chunk: Sequence[int], so_far: Sequence[int]) -> bool:
         try:
@@ -209,14 +209,14 @@ class Tuner:
             trial.state = _skipped(error)
             return False
         trial.search, trial.drop = len(so_far), float(self._drops(trial, so_far).mean())
-        trial.cost = self.panel.cost(trial.candidate)
+        trial.cost = self.evaluator.cost(trial.candidate)
         return True
 
     def _drops(self, trial: Trial, numbers: Sequence[int]) -> np.ndarray:
-        return self.panel.scores(None, numbers) - self.panel.scores(trial.candidate, numbers)
+        return self.evaluator.scores(None, numbers) - self.evaluator.scores(trial.candidate, numbers)
 
     def _hopeless(self, trial: Trial) -> bool:
-        """Whether the drop is shown to be above what is allowed (the same test, turned around)."""
+        """Return True if the drop is shown to be above the allowed one (the same test, turned around)."""
         gains = -self._drops(trial, self.search[: trial.search])
         if is_below(gains, -self.promise.max_drop, self.promise.level):
             trial.state = f"loses too much after {trial.search} questions"
@@ -280,13 +280,17 @@ class Tuner:
         if not finalists:
             return None, {}
         self._asked(None, self.held_out)
-        base = self.panel.scores(None, self.held_out)
-        kinds = np.array([self.panel.kinds[number] for number in self.held_out])
+        base = self.evaluator.scores(None, self.held_out)
+        kinds = np.array([self.evaluator.kinds[number] for number in self.held_out])
         passed: list[Trial] = []
         for place, trial in enumerate(finalists):
             self._asked(trial.candidate, self.held_out)
             drops = self._drops(trial, self.held_out)
-            trial.held_out, trial.drop, trial.cost = len(drops), float(drops.mean()), self.panel.cost(trial.candidate)
+            trial.held_out, trial.drop, trial.cost = (
+                len(drops),
+                float(drops.mean()),
+                self.evaluator.cost(trial.candidate),
+            )
             trial.bound = upper_bound(drops, self.promise.level)
             trial.kinds = {kind: float(drops[kinds == kind].mean()) for kind in sorted(set(kinds.tolist()))}
             if not is_below(drops, self.promise.max_drop, self.promise.level):

@@ -10,7 +10,7 @@ import torch
 
 from tokenprune.base import Selection
 from tokenprune.ops.transfer import to_device
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 
 
 def keep_row_ends(

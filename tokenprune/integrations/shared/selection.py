@@ -9,7 +9,7 @@ from torch import Tensor
 from tokenprune.base import Method, Selection
 from tokenprune.errors import TokenPruneError
 from tokenprune.kernels.join import join
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 
 
 def validate_selection(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, list[int]]:

@@ -15,7 +15,7 @@ from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.patch_grid import Placed
 from tokenprune.view.observable import TowerOutput, Where
 from tokenprune.view.registry import find_observable, observables_of
-from tokenprune.view.tokens import Patches
+from tokenprune.view.segments import Patches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,9 @@ def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
 def without_tower(method: Pruner, spell: Callable[[Any], str] = repr) -> str:
     """Return the options under which a method reads nothing of the vision tower; empty if there are none. spell: how
     a value is written."""
-    return method.without([one.name for one in observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)], spell)
+    return method.fallback_hint(
+        [one.name for one in observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)], spell
+    )
 
 
 def tower_features(output: Any, config: Any) -> Tensor:

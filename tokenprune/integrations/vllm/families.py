@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tokenprune.view.tokens import square_grid
+from tokenprune.view.segments import square_grid
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,11 @@ class DyRate(DecodeMethod):
     schedule: Sequence[Share] = ()
     predictor: str | Path | None = field(default=None, metadata={"file": True})
 
+    if TYPE_CHECKING:
+
+        @property
+        def _fitted(self) -> RatePredictor: ...
+
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "schedule", tuple(self.schedule))
@@ -78,7 +83,7 @@ class DyRate(DecodeMethod):
         self._check(
             self.rate == "predictor" or self.predictor is None, "predictor= is used by rate='predictor' only: add that"
         )
-        if self.rate == "predictor":
+        if self.rate == "predictor" and self.predictor is not None:
             # Read here, so that a file that is missing or broken is refused before a model is touched.
             fitted = RatePredictor.load(self.predictor)
             object.__setattr__(self, "_fitted", fitted)

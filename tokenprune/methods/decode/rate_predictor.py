@@ -44,9 +44,9 @@ class RatePredictor:
         """Write the classifier to a safetensors file."""
         from safetensors.torch import save_file
 
-        told = {"kind": _KIND, "layer": str(self.layer), "model": self.model}
+        metadata = {"kind": _KIND, "layer": str(self.layer), "model": self.model}
         try:
-            save_file({"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}, str(path), told)
+            save_file({"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}, str(path), metadata)
         except (OSError, SafetensorError) as error:
             raise OptionError(f"cannot write {path}: {error}") from error
 
@@ -54,10 +54,10 @@ class RatePredictor:
     def load(cls, path: str | Path) -> RatePredictor:
         """Read what `save` wrote; raises OptionError for any other file."""
         try:
-            tensors, told = File.of(path).tensors()
-            if told.get("kind") != _KIND:
+            tensors, metadata = File.of(path).tensors()
+            if metadata.get("kind") != _KIND:
                 raise OptionError(f"{path} holds no predictor of `tokenprune fit-dyrate`")
-            return cls(tensors["weight"], tensors["bias"], int(told["layer"]), told["model"])
+            return cls(tensors["weight"], tensors["bias"], int(metadata["layer"]), metadata["model"])
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise

@@ -73,10 +73,15 @@ class DyMU(EncoderMethod):
 
     @property
     def calibrated_for(self) -> Fingerprint | None:
-        return None if self.thresholds is None else self.thresholds.fingerprint
+        return None if self._given is None else self._given.fingerprint
+
+    @property
+    def _given(self) -> Thresholds | None:
+        assert not isinstance(self.thresholds, (str, Path))  # read by __post_init__
+        return self.thresholds
 
     def check_served(self, kind: str, dtype: str, blocks: int) -> None:
-        found = self.thresholds
+        found = self._given
         if found is None:
             raise OptionError(
                 f"{self.name} needs thresholds=PATH in the server's setting, a file by `tokenprune calibrate`: those "
@@ -85,9 +90,9 @@ class DyMU(EncoderMethod):
         made_for = found.fingerprint.kind, found.fingerprint.dtype, {len(values) for values in found.values.values()}
         ours = kind, dtype, {blocks}
         if made_for != ours:
-            told = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
+            towers = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
             raise OptionError(
-                f"{self.name}: these thresholds were calibrated for {told[0]}, and this tower is {told[1]}: run "
+                f"{self.name}: these thresholds were calibrated for {towers[0]}, and this tower is {towers[1]}: run "
                 "`tokenprune calibrate` for this model in the dtype that it is served in"
             )
 
@@ -95,7 +100,7 @@ class DyMU(EncoderMethod):
         """Return what merges the pairs above each block's threshold."""
         if self.is_identity(budget):
             return [None] * tower.blocks
-        thresholds = self.thresholds or shipped(tower.fingerprint)
+        thresholds = self._given or shipped(tower.fingerprint)
         thresholds.check(tower.fingerprint)
         match = partial(threshold_match, protected=tower.protected, limit=self.max_r)
         values = thresholds.for_keep(budget.keep).tolist()

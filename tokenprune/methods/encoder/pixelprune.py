@@ -63,7 +63,7 @@ class PixelPrune(UnitDropper):
         return f"threshold={self.threshold} is a distance of colours from 0 to 1" if self.threshold else None
 
     def is_identity(self, budget: Budget) -> bool:
-        """Whether nothing is dropped; raises OptionError for a budget that contradicts `threshold`."""
+        """Return True if nothing is dropped; raise OptionError for a budget that contradicts `threshold`."""
         whole = budget.is_identity()
         self._check(
             not (whole and self.threshold),

@@ -25,7 +25,7 @@ _ROUNDING = 1 + 1e-4
 
 @dataclass(frozen=True)
 class Prediction:
-    """What became of T x H x W units.
+    """The outcome of predicting T x H x W units.
 
     keep:   bool `[T, H, W]`, those that no prediction is similar to.
     error:  float32 `[T, H, W]`, distance to the better prediction; inf for the first unit, which has none.
@@ -50,7 +50,7 @@ def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Distances:
-    """How far each unit is from those beside it, float32 `[T, H, W]` each: from the one on its left, above, and one
+    """The distance of each unit to its neighbours, float32 `[T, H, W]` each: to the one on its left, above, and one
     temporal patch before; inf where there is none."""
 
     left: Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calibration finds out: for each block of one vision tower, how similar two tokens must be to be merged."""
+"""Thresholds of calibration: for each block of one vision tower, the similarity from which two tokens are merged."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Thresholds:
                 raise OptionError(f"thresholds are for shares to keep, floats in (0, 1], not for {keep!r}")
             if not isinstance(values, torch.Tensor) or values.dim() != 1 or not values.is_floating_point():
                 is_tensor = isinstance(values, torch.Tensor)
-                told = f"{values.dtype} {list(values.shape)}" if is_tensor else type(values).__name__
-                raise OptionError(f"thresholds for keep={keep} must be float32 `[blocks]`, one cosine each, not {told}")
+                got = f"{values.dtype} {list(values.shape)}" if is_tensor else type(values).__name__
+                raise OptionError(f"thresholds for keep={keep} must be float32 `[blocks]`, one cosine each, not {got}")
             if not torch.isfinite(values).all():
                 raise OptionError(f"thresholds for keep={keep} are not finite: run `tokenprune calibrate` again")
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
+from typing import Any
 
 from tokenprune.base import Site
 from tokenprune.budget import Budget
@@ -44,7 +45,7 @@ class ToMe(EncoderMethod):
         self._check(good, f"r={self.r!r} must be an int >= 0, a list of them, or (r, slope) with a slope in [-1, 1]")
 
     def is_identity(self, budget: Budget) -> bool:
-        """Whether nothing merges; raises OptionError for a budget that contradicts `r`."""
+        """Return True if nothing merges; raise OptionError for a budget that contradicts `r`."""
         self._check(not (budget.is_identity() and self.r), f"keep=1.0 merges nothing, r={self.r!r} does: leave out one")
         return budget.is_identity()
 
@@ -86,14 +87,15 @@ def _matcher(r: int, protected: int) -> Matcher:
     return lambda keys, counts: bipartite_match(keys, r, protected)  # all rows have as many tokens
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0
+def _is_count(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _smallest_constant(wanted: int, count: int, protected: int, blocks: int) -> list[int]:
-    """The smallest number that, merged in every block as far as possible, adds up to `wanted`."""
+    """Return the smallest number that, merged in every block as far as possible, adds up to `wanted`."""
     for r in range(-(-wanted // max(1, blocks)), count):
-        left, plan = count, []
+        left = count
+        plan: list[int] = []
         for _ in range(blocks):
             plan.append(min(r, most(left, protected), wanted - sum(plan)))
             left -= plan[-1]

@@ -76,13 +76,14 @@ class AutoPrune(SeveralCuts):
             placed = tuple(first + one * (layers - first) // number for one in range(number))
         # All cuts have the budget of one: what the first would leave is what the curve spreads over the layers.
         even = profile(layers, [(layer, 1.0) for layer in placed], budget)
-        return [(_Stage(self, number, cut.layer, placed, layers), cut.budget) for number, cut in enumerate(even)]
+        return [(_Stage(self, number, cut.layer, tuple(placed), layers), cut.budget) for number, cut in enumerate(even)]
 
 
 @dataclass(frozen=True)
 class _Stage(OneCut):
     """One of the cuts at the layers `placed` of `depth`."""
 
+    of: AutoPrune
     placed: tuple[int, ...]
     depth: int
 
@@ -124,7 +125,7 @@ class _Stage(OneCut):
 
 
 def retention(layer: float, slope: float) -> float:
-    """The curve of how many tokens stay behind `layer` of 32."""
+    """Return the curve of the number of tokens that stay after `layer` of 32."""
     return _TOP / (1 + math.exp(min(700.0, slope * (layer - _MIDDLE - slope))))
 
 

@@ -24,7 +24,7 @@ _LEAST = 1e-3  # of the prior's mean, which a cell of it counts at least
 
 
 class AttentionPrior(Fitted):
-    """What the prompt's last token attends to whatever an image shows: float32 `[rows, columns]`."""
+    """The attention of the prompt's last token that does not depend on the image: float32 `[rows, columns]`."""
 
     kind = "tokenprune attention prior"
     command = "fit-d2pruner"
@@ -69,6 +69,11 @@ class D2Pruner(Pruner):
     threshold: float = 0.8
     radius: Annotated[float, Gt(0)] = 1.0
 
+    if TYPE_CHECKING:
+
+        @property
+        def _fitted(self) -> AttentionPrior | None: ...
+
     def __post_init__(self) -> None:
         check_options(self)
         fitted = None if self.prior is None else AttentionPrior.load(self.prior)
@@ -83,7 +88,7 @@ class D2Pruner(Pruner):
         return True
 
     def check_model(self, decoder: nn.Module) -> None:
-        if self._fitted is not None:
+        if self._fitted is not None and self.prior is not None:
             self._fitted.check(self.name, self.prior, decoder)
 
     def select(self, tokens: VisualTokens) -> Selection:

@@ -57,19 +57,19 @@ class Feather(SeveralCuts):
     def choose(self, tokens: VisualTokens, cut: int) -> Selection:
         score = self.score(tokens)
         if cut == 0 and self.stride is not None:
-            score = score.nan_to_num(nan=-torch.inf).masked_fill(self._even(tokens), torch.inf)
+            score = score.nan_to_num(nan=-torch.inf).masked_fill(self._even(tokens, self.stride), torch.inf)
         return Selection.top(score, tokens)
 
     def score(self, tokens: VisualTokens) -> Tensor:
         row = tokens.unrotated_last_row.float().masked_fill(~tokens.mask[:, None], 0)
         return (row / row.sum(2, keepdim=True).clamp(min=torch.finfo(row.dtype).tiny)).mean(1)
 
-    def _even(self, tokens: VisualTokens) -> Tensor:
-        """bool `[S, N]`: the tokens of the first cut that stay for their place."""
+    def _even(self, tokens: VisualTokens, least: int) -> Tensor:
+        """bool `[S, N]`: the tokens of the first cut that stay for their place. least: the stride to begin with."""
         even = torch.zeros(tokens.mask.shape, dtype=torch.bool)
         for row, (count, keep, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
             frames, height, width = grid or (1, 1, count)
-            for stride in range(self.stride, max(height, width) + self.stride):
+            for stride in range(least, max(height, width) + least):
                 down, across = (stride, stride) if grid else (1, stride * stride)
                 if frames * -(-height // down) * -(-width // across) <= keep // 2:
                     even[row, :count].view(frames, height, width)[:, ::down, ::across] = True

@@ -54,6 +54,11 @@ class FitPrune(CutsInside):
 
     recipe: str | Path | None = field(default=None, metadata={"file": True})
 
+    if TYPE_CHECKING:
+
+        @property
+        def _fitted(self) -> Recipe | None: ...
+
     def __post_init__(self) -> None:
         check_options(self)
         object.__setattr__(self, "_fitted", None if self.recipe is None else Recipe.load(self.recipe))
@@ -63,7 +68,7 @@ class FitPrune(CutsInside):
         return True
 
     def check_model(self, decoder: nn.Module) -> None:
-        if self._fitted is not None:
+        if self._fitted is not None and self.recipe is not None:
             self._fitted.check(self.name, self.recipe, decoder)
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
@@ -84,7 +89,7 @@ class FitPrune(CutsInside):
 
 @dataclass(frozen=True, repr=False)
 class _ByRecipe(Budget):
-    """What a recipe leaves at a layer. rows: of the recipe; none: the same share at each layer."""
+    """The budget of a layer by a recipe. rows: of the recipe; none: the same share at each layer."""
 
     rows: tuple[tuple[float, ...], ...] = ()
 
@@ -96,7 +101,7 @@ class _ByRecipe(Budget):
         for now, count in zip(counts, counts if original is None else original, strict=True):
             share = self.share
             if share is None:
-                share = min(1.0, float(self.average_tokens or self.keep) / count)
+                share = min(1.0, float(self.average_tokens or self.keep or 0) / count)
             left.append(min(now, max(1, round(count * _known_shares(self.rows, shape.layers, share)[layer]))))
         return left
 

@@ -29,7 +29,7 @@ class PyramidDrop(SeveralCuts):
     ratios: what each cut keeps, in proportion to the others, not rising.
 
     Source: Xing et al., "PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy
-    Reduction", section 3.2, and the authors' code where the two differ: the layer behind the cut ranks, by its softmax
+    Reduction", section 3.2, and the authors' code where the two differ: the layer after the cut ranks, by its softmax
     attention over the whole sequence, mean over heads.
 
     Differs from the paper: counts are solved from `keep` and rounded (there `int(count * ratio)`, which is the same

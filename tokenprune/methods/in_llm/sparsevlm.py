@@ -96,13 +96,13 @@ class SparseVLM(SeveralCuts):
         return min(removed, int(self.recycle * removed) + 1)
 
     def _merged(self, count: int, picks: int) -> int:
-        """How many clusters a cut makes that picks so many of `count` tokens."""
+        """Return the number of clusters of a cut that picks so many of `count` tokens."""
         if self.version != "1" or not self.recycle or picks >= count:
             return 0
         return int(self._recycled(count - picks) / _A_CLUSTER) + 1
 
     def _clusters(self, count: int, keep: int) -> int:
-        """How many of the `keep` tokens that a cut leaves are clusters: those that it then makes."""
+        """Return the number of clusters among the `keep` tokens that a cut leaves."""
         if keep >= count or not self._merged(count, keep):
             return 0
         number = self._merged(count, keep)

@@ -39,7 +39,7 @@ class TransPrune(SeveralCuts):
 
     Source: Li et al., "TransPrune: Token Transition Pruning for Efficient Large Vision-Language Model", sections 3.2 to
     3.4, and the authors' code where the two differ: 1 minus the cosine, without its absolute value; the attention of
-    the layer right behind the cut.
+    the layer right after the cut.
 
     Differs from the paper: the softmax runs over the tokens of an image, as the paper says (the code's over a whole
     batch). Counts follow `keep` by one profile, 504 : 360 : 72, and positions are kept (there they are numbered anew
@@ -57,10 +57,11 @@ class TransPrune(SeveralCuts):
         return True
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        cuts = {stage.layer: (stage, part) for stage, part in super().stages(budget, layers)}
+        whole = super().stages(budget, layers)
+        cuts = {stage.layer: (stage, part) for stage, part in whole if isinstance(stage, OneCut)}
         between = range(min(cuts), max(cuts))
         looks = [(_Look(self, 0, layer), Budget(keep=1.0, per=budget.per)) for layer in between if layer not in cuts]
-        return sorted([*cuts.values(), *looks], key=lambda one: one[0].layer)
+        return [*sorted([*cuts.values(), *looks], key=lambda one: one[0].layer)]
 
     def score(self, tokens: VisualTokens) -> Tensor:
         total = added(tokens)

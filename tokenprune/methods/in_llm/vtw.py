@@ -97,7 +97,7 @@ class _AsLongAs(Budget):
                 for number in range(1, shape.layers + 1)
             ]
             return _whole(self, sum(one <= self.flops_share * full for one in spent))
-        return _whole(self, shape.layers * float(self.average_tokens or self.keep) / count)
+        return _whole(self, shape.layers * float(self.average_tokens or self.keep or 0) / count)
 
 
 def _whole(budget: Budget, layers: float) -> int:

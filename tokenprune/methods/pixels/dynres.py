@@ -110,15 +110,16 @@ class DynRes(ResizeMethod):
         ]
 
     def _share(self, detail: float, whole: bool, level: float) -> float:
-        """A straight line through (0.5, level), as steep as `min_scale` and the full size allow."""
+        """Return the value at `detail` of a straight line through (0.5, level), as steep as `min_scale` and the full
+        size allow."""
         if whole:
             return 1.0
         slope = min(level - self.min_scale**2, 1 - level)
         return level + slope * (2 * detail - 1)
 
     def _level(self, members: list[tuple[int, float, bool]], keep: float) -> float:
-        """The level at which the members (tokens, detail, whole) keep the share `keep` of their tokens together, by
-        bisection: shares rise with the level."""
+        """Return the level at which the members (tokens, detail, whole) keep the share `keep` of their tokens together,
+        by bisection: shares rise with the level."""
         total = sum(tokens for tokens, _, _ in members)
         low, high = self.min_scale**2, 1.0
         for _ in range(40):

@@ -50,7 +50,7 @@ class CDPruner(Pruner):
     """
 
     query_free: ClassVar[Mapping[str, Any]] = {"theta": 0}
-    reads_less: ClassVar[Mapping[str, Any]] = {"center": "standardised"}
+    fallback_options: ClassVar[Mapping[str, Any]] = {"center": "standardised"}
 
     sign: Literal[1, -1] = 1
     theta: Annotated[float, Ge(0), Le(1)] = 0.5

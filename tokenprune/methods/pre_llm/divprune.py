@@ -38,7 +38,7 @@ class DivPrune(Pruner):
     equally distinct, none weighs less than another; "standardised" on projected tokens is ours.
     """
 
-    reads_less: ClassVar[Mapping[str, Any]] = {"center": "standardised"}
+    fallback_options: ClassVar[Mapping[str, Any]] = {"center": "standardised"}
 
     center: Centering = False
 

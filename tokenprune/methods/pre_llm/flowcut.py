@@ -71,9 +71,11 @@ class FlowCut(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.among(tokens)
-        left, score, goal = tiles.patch, None, tiles.only(tiles.number)
+        left, goal = tiles.patch, tiles.only(tiles.number)
+        score: Tensor | None = None
         for block, layer in enumerate(self.encoder_layers):
             left, score = _look(tiles, tokens.encoder_flow(layer), left, score, goal, _CUTS_END - block)
+        assert score is not None  # the tower has blocks
         # What is no patch stays where more is to be kept than there are patches.
         return Selection(tiles.top(score, tiles.number, left | ~tiles.patch), counts=tokens.keep)
 
@@ -93,7 +95,8 @@ class _InTower(EncoderMethod):
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what drops patches in each block that is looked at."""
-        cuts, looks = _Cuts(tower.protected, tower.left(budget)), [[] for _ in range(tower.blocks)]
+        cuts = _Cuts(tower.protected, tower.left(budget))
+        looks: list[list[int]] = [[] for _ in range(tower.blocks)]
         for block in range(_CUTS_END + 1):
             looks[math.ceil((block + 0.5) / _BLOCKS * tower.read) - 1].append(_CUTS_END - block)
         return [partial(cuts.look, remaining=tuple(one)) if one else None for one in looks]
@@ -128,6 +131,7 @@ class _Cuts:
             return None
         first = left.new_ones(rows, self.protected)
         merge = Merge.dropping(torch.cat([first, left], dim=1), [count + self.protected for count in stay])
+        assert self.score is not None and merge.keep is not None
         self.score = self.score.gather(1, merge.keep[:, self.protected :] - self.protected)
         return merge
 

@@ -45,7 +45,7 @@ class MMTok(Pruner):
     """
 
     query_free: ClassVar[Mapping[str, Any]] = {"question": False}
-    reads_less: ClassVar[Mapping[str, Any]] = {"features": "projected"}
+    fallback_options: ClassVar[Mapping[str, Any]] = {"features": "projected"}
 
     alpha: Annotated[float, Ge(0)] = 0.5
     text_temperature: Annotated[float, Gt(0)] = 0.02

@@ -47,7 +47,7 @@ class PruneSID(Pruner):
     positions. The variant that sets the budget by content is left out, because a constant of it is not published.
     """
 
-    reads_less: ClassVar[Mapping[str, Any]] = {"form": "qwen"}
+    fallback_options: ClassVar[Mapping[str, Any]] = {"form": "qwen"}
 
     form: Literal["qwen", "llava"] = "qwen"
 

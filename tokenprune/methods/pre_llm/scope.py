@@ -42,7 +42,7 @@ class Scope(Pruner):
     newlines count as tokens without saliency and are taken last.
     """
 
-    reads_less: ClassVar[Mapping[str, Any]] = {"features": "projected"}
+    fallback_options: ClassVar[Mapping[str, Any]] = {"features": "projected"}
 
     alpha: Annotated[float, Ge(0)] = 1.0
     features: Literal["projected", "tower"] = "projected"

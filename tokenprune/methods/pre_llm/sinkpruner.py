@@ -99,7 +99,8 @@ class SinkPruner(Pruner):
         return Selection(keep, torch.where(sink, into, torch.where(keep, index, -1)), counts=tokens.keep)
 
     def _high(self, count: int, keep: int) -> int:
-        """How many of `count` tokens are sinks, which leave enough others to keep `keep` with the one they become."""
+        """Return the number of sinks among `count` tokens that leaves enough others to keep `keep` with the token the
+        sinks become."""
         if keep >= count or not self.sinks:
             return 0
         return min(math.ceil(self.sinks * count), count - keep + 1)

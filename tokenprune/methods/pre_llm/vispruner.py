@@ -47,7 +47,7 @@ class VisPruner(Pruner):
     positions of the full prompt.
     """
 
-    reads_less: ClassVar[Mapping[str, Any]] = {"features": "projected"}
+    fallback_options: ClassVar[Mapping[str, Any]] = {"features": "projected"}
 
     important: Annotated[float, Ge(0), Le(1)] = 0.5
     features: Literal["tower", "projected"] = "tower"

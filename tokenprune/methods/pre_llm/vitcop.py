@@ -155,8 +155,8 @@ class _WithinClusters(Pruner):
                 assign[row, group] = middle
                 weight[row, middle] = len(group) + 1  # itself, and the mean of all
         assign, weight = (to_device(one, tokens.mask.device) for one in (assign, weight))
-        keep = assign == torch.arange(assign.shape[1], device=assign.device)
-        return Selection(keep, assign, weight, counts=tokens.keep)
+        kept = assign == torch.arange(assign.shape[1], device=assign.device)
+        return Selection(kept, assign, weight, counts=tokens.keep)
 
 
 def grouped(clusters: Sequence[Sequence[int]], length: Sequence[float], wanted: int) -> list[list[int]]:

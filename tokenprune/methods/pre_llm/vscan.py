@@ -18,7 +18,8 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import profile
-from tokenprune.view.tokens import Patches, VisualTokens
+from tokenprune.view.segments import Patches
+from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +69,8 @@ class VScan(Pruner):
 
     def __post_init__(self) -> None:
         check_options(self)
-        told = f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
-        self._check(self.stage2 or self.layer is None, told)
+        problem = f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
+        self._check(self.stage2 or self.layer is None, problem)
 
     @property
     def query_aware(self) -> bool:
@@ -128,9 +129,9 @@ def shares(counts: Tensor, wanted: Tensor) -> Tensor:
 
 def windows(patches: Patches, side: int | None) -> Tensor:
     """long `[S, N]`: the number of each patch's window in its tile; what is left over belongs to the last one."""
-    side = torch.where(patches.size > 1, 4, 6) if side is None else torch.full_like(patches.size, side)
-    down, across = ((length // side).clamp(min=1) for length in (patches.height, patches.width))
-    row, column = torch.minimum(patches.row // side, down - 1), torch.minimum(patches.column // side, across - 1)
+    sides = torch.where(patches.size > 1, 4, 6) if side is None else torch.full_like(patches.size, side)
+    down, across = ((length // sides).clamp(min=1) for length in (patches.height, patches.width))
+    row, column = torch.minimum(patches.row // sides, down - 1), torch.minimum(patches.column // sides, across - 1)
     return row * across + column
 
 
@@ -144,7 +145,7 @@ def most_similar(features: Tensor, picked: Tensor, tile: Tensor, most: int) -> T
 
 @dataclass(frozen=True)
 class _Middle(Pruner):
-    """Stage 2: keep what the last prompt token attends to most in the layer behind the cut.
+    """Stage 2: keep what the last prompt token attends to most in the layer after the cut.
 
     layer: where it cuts.
     """

@@ -81,7 +81,7 @@ class FlashVID(TwoCutMerger):
         return (-1,)
 
     def second_cut(self, layer: int) -> Pruner:
-        return _Inner(layer)
+        return _InnerFlashVid(layer)
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
         mask, most = videos.mask, max(videos.keep)
@@ -93,7 +93,7 @@ class FlashVID(TwoCutMerger):
         number = torch.minimum(budget, (budget.double() * self.picks - 1e-9).ceil().long())
         picked = self._picked(videos, number)
         rest = mask & ~picked
-        # long [V, F], told at the first frame of a segment: how many trees it keeps.
+        # long [V, F], the trees that a segment keeps, at its first frame.
         wanted = torch.zeros_like(first).scatter_add(1, first, budget - number)
 
         parent = self._parents(videos, rest, first, wanted)
@@ -149,7 +149,7 @@ def _means(x: Tensor, root: Tensor, rest: Tensor, size: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Inner(Pruner):
+class _InnerFlashVid(Pruner):
     """The second cut: keep what the last prompt token attends to most in the layer before.
 
     layer: where it cuts.

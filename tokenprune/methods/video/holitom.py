@@ -80,7 +80,7 @@ class HoliTom(TwoCutMerger):
         return (-1,)
 
     def second_cut(self, layer: int) -> Pruner:
-        return _Inner(layer)
+        return _InnerHoliTom(layer)
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
         similarity = same_place(videos.x, videos.mask)
@@ -130,7 +130,7 @@ def _still(stands: Tensor, ends: Tensor, mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Inner(Pruner):
+class _InnerHoliTom(Pruner):
     """The second cut: keep what the last prompt token attends to most in the layer before, and merge every other token
     into the most similar one of these.
 

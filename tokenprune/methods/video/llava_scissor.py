@@ -129,9 +129,10 @@ def _means(x: Tensor, member: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _searched(x: Tensor, alike: Tensor, spot: Tensor, keep: int) -> _Found:
-    """The representatives of the threshold, of those that bisection tries, at which their number is nearest to `keep`;
-    of two the fewer."""
-    low, high, best = -1.01, 1.0, None
+    """Return the representatives of the threshold, of those that bisection tries, at which their number is nearest to
+    `keep`; of two the fewer."""
+    low, high = -1.01, 1.0
+    best: _Found | None = None
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         found = _representatives(x, alike, spot, middle)
@@ -142,6 +143,7 @@ def _searched(x: Tensor, alike: Tensor, spot: Tensor, keep: int) -> _Found:
         low, high = (middle, high) if number < keep else (low, middle)
         if _NEAR * abs(number - keep) <= keep:
             break
+    assert best is not None  # it tried at least one threshold
     return best
 
 

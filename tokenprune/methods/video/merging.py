@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the methods share that merge tokens of videos: their base, still places, and the attention of the tower."""
+"""Parts of the methods that merge tokens of videos: their base, still places, and the attention of the tower."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class StillPlaces:
         return self.videos.mask & ~self.still & ~self.alone
 
     def copies(self) -> Tensor:
-        """long `[V, F, P]`: of how many tokens each still place consists, told at the first."""
+        """long `[V, F, P]`: of how many tokens each still place consists, at its first token."""
         return segment_sums(self.still.long(), self.first) * self.heads
 
     def means(self) -> Tensor:

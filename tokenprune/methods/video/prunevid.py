@@ -71,7 +71,7 @@ class PruneVid(TwoCutMerger):
     inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.4
 
     def second_cut(self, layer: int) -> Pruner:
-        return _Inner(layer)
+        return _InnerPruneVid(layer)
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
         mask, most = videos.mask, max(videos.keep)
@@ -92,7 +92,7 @@ class PruneVid(TwoCutMerger):
         into = torch.where(places.alone, spots(mask), torch.where(places.still, places.spread(of), into))
         weight = torch.where(places.alone, 1.0, torch.where(places.still, places.spread(part), weight))
 
-        # Behind the cut a scene's still tokens are one group, and each frame's others.
+        # After the cut a scene's still tokens are one group, and each frame's others.
         frame = torch.arange(mask.shape[1], device=mask.device)[:, None]
         self._remember(videos, torch.where(places.still, 2 * places.first.unsqueeze(-1), 2 * frame + 1))
         return into, weight
@@ -157,7 +157,7 @@ def runs_of(labels: Sequence[Any]) -> list[tuple[Any, int]]:
 
 
 @dataclass(frozen=True)
-class _Inner(Pruner):
+class _InnerPruneVid(Pruner):
     """The second cut: of each group keep what some head of some text token attends to most in the layer before.
 
     layer: where it cuts.

@@ -30,7 +30,8 @@ from tokenprune.integrations.hf.forward.stats import note_bytes
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.sites.decode import DecodeMethod, TokenType
 from tokenprune.statistics import Stats
-from tokenprune.view.tokens import Segments, require
+from tokenprune.view.segments import Segments
+from tokenprune.view.tokens import require
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.reduced_cache import Reduction

@@ -18,7 +18,7 @@ from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.view.observable import Where
 from tokenprune.view.registry import observables_of
-from tokenprune.view.source import LayerInput
+from tokenprune.view.segments import LayerInput
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

@@ -19,8 +19,8 @@ from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.tower.attention_scores import EncodedTokens
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.kernels.compact import partition
-from tokenprune.view.source import LayerInput, TokenSource
-from tokenprune.view.tokens import Patches, Segments
+from tokenprune.view.segments import LayerInput, Patches, Segments
+from tokenprune.view.source import TokenSource
 
 
 @dataclass

@@ -30,7 +30,7 @@ from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.ops.transfer import to_device
 from tokenprune.sites.encoder import VTU_FORMS, EncoderMethod
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

@@ -29,7 +29,7 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.patch_grid import PatchSource
 from tokenprune.ops.transfer import to_device
-from tokenprune.view.tokens import square_grid
+from tokenprune.view.segments import square_grid
 
 # Layers that keep a key and a value for each token.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}

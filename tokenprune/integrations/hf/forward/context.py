@@ -30,7 +30,7 @@ from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.decode_state import DecodeState

@@ -10,7 +10,7 @@ from functools import cached_property
 from tokenprune.base import Method, Selection
 from tokenprune.budget import Budget
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Cut, Removal, Stats
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

@@ -19,13 +19,13 @@ from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.guard.floors import Floors, shipped
 from tokenprune.guard.messages import warning
-from tokenprune.guard.prompts import Reader
+from tokenprune.guard.prompts import KindReader
 from tokenprune.guard.settings import KINDS, Guard
 from tokenprune.integrations.hf.encoded.record import open_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.guard.pixels import look, looks_of_segments
-from tokenprune.integrations.hf.guard.verdict import Verdict, Watched, share_of
+from tokenprune.integrations.hf.guard.verdict import Verdict, Watch, Watched, share_of
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.statistics import Stats
 
@@ -102,18 +102,19 @@ class GuardPart(Part):
     ) -> None:
         super().__init__()
         self.adapter, self.settings, self.table = adapter, settings, table
-        self.tokenizer, self.reader = tokenizer, Reader(settings.patterns)
+        self.tokenizer, self.reader = tokenizer, KindReader(settings.patterns)
         self.reads_text = tokenizer is not None
         # What makes no cut at the decoder; and of the others, which cuts are theirs.
         ahead = {Site.PRE_ENCODER, Site.IN_ENCODER}
-        self.elsewhere = [one for one in watched if ahead & set(_sites(one.method, one.budget, adapter))]
+        elsewhere = [one for one in watched if ahead & set(_sites(one.method, one.budget, adapter))]
         layers = len(adapter.decoder.layers)
-        self.cuts = {
+        cuts = {
             method.cut_layer: one
             for one in watched
-            if one not in self.elsewhere
+            if one not in elsewhere
             for method, _ in one.method.stages(one.budget, layers)
         }
+        self.watch = Watch(cuts, elsewhere, settings.text_limit)
         self._said: set[tuple[str, str]] = set()
 
     def _attach(self) -> None:
@@ -141,7 +142,7 @@ class GuardPart(Part):
             return
         rows, counts = list(call.segments.row), list(call.segments.counts)
         looks = looks_of_segments(call, self.adapter)
-        verdict = call.state.put(Verdict(self, call.report.shape, rows, counts, self._read(call), looks))
+        verdict = call.state.put(Verdict(self.watch, call.report.shape, rows, counts, self._read(call), looks))
         if self.settings.mode == "auto":
             verdict.seen = [verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
 
@@ -152,7 +153,7 @@ class GuardPart(Part):
         """All is known of a call but what may still be on its way: warn, and have the statistics tell."""
         verdict = call.state[Verdict]
         verdict.conclude(call.plan)
-        call.report.stats.defer(partial(_fill, verdict))
+        call.report.stats.defer(partial(self._fill, verdict))
         if self.settings.mode == "warn":
             if not verdict.looks.ready():
                 self._here()["verdict"] = verdict
@@ -185,11 +186,10 @@ class GuardPart(Part):
                 if (place, kind) in verdict.low and (source, kind) not in self._said:
                     self._said.add((source, kind))
                     watched, share = verdict.low[place, kind]
-                    raisable = watched not in self.elsewhere and watched.method.site in _RAISABLE
+                    raisable = watched not in self.watch.elsewhere and watched.method.site in _RAISABLE
                     floor = watched.floors[kind]
                     logger.warning("%s", warning(source, kind, watched.method.name, share, floor, raisable, self.table))
 
-
-def _fill(verdict: Verdict, stats: Stats) -> None:
-    stats.guard = verdict.findings()
-    verdict.guard._say_late()
+    def _fill(self, verdict: Verdict, stats: Stats) -> None:
+        stats.guard = verdict.findings()
+        self._say_late()

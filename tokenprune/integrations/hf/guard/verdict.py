@@ -6,7 +6,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget
@@ -15,9 +15,6 @@ from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step, allowed
 from tokenprune.integrations.hf.guard.pixels import SegmentLooks
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Guarded
-
-if TYPE_CHECKING:
-    from tokenprune.integrations.hf.guard.part import GuardPart
 
 
 def share_of(budget: Budget, count: int | None = None) -> float | None:
@@ -55,6 +52,19 @@ class Watched:
         return count
 
 
+@dataclass(frozen=True)
+class Watch:
+    """All that the guard of a patch watches.
+
+    cuts: the watched method of each cut at the decoder, by layer. elsewhere: methods that act before the decoder.
+    text_limit: an image counts as text from this likeness on.
+    """
+
+    cuts: dict[int, Watched]
+    elsewhere: list[Watched]
+    text_limit: float
+
+
 @dataclass
 class Verdict:
     """The guard's view of one call; the engine asks it how many tokens a cut is to leave (`at_least`).
@@ -64,7 +74,7 @@ class Verdict:
     empty. low: (segment, kind) -> the method that leaves fewer than enough, and the share that it leaves.
     """
 
-    guard: GuardPart
+    watch: Watch
     shape: DecoderShape
     rows: list[int]
     counts: list[int]
@@ -80,7 +90,7 @@ class Verdict:
         """Return how many of each segment's tokens a cut is to leave: at least what its budget says, which is `wanted`,
         and at most what `arrived`."""
         leave = list(wanted)
-        watched = self.guard.cuts.get(step.layer)
+        watched = self.watch.cuts.get(step.layer)
         if watched is not None and self.seen:
             for place, (count, came) in enumerate(zip(self.counts, arrived, strict=True)):
                 enough = [self._floor(watched, kind, step.layer, count) for kind in self.seen[place]]
@@ -97,9 +107,9 @@ class Verdict:
         """Note what the cuts of a call leave, all of which are planned."""
         self.kept = list(plan.kept)
         for stage in plan.stages:
-            if (watched := self.guard.cuts.get(stage.step.layer)) is not None:
+            if (watched := self.watch.cuts.get(stage.step.layer)) is not None:
                 self._conclude(watched, stage)
-        for watched in self.guard.elsewhere:
+        for watched in self.watch.elsewhere:
             for place, count in enumerate(self.counts):
                 share = share_of(watched.budget, count)
                 for kind in KINDS:
@@ -118,7 +128,7 @@ class Verdict:
     def reasons(self, row: int, value: float | None) -> list[tuple[str, str]]:
         """(source, kind) of all that a segment is exposed to. value: how much its image looks like text."""
         found = [("prompt", kind) for kind in (self.prompts or {}).get(row, ())]
-        if value is not None and value > self.guard.settings.text_limit:
+        if value is not None and value > self.watch.text_limit:
             found.append(("image", "text"))
         return found
 

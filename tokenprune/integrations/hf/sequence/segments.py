@@ -19,7 +19,7 @@ from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.kernels.compact import partition
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.frames import frame_counts, tokens_per_frame
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 
 RunsPerImage = Callable[[int, list[tuple[int, int]]], list[int]]
 GridOf = Callable[[int], tuple[int, int, int] | None]

@@ -44,7 +44,7 @@ from tokenprune.integrations.shared.tower_scores import (
 )
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.registry import find_observable
-from tokenprune.view.tokens import Patches, Segments
+from tokenprune.view.segments import Patches, Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

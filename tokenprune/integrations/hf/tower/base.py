@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
 from tokenprune.integrations.shared.block_merging import Block, Merger
 from tokenprune.integrations.shared.units import Units
 from tokenprune.sites.encoder import EncoderMethod, Tower
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 
 
 class TowerPatch(Merger, Part):

@@ -12,7 +12,7 @@ from tokenprune.base import Selection
 from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.shared.packed_features import first_of_group, take_packed
 from tokenprune.ops.transfer import to_device
-from tokenprune.view.tokens import Segments
+from tokenprune.view.segments import Segments
 
 
 def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor] | None:

@@ -18,7 +18,7 @@ from tokenprune.integrations.vllm.selection.before_llm import Grid
 from tokenprune.integrations.vllm.selection.in_llm import Seen, choose, segments_of
 from tokenprune.view.observable import Where
 from tokenprune.view.registry import observables_of
-from tokenprune.view.source import LayerInput
+from tokenprune.view.segments import LayerInput
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.patch_grid import Placed
 from tokenprune.integrations.shared.selection import checked_keep, merge_tokens
 from tokenprune.integrations.shared.tower_scores import Encoded, as_patches
-from tokenprune.view.observable import Backend, Observable, Sizes, TowerScores, Where
+from tokenprune.view.observable import Backend, TowerScores, Where
 from tokenprune.view.registry import compares_frames, observables_of
-from tokenprune.view.tokens import Patches, Segments, TokenSource, VisualTokens
+from tokenprune.view.segments import Patches, Segments, Sizes, VisualView
+from tokenprune.view.source import Readable, TokenSource
+from tokenprune.view.tokens import VisualTokens
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class _Features(TokenSource):
     norm: Norm | None = None
     encoded: Encoded | None = None
 
-    def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
+    def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
         if Backend.VLLM not in seen.backends:
             raise TokenPruneError(f"it reads {seen.name!r}, and vLLM gives a method nothing but the encoder's features")
         return super().read(seen, tokens, *layer)

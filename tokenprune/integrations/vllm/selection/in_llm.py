@@ -15,10 +15,11 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.row_ends import keep_row_ends
 from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, exact_keep
-from tokenprune.view.observable import Backend, Observable
+from tokenprune.view.observable import Backend
 from tokenprune.view.registry import not_served, served_by
-from tokenprune.view.source import LayerInput, TokenSource
-from tokenprune.view.tokens import Segments, VisualTokens
+from tokenprune.view.segments import LayerInput, Segments, VisualView
+from tokenprune.view.source import Readable, TokenSource
+from tokenprune.view.tokens import VisualTokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Seen(TokenSource):
     visual: list[int] = field(default_factory=list)
     entered: LayerInput | None = None
 
-    def read(self, seen: Observable, tokens: VisualTokens, *layer: int | float) -> Any:
+    def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
         if seen.whole:
             self._check_whole(seen.name)
         return super().read(seen, tokens, *layer)

@@ -105,7 +105,7 @@ def _unservable(method: Method, run: bool = True) -> str | None:
             f"where it has an option for that{_options(method)}"
         )
     if missing := not_served(method.needs, Backend.VLLM):
-        less = method.without(missing, json.dumps)
+        less = method.fallback_hint(missing, json.dumps)
         instead = f"; {method.name} does without with {less}" if less else ""
         return f"it needs {', '.join(missing)}, and vLLM's fused layers give no such thing{instead}"
     if method.query_aware:

@@ -16,7 +16,7 @@ from tokenprune.profiling.cost import record
 from tokenprune.profiling.model import Model
 from tokenprune.statistics import Stats
 from tokenprune_bench.asking import Asking
-from tokenprune_bench.backend import Backend, backend_of
+from tokenprune_bench.backend import BenchBackend, backend_of
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.metrics import Metric, metric_named
 from tokenprune_bench.run_folder import RunFolder
@@ -28,8 +28,8 @@ _PREDICTED = 8  # questions that the closed forms are asked about
 
 @dataclass(frozen=True)
 class Search:
-    """What a folder of a tuner's run has to be told, beside model and questions: other candidates, or another seed,
-    would cut the questions into other batches."""
+    """The search settings that a tuner's run folder records beside model and questions: other candidates, or another
+    seed, would cut the questions into other batches."""
 
     candidates: list[dict[str, Any]]
     seed: int = 0
@@ -37,7 +37,7 @@ class Search:
     stacks: int = 0
 
 
-class Panel:
+class Evaluator:
     """The answers to numbered questions, unpatched (candidate None) or patched.
 
     subject: a model, or another back end that answers. questions: of `bench.data` or `bench.heldout`. metric: a name
@@ -50,7 +50,7 @@ class Panel:
 
     def __init__(
         self,
-        subject: Model | Backend,
+        subject: Model | BenchBackend,
         questions: Sequence[Any],
         metric: str = "exact",
         *,
@@ -79,7 +79,7 @@ class Panel:
 
     @property
     def groups(self) -> list[Any]:
-        """What each question is about: those about the same images are equal."""
+        """The images of each question: questions about the same images have equal entries."""
         return [_seen(question) for question in self.questions]
 
     def ask(
@@ -106,10 +106,10 @@ class Panel:
             scores.update(zip(numbers, self.metric.score(answers, accepted), strict=True))
         note(left)  # what other processes asked, or a run before this one
 
-    def knows(self, candidate: Candidate | None, chunk: Sequence[int]) -> bool:
+    def is_cached(self, candidate: Candidate | None, chunk: Sequence[int]) -> bool:
         """Return whether a chunk was answered before, in this run or in the one of the folder."""
         setting = _setting(candidate)
-        return self._asking.knows({"setting": setting}, setting, chunk)
+        return self._asking.is_cached({"setting": setting}, setting, chunk)
 
     def answered(self, candidate: Candidate | None) -> set[int]:
         """Return the numbers of the questions that were asked."""
@@ -148,14 +148,14 @@ class Panel:
             whole = sum(getattr(cost, name) for cost in wholes)
             return sum(getattr(cost, name) for cost in costs) / whole if whole else 0.0
 
-        told = {name: share(name) for name in ("tokens", "tower")}
-        told |= {WORK: share("flops"), "flops": share("decoder"), "kv": share("cache")}
-        return told | {"tower_share": sum(cost.tower for cost in wholes) / sum(cost.flops for cost in wholes)}
+        shares = {name: share(name) for name in ("tokens", "tower")}
+        shares |= {WORK: share("flops"), "flops": share("decoder"), "kv": share("cache")}
+        return shares | {"tower_share": sum(cost.tower for cost in wholes) / sum(cost.flops for cost in wholes)}
 
     def time(self, candidate: Candidate, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
-        """Return what `Backend.timing` measures on the first of some questions, with the processor, of which only the
-        first token counts here; batch: also what `Backend.batch_timing` measures on a batch of them. The first process
-        of the group does it, and all get the same."""
+        """Return the times of `BenchBackend.timing` on the first of some questions, with the processor; only the first
+        token counts here. batch: also those of `BenchBackend.batch_timing` on a batch of them. The first process of the
+        group measures, and all get the same."""
         timing, failure = None, None
         if self.group.leads:
             try:
@@ -198,4 +198,4 @@ def _seen(question: Any) -> Any:
     return tuple((one.name, one.size) for one in (*question.sources, *filter(None, [question.video_source])))
 
 
-__all__ = ["Panel", "Search", "tunable_metric"]
+__all__ = ["Evaluator", "Search", "tunable_metric"]
