@@ -32,11 +32,11 @@ test-newest: .venv-newest/.setup-done ## run the tests with the newest transform
 
 test-newest-quick: .venv-newest/.setup-done ## the same for families, caches and ways to run alone
 	$(TEST_ENV) .venv-newest/bin/python $(PYTEST) tests/engine/test_identity.py tests/families/test_families.py \
-		tests/engine/test_cache.py tests/api/test_ways.py
+		tests/engine/test_cache.py tests/api/test_ways.py tests/api/test_ways_copies.py
 
 test-oldest-quick: .venv-oldest/.setup-done ## the same with the oldest transformers supported (constraints-oldest.txt)
 	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST) -m fast tests/engine/test_identity.py tests/families/test_families.py \
-		tests/engine/test_cache.py tests/api/test_ways.py
+		tests/engine/test_cache.py tests/api/test_ways.py tests/api/test_ways_copies.py
 
 test-other-processor: setup ## the fast tests of engine, methods, towers and families as on a processor without AVX2
 	$(TEST_ENV) ATEN_CPU_CAPABILITY=default .venv/bin/python $(PYTEST) -m fast tests/engine tests/methods tests/tower tests/families

@@ -53,6 +53,7 @@ SLOW = {
     "api/test_setting.py::test_wild_settings_are_answered",
     "api/test_two_pass.py",
     "api/test_ways.py",
+    "api/test_ways_copies.py",
     "bench/test_bench.py",
     "bench/test_bench_engines.py::test_a_server_is_asked",
     "bench/test_bench_folder.py",
